@@ -146,7 +146,8 @@ class _Run:
         self._contents = Contents(
             trainer, module, optimizer_state=settings.optimizer_state, buffers=settings.buffers
         )
-        self._checks = RankChecks(self._communicator)
+        fit, self._differing = differing_facts(self._communicator, facts(trainer, module))
+        self._checks = RankChecks(self._communicator, fit)
         self._batches = BatchRecorder(trainer, settings.every_n_steps) if settings.data else None
         self._trained = self._contents.trained()
         self._count = self._checked = 0
@@ -163,9 +164,8 @@ class _Run:
             self._checks.comparison.same_batches = self._same_batches
         if self._contents.left_out and self._communicator.is_main:
             say(f"ReplicaCheck: {self._contents.left_out}; weights are not compared.")
-        differing = differing_facts(self._communicator, facts(self._trainer, self._module))
-        if differing:
-            table, is_fault = start_table(differing)
+        if self._differing:
+            table, is_fault = start_table(self._differing)
             self._act(
                 f"the run is not made alike on all ranks, found before the first step\n\n{table}",
                 is_fault=is_fault,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 # Words of 64 bits that are taken at once: with the weights and a copy of them they stay in the cache of a core, and are
 # all the memory that a check needs. A GPU would mostly wait for the next call.
@@ -42,11 +43,11 @@ class BitViews:
             if index < len(known)
             and known[index].tensor is tensor
             and known[index].address == tensor.data_ptr()
-            and tensor.is_contiguous()  # else it may have been copied
             else _bits(tensor)
             for index, tensor in enumerate(tensors)
         ]
-        self._known = found
+        # A copy would be old the next time, and take as much memory as the tensor until then.
+        self._known = [bits if bits.tensor.is_contiguous() else _NOTHING for bits in found]
         return found
 
 
@@ -59,7 +60,7 @@ class Checksums:
     def __init__(self, tensors: Sequence[Tensor], views: BitViews | None = None) -> None:
         self._count = len(tensors)
         self._parts: list[tuple[list[int], Tensor]] = []
-        self._event: torch.cuda.Event | None = None
+        self._events: list[torch.cuda.Event] = []  # of each GPU
         places: dict[torch.device, list[int]] = {}
         for index, tensor in enumerate(tensors):
             places.setdefault(tensor.device, []).append(index)
@@ -77,23 +78,35 @@ class Checksums:
         if device.type == "cpu":
             return sums
         on_host = torch.empty_like(sums, device="cpu", pin_memory=True).copy_(sums, non_blocking=True)
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record(torch.cuda.current_stream(device))
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        self._events.append(event)
         return on_host
 
     def ready(self) -> bool:
         """Return whether :meth:`numbers` would not wait."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+        return all(event.query() for event in self._events)  # type: ignore[no-untyped-call]
 
     def numbers(self) -> list[int]:
         """Return them in the order of the tensors."""
-        if self._event is not None:
-            self._event.synchronize()
+        for event in self._events:
+            event.synchronize()
         found = [0] * self._count
         for indices, sums in self._parts:
             for index, number in zip(indices, sums.tolist(), strict=True):
                 found[index] = number
         return found
+
+
+def can_be_read(tensor: Tensor) -> bool:
+    """Return whether a tensor lies in memory as a whole, in values of its own."""
+    return not (
+        is_lazy(tensor)
+        or tensor.layout is not torch.strided
+        or tensor.is_meta
+        or tensor.is_quantized
+        or hasattr(tensor, "__tensor_flatten__")  # made of other tensors, such as DTensor
+    )
 
 
 def folded(values: Iterable[object]) -> int:
@@ -176,7 +189,8 @@ def _mix(words: Tensor, out: Tensor | None = None) -> Tensor:
 
 def _bits(tensor: Tensor) -> _Bits:
     with torch.no_grad():
-        flat = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        flat = tensor.detach().resolve_conj().resolve_neg()
+        flat = torch.view_as_real(flat) if flat.is_complex() else flat
         if not flat.is_contiguous():  # such as channels_last
             flat = flat.permute(sorted(range(flat.dim()), key=flat.stride().__getitem__, reverse=True))
         flat = flat.contiguous().view(-1)
@@ -189,6 +203,9 @@ def _bits(tensor: Tensor) -> _Bits:
     if not (words.storage_offset() % in_word or words.data_ptr() % 8):
         words = words.view(torch.int64)
     return _Bits(tensor, tensor.data_ptr(), words, flat[whole:], (whole // in_word, count - whole))
+
+
+_NOTHING = _bits(torch.empty(0))
 
 
 @functools.lru_cache(maxsize=8)

@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_lockstep._doors.lightning import PYTORCH, LightningModule, Trainer
 from lightning_lockstep._doors.lightning_internals import averages_models
-from lightning_lockstep.replicas.checksums import BitViews, Checksums
+from lightning_lockstep.replicas.checksums import BitViews, Checksums, can_be_read
 from lightning_lockstep.steps.capabilities import capabilities_of
 
 Buffers = Literal["auto", "all", "none"]
@@ -54,23 +53,19 @@ class Contents:
         self.whole_steps = capabilities_of(trainer.strategy).whole_gradients
         self._optimizer_state = optimizer_state and self.whole_steps
         self._views = {section: BitViews() for section in SECTIONS}
-        self._compares_weights = not averages_models(trainer.strategy)
-
-    @property
-    def left_out(self) -> str:
-        """Why weights and the state of optimizers are not compared, or nothing."""
-        return (
-            ""
-            if self._compares_weights
-            else "the strategy averages the models of the ranks only now and then"
-        )
+        #: Why weights and the state of optimizers are not compared, or nothing.
+        self.left_out = ""
+        if averages_models(trainer.strategy):
+            self.left_out = "the strategy averages the models of the ranks only now and then"
+        elif _divides_weights(trainer):
+            self.left_out = "FSDP divides them"
 
     def sections(self) -> dict[str, Named]:
         """Return the tensors of each kind."""
         found = {section: Named([], [], views) for section, views in self._views.items()}
         for name, buffer in self._chosen_buffers():
             _add(found["buffers"], name, buffer)
-        if not self._compares_weights:
+        if self.left_out:
             return found
         for name, parameter in self._module.named_parameters():
             _add(found["parameters"], name, parameter)
@@ -93,7 +88,9 @@ class Contents:
         return [
             name
             for name, buffer in self._chosen_buffers()
-            if buffer.is_floating_point()
+            if (
+                buffer.is_floating_point() or buffer.numel() > 1
+            )  # one whole number counts the same everywhere
             and not isinstance(self._module.get_submodule(name.rpartition(".")[0]), nn.SyncBatchNorm)
         ]
 
@@ -129,19 +126,17 @@ class Contents:
             yield names.get(parameter, f"parameter {number} of the optimizer, in no module"), parameter
 
 
+def _divides_weights(trainer: Any) -> bool:
+    from torch.distributed.fsdp import FullyShardedDataParallel  # takes long, and few need it
+
+    return isinstance(trainer.strategy.model, FullyShardedDataParallel)
+
+
 def _add(named: Named, name: str, value: Any) -> None:
     """Add a value if it is a tensor that each rank has whole."""
-    if (
-        not isinstance(value, Tensor)
-        or is_lazy(value)
-        or value.layout is not torch.strided
-        or value.is_meta
-        or hasattr(value, "to_local")  # DTensor
-        or hasattr(value, "ds_tensor")  # ZeRO stage 3
-    ):
-        return
-    named.names.append(name)
-    named.tensors.append(value)
+    if isinstance(value, Tensor) and can_be_read(value) and not hasattr(value, "ds_tensor"):  # ZeRO stage 3
+        named.names.append(name)
+        named.tensors.append(value)
 
 
 # -- Settings and structure, as text by what they are about --
@@ -165,8 +160,13 @@ REMARKS = ("hparams", "version")
 def facts(trainer: Any, module: LightningModule) -> dict[str, str]:
     """Return all that must be alike on the ranks before the first step."""
     found = {}
-    for number, (name, parameter) in enumerate(module.named_parameters()):
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+    parameters = [] if _divides_weights(trainer) else module.named_parameters()
+    for number, (name, parameter) in enumerate(parameters):
+        shape = (
+            "of unknown shape"
+            if is_lazy(parameter)
+            else tuple(getattr(parameter, "ds_shape", parameter.shape))
+        )
         kind = "trained" if parameter.requires_grad else "frozen"
         dtype = str(parameter.dtype).removeprefix("torch.")
         found[f"parameter {number}"] = f"{name} {shape} {dtype} {kind}"
@@ -178,14 +178,16 @@ def facts(trainer: Any, module: LightningModule) -> dict[str, str]:
         kind = type(config.scheduler).__name__
         found[f"scheduler {number}"] = f"{kind}, each {config.frequency} {config.interval}"
     found["precision"] = str(trainer.precision)
-    found["batches an epoch"] = str(trainer.num_training_batches)
     found["batches a step"] = str(trainer.accumulate_grad_batches)
+    # More than the run takes may be there on some ranks.
+    most = trainer.max_steps * trainer.accumulate_grad_batches if trainer.max_steps >= 0 else float("inf")
+    found["batches an epoch"] = str(min(trainer.num_training_batches, most))
     for package in ("torch", PYTORCH.partition(".")[0], "lightning-lockstep"):
         found[f"version of {package}"] = _version(package)
     for owner in (module, trainer.datamodule):
         values: Mapping[str, Any] = getattr(owner, "hparams", {})
-        for name, value in values.items():
-            if (text := _plain(value)) is not None:
+        for name in values:
+            if (text := _plain_of(values, name)) is not None:
                 found[f"hparams of {type(owner).__name__}: {name}"] = text
     return found
 
@@ -199,6 +201,13 @@ def _version(package: str) -> str:
         return version(package)
     except ImportError:
         return "unknown"
+
+
+def _plain_of(values: Mapping[str, Any], name: str) -> str | None:
+    try:
+        return _plain(values[name])
+    except Exception:  # of OmegaConf: an interpolation that only Hydra's own process can resolve
+        return None
 
 
 def _plain(value: Any) -> str | None:

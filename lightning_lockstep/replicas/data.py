@@ -12,7 +12,7 @@ from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
 
 from lightning_lockstep._doors.lightning_internals import divides_data, joins_batches, loaders_in_use
 from lightning_lockstep._text import ranks_in_words
-from lightning_lockstep.replicas.checksums import Checksums, folded
+from lightning_lockstep.replicas.checksums import Checksums, can_be_read, folded
 
 #: Batches in a row that are looked at: the first of a fit and of its second epoch, the last before a check.
 PROBED = 4
@@ -23,18 +23,31 @@ _ROWS = 2
 Row = list[list[int]]
 
 
-def batch_sums(batch: Any, loaders: int) -> list[int]:
-    """Return a checksum of the batch of each loader; on a GPU it waits for them."""
+def batch_sums(batch: Any, loaders: int) -> list[int] | None:
+    """Return a checksum of the batch of each loader, or nothing if some of it is unknown; on a GPU it waits for them.
+
+    What is left where an object is passed over, such as the labels beside it, may be equal by chance.
+    """
     parts = [batch]
     if loaders > 1:
         parts = list(batch.values() if isinstance(batch, Mapping) else batch)
-    return [_sum_of(part) for part in parts]
+    leaves = [list(_leaves(part)) for part in parts]
+    if len(parts) != loaders or not all(_is_known(leaf) for of_part in leaves for leaf in of_part):
+        return None
+    return [_sum_of(of_part) for of_part in leaves]
 
 
-def _sum_of(batch: Any) -> int:
-    leaves = list(_leaves(batch))
+def _is_known(leaf: Any) -> bool:
+    return (
+        can_be_read(leaf)
+        if isinstance(leaf, Tensor)
+        else isinstance(leaf, (str, bytes, int, float, type(None)))
+    )
+
+
+def _sum_of(leaves: Sequence[Any]) -> int:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    texts = [zlib.crc32(repr(leaf).encode()) for leaf in leaves if isinstance(leaf, (str, bytes, int, float))]
+    texts = [zlib.crc32(repr(leaf).encode()) for leaf in leaves if not isinstance(leaf, Tensor)]
     return folded([*Checksums(tensors).numbers(), *texts])
 
 
@@ -59,7 +72,12 @@ class BatchRecorder:
         self._parts = len(loaders) if joins_batches(trainer.fit_loop) else 1
         self._row: Row = [[] for _ in range(self._parts)]
         self._epochs: dict[int, Row] = {}
-        self.active = bool(self._parts == len(loaders) and not trainer.overfit_batches)
+        # Ranks that share one model, as in tensor parallelism, have the same batches too.
+        samplers = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+        shares = samplers.get("num_replicas", trainer.world_size)
+        self.active = (
+            self._parts == len(loaders) and not trainer.overfit_batches and shares == trainer.world_size
+        )
 
     def take(self, batch: Any, number: int, index: int) -> str | None:  # in the fit, and in its epoch
         """Look at a batch, before its step, if it is time to; returns a warning, or nothing."""
@@ -71,6 +89,9 @@ class BatchRecorder:
         if not early and not before_check:
             return None
         sums = batch_sums(batch, self._parts)
+        if sums is None:
+            self.active = False
+            return None
         if before_check:
             for row, one in zip(self._row, sums, strict=True):
                 row.append(one)
@@ -93,7 +114,8 @@ class BatchRecorder:
     def _repeated(self, epoch: int) -> str | None:
         before = self._epochs.get(epoch - 1)
         for number, row in enumerate(self._epochs[epoch]):
-            if before is None or before[number] != row or len(set(row)) < 2:
+            # Of fewer batches the same order is no rarity.
+            if before is None or before[number] != row or len(set(row)) < PROBED:
                 continue
             if _shuffles(loader := loaders_in_use(self._trainer.fit_loop)[number]):
                 return (
@@ -136,7 +158,7 @@ def equal_by_nature(trainer: Any, loader: int) -> bool:
     dataset = getattr(loaders_in_use(trainer.fit_loop)[loader], "dataset", None)
     try:
         return not isinstance(dataset, IterableDataset) and len(dataset) < trainer.world_size  # type: ignore[arg-type]
-    except TypeError:
+    except (TypeError, NotImplementedError):
         return False
 
 

@@ -90,8 +90,8 @@ class Check:
 class RankChecks:
     """Sends the checks of this rank, and answers what rank 0 asks; one object on every rank for each fit."""
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._channel, self._fit = communicator.side_channel, next(_fits)
+    def __init__(self, communicator: Communicator, fit: int) -> None:
+        self._channel, self._fit = communicator.side_channel, fit
         self._pending: deque[Check] = deque()
         self._done: deque[tuple[Check, Mapping[str, Mapping[str, int]]]] = deque(maxlen=_KEPT)
         self._before: Mapping[str, Mapping[str, int]] = {section: {} for section in SECTIONS}
@@ -194,6 +194,7 @@ class Comparison:
         self._compared = -1  # batches before the last check that all ranks have sent
         self._good: int | None = None  # the same of the last one without a difference
         self._known: set[str] = set()  # tensors and settings that were told
+        self._statistics: set[str] = set()  # buffers in which each rank has its own
         self._data = BatchComparison()
 
     def is_done(self, count: int) -> bool:
@@ -244,7 +245,7 @@ class Comparison:
         self._ask(count, [group[0] for group in groups])
 
     def _judge(self, count: int, groups: Parts, answers: Mapping[int, Any]) -> None:
-        finding = judge(count, self._good, groups, answers)
+        finding = judge(count, self._good, groups, answers, self._statistics)
         if finding is None:
             self._good = count
         else:
@@ -271,11 +272,18 @@ def finding_of(text: str) -> Finding:
 # -- What all ranks do together once there is a difference --
 
 
-def differing_facts(communicator: Communicator, facts: Mapping[str, str]) -> dict[int, dict[str, str]]:
-    """Return by rank what all ranks have told, if they do not say the same; else nothing. Ranks: all, together."""
-    if len(set(communicator.gather(folded(facts.items())))) == 1:
-        return {}
-    return dict(enumerate(communicator.gather(dict(facts))))
+def differing_facts(
+    communicator: Communicator, facts: Mapping[str, str]
+) -> tuple[int, dict[int, dict[str, str]]]:
+    """Return the number that rank 0 draws for this fit, and what each rank has told if they do not say the same.
+
+    A rank may have begun fits that others have not reached. Ranks: all, together.
+    """
+    told = communicator.gather((next(_fits), folded(facts.items())))
+    fit = told[0][0]
+    if len({fold for _, fold in told}) == 1:
+        return fit, {}
+    return fit, dict(enumerate(communicator.gather(dict(facts))))
 
 
 def largest_differences(

@@ -41,15 +41,22 @@ Differences = Mapping[str, Mapping[int, tuple[float, int, int, int]]]
 # -- Rank 0 decides: what differs, who is in the minority, why --
 
 
-def judge(count: int, good: int | None, groups: Parts, answers: Answers) -> Finding | None:
-    """Return what differs between groups of ranks, by what the first rank of each has answered."""
+def judge(
+    count: int, good: int | None, groups: Parts, answers: Answers, statistics: set[str]
+) -> Finding | None:
+    """Return what differs between groups of ranks, by what the first rank of each has answered.
+
+    Adds to ``statistics`` the buffers in which each rank has its own: they may stay as they are between two checks,
+    such as those of a validation.
+    """
     members = {group[0]: group for group in groups}
     tensors: dict[str, dict[str, Parts]] = {}
     for section in SECTIONS:
         sums = {rank: answer["sums"][section] for rank, answer in answers.items()}
         found = _differing(sums, members)
         if section == "buffers":
-            found = {name: parts for name, parts in found.items() if not _is_own_statistic(name, answers)}
+            statistics |= {name for name in found if _is_own_statistic(name, answers)}
+            found = {name: parts for name, parts in found.items() if name not in statistics}
         if found:
             tensors[section] = found
     settings = {rank: answer["settings"] for rank, answer in answers.items()}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lockstep.replicas.checksums import Checksums, folded
+from lightning_lockstep.replicas.checksums import BitViews, Checksums, folded
 
 DTYPES = [
     torch.float32,
@@ -140,3 +140,19 @@ def test_no_tensors_and_channels_last() -> None:
 
 def test_what_is_folded_goes_by_order_too() -> None:
     assert folded([1, 2]) != folded([2, 1]) != folded([12]) != folded(["a", "b"])
+
+
+def test_of_a_tensor_that_must_be_copied_no_copy_is_kept() -> None:
+    views, spread = BitViews(), torch.ones(1).expand(5000)
+    before = Checksums([spread], views).numbers()
+    assert before == numbers(torch.ones(5000))
+    assert sum(bits.words.numel() for bits in views._known) == 0
+    plain = torch.ones(5000)
+    Checksums([plain], views).numbers()
+    assert views._known[0].tensor is plain
+
+
+def test_conjugates_count_as_the_values_that_they_are() -> None:
+    values = some(100, torch.complex64)
+    assert numbers(values.conj()) == numbers(values.conj().resolve_conj()) != numbers(values)
+    assert numbers(values.conj().imag) == numbers(-values.imag)

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback
 
 from lightning_lockstep.callbacks import replica_check
 from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.replicas import exchange
 from tests.helpers import run_ranks
 from tests.replicas.fits import Case, Kept, fit
 
@@ -80,6 +81,13 @@ def silent() -> dict[str, Any]:
         channel.post, replica_check._AT_THE_END = post, patience  # type: ignore[method-assign]
 
 
+def after_a_fit_that_only_one_rank_began() -> dict[str, Any]:
+    """A fit after one that rank 1 has counted and rank 0 has not."""
+    if on(1):
+        next(exchange._fits)
+    return fit(Case(fault="bit"))
+
+
 def cases() -> dict[str, Any]:
     """Fits one after the other, on the same ranks."""
     return {
@@ -104,6 +112,7 @@ def cases() -> dict[str, Any]:
         "data not compared": fit(Case(loader="whole stream", options={"data": False})),
         "same order": fit(Case(loader="own batches", samples=40), use_distributed_sampler=False),
         "silent": silent(),
+        "another try": after_a_fit_that_only_one_rank_began(),
         "healthy": fit(Case()),
     }
 
@@ -139,6 +148,7 @@ def found() -> dict[str, Any]:
         ("stock ddp", ["self.manual_backward(loss)"]),
         ("at the end", ["after batch 12 of", "after batch 4", "1 of ", "One bit of one value"]),
         ("skipped", ["In the minority: rank 1.", "stepped on some ranks only", "[3] on rank 1"]),
+        ("another try", ["One bit of one value"]),
         ("buffer", ["scale", "Only buffers differ", "In the minority: rank 1."]),
     ],
 )

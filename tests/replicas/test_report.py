@@ -35,7 +35,7 @@ def answer(**changes: Any) -> dict[str, Any]:
 def found(*answers: dict[str, Any]) -> Finding:
     """What is found where rank 0 and others agree and the last ranks differ, each from all."""
     groups = [[0, 3], *([rank] for rank in range(1, len(answers)))]
-    finding = judge(10, 5, groups, dict(enumerate(answers)))
+    finding = judge(10, 5, groups, dict(enumerate(answers)), set())
     assert finding is not None
     return finding
 
@@ -79,11 +79,11 @@ def test_a_parameter_that_ddp_does_not_know_is_named() -> None:
 def test_of_two_ranks_the_one_that_changed_alone_is_named_else_none() -> None:
     before = {"parameters": {"w": 1, "b": 2}}
     finding = judge(
-        10, 5, [[0], [1]], {0: answer(before=before), 1: answer(before=before, sums=OTHER["sums"])}
+        10, 5, [[0], [1]], {0: answer(before=before), 1: answer(before=before, sums=OTHER["sums"])}, set()
     )
     assert finding is not None and list(finding.suspects) == [1]
     assert "changed on some ranks only" in finding.reasons[0]
-    finding = judge(10, 5, [[0], [1]], {0: answer(), 1: answer(sums=OTHER["sums"])})
+    finding = judge(10, 5, [[0], [1]], {0: answer(), 1: answer(sums=OTHER["sums"])}, set())
     assert finding is not None and not finding.suspects
     assert "nothing says which of them is right" in report(finding, {})
 
@@ -95,11 +95,15 @@ def test_buffers_that_all_ranks_change_are_their_own_statistics() -> None:
 
     groups = [[0], [1], [2]]
     each = {rank: of(10 + rank, rank, statistics=["average"]) for rank in range(3)}
-    assert judge(10, 5, groups, each) is None
+    seen: set[str] = set()
+    assert judge(10, 5, groups, each, seen) is None
+    unchanged = {rank: of(10 + rank, 10 + rank, statistics=["average"]) for rank in range(3)}
+    assert judge(15, 10, groups, unchanged, seen) is None, "as after a validation"
+    assert judge(15, 10, groups, unchanged, set()) is not None
     shared = {rank: of(10 + rank, rank) for rank in range(3)}
-    assert judge(10, 5, groups, shared) is not None
+    assert judge(10, 5, groups, shared, seen - {"average"}) is not None
     alone = {0: of(1, 1, statistics=["average"]), 1: of(2, 1, statistics=["average"])}
-    finding = judge(10, 5, [[0, 2], [1]], alone)
+    finding = judge(10, 5, [[0, 2], [1]], alone, set())
     assert finding is not None and list(finding.suspects) == [1]
 
 

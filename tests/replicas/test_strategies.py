@@ -34,7 +34,7 @@ def stages() -> dict[str, Any]:
     for stage in (1, 2, 3):
         for fault in ("", "layer"):
             # The engine writes all weights anew in its next step.
-            case = Case(fault=fault, step=5, optimizer="Adam")
+            case = Case(fault=fault, steps=7, step=5, optimizer="Adam")
             found[f"{stage} {fault}"] = fit(case, plain_strategy=LockstepDeepSpeedStrategy(stage=stage))
     return found
 

@@ -1,0 +1,104 @@
+"""What is looked at on a rank, and what is left alone because it cannot be read or may differ."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from lightning_lockstep._doors.lightning import LightningModule, Trainer
+from lightning_lockstep.replicas.contents import Contents, facts
+from lightning_lockstep.replicas.data import BatchRecorder, batch_sums
+
+
+class Odd(LightningModule):
+    """Tensors of kinds that have no plain values, and some that have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy = nn.LazyLinear(3)
+        self.empty = nn.Parameter(torch.empty(0))
+        self.complex = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        self.register_buffer("sparse", torch.eye(3).to_sparse())
+        self.register_buffer("quantized", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
+        self.register_buffer("nested", torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged))
+        self.register_buffer("usage", torch.zeros(4, dtype=torch.int64))
+        self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
+
+
+def trainer(**changes: Any) -> Any:
+    own = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    given = {
+        "strategy": own.strategy,
+        "optimizers": [],
+        "lr_scheduler_configs": [],
+        "precision": "32-true",
+        "num_training_batches": 10,
+        "accumulate_grad_batches": 2,
+        "max_steps": -1,
+        "datamodule": None,
+        "world_size": 2,
+    }
+    return SimpleNamespace(**{**given, **changes})
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_tensors_without_plain_values_are_left_alone() -> None:
+    module = Odd()
+    contents = Contents(trainer(), module, optimizer_state=True, buffers="auto")
+    named = contents.sections()
+    assert named["parameters"].names == ["empty", "complex"]
+    assert named["buffers"].names == ["usage", "batches"]
+    assert len(named["parameters"].checksums().numbers()) == 2
+    assert contents.may_be_statistics() == ["usage"], "a count of each expert, but not of steps"
+    assert "lazy.weight of unknown shape" in facts(trainer(), module)["parameter 2"]
+
+
+def test_batches_that_a_run_never_reaches_may_differ() -> None:
+    def batches(number: int, steps: int) -> str:
+        return facts(trainer(num_training_batches=number, max_steps=steps), Odd())["batches an epoch"]
+
+    assert batches(10, -1) != batches(11, -1)
+    assert batches(10, 5) == batches(11, 5)
+    assert batches(10, 6) != batches(11, 6)
+
+
+def test_settings_that_cannot_be_resolved_are_left_alone() -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+    module = Odd()
+    module._hparams = omegaconf.OmegaConf.create({"width": 3, "folder": "${nowhere:folder}", "given": "???"})
+    assert [name for name in facts(trainer(), module) if "hparams" in name] == ["hparams of Odd: width"]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (torch.eye(3).to_sparse(), torch.tensor([1])),
+        (numpy.ones(3), torch.tensor([1])),
+        {"graph": object(), "label": torch.tensor([1])},
+    ],
+    ids=["sparse", "an array", "an object"],
+)
+def test_batches_of_which_a_part_is_unknown_are_not_compared(batch: Any) -> None:
+    assert batch_sums(batch, 1) is None
+
+
+def test_the_loaders_of_a_batch() -> None:
+    one, two = torch.ones(2), torch.zeros(2)
+    assert batch_sums([one, two], 2) == batch_sums({"a": one, "b": two}, 2)
+    assert batch_sums([one, {"a": one, "b": two}], 3) is None, "loaders in loaders"
+    assert batch_sums((one, "text", None, 1.0), 1) is not None
+
+
+def test_ranks_that_share_one_model_share_their_batches() -> None:
+    def is_active(strategy: Any) -> bool:
+        loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[[]], _mode="max_size"))
+        return BatchRecorder(trainer(strategy=strategy, fit_loop=loop, overfit_batches=0.0), 10).active
+
+    assert is_active(SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 2, "rank": 0}))
+    assert is_active(SimpleNamespace())
+    assert not is_active(SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 1, "rank": 0}))
