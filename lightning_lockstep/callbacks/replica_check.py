@@ -15,7 +15,7 @@ from lightning_lockstep.distributed.c10d_operators import ddp_of
 from lightning_lockstep.errors import ReplicaMismatchError
 from lightning_lockstep.replicas.checksums import Checksums
 from lightning_lockstep.replicas.contents import Buffers, Contents, facts, hyperparameters
-from lightning_lockstep.replicas.data import PROBED, BatchRecorder, equal_by_nature, same_batches_text
+from lightning_lockstep.replicas.data import PROBED, BatchRecorder, same_batches_text
 from lightning_lockstep.replicas.exchange import (
     Check,
     RankChecks,
@@ -147,7 +147,9 @@ class _Run:
             trainer, module, optimizer_state=settings.optimizer_state, buffers=settings.buffers
         )
         fit, self._differing = differing_facts(self._communicator, facts(trainer, module))
-        self._checks = RankChecks(self._communicator, fit)
+        self._checks = RankChecks(
+            self._communicator, fit, lambda loader, ranks: same_batches_text(trainer, loader, ranks)
+        )
         self._batches = BatchRecorder(trainer, settings.every_n_steps) if settings.data else None
         self._trained = self._contents.trained()
         self._count = self._checked = 0
@@ -160,8 +162,6 @@ class _Run:
         ]
 
     def begin(self) -> None:
-        if self._checks.comparison is not None:
-            self._checks.comparison.same_batches = self._same_batches
         if self._contents.left_out and self._communicator.is_main:
             say(f"ReplicaCheck: {self._contents.left_out}; weights are not compared.")
         if self._differing:
@@ -243,11 +243,6 @@ class _Run:
 
     def _stepped(self, number: int) -> None:
         self._steps[number] += 1
-
-    def _same_batches(self, loader: int, ranks: Any) -> str:
-        if equal_by_nature(self._trainer, loader):
-            return ""
-        return same_batches_text(self._trainer, loader, ranks)
 
     def _tell(self, finding: Finding) -> None:
         """Report what rank 0 has found; all ranks are here, after the same batch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -153,20 +154,18 @@ class BatchComparison:
         return next((key for key, count in same.items() if first or count >= _ROWS), None)
 
 
-def equal_by_nature(trainer: Any, loader: int) -> bool:
-    """Return whether a data set has fewer samples than there are ranks, so that samplers repeat some."""
-    dataset = getattr(loaders_in_use(trainer.fit_loop)[loader], "dataset", None)
-    try:
-        return not isinstance(dataset, IterableDataset) and len(dataset) < trainer.world_size  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        return False
-
-
 def same_batches_text(trainer: Any, number: int, ranks: Sequence[int]) -> str:
-    """Return what is wrong with a loader that gives several ranks the same batches, and what to write."""
+    """Return what is wrong with a loader that gives several ranks the same batches, and what to write.
+
+    Nothing where the data set has fewer samples than there are ranks, so that samplers repeat some.
+    """
     loaders = loaders_in_use(trainer.fit_loop)
     loader = loaders[number]
-    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+    dataset = getattr(loader, "dataset", None)
+    with contextlib.suppress(TypeError, NotImplementedError):
+        if not isinstance(dataset, IterableDataset) and len(dataset) < trainer.world_size:  # type: ignore[arg-type]
+            return ""
+    if isinstance(dataset, IterableDataset):
         advice = (
             "Let its __iter__ yield each rank's share, such as itertools.islice(samples, rank, None, world_size) with"
             " rank and world_size from torch.distributed, and of that each worker's (torch.utils.data.get_worker_info)"

@@ -29,14 +29,13 @@ from torch import Tensor
 from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement
-from lightning_lockstep.distributed.side_channel.channel import Message
+from lightning_lockstep.distributed.side_channel.channel import Message, SideChannel
 from lightning_lockstep.replicas.checksums import Checksums, folded
 from lightning_lockstep.replicas.contents import SECTIONS, Named
 from lightning_lockstep.replicas.data import BatchComparison, Row
 from lightning_lockstep.replicas.report import NAMED, Differences, Finding, Parts, judge
 
 _log = logging.getLogger(__name__)
-_CHECK, _ASK, _ANSWER = "replica/check", "replica/ask", "replica/answer"
 
 # Checks whose numbers for each tensor a rank keeps, for the case that rank 0 asks. Where no gradients are reduced,
 # ranks do not wait for each other, and rank 0 asks late.
@@ -90,20 +89,20 @@ class Check:
 class RankChecks:
     """Sends the checks of this rank, and answers what rank 0 asks; one object on every rank for each fit."""
 
-    def __init__(self, communicator: Communicator, fit: int) -> None:
-        self._channel, self._fit = communicator.side_channel, fit
+    def __init__(
+        self, communicator: Communicator, fit: int, same_batches: Callable[[int, Sequence[int]], str]
+    ) -> None:
+        self._channel = communicator.side_channel
         self._pending: deque[Check] = deque()
         self._done: deque[tuple[Check, Mapping[str, Mapping[str, int]]]] = deque(maxlen=_KEPT)
         self._before: Mapping[str, Mapping[str, int]] = {section: {} for section in SECTIONS}
-        self._agreement = StepAgreement(self._channel, name=f"replica/{self._fit}")
-        self.comparison: Comparison | None = None  # of rank 0
-        self._removes = [self._channel.on(_ASK, self._take_question)]
+        # What belongs to an earlier fit has another topic.
+        self._topic = f"replica/{fit}"
+        self._agreement = StepAgreement(self._channel, name=self._topic)
+        self._remove = self._channel.on(f"{self._topic}/ask", self._answer)
+        self._comparison: Comparison | None = None
         if communicator.is_main:
-            self.comparison = Comparison(communicator.world_size, ask=self._ask, found=self._found)
-            self._removes += [
-                self._channel.on(_CHECK, self._take(self.comparison.take_check)),
-                self._channel.on(_ANSWER, self._take(self.comparison.take_answer)),
-            ]
+            self._comparison = Comparison(self._channel, self._topic, self._agreement, same_batches)
 
     def add(self, check: Check) -> None:
         """Send a check as soon as its numbers are there."""
@@ -123,7 +122,7 @@ class RankChecks:
         """Send all; on rank 0 wait until they are compared and return as JSON what was found and not told yet."""
         while self._pending:
             self._send(self._pending.popleft())
-        comparison, last = self.comparison, self._done[-1][0].count
+        comparison, last = self._comparison, self._done[-1][0].count
         if comparison is None:
             return ""
         with comparison.news:
@@ -137,58 +136,41 @@ class RankChecks:
 
     def told(self) -> None:
         """Note on rank 0 that all ranks know what was found."""
-        if self.comparison is not None:
-            self.comparison.untold = ""
+        if self._comparison is not None:
+            self._comparison.untold = ""
 
     def close(self) -> None:
         self._agreement.close()
-        for remove in self._removes:
-            remove()
+        self._remove()
+        if self._comparison is not None:
+            self._comparison.close()
 
     def _send(self, check: Check) -> None:
         check.read()
         self._done.append((check, self._before))
         self._before = check.numbers
-        self._channel.post(_CHECK, [self._fit, check.coarse()], to=0)
+        self._channel.post(f"{self._topic}/check", check.coarse(), to=0)
 
-    def _ask(self, count: int, ranks: Sequence[int]) -> None:
-        self._channel.post(_ASK, [self._fit, count, list(ranks)])
-        if 0 in ranks:
-            self._answer(count)
-
-    def _take_question(self, message: Message) -> None:
-        fit, count, ranks = message.body
-        if fit == self._fit and self._channel.rank in ranks:
-            self._answer(count)
-
-    def _answer(self, count: int) -> None:
+    def _answer(self, message: Message) -> None:
+        count = message.body
         fine = next((check.fine(before) for check, before in list(self._done) if check.count == count), None)
-        self._channel.post(_ANSWER, [self._fit, {"count": count, "fine": fine}], to=0)
-
-    def _found(self, finding: Finding) -> None:
-        self._agreement.request(_text(finding), kind="replica")
-
-    def _take(self, take: Callable[[int, Any], None]) -> Callable[[Message], None]:
-        def taken(message: Message) -> None:
-            fit, body = message.body
-            if fit == self._fit:
-                take(message.sender, body)
-
-        return taken
+        self._channel.post(f"{self._topic}/answer", {"count": count, "fine": fine}, to=0)
 
 
 class Comparison:
     """On rank 0: takes the checks of all ranks, in whatever order they come, and compares each once."""
 
     def __init__(
-        self, world_size: int, *, ask: Callable[[int, Sequence[int]], None], found: Callable[[Finding], None]
+        self,
+        channel: SideChannel,
+        topic: str,
+        agreement: StepAgreement,
+        same_batches: Callable[[int, Sequence[int]], str],  # what to say of a loader and ranks, or nothing
     ) -> None:
         self.news = threading.Condition(threading.RLock())  # notified of each message
         self.untold = ""  # what was found, as JSON, until all ranks know it
-        self.same_batches: Callable[[int, Sequence[int]], str] = lambda loader, ranks: (
-            ""
-        )  # what to say of them
-        self._ask, self._tell, self._world_size = ask, found, world_size
+        self._channel, self._topic, self._agreement = channel, topic, agreement
+        self._same_batches = same_batches
         self._checks: dict[int, dict[int, Any]] = {}  # by count and rank
         self._asked: dict[int, tuple[Parts, dict[int, Any]]] = {}  # by count: groups, and who has answered
         self._compared = -1  # batches before the last check that all ranks have sent
@@ -196,6 +178,14 @@ class Comparison:
         self._known: set[str] = set()  # tensors and settings that were told
         self._statistics: set[str] = set()  # buffers in which each rank has its own
         self._data = BatchComparison()
+        self._removes = [
+            channel.on(f"{topic}/check", self._take_check),
+            channel.on(f"{topic}/answer", self._take_answer),
+        ]
+
+    def close(self) -> None:
+        for remove in self._removes:
+            remove()
 
     def is_done(self, count: int) -> bool:
         """Return whether the check after so many batches is compared, and each before it."""
@@ -205,23 +195,25 @@ class Comparison:
         """Return the ranks whose check, or whose answer about it, has not come."""
         groups, answers = self._asked.get(count, ([], {}))
         there = self._checks.get(count, answers)
-        wanted = [group[0] for group in groups] or range(self._world_size)
+        wanted = [group[0] for group in groups] or range(self._channel.world_size)
         return [rank for rank in wanted if rank not in there]
 
-    def take_check(self, rank: int, body: Any) -> None:
+    def _take_check(self, message: Message) -> None:
+        body = message.body
         with self.news:
             count = body["count"]
             of_count = self._checks.setdefault(count, {})
-            of_count[rank] = body
-            if len(of_count) == self._world_size:
+            of_count[message.sender] = body
+            if len(of_count) == self._channel.world_size:
                 del self._checks[count]
                 self._compare(count, of_count)
             self.news.notify_all()
 
-    def take_answer(self, rank: int, body: Any) -> None:
+    def _take_answer(self, message: Message) -> None:
+        body = message.body
         with self.news:
             groups, answers = self._asked.get(body["count"], ([], {}))
-            answers[rank] = body["fine"]
+            answers[message.sender] = body["fine"]
             if groups and len(answers) == len(groups):
                 del self._asked[body["count"]]
                 # One that is so late that a rank has forgotten the numbers: the next check will find it too.
@@ -232,7 +224,7 @@ class Comparison:
     def _compare(self, count: int, checks: Mapping[int, Any]) -> None:
         self._compared = count
         same = self._data.compare({rank: check["row"] for rank, check in checks.items()})
-        if same is not None and (text := self.same_batches(*same)):
+        if same is not None and (text := self._same_batches(*same)):
             self._report(Finding(count=count, data=text), {"data"})
         ranks_of: dict[tuple[int, ...], list[int]] = {}
         for rank in sorted(checks):
@@ -242,7 +234,7 @@ class Comparison:
             return
         groups = sorted(ranks_of.values(), key=lambda ranks: (-len(ranks), ranks))[:_ASKED]
         self._asked[count] = groups, {}
-        self._ask(count, [group[0] for group in groups])
+        self._channel.post(f"{self._topic}/ask", count, to=[group[0] for group in groups])
 
     def _judge(self, count: int, groups: Parts, answers: Mapping[int, Any]) -> None:
         finding = judge(count, self._good, groups, answers, self._statistics)
@@ -253,16 +245,11 @@ class Comparison:
             self._report(finding, names)
 
     def _report(self, finding: Finding, names: set[str]) -> None:
-        if (
-            not self.untold and not names <= self._known
-        ):  # one at a time: later checks find what else there is
+        # One at a time: later checks find what else there is.
+        if not self.untold and not names <= self._known:
             self._known |= names
-            self.untold = _text(finding)
-            self._tell(finding)
-
-
-def _text(finding: Finding) -> str:
-    return json.dumps(asdict(finding))
+            self.untold = json.dumps(asdict(finding))
+            self._agreement.request(self.untold, kind="replica")
 
 
 def finding_of(text: str) -> Finding:

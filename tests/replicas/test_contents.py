@@ -54,7 +54,8 @@ def test_tensors_without_plain_values_are_left_alone() -> None:
     assert named["parameters"].names == ["empty", "complex"]
     assert named["buffers"].names == ["usage", "batches"]
     assert len(named["parameters"].checksums().numbers()) == 2
-    assert contents.may_be_statistics() == ["usage"], "a count of each expert, but not of steps"
+    statistics = contents.may_be_statistics()
+    assert "usage" in statistics and "batches" not in statistics, "a count of each expert, but not of steps"
     assert "lazy.weight of unknown shape" in facts(trainer(), module)["parameter 2"]
 
 
