@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, Literal, NamedTuple
@@ -127,9 +128,8 @@ class Contents:
 
 
 def _divides_weights(trainer: Any) -> bool:
-    from torch.distributed.fsdp import FullyShardedDataParallel  # takes long, and few need it
-
-    return isinstance(trainer.strategy.model, FullyShardedDataParallel)
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # to import it takes long, and few use it
+    return fsdp is not None and isinstance(trainer.strategy.model, fsdp.FullyShardedDataParallel)
 
 
 def _add(named: Named, name: str, value: Any) -> None:

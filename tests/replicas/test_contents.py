@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_lockstep._doors.lightning import LightningModule, Trainer
 from lightning_lockstep.replicas.contents import Contents, facts
@@ -57,6 +58,14 @@ def test_tensors_without_plain_values_are_left_alone() -> None:
     statistics = contents.may_be_statistics()
     assert "usage" in statistics and "batches" not in statistics, "a count of each expert, but not of steps"
     assert "lazy.weight of unknown shape" in facts(trainer(), module)["parameter 2"]
+
+
+def test_of_weights_that_fsdp_divides_none_is_compared() -> None:
+    wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    given = trainer(strategy=SimpleNamespace(model=wrapper))
+    module = nn.Linear(2, 2)
+    assert Contents(given, module, optimizer_state=True, buffers="auto").sections()["parameters"].names == []
+    assert not any(what.startswith("parameter") for what in facts(given, module))
 
 
 def test_batches_that_a_run_never_reaches_may_differ() -> None:
