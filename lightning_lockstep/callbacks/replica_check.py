@@ -153,7 +153,7 @@ class _Run:
         self._batches = BatchRecorder(trainer, settings.every_n_steps) if settings.data else None
         self._trained = self._contents.trained()
         self._count = self._checked = 0
-        self._gradients: list[tuple[list[str], Checksums]] = []
+        self._gradients: dict[int, tuple[list[str], Checksums]] = {}  # by optimizer
         self._steps = [0] * len(trainer.optimizers)
         self._hooks = [
             optimizer.register_step_post_hook(lambda *_, number=number: self._stepped(number))
@@ -181,8 +181,7 @@ class _Run:
         # A step that ends after the check is none of its; one that is not the last before it is replaced.
         if self._contents.whole_steps and self._until_check() <= self._trainer.accumulate_grad_batches:
             named = self._contents.gradients(optimizer)
-            self._gradients = [other for other in self._gradients if other[0] != named.names]
-            self._gradients.append((named.names, named.checksums()))
+            self._gradients[id(optimizer)] = named.names, named.checksums()
 
     def batch_done(self) -> None:
         due = self._until_check() == 1
@@ -220,10 +219,10 @@ class _Run:
             self._contents.sections(),
             hyperparameters(self._trainer.optimizers),
             self._evidence(),
-            self._gradients,
+            [*self._gradients.values()],
             row,
         )
-        self._gradients = []
+        self._gradients = {}
         self._checks.add(check)
 
     def _evidence(self) -> dict[str, Any]:
