@@ -1,0 +1,183 @@
+"""Ranks of bench_scale that do not train: rank 0, one rank that fails, and many that only hold their connection.
+
+Each process takes commands as lines of JSON on its standard input, and answers with one line each. Times are those of
+the monotonic clock, which all processes of a host share.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from collections import defaultdict
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+
+if TYPE_CHECKING:
+    from lightning_lockstep.distributed.side_channel.zeromq import ZeroMQSideChannel
+
+HOST = "127.0.0.1"
+# Longer than any measurement: nobody is to end its process.
+_GRACE = 3600.0
+_LIMIT = 300.0
+
+
+def say(**answer: Any) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+def main_rank(world_size: int, token: str) -> None:
+    """Be rank 0: its own code, with nothing left out."""
+    # Not above: the many have no use for torch, which comes with it.
+    from lightning_lockstep.distributed.failure.propagation import FailurePropagation
+    from lightning_lockstep.distributed.rendezvous import channel_keys
+    from lightning_lockstep.distributed.side_channel.gather import Gather
+    from lightning_lockstep.distributed.side_channel.zeromq import ZeroMQSideChannel
+
+    channel = ZeroMQSideChannel(0, world_size, host=HOST, keys=channel_keys(token))
+    lost: list[float] = []
+    channel.watch_peers(on_lost=lambda rank, reason: lost.append(time.monotonic()))
+    lines: list[float] = []
+    channel.on("scale/line", lambda message: lines.append(time.monotonic()))
+    gather = Gather(channel, "scale", timeout=_LIMIT)
+    propagation = None
+    say(address=channel.address)
+    for line in sys.stdin:
+        command, *given = json.loads(line)
+        if command == "connected":
+            _wait(lambda: all(channel.answers(rank) for rank in range(1, world_size)))
+            say(time=time.monotonic())
+        elif command == "lines":
+            _wait(lambda: len(lines) >= world_size - 1)
+            say(time=lines[-1])
+        elif command == "gather":
+            gather.collect(given[0], given[0])
+            say(time=time.monotonic())
+        elif command == "propagate":
+            propagation = FailurePropagation(channel)
+            propagation.grace_period = _GRACE
+            say(listens=True)
+        elif command == "failed":
+            assert propagation is not None
+            _wait(functools.partial(getattr, propagation, "failed"))
+            say(rank=propagation.record.rank if propagation.record else None)
+        elif command == "watch":  # for lost ranks, not by the failure propagation
+            channel.watch_peers(on_lost=lambda rank, reason: lost.append(time.monotonic()))
+            say(watches=True)
+        elif command == "lost":
+            _wait(lambda wanted=given[0]: len(lost) >= wanted)
+            say(first=lost[0], last=lost[-1])
+    os._exit(0)
+
+
+def failing_rank(rank: int, world_size: int, token: str, address: str) -> None:
+    """Be a rank that raises when it is told to."""
+    from lightning_lockstep.distributed.failure.propagation import FailurePropagation
+    from lightning_lockstep.distributed.rendezvous import channel_keys
+    from lightning_lockstep.distributed.side_channel.zeromq import ZeroMQSideChannel
+
+    channel = ZeroMQSideChannel(rank, world_size, host=HOST, keys=channel_keys(token), main_address=address)
+    propagation = FailurePropagation(channel)
+    propagation.grace_period = _GRACE
+    say(connected=channel.wait_for_main(_LIMIT))
+    answer_lines = threading.Thread(target=_take_part, args=(channel,), daemon=True)
+    answer_lines.start()
+    for line in sys.stdin:
+        (command,) = json.loads(line)
+        if command == "line":
+            channel.post("scale/line", "x" * 200, to=0)
+            say(posted=True)
+        elif command == "fail":
+            raised = time.monotonic()
+            try:
+                raise ValueError("the loss is nan in a layer with a long name " + "x" * 300)
+            except ValueError as error:
+                propagation.error_to_raise(error)
+            say(raised=raised, confirmed=time.monotonic())
+    os._exit(0)
+
+
+def _take_part(channel: ZeroMQSideChannel) -> None:
+    from lightning_lockstep.distributed.side_channel.gather import Gather
+
+    gather = Gather(channel, "scale", timeout=_LIMIT)
+    for key in ("first", "second"):
+        gather.collect(key, channel.rank)
+
+
+def many_ranks(first: int, count: int, key: str, address: str) -> None:
+    """Hold the connections of ranks that answer what they are asked; each is a socket of ZeroMQ's of its own."""
+    context = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, count + 10)
+    probed = socket.create_server((HOST, 0), backlog=count)
+    say(ready=True)
+    sys.stdin.readline()  # all begin to connect at once
+    hello = json.dumps([socket.gethostname(), os.getpid(), HOST, probed.getsockname()[1]]).encode()
+    poller, ranks = zmq.Poller(), {}
+    for rank in range(first, first + count):
+        one = context.socket(zmq.DEALER)
+        one.linger, one.sndhwm, one.rcvhwm = 0, 0, 0
+        one.identity = str(rank).encode()
+        one.curve_publickey, one.curve_secretkey = zmq.curve_keypair()
+        one.curve_serverkey = key.encode()
+        one.heartbeat_ivl, one.heartbeat_timeout = 5_000, 20_000
+        one.connect(address)
+        one.send_multipart((b"hello", b"", hello))
+        poller.register(one, zmq.POLLIN)
+        ranks[one] = rank
+    poller.register(sys.stdin.fileno(), zmq.POLLIN)
+    came: dict[str, list[float]] = defaultdict(list)
+    while True:
+        for one, _ in poller.poll():
+            if one == sys.stdin.fileno():
+                _obey(ranks, came)
+                continue
+            with suppress(zmq.Again):
+                while True:
+                    kind, _, content = one.recv_multipart(zmq.NOBLOCK)
+                    if kind == b"flush":
+                        one.send_multipart((b"arrived", b"", content))
+                    topic = json.loads(content)[0] if kind == b"post" else kind.decode()
+                    came[topic].append(time.monotonic())
+
+
+def _obey(ranks: dict[Any, int], came: dict[str, list[float]]) -> None:
+    line = sys.stdin.readline()
+    if not line:
+        os._exit(0)
+    command, *given = json.loads(line)
+    if command == "post":
+        (topic, body) = given
+        for one, rank in ranks.items():
+            filled = [rank if value == "RANK" else value for value in body]
+            one.send_multipart((b"post", b"0", json.dumps([topic, filled]).encode()))
+        say(time=time.monotonic())
+    else:  # what has come so far of a topic: how many, and when the last
+        times = came[given[0]]
+        say(count=len(times), last=max(times, default=0.0))
+
+
+def _wait(condition: Any) -> None:
+    limit = time.monotonic() + _LIMIT
+    while not condition():
+        if time.monotonic() > limit:
+            raise TimeoutError
+        select.select([], [], [], 0.002)
+
+
+if __name__ == "__main__":
+    role, *numbers = sys.argv[1:]
+    if role == "main":
+        main_rank(int(numbers[0]), numbers[1])
+    elif role == "fails":
+        failing_rank(int(numbers[0]), int(numbers[1]), *numbers[2:])
+    else:
+        many_ranks(int(numbers[0]), int(numbers[1]), *numbers[2:])
