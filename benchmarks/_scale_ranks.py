@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import select
 import socket
 import sys
 import threading
@@ -19,7 +18,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import zmq
-
 
 if TYPE_CHECKING:
     from lightning_lockstep.distributed.side_channel.zeromq import ZeroMQSideChannel
@@ -53,7 +51,8 @@ def main_rank(world_size: int, token: str) -> None:
     for line in sys.stdin:
         command, *given = json.loads(line)
         if command == "connected":
-            _wait(lambda: all(channel.answers(rank) for rank in range(1, world_size)))
+            for rank in range(1, world_size):
+                _wait(functools.partial(channel.answers, rank))
             say(time=time.monotonic())
         elif command == "lines":
             _wait(lambda: len(lines) >= world_size - 1)
@@ -170,7 +169,7 @@ def _wait(condition: Any) -> None:
     while not condition():
         if time.monotonic() > limit:
             raise TimeoutError
-        select.select([], [], [], 0.002)
+        time.sleep(0.02)
 
 
 if __name__ == "__main__":
