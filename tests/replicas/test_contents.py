@@ -15,6 +15,9 @@ from lightning_lockstep._doors.lightning import LightningModule, Trainer
 from lightning_lockstep.replicas.contents import Contents, facts
 from lightning_lockstep.replicas.data import BatchRecorder, batch_sums
 
+# Given once in a process, by whichever test is the first.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+
 
 class Odd(LightningModule):
     """Tensors of kinds that have no plain values, and some that have."""
@@ -47,7 +50,6 @@ def trainer(**changes: Any) -> Any:
     return SimpleNamespace(**{**given, **changes})
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_tensors_without_plain_values_are_left_alone() -> None:
     module = Odd()
     contents = Contents(trainer(), module, optimizer_state=True, buffers="auto")
