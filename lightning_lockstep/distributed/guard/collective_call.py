@@ -238,13 +238,9 @@ def site_text(file: str, line: int, function: str) -> str:
     return f"{file.rpartition(os.sep)[2]}:{line} in {function}"
 
 
-def is_library_file(path: str) -> bool:
-    """Return whether a file is Python's, torch's, Lightning's or this package's, rather than the user's."""
-    return _is_library_file(path, _library_folders(_OF_LIBRARIES))
-
-
 @functools.lru_cache(10_000)  # asked for each frame of a call
 def _is_library_file(path: str, folders: tuple[str, ...]) -> bool:
+    """Return whether a file is Python's, torch's, Lightning's or this package's, rather than the user's."""
     is_standard = path.startswith(_STANDARD) and "-packages" not in path
     # Decorators of `typing_extensions` stand between a user's call and torch.
     is_wrapper = path.endswith(f"{os.sep}typing_extensions.py")

@@ -80,10 +80,6 @@ class Waits:
         """Leave out of all waits a time in which this process was stopped [s]."""
         self._since = {one: since + seconds for one, since in self._since.items()}
 
-    def longest(self, now: float) -> float:
-        """Return the longest wait [s]."""
-        return max((now - since for since in self._since.values()), default=0.0)
-
     def due(self, now: float) -> list[tuple[Outstanding | None, float]]:
         """Return what is to be asked about now, each with how long this rank has waited [s]; once in each timeout."""
         due = [one for one in self._since if self._due_at(one) <= now]

@@ -27,7 +27,7 @@ def test_what_is_complete_is_forgotten_and_begins_anew() -> None:
     waits = Waits(10.0)
     waits.update([FIRST, None], 100.0, unknown)
     waits.update([SECOND], 105.0, unknown)
-    assert waits.longest(105.0) == 0.0
+    assert waits.until_due(105.0) == 10.0
     waits.update([FIRST, SECOND], 112.0, unknown)
     assert waits.due(115.0) == [(SECOND, 10.0)]
 
@@ -35,7 +35,7 @@ def test_what_is_complete_is_forgotten_and_begins_anew() -> None:
 def test_a_wait_began_when_the_collective_was_called() -> None:
     waits = Waits(10.0)
     waits.update([FIRST], 100.0, lambda: {FIRST: 3.0})
-    assert waits.longest(100.0) == 3.0
+    assert waits.until_due(100.0) == 7.0
     waits.update([FIRST], 101.0, lambda: pytest.fail("asked though nothing is new"))
     assert waits.due(107.0) == [(FIRST, 10.0)]
 
@@ -44,9 +44,9 @@ def test_a_time_in_which_the_process_was_stopped_is_no_wait() -> None:
     waits = Waits(10.0)
     waits.update([FIRST], 100.0, unknown)
     waits.put_off(60.0)
-    assert waits.longest(165.0) == 5.0 and waits.due(165.0) == []
+    assert waits.until_due(165.0) == 5.0 and waits.due(165.0) == []
 
 
 def test_without_waits_nothing_is_due() -> None:
     waits = Waits(10.0)
-    assert waits.due(1e9) == [] and waits.until_due(0.0) == float("inf") and waits.longest(5.0) == 0.0
+    assert waits.due(1e9) == [] and waits.until_due(0.0) == float("inf")
