@@ -93,9 +93,14 @@ _PRINTED = {
     "nan": ("OverflowDetectedError",),
     "uneven": ("ConfigurationError: The ranks have different numbers of training batches",),
     "stop": ("does not run: it was stopped",),
-    # Where rank 0 is gone, another one says so; mpirun ends the others before they could, and names it itself.
-    "kill": ("killed by SIGKILL|nobody listens|signal 9 |SIGNAL: 9 ",),
-    "usr1_rank": ("killed by SIGUSR1|nobody listens|signal 10 |SIGNAL: 10 ",),
+    # Where rank 0 is gone, another one says so; mpirun ends the others before they could, and names it itself. MPICH's
+    # mpiexec names its process, host and signal; with -disable-auto-cleanup the ranks can say which it was.
+    "kill": (
+        r"killed by SIGKILL|nobody listens|signal 9 |SIGNAL: 9 |PID \d+ RUNNING AT (?s:.*)\(signal 9\)",
+    ),
+    "usr1_rank": (
+        r"killed by SIGUSR1|nobody listens|signal 10 |SIGNAL: 10 |PID \d+ RUNNING AT (?s:.*)\(signal 10\)",
+    ),
     "term_rank": ("SIGTERMException",),
     "memory": ("DefaultCPUAllocator: can't allocate memory",),
 }
