@@ -318,9 +318,7 @@ class ErrorOutcome:
 
     instead: str | None = None  # printed in place of it; "": nothing, another rank prints the report
     headline: str = ""  # printed below it: rank, place and error
-    reminder: str = (
-        ""  # the same of an error that has no headline; printed only where other lines follow the error
-    )
+    reminder: str = ""  # the same, printed only where other lines follow the error
     after: str = ""  # printed after it: what another rank has raised
     exit_code: int | None = None  # where something else is printed; None: Python's own, 1
     deadline: tuple[float, int] | None = None  # seconds until the process is ended by force, with which code
