@@ -330,6 +330,25 @@ def test_what_a_rank_has_said_is_used_when_it_exits() -> None:
     assert outcomes[0].value == "BatchSizeError: nothing fits"
 
 
+def ours_is_printed_before_another_line() -> None:
+    crash = propagation(8.0)
+    crash.where = lambda: {"step": 5}
+    error = crash.error_to_raise(ConfigurationError(["no batch", "no model"]))
+    sys.excepthook(type(error), error, None)
+    if dist.get_rank() == 0:
+        print("a line that was under way", file=sys.stderr)
+        process_exit.outcome.printed_a_line()
+    process_exit.outcome.repeat_headline()
+
+
+def test_where_other_lines_follow_an_error_of_ours_the_last_one_names_the_rank_and_its_place() -> None:
+    printed, quiet = run_ranks_raw(2, ours_is_printed_before_another_line, timeout=60)
+    *before, last = printed.stderr.rstrip().splitlines()
+    assert re.match(r"rank 0 of 2 \(host .*\) failed at step 5: ConfigurationError: ", last), printed.stderr
+    assert not any("rank 0 of 2" in line for line in before), "the error itself is its message alone"
+    assert "rank 1 of 2" not in quiet.stderr
+
+
 def slow_report() -> str:
     """Rank 1 fails; rank 0 is still writing a report when the grace period ends."""
     crash = propagation(1.0)

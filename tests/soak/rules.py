@@ -93,8 +93,11 @@ _PRINTED = {
     "nan": ("OverflowDetectedError",),
     "uneven": ("ConfigurationError: The ranks have different numbers of training batches",),
     "stop": ("does not run: it was stopped",),
-    # Where rank 0 is gone, another one says so; mpirun ends the others before they could, and names it itself.
-    "kill": ("killed by SIGKILL|nobody listens|signal 9 |SIGNAL: 9 ",),
+    # Where rank 0 is gone, another one says so; mpirun ends the others before they could, and names it itself. MPICH's
+    # mpiexec names its process, host and signal; with -disable-auto-cleanup the ranks can say which it was.
+    "kill": (
+        r"killed by SIGKILL|nobody listens|signal 9 |SIGNAL: 9 |PID \d+ RUNNING AT (?s:.*)\(signal 9\)",
+    ),
     "usr1_rank": ("killed by SIGUSR1|nobody listens|signal 10 |SIGNAL: 10 ",),
     "term_rank": ("SIGTERMException",),
     "memory": ("DefaultCPUAllocator: can't allocate memory",),
@@ -133,10 +136,10 @@ def _is_continued(plan: Plan) -> bool:
 def _does_not_hurt(plan: Plan) -> bool:
     if plan.fault == "nan":
         return "overflow" not in plan.callbacks
-    if plan.fault == "stdout":
-        return (
-            plan.launch == "mpirun"
-        )  # the ranks print to mpirun; that the parent cannot write stops no training
+    if plan.fault == "stdout":  # the ranks print to mpirun; that the parent cannot write stops no training
+        return plan.launch == "mpirun"
+    if plan.fault == "usr1_rank":  # MPICH has a handler for that, as a bare mpi4py program shows
+        return plan.launch == "mpich"
     return plan.fault == "uneven" and plan.uneven_inputs != "error"
 
 

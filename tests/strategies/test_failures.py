@@ -60,11 +60,14 @@ def test_a_raising_rank_ends_the_job_with_its_traceback_last(fault: str, rank: i
         assert outcome.stdout.count("caught RankFailedError") == 1
 
 
-def test_an_error_of_ours_on_one_rank_alone_is_not_lost() -> None:
-    outcome = run("ours@1")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_ours_on_one_rank_alone_is_not_lost(rank: int) -> None:
+    outcome = run(f"ours@{rank}")
     assert outcome.returncode == 1
-    assert outcome.stderr.rstrip().endswith("BatchSizeError: nothing fits"), outcome.stderr
-    assert "rank 1 of 2" in outcome.stderr
+    assert re.match(
+        rf"rank {rank} of 2 \(host .*\) failed at epoch 0, step 5, .*: BatchSizeError: nothing fits$",
+        outcome.stderr.rstrip().splitlines()[-1],
+    ), outcome.stderr
 
 
 def test_an_error_of_ours_on_all_ranks_is_its_message_alone() -> None:

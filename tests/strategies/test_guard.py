@@ -120,7 +120,7 @@ def test_a_stopped_process_is_named(tmp_path: Path) -> None:
     assert outcome.returncode != 0
     *_, killed, _, last = outcome.stderr.rstrip().splitlines()
     assert killed == "lightning-lockstep: killed rank 1 of this host, which did not end within 2 s."
-    assert last.startswith("lightning-lockstep: this rank failed: CollectiveStallError: rank 1 never came to")
+    assert re.match(r"rank 0 of 2 \(host .*\) failed at .*: CollectiveStallError: rank 1 never came to", last)
     assert re.search(
         r"1 +- +no answer: its process \d+ is stopped, by a signal .*<- never came", outcome.stderr
     )

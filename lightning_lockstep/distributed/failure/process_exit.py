@@ -241,7 +241,9 @@ class Outcome:
             usual(kind, value, trace)
             if headline:
                 say(headline)
-        self._was_last(headline or f"lightning-lockstep: this rank failed: {kind.__name__}: {value}")
+        self._was_last(
+            headline or own.reminder or f"lightning-lockstep: this rank failed: {kind.__name__}: {value}"
+        )
         self.say_last(own.after)
 
     def end_within(
@@ -316,6 +318,7 @@ class ErrorOutcome:
 
     instead: str | None = None  # printed in place of it; "": nothing, another rank prints the report
     headline: str = ""  # printed below it: rank, place and error
+    reminder: str = ""  # the same, printed only where other lines follow the error
     after: str = ""  # printed after it: what another rank has raised
     exit_code: int | None = None  # where something else is printed; None: Python's own, 1
     deadline: tuple[float, int] | None = None  # seconds until the process is ended by force, with which code

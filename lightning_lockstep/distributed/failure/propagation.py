@@ -444,7 +444,9 @@ class FailurePropagation:
 
     def _raised_on_all(self, error: BaseException, *, is_known: bool) -> BaseException:
         """Errors of this package are raised on every rank alike: each keeps its own, rank 0 prints it."""
-        note_for_torchrun(self._describe(error).headline(), of=error)
+        headline = self._describe(error).headline()
+        note_for_torchrun(headline, of=error)
+        outcome_of(error).reminder = headline
         if is_known and not self.prints_report and not self._alone:
             keep_quiet(error)
         return error

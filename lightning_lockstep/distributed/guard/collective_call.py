@@ -6,6 +6,7 @@ import functools
 import hashlib
 import os
 import sys
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from math import prod
@@ -99,10 +100,16 @@ def mismatch_report(calls: Mapping[int, CollectiveCall]) -> str:
 
 def odd_ones(calls: Mapping[int, CollectiveCall]) -> tuple[int, ...]:
     """Return the ranks that did not call what most of them did."""
-    keys = {rank: (*call.compared(), call.group, call.number) for rank, call in calls.items()}
-    compared = list(keys.values())
-    usual = max(compared, key=compared.count)
-    return tuple(rank for rank, key in keys.items() if key != usual)
+    keys = {rank: _compared_in_group(call) for rank, call in calls.items()}
+    counts = Counter(keys.values())
+    # A rank whose root is not known has called what any of them did.
+    agreeing = ({keys[rank], _compared_in_group(replace(call, root=None))} for rank, call in calls.items())
+    usual = max(agreeing, key=lambda those: sum(counts[one] for one in those))
+    return tuple(rank for rank, key in keys.items() if key not in usual)
+
+
+def _compared_in_group(call: CollectiveCall) -> Hashable:
+    return *call.compared(), call.group, call.number
 
 
 def _which(calls: Collection[CollectiveCall]) -> str:

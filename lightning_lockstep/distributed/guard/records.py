@@ -333,11 +333,8 @@ class CallHistory:
         self._groups: weakref.WeakSet[GroupHistory] = weakref.WeakSet()
         self._open: list[NotedCall] = []  # oldest first
 
-    def of_group(self) -> GroupHistory:
-        """Return where the calls of one more group go; they are forgotten with it."""
-        return GroupHistory(self)
-
     def add(self, group: GroupHistory) -> None:
+        """Take the calls of one more group among those; they are forgotten with it."""
         with self._lock:
             self._groups.add(group)
 

@@ -19,6 +19,7 @@ _TYPES = {
 }
 _HEADLINE = re.compile(r"ranks disagree on collective #(?P<number>\d+) of group '(?P<group>[^']*)'")
 _ROW = re.compile(r"^  +(?P<rank>\d+) +(?P<text>\S.*)$", re.MULTILINE)
+_ROOTED = ("broadcast", "gather", "reduce", "scatter")
 _OPERATION = re.compile(
     r"(#(?P<number>\d+) )?(?P<name>\w+)(\(\w+\))?( (?:to|from) (?P<root>\d+))?( in '(?P<group>[^']*)')?"
 )
@@ -143,7 +144,8 @@ def _text_faults(program: Program, end: str, text: str, guard: Guard) -> Iterato
         return
     headline = _HEADLINE.search(text)
     # A rank that has gone on does not tell its root any more, so one of three may be all that is known.
-    unsure = one.kind == "root" and any(" from " not in row and " to " not in row for row in rows.values())
+    called = filter(None, map(_OPERATION.match, rows.values()))
+    unsure = any(call["root"] is None and call["name"] in _ROOTED for call in called)
     if headline is not None and len(rows) > 2 and marked != [one.rank] and not unsure:
         yield f"rank {one.rank} is not the one that differs"
     for rank, row in rows.items():

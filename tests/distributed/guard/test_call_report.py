@@ -20,6 +20,7 @@ from lightning_lockstep.distributed.guard.collective_call import (
     fingerprint,
     mismatch_report,
     nearest_site,
+    odd_ones,
 )
 from lightning_lockstep.distributed.guard.records import compares_calls
 
@@ -60,6 +61,13 @@ def test_shapes_that_may_differ_count_by_their_number_of_dimensions() -> None:
 def test_rows_that_are_not_as_most_are_marked() -> None:
     lines = report({"dtypes": ("float64",)}, {}, {}, {"operation": "broadcast", "root": 1})
     assert ["differs" in line for line in lines[3:7]] == [True, False, False, True]
+
+
+def test_a_rank_whose_root_is_not_known_agrees_with_most_of_those_that_tell_theirs() -> None:
+    kind: dict[str, Any] = {"operation": "scatter"}
+    for roots, odd in (((0, 1, None), (1,)), ((None, 1, 0, 1, None, None), (2,)), ((None, None), ())):
+        assert odd_ones({rank: call(rank, **kind, root=root) for rank, root in enumerate(roots)}) == odd
+    assert odd_ones({0: call(0), 1: call(1, **kind, root=0), 2: call(2)}) == (1,)
 
 
 @pytest.mark.parametrize(

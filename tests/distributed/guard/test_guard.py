@@ -28,7 +28,7 @@ from lightning_lockstep.distributed.guard.activity import Activity
 from lightning_lockstep.distributed.guard.collective_call import CollectiveCall
 from lightning_lockstep.distributed.guard.guard import MainThreadErrors, guard_on
 from lightning_lockstep.distributed.guard.rank_state import Position, RankObserver, position
-from lightning_lockstep.distributed.guard.records import CallHistory
+from lightning_lockstep.distributed.guard.records import CallHistory, GroupHistory
 from lightning_lockstep.distributed.guard.verify import CallVerifier, MessageRecorder
 from lightning_lockstep.distributed.guard.watch import CollectiveWatch, GuardSettings
 from lightning_lockstep.distributed.side_channel.channel import LocalSideChannel
@@ -123,7 +123,7 @@ def test_handles_that_nobody_waits_for_are_let_go_of() -> None:
             return False
 
     history = CallHistory(2)
-    group = history.of_group()
+    group = GroupHistory(history)
     for number in range(100):
         group.uncounted(CollectiveCall(operation="send", group="world", root=number)).started(Pending())
     assert [one.call.root for one in history.messages()] == list(range(36, 100))

@@ -17,7 +17,15 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.distributed.mpi.launch import HERE, MPI_KINDS, PACKAGE, mpi_environ, run_program, why_no
+from tests.distributed.mpi.launch import (
+    HERE,
+    MPI_KINDS,
+    PACKAGE,
+    mpi_command,
+    mpi_environ,
+    run_program,
+    why_no,
+)
 from tests.helpers import Script, run_script
 from tests.helpers.cluster import Cluster, why_not
 
@@ -87,6 +95,19 @@ def test_a_rank_that_raises_ends_all_with_its_traceback_last(bad: int, tmp_path:
     assert outcome.leftovers == ()
 
 
+@pytest.mark.parametrize("bad", [0, 1])
+def test_under_mpich_a_killed_rank_is_named_where_mpiexec_lets_the_others_end_by_themselves(
+    bad: int, tmp_path: Path
+) -> None:
+    needs("mpich")
+    mpiexec, *rest = mpi_command("mpich", 2)
+    fit = [FIT, str(tmp_path), "--bad", str(bad), "--killed"]
+    outcome = run_script([mpiexec, "-disable-auto-cleanup", *rest, *fit], env=mpi_environ(), timeout=90)
+    assert outcome.returncode != 0 and outcome.leftovers == ()
+    assert f"lightning-lockstep: rank {bad} of 2 (host " in outcome.stderr, outcome.output
+    assert "(signal 9)" in outcome.output
+
+
 def test_the_trainer_and_mpirun_disagree(tmp_path: Path) -> None:
     needs("open_mpi")
     outcome, found = run_program("open_mpi", 2, "program_fit.py", tmp_path, arguments=["--devices", "3"])
@@ -98,8 +119,6 @@ def test_a_foreign_mpiexec_is_one_table(tmp_path: Path) -> None:
     """MPICH's mpiexec starts Pythons whose mpi4py loads Open MPI."""
     needs("mpich")
     needs("open_mpi")
-    from tests.distributed.mpi.launch import mpi_command
-
     command = [*mpi_command("mpich", 2)[:-1], sys.executable, FIT, str(tmp_path)]
     outcome = run_script(command, env=mpi_environ(), timeout=90)
     assert outcome.returncode != 0
