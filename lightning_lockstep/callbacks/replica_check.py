@@ -21,7 +21,6 @@ from lightning_lockstep.replicas.exchange import (
     Check,
     RankChecks,
     differing_facts,
-    finding_of,
     largest_differences,
 )
 from lightning_lockstep.replicas.report import Finding, report, start_table
@@ -222,9 +221,10 @@ class _Run:
     def end(self) -> None:
         if self._count != self._checked:
             self._check()
-        text = self._communicator.broadcast(self._checks.finish(_AT_THE_END))
-        if text:
-            self._tell(finding_of(text))
+        for question in self._communicator.broadcast(self._checks.finish(_AT_THE_END)):
+            finding = self._checks.meet(question)
+            if finding is not None:
+                self._tell(finding)
 
     def close(self) -> None:
         self._checks.close()
@@ -271,8 +271,7 @@ class _Run:
         self._steps[number] += 1
 
     def _tell(self, finding: Finding) -> None:
-        """Report what rank 0 has found; all ranks are here, after the same batch."""
-        self._checks.told()
+        """Report a difference; all ranks are here, after the same batch."""
         differences = largest_differences(self._communicator, finding, self._contents.sections())
         self._act(report(finding, differences), is_fault=True)
 

@@ -162,7 +162,9 @@ class Audit:
             step = partial(module.training_step, *arguments)
             run_forward_backward(trainer, module, step, around_backward=keep)
             named = {f"loss {number}": loss for number, loss in enumerate(losses)}
-            named |= {name: p.grad for name, p in module.named_parameters() if _has_gradient(p)}
+            for name, parameter in module.named_parameters():
+                if parameter.grad is not None and can_be_read(parameter.grad):
+                    named[name] = parameter.grad
             sums = Checksums([*named.values()]).numbers()
             loss = listed([f"{value.float().sum().item():.9g}" for value in losses], 2)
         return Result(loss, dict(zip(named, sums, strict=True)))
@@ -257,10 +259,6 @@ def _attempt(function: Callable[[], _Value], otherwise: Any = None) -> tuple[_Va
         return function(), ""
     except Exception as error:  # of the user's step: the other ranks wait in a collective
         return otherwise, f"{type(error).__name__}: {first_line(error)}"
-
-
-def _has_gradient(parameter: Tensor) -> bool:
-    return parameter.grad is not None and can_be_read(parameter.grad)
 
 
 def _kind_of(device: torch.device) -> str:
