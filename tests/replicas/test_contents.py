@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from lightning_lockstep._doors.lightning import LightningModule, Trainer
 from lightning_lockstep.replicas.contents import Contents, facts
 from lightning_lockstep.replicas.data import BatchRecorder, batch_sums
+from tests.helpers import run_ranks
 
 # Given once in a process, by whichever test is the first.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
@@ -68,6 +69,23 @@ def test_of_weights_that_fsdp_divides_none_is_compared() -> None:
     module = nn.Linear(2, 2)
     assert Contents(given, module, optimizer_state=True, buffers="auto").sections()["parameters"].names == []
     assert not any(what.startswith("parameter") for what in facts(given, module))
+
+
+def of_divided_weights() -> tuple[str, int]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    module = nn.Linear(4, 4)
+    module.register_buffer("steps", torch.zeros(()))
+    fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    contents = Contents(
+        trainer(strategy=SimpleNamespace(model=module)), module, optimizer_state=True, buffers="auto"
+    )
+    return contents.left_out, len(contents.sections()["parameters"].names)
+
+
+def test_of_weights_that_fully_shard_divides_none_is_compared() -> None:
+    assert run_ranks(2, of_divided_weights) == [("the strategy divides them", 0)] * 2
 
 
 def test_batches_that_a_run_never_reaches_may_differ() -> None:
