@@ -321,7 +321,7 @@ def parameters_in_bucket(tensor: Tensor) -> list[str]:
 
 
 def parameters_in_words(module: nn.Module) -> list[str]:
-    """Return what must be alike on all ranks of each parameter, in the order in which DDP reduces their gradients."""
+    """Return what must be equal on all ranks of each parameter, in the order in which DDP reduces their gradients."""
 
     def shape(parameter: Any) -> object:
         return (

@@ -262,7 +262,7 @@ def _attempt(function: Callable[[], _Value], otherwise: Any = None) -> tuple[_Va
 
 
 def _kind_of(device: torch.device) -> str:
-    """Return what results may depend on, to the bit, beside what is computed."""
+    """Return what the last bits of results may depend on, for the same computation."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     info = Path("/proc/cpuinfo")

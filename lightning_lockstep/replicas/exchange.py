@@ -4,8 +4,8 @@
     --------------------------------              ------------------------
     check: a number for each kind     --------->  all have come: equal, or request a stop (`stop_agreement`)
            of tensors                             with the groups of ranks that agree
-    after the same batch on all ranks: the first rank of each group sends a number for each tensor to all; they judge
-    alike, measure the largest differences, and act
+    after the same batch on all ranks: the first rank of each group sends a number for each tensor to all; every rank
+    judges, measures the largest differences, and acts, as all others do
 
 Nobody waits before there is a difference. A rank that is late delays the comparison of that check, and nothing else;
 one that is gone ends the run by other means. Where rank 0 is frozen nothing is compared.

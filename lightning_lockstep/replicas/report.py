@@ -52,7 +52,7 @@ class Difference(NamedTuple):
 Differences = Mapping[str, Mapping[int, Difference]]  # by the name of a tensor and a rank
 
 
-# -- What differs, who is in the minority, why: decided by every rank alike --
+# -- What differs, who is in the minority, why: decided by every rank, from the same answers --
 
 
 def judge(
