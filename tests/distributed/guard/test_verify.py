@@ -246,7 +246,10 @@ def test_every_rank_raises_the_same_error_and_the_group_goes_on(
 def test_of_buckets_that_differ_the_parameters_are_named(found: list[dict[str, tuple[str, float]]]) -> None:
     message = found[0]["buckets"][0]
     assert "\n  rank 0: gradients of two.bias\n" in message
-    assert "\n  rank 1: gradients of one.weight, one.bias, two.weight, two.bias; only there one.weight" in message
+    assert (
+        "\n  rank 1: gradients of one.weight, one.bias, two.weight, two.bias; only there one.weight"
+        in message
+    )
 
 
 def sub_groups() -> Any:
