@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,7 +33,7 @@ from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.distributed.local_collectives import UnansweredCollectiveError
 from lightning_lockstep.errors import BatchSizeError
 from lightning_lockstep.steps.capabilities import EngineState, EngineTrials, HasEngineTrials
-from lightning_lockstep.steps.isolated import isolated, run_step
+from lightning_lockstep.steps.isolated import isolated, run_step, step_arguments
 from lightning_lockstep.steps.snapshot import (
     Gradients,
     ModuleAttributes,
@@ -259,17 +258,6 @@ class TrialRunner:
         self._module.eval()
         with torch.no_grad():
             step(*step_arguments(getattr(self._module, _STEPS[self._kind]), batch, index))
-
-
-def step_arguments(step: Callable[..., Any], batch: Any, index: int) -> list[Any]:
-    """Return the arguments of a step: the batch, and its index where the step takes it."""
-    parameters = inspect.signature(step).parameters
-    if "dataloader_iter" in parameters:
-        raise BatchSizeError(
-            "a step that takes dataloader_iter fetches its own batches; none can be made for it"
-        )
-    several = len(parameters) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
-    return [batch, index] if several else [batch]
 
 
 def _agreed(size: int, failure: Failure | None, used: MemoryUse | None) -> Trial:

@@ -13,14 +13,14 @@ from lightning_lockstep._text import say
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.distributed.c10d_operators import ddp_of
 from lightning_lockstep.errors import ReplicaMismatchError
-from lightning_lockstep.replicas.checksums import Checksums
+from lightning_lockstep.replicas.audit import Audit, refuse_audit
+from lightning_lockstep.replicas.checksums import Checksums, folded
 from lightning_lockstep.replicas.contents import Buffers, Contents, facts, hyperparameters
 from lightning_lockstep.replicas.data import PROBED, BatchRecorder, same_batches_text
 from lightning_lockstep.replicas.exchange import (
     Check,
     RankChecks,
     differing_facts,
-    finding_of,
     largest_differences,
 )
 from lightning_lockstep.replicas.report import Finding, report, start_table
@@ -46,14 +46,17 @@ class ReplicaCheck(Callback):
         buffers: ``"auto"`` compares those that the ranks share: not the statistics of BatchNorm without
             synchronization, nor others that each rank computes from its own batches; ``"all"``; ``"none"``.
         data: Whether the batches of the ranks are compared.
+        audit_every_n_steps: Batches between two audits: each rank runs the micro-batch of the rank before it, and
+            loss and gradients must be the same to the bit, which finds a device that computes wrongly. 0: none.
 
     Raises:
-        ConfigurationError: One message with every argument that cannot be used.
+        ConfigurationError: One message with every argument that cannot be used; an audit where no rank alone can
+            make the step of another one.
         ReplicaMismatchError: With ``action="raise"``, on all ranks after the same batch.
 
     Ranks: every rank has one. A small gather before the first step and a broadcast after the last; between them, for
         each check, a message of each rank to rank 0 over the side channel, and no collective until there is a
-        difference.
+        difference. An audit sends a micro-batch of each rank to the next one, between two small gathers.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class ReplicaCheck(Callback):
         optimizer_state: bool = True,
         buffers: Buffers = "auto",
         data: bool = True,
+        audit_every_n_steps: int = 0,
     ) -> None:
         super().__init__()
         faults = Faults()
@@ -72,15 +76,21 @@ class ReplicaCheck(Callback):
         faults.flag("optimizer_state", optimizer_state)
         faults.choice("buffers", buffers, ("auto", "all", "none"))
         faults.flag("data", data)
+        faults.whole(
+            "audit_every_n_steps", audit_every_n_steps, least=0, what="a whole number of batches", such_as=0
+        )
         faults.raise_all()
         self.every_n_steps, self.action = every_n_steps, action
         self.optimizer_state, self.buffers, self.data = optimizer_state, buffers, data
+        self.audit_every_n_steps = audit_every_n_steps
         self._run: _Run | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Open the side channel while all ranks are here. Ranks: all, together."""
+        """Refuse an audit that cannot work, open the side channel while all ranks are here. Ranks: all, together."""
         if stage == "fit":
             self._stop()
+            if self.audit_every_n_steps:
+                refuse_audit(trainer)
             if current_communicator().world_size == 1:
                 say(
                     "ReplicaCheck: there is one process, which has all there is (under SPMD it is one program for all"
@@ -99,9 +109,10 @@ class ReplicaCheck(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Look at the batch, if it is time to."""
+        """Look at the batch, if it is time to. Ranks: all, together, where it is audited."""
         if self._run is not None:
             self._run.take_batch(batch, batch_idx)
+            self._run.audit(batch, batch_idx)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -151,6 +162,9 @@ class _Run:
             self._communicator, fit, lambda loader, ranks: same_batches_text(trainer, loader, ranks)
         )
         self._batches = BatchRecorder(trainer, settings.every_n_steps) if settings.data else None
+        # Of rank 0, should another one have another setting: all audit together.
+        self._audit_every = self._communicator.broadcast(settings.audit_every_n_steps)
+        self._audit = Audit(trainer, module, self._communicator) if self._audit_every else None
         self._trained = self._contents.trained()
         self._count = self._checked = 0
         self._gradients: dict[int, tuple[list[str], Checksums]] = {}  # by optimizer
@@ -177,6 +191,18 @@ class _Run:
         if warning is not None and self._communicator.is_main:
             _log.warning("%s", warning)
 
+    def audit(self, batch: Any, index: int) -> None:
+        if self._audit is None or (self._count + 1) % self._audit_every:
+            return
+        weights = folded(self._contents.sections()["parameters"].checksums().numbers())
+        text = self._audit.run(batch, index, weights)
+        if text:
+            self._act(f"{text}\nFound before batch {self._count + 1} of this fit.", is_fault=True)
+        if self._audit.stopped:
+            if self._communicator.is_main:
+                _log.warning("ReplicaCheck: there are no more audits: %s", self._audit.stopped)
+            self._audit = None
+
     def take_gradients(self, optimizer: Any) -> None:
         # A step that ends after the check is none of its; one that is not the last before it is replaced.
         if self._contents.whole_steps and self._until_check() <= self._trainer.accumulate_grad_batches:
@@ -195,9 +221,10 @@ class _Run:
     def end(self) -> None:
         if self._count != self._checked:
             self._check()
-        text = self._communicator.broadcast(self._checks.finish(_AT_THE_END))
-        if text:
-            self._tell(finding_of(text))
+        for question in self._communicator.broadcast(self._checks.finish(_AT_THE_END)):
+            finding = self._checks.meet(question)
+            if finding is not None:
+                self._tell(finding)
 
     def close(self) -> None:
         self._checks.close()
@@ -244,8 +271,7 @@ class _Run:
         self._steps[number] += 1
 
     def _tell(self, finding: Finding) -> None:
-        """Report what rank 0 has found; all ranks are here, after the same batch."""
-        self._checks.told()
+        """Report a difference; all ranks are here, after the same batch."""
         differences = largest_differences(self._communicator, finding, self._contents.sections())
         self._act(report(finding, differences), is_fault=True)
 

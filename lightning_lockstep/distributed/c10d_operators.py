@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from lightning_lockstep._doors.torch_internals import (
     ALL_GATHER_BASE,
@@ -300,6 +302,38 @@ def compression_hook(
 def ddp_of(model: object) -> DistributedDataParallel | None:
     """Return ``model`` where it is a DDP wrapper."""
     return model if isinstance(model, DistributedDataParallel) else None
+
+
+def parameters_in_bucket(tensor: Tensor) -> list[str]:
+    """Return the names of the parameters whose gradients lie in the memory of a tensor, as in a bucket of DDP."""
+    # It looks at each DDP of this process, which takes a tenth of a second: a report alone asks. The reducer, which
+    # knows what is in its buckets, holds a lock while it reduces them.
+    memory = tensor.untyped_storage().data_ptr()
+    wrappers = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
+    return [
+        name
+        for ddp in wrappers
+        for name, p in ddp.module.named_parameters()
+        if p.grad is not None
+        and p.grad.layout is torch.strided
+        and p.grad.untyped_storage().data_ptr() == memory
+    ]
+
+
+def parameters_in_words(module: nn.Module) -> list[str]:
+    """Return what must be equal on all ranks of each parameter, in the order in which DDP reduces their gradients."""
+
+    def shape(parameter: Any) -> object:
+        return (
+            "of unknown shape"
+            if is_lazy(parameter)
+            else tuple(getattr(parameter, "ds_shape", parameter.shape))
+        )
+
+    return [
+        f"{name} {shape(p)} {str(p.dtype).removeprefix('torch.')} {'trained' if p.requires_grad else 'frozen'}"
+        for name, p in module.named_parameters()
+    ]
 
 
 def untouched_buckets(model: object) -> int:

@@ -8,18 +8,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_lockstep._doors.lightning import LightningModule, Trainer
-from lightning_lockstep._doors.torch_internals import may_be_compiled
 from lightning_lockstep.numerics.precision import run_in_fp32, runs_in_fp32, undo_run_in_fp32
 from lightning_lockstep.numerics.statistics import module_names
 from lightning_lockstep.overflow.frames import FrameRecorder, Producer
 from lightning_lockstep.steps.capabilities import RunsLater
-from lightning_lockstep.steps.isolated import isolated, run_forward_backward
+from lightning_lockstep.steps.isolated import from_a_state, run_forward_backward
 from lightning_lockstep.steps.patching import put_in_place
-from lightning_lockstep.steps.snapshot import BufferCopies, Gradients, ModuleAttributes, RandomState, Snapshot
+from lightning_lockstep.steps.snapshot import BufferCopies, RandomState
 
 # -- Which modules have to run in float32, found by trying them on the batch that failed --
 
@@ -171,26 +169,21 @@ def replay(
     answer_collectives: bool,  # on this rank alone; otherwise all ranks must replay now
 ) -> None:
     """Run the recorded step again under a recorder, and leave no trace of it."""
-    # Gradients, buffers, random states, plain attributes of modules (metric states among them) and
-    # ``requires_grad`` flags are put back. DDP is bypassed, so nothing is reduced; nothing is logged; no
-    # optimizer steps. Costs one forward and one backward with hooks, and a second set of gradients while it
-    # runs.
+    # DDP is bypassed, so nothing is reduced; nothing is logged; no optimizer steps. Costs one forward and one
+    # backward with hooks, and a second set of gradients while it runs.
     recorder.alone = answer_collectives
     # A strategy that divides the parameters gathers them by hooks on calls of the module.
     step = partial(_called_by, module, record.function) if recorder.divided else record.function
     with ExitStack() as stack:
-        if may_be_compiled():  # as plain Python, where hooks fire
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        now = RandomState.capture()
-        stack.enter_context(Snapshot(now, BufferCopies(module), ModuleAttributes(module), Gradients(module)))
-        record.random.restore()
         strategy = trainer.strategy
         if isinstance(strategy, RunsLater) and record.device_seed is not None:
             stack.callback(strategy.set_device_seed, strategy.device_seed())
             strategy.set_device_seed(record.device_seed)
-        record.buffers.restore()
-        answers = stack.enter_context(isolated(trainer, module, answer_collectives=answer_collectives))
-        stack.enter_context(torch.enable_grad())
+        answers = stack.enter_context(
+            from_a_state(
+                trainer, module, record.random, record.buffers.restore, answer_collectives=answer_collectives
+            )
+        )
         stack.enter_context(recorder.recording())
         recorder.check_batch(record.args[0] if record.args else None)
         run_forward_backward(

@@ -9,11 +9,11 @@ from importlib.metadata import version
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_lockstep._doors.lightning import PYTORCH, LightningModule, Trainer
 from lightning_lockstep._doors.lightning_internals import averages_models
+from lightning_lockstep.distributed.c10d_operators import parameters_in_words
 from lightning_lockstep.replicas.checksums import BitViews, Checksums, can_be_read
 from lightning_lockstep.steps.capabilities import capabilities_of
 
@@ -58,8 +58,8 @@ class Contents:
         self.left_out = ""
         if averages_models(trainer.strategy):
             self.left_out = "the strategy averages the models of the ranks only now and then"
-        elif _divides_weights(trainer):
-            self.left_out = "FSDP divides them"
+        elif _divides_weights(trainer, module):
+            self.left_out = "the strategy divides them"
 
     def sections(self) -> dict[str, Named]:
         """Return the tensors of each kind."""
@@ -127,9 +127,12 @@ class Contents:
             yield names.get(parameter, f"parameter {number} of the optimizer, in no module"), parameter
 
 
-def _divides_weights(trainer: Any) -> bool:
+def _divides_weights(trainer: Any, module: nn.Module) -> bool:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # to import it takes long, and few use it
-    return fsdp is not None and isinstance(trainer.strategy.model, fsdp.FullyShardedDataParallel)
+    if fsdp is not None and isinstance(trainer.strategy.model, fsdp.FullyShardedDataParallel):
+        return True
+    # Each a DTensor, as of `fully_shard`.
+    return any(hasattr(parameter, "device_mesh") for parameter in module.parameters())
 
 
 def _add(named: Named, name: str, value: Any) -> None:
@@ -159,17 +162,9 @@ REMARKS = ("hparams", "version")
 
 def facts(trainer: Any, module: LightningModule) -> dict[str, str]:
     """Return all that must be alike on the ranks before the first step."""
-    found = {}
-    parameters = [] if _divides_weights(trainer) else module.named_parameters()
-    for number, (name, parameter) in enumerate(parameters):
-        shape = (
-            "of unknown shape"
-            if is_lazy(parameter)
-            else tuple(getattr(parameter, "ds_shape", parameter.shape))
-        )
-        kind = "trained" if parameter.requires_grad else "frozen"
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        found[f"parameter {number}"] = f"{name} {shape} {dtype} {kind}"
+    found: dict[str, str] = {}
+    if not _divides_weights(trainer, module):
+        found = {f"parameter {number}": text for number, text in enumerate(parameters_in_words(module))}
     for number, optimizer in enumerate(trainer.optimizers):
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         found[f"optimizer {number}"] = f"{type(optimizer).__name__}, parameters in its groups: {sizes}"

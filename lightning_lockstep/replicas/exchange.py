@@ -1,12 +1,11 @@
-"""Checksums on their way to rank 0, compared as soon as all have come; finer ones are asked for where they differ.
+"""Checksums on their way to rank 0, compared as soon as all have come; where they differ all ranks meet.
 
-    every rank, after its n-th batch            rank 0, receiving thread
-    --------------------------------            ------------------------
-    check   a number for each kind   -------->  all have come: equal, or
-            of tensors                <-------  ask     the first rank of each group that agrees
-    answer  a number for each tensor  ------->  judge; a difference: request a stop (`stop_agreement`)
-            (receiving thread)
-    after the same batch on all ranks: they measure the largest differences together, and act
+    every rank, after its n-th batch              rank 0, receiving thread
+    --------------------------------              ------------------------
+    check: a number for each kind     --------->  all have come: equal, or request a stop (`stop_agreement`)
+           of tensors                             with the groups of ranks that agree
+    after the same batch on all ranks: the first rank of each group sends a number for each tensor to all; every rank
+    judges, measures the largest differences, and acts, as all others do
 
 Nobody waits before there is a difference. A rank that is late delays the comparison of that check, and nothing else;
 one that is gone ends the run by other means. Where rank 0 is frozen nothing is compared.
@@ -19,8 +18,7 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,14 +31,14 @@ from lightning_lockstep.distributed.side_channel.channel import Message, SideCha
 from lightning_lockstep.replicas.checksums import Checksums, folded
 from lightning_lockstep.replicas.contents import SECTIONS, Named
 from lightning_lockstep.replicas.data import BatchComparison, Row
-from lightning_lockstep.replicas.report import NAMED, Differences, Finding, Parts, judge
+from lightning_lockstep.replicas.report import NAMED, Difference, Differences, Finding, judge
 
 _log = logging.getLogger(__name__)
 
-# Checks whose numbers for each tensor a rank keeps, for the case that rank 0 asks. Where no gradients are reduced,
+# Checks whose numbers for each tensor a rank keeps, for the case that ranks meet. Where no gradients are reduced,
 # ranks do not wait for each other, and rank 0 asks late.
 _KEPT = 8
-# Groups of ranks that agree of which rank 0 asks one.
+# Groups of ranks that agree of which one is asked.
 _ASKED = 16
 
 _fits = itertools.count()
@@ -77,9 +75,13 @@ class Check:
             for name, number in zip(names, sums.numbers(), strict=True)
         }
 
-    def coarse(self) -> dict[str, Any]:
-        folds = [folded(self.numbers[section].values()) for section in SECTIONS]
-        return {"count": self.count, "folds": [*folds, folded(self.settings.items())], "row": self.row}
+    def coarse(self, own_buffers: Collection[str]) -> dict[str, Any]:
+        shared = [
+            (number for name, number in self.numbers[section].items() if name not in own_buffers)
+            for section in SECTIONS
+        ]
+        folds = [*map(folded, shared), folded(self.settings.items())]
+        return {"count": self.count, "folds": folds, "row": self.row}
 
     def fine(self, before: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
         own = {"sums": self.numbers, "before": before, "settings": self.settings, "gradients": self.gradients}
@@ -87,19 +89,20 @@ class Check:
 
 
 class RankChecks:
-    """Sends the checks of this rank, and answers what rank 0 asks; one object on every rank for each fit."""
+    """Sends the checks of this rank, and meets the others where there is a difference; one object for each fit."""
 
     def __init__(
         self, communicator: Communicator, fit: int, same_batches: Callable[[int, Sequence[int]], str]
     ) -> None:
-        self._channel = communicator.side_channel
+        self._communicator, self._channel = communicator, communicator.side_channel
         self._pending: deque[Check] = deque()
         self._done: deque[tuple[Check, Mapping[str, Mapping[str, int]]]] = deque(maxlen=_KEPT)
         self._before: Mapping[str, Mapping[str, int]] = {section: {} for section in SECTIONS}
+        self._statistics: set[str] = set()  # buffers in which each rank has its own
+        self._known: set[str] = set()  # tensors and settings that were told
         # What belongs to an earlier fit has another topic.
         self._topic = f"replica/{fit}"
         self._agreement = StepAgreement(self._channel, name=self._topic)
-        self._remove = self._channel.on(f"{self._topic}/ask", self._answer)
         self._comparison: Comparison | None = None
         if communicator.is_main:
             self._comparison = Comparison(self._channel, self._topic, self._agreement, same_batches)
@@ -109,39 +112,54 @@ class RankChecks:
         self._pending.append(check)
 
     def step_done(self) -> Finding | None:
-        """Send what is ready; return the difference for which all ranks meet after this batch, if they do."""
+        """Send what is ready; return a difference that is new, if all ranks meet after this batch for one."""
         while self._pending and self._pending[0].ready():
             self._send(self._pending.popleft())
         decision = self._agreement.passed()
         if decision is None:
             return None
         self._agreement.start_over()  # all ranks are here
-        return finding_of(decision.requests[0].reason)
+        return self.meet(decision.requests[0].reason)
 
-    def finish(self, timeout: float) -> str:  # of rank 0 [s]
-        """Send all; on rank 0 wait until they are compared and return as JSON what was found and not told yet."""
+    def meet(self, question: str) -> Finding | None:
+        """Return the difference that rank 0 has asked about, unless it is none or was told. Ranks: all, together."""
+        asked = json.loads(question)
+        count, groups = asked["count"], asked["groups"]
+        finding: Finding | None = Finding(count=count, data=asked["data"])
+        is_equal = False
+        if groups:
+            fine = next((check.fine(before) for check, before in self._done if check.count == count), None)
+            told = {group[0]: self._communicator.broadcast(fine, group[0]) for group in groups}
+            answers = {rank: answer for rank, answer in told.items() if answer is not None}
+            # One that is so late that a rank has forgotten the numbers: the next check will find it too.
+            is_there = len(answers) == len(groups)
+            finding = judge(count, asked["good"], groups, answers, self._statistics) if is_there else None
+            is_equal = is_there and finding is None
+        if self._comparison is not None:
+            self._comparison.answered(count if is_equal else None)
+        if finding is None or finding.names <= self._known:
+            return None
+        self._known |= finding.names
+        return finding
+
+    def finish(self, timeout: float) -> list[str]:  # of rank 0 [s]
+        """Send all; on rank 0 wait until they are compared, and return for what the ranks are still to meet."""
         while self._pending:
             self._send(self._pending.popleft())
         comparison, last = self._comparison, self._done[-1][0].count
         if comparison is None:
-            return ""
+            return []
         with comparison.news:
-            if not self._channel.wait_for(comparison.news, lambda: comparison.is_done(last), timeout):
+            if not self._channel.wait_for(comparison.news, lambda: comparison.compared >= last, timeout):
                 _log.warning(
                     "ReplicaCheck: the check after the last batch was not compared: nothing came from %s within %.0f s",
                     ranks_in_words(comparison.missing(last)),
                     timeout,
                 )
-            return comparison.untold
-
-    def told(self) -> None:
-        """Note on rank 0 that all ranks know what was found."""
-        if self._comparison is not None:
-            self._comparison.untold = ""
+            return [*comparison.questions]
 
     def close(self) -> None:
         self._agreement.close()
-        self._remove()
         if self._comparison is not None:
             self._comparison.close()
 
@@ -149,12 +167,7 @@ class RankChecks:
         check.read()
         self._done.append((check, self._before))
         self._before = check.numbers
-        self._channel.post(f"{self._topic}/check", check.coarse(), to=0)
-
-    def _answer(self, message: Message) -> None:
-        count = message.body
-        fine = next((check.fine(before) for check, before in list(self._done) if check.count == count), None)
-        self._channel.post(f"{self._topic}/answer", {"count": count, "fine": fine}, to=0)
+        self._channel.post(f"{self._topic}/check", check.coarse(self._statistics), to=0)
 
 
 class Comparison:
@@ -167,96 +180,55 @@ class Comparison:
         agreement: StepAgreement,
         same_batches: Callable[[int, Sequence[int]], str],  # what to say of a loader and ranks, or nothing
     ) -> None:
-        self.news = threading.Condition(threading.RLock())  # notified of each message
-        self.untold = ""  # what was found, as JSON, until all ranks know it
-        self._channel, self._topic, self._agreement = channel, topic, agreement
-        self._same_batches = same_batches
+        self.news = threading.Condition(threading.RLock())  # notified of each check that is compared
+        self.compared = -1  # batches before the last check that all ranks have sent
+        #: For what the ranks are to meet, as JSON: now, and next; what comes later takes the place of the last one.
+        self.questions: list[str] = []
+        self._world_size, self._agreement, self._same_batches = channel.world_size, agreement, same_batches
         self._checks: dict[int, dict[int, Any]] = {}  # by count and rank
-        self._asked: dict[int, tuple[Parts, dict[int, Any]]] = {}  # by count: groups, and who has answered
-        self._compared = -1  # batches before the last check that all ranks have sent
-        self._good: int | None = None  # the same of the last one without a difference
-        self._known: set[str] = set()  # tensors and settings that were told
-        self._statistics: set[str] = set()  # buffers in which each rank has its own
+        self._good: int | None = None  # batches before the last check without a difference
         self._data = BatchComparison()
-        self._removes = [
-            channel.on(f"{topic}/check", self._take_check),
-            channel.on(f"{topic}/answer", self._take_answer),
-        ]
+        self.close = channel.on(f"{topic}/check", self._take)
 
-    def close(self) -> None:
-        for remove in self._removes:
-            remove()
-
-    def is_done(self, count: int) -> bool:
-        """Return whether the check after so many batches is compared, and each before it."""
-        return self._compared >= count and not self._asked
+    def answered(self, equal: int | None) -> None:  # a check that has turned out to be equal
+        """Note that all ranks have met for the first question, and ask the next one."""
+        with self.news:
+            self._good = self._good if equal is None else max(equal, self._good or 0)
+            del self.questions[:1]
+            if self.questions:
+                self._agreement.request(self.questions[0], kind="replica")
 
     def missing(self, count: int) -> list[int]:
-        """Return the ranks whose check, or whose answer about it, has not come."""
-        groups, answers = self._asked.get(count, ([], {}))
-        there = self._checks.get(count, answers)
-        wanted = [group[0] for group in groups] or range(self._channel.world_size)
-        return [rank for rank in wanted if rank not in there]
+        """Return the ranks whose check has not come."""
+        return [rank for rank in range(self._world_size) if rank not in self._checks.get(count, {})]
 
-    def _take_check(self, message: Message) -> None:
-        body = message.body
+    def _take(self, message: Message) -> None:
+        check = message.body
         with self.news:
-            count = body["count"]
-            of_count = self._checks.setdefault(count, {})
-            of_count[message.sender] = body
-            if len(of_count) == self._channel.world_size:
-                del self._checks[count]
-                self._compare(count, of_count)
-            self.news.notify_all()
-
-    def _take_answer(self, message: Message) -> None:
-        body = message.body
-        with self.news:
-            groups, answers = self._asked.get(body["count"], ([], {}))
-            answers[message.sender] = body["fine"]
-            if groups and len(answers) == len(groups):
-                del self._asked[body["count"]]
-                # One that is so late that a rank has forgotten the numbers: the next check will find it too.
-                if all(answers.values()):
-                    self._judge(body["count"], groups, answers)
-            self.news.notify_all()
+            of_count = self._checks.setdefault(check["count"], {})
+            of_count[message.sender] = check
+            if len(of_count) == self._world_size:
+                self._compare(check["count"], self._checks.pop(check["count"]))
+                self.news.notify_all()
 
     def _compare(self, count: int, checks: Mapping[int, Any]) -> None:
-        self._compared = count
+        self.compared = count
         same = self._data.compare({rank: check["row"] for rank, check in checks.items()})
         if same is not None and (text := self._same_batches(*same)):
-            self._report(Finding(count=count, data=text), {"data"})
+            self._ask(count, data=text)
         ranks_of: dict[tuple[int, ...], list[int]] = {}
         for rank in sorted(checks):
             ranks_of.setdefault(tuple(checks[rank]["folds"]), []).append(rank)
         if len(ranks_of) == 1:
             self._good = count
-            return
-        groups = sorted(ranks_of.values(), key=lambda ranks: (-len(ranks), ranks))[:_ASKED]
-        self._asked[count] = groups, {}
-        self._channel.post(f"{self._topic}/ask", count, to=[group[0] for group in groups])
-
-    def _judge(self, count: int, groups: Parts, answers: Mapping[int, Any]) -> None:
-        finding = judge(count, self._good, groups, answers, self._statistics)
-        if finding is None:
-            self._good = count
         else:
-            names = {*finding.settings, *(name for of_kind in finding.tensors.values() for name in of_kind)}
-            self._report(finding, names)
+            self._ask(count, sorted(ranks_of.values(), key=lambda ranks: (-len(ranks), ranks))[:_ASKED])
 
-    def _report(self, finding: Finding, names: set[str]) -> None:
-        # One at a time: later checks find what else there is.
-        if not self.untold and not names <= self._known:
-            self._known |= names
-            self.untold = json.dumps(asdict(finding))
-            self._agreement.request(self.untold, kind="replica")
-
-
-def finding_of(text: str) -> Finding:
-    return Finding(**json.loads(text))
-
-
-# -- What all ranks do together once there is a difference --
+    def _ask(self, count: int, groups: Sequence[Sequence[int]] = (), data: str = "") -> None:
+        question = json.dumps({"count": count, "good": self._good, "groups": groups, "data": data})
+        self.questions[1:] = [question]
+        if len(self.questions) == 1:
+            self._agreement.request(question, kind="replica")
 
 
 def differing_facts(
@@ -273,38 +245,55 @@ def differing_facts(
     return fit, dict(enumerate(communicator.gather(dict(facts))))
 
 
+# -- How far tensors are from those of a rank that is not in the minority --
+
+# Values of a block, and blocks of a tensor that are compared: not all of a large one is sent.
+_BLOCK, _BLOCKS = 2**16, 16
+
+
 def largest_differences(
     communicator: Communicator, finding: Finding, sections: Mapping[str, Named]
 ) -> Differences:
     """Return how far the first tensors that differ are from those of the reference. Ranks: all, together."""
-    own: dict[str, tuple[float, int, int, int]] = {}
+    own: dict[str, Difference] = {}
     for section, names in finding.tensors.items():
         tensors = dict(zip(sections[section].names, sections[section].tensors, strict=True))
         for name in list(names)[:NAMED]:
-            mine = tensors[name].detach().cpu() if name in tensors else None
-            other = communicator.broadcast(mine, finding.reference)
-            if (
-                mine is not None
-                and other is not None
-                and mine.shape == other.shape
-                and mine.dtype == other.dtype
-            ):
-                own[name] = _difference(mine, other)
-    found: dict[str, dict[int, tuple[float, int, int, int]]] = {}
+            difference = _difference(communicator, tensors.get(name), finding.reference)
+            if difference is not None:
+                own[name] = difference
+    found: dict[str, dict[int, Difference]] = {}
     for rank, of_rank in enumerate(communicator.gather(own)):
         for name, difference in of_rank.items():
             found.setdefault(name, {})[rank] = difference
     return found
 
 
-def _difference(mine: Tensor, other: Tensor) -> tuple[float, int, int, int]:
-    """Return the largest difference, how many values differ, how many there are, and the bits that differ."""
-    if mine.is_complex():
-        mine, other = torch.view_as_real(mine), torch.view_as_real(other)
-    mine, other = mine.contiguous().reshape(-1), other.contiguous().reshape(-1)
+def _difference(communicator: Communicator, tensor: Tensor | None, reference: int) -> Difference | None:
+    """Return how far a tensor is from that of another rank, by its first blocks that differ on any rank."""
+    blocks = [] if tensor is None else _blocks(tensor)
+    kind = None if tensor is None else (tensor.shape, tensor.dtype)
+    sums = Checksums(blocks).numbers()
+    their_kind, right = communicator.broadcast((kind, sums), reference)
+    is_like = kind is not None and kind == their_kind
+    wrong = [number for number, pair in enumerate(zip(sums, right, strict=is_like)) if len({*pair}) > 1]
+    all_wrong = sorted(
+        {n for of_rank in communicator.gather(wrong[:_BLOCKS] if is_like else []) for n in of_rank}
+    )
+    some = [number for number in all_wrong[:_BLOCKS] if number < len(blocks)]
+    mine = torch.cat([blocks[number] for number in some]).cpu() if some else torch.empty(0)
+    other = communicator.broadcast(mine, reference)
+    if tensor is None or not is_like or not len(mine):
+        return None
     flips = mine.view(torch.uint8) ^ other.view(torch.uint8)
-    bits = sum(int(((flips >> bit) & 1).sum()) for bit in range(8)) if flips.numel() else 0
+    bits = sum(int(((flips >> bit) & 1).sum()) for bit in range(8))
     differing = (flips.view(len(mine), -1) != 0).any(dim=1)
     distance = (mine[differing].double() - other[differing].double()).abs()
     largest = float(distance.nan_to_num(float("inf")).max()) if len(distance) else 0.0
-    return largest, int(differing.sum()), len(mine), bits
+    return Difference(largest, int(differing.sum()), tensor.numel(), bits, set(wrong) <= set(some))
+
+
+def _blocks(tensor: Tensor) -> list[Tensor]:
+    flat = tensor.detach().resolve_conj()
+    flat = torch.view_as_real(flat) if flat.is_complex() else flat
+    return list(torch.split(flat.contiguous().reshape(-1), _BLOCK))

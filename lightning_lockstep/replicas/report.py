@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_lockstep._text import counted, listed, plain_table, ranks_in_words
 from lightning_lockstep.replicas.contents import SECTIONS, is_remark
@@ -20,7 +20,7 @@ Answers = Mapping[int, Mapping[str, Any]]  # what each rank has told, see `RankC
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A difference between ranks; made by rank 0, sent to all as JSON."""
+    """A difference between ranks; all of them make the same one."""
 
     count: int  # batches of the fit after which it was found
     good: int | None = None  # batches after which there was none
@@ -32,13 +32,27 @@ class Finding:
     reasons: Sequence[str] = ()
     data: str = ""  # what is wrong with the data, if that is the finding
 
+    @property
+    def names(self) -> set[str]:
+        """What differs, by name."""
+        tensors = {name for of_kind in self.tensors.values() for name in of_kind}
+        return {"data"} if self.data else {*self.settings, *tensors}
 
-#: By the name of a tensor and a rank: largest difference from the reference, how many values differ, how many there
-#: are, and how many bits differ.
-Differences = Mapping[str, Mapping[int, tuple[float, int, int, int]]]
+
+class Difference(NamedTuple):
+    """How far a tensor of one rank is from that of the reference."""
+
+    largest: float
+    values: int  # that differ
+    size: int  # of all values
+    bits: int  # that differ
+    is_all: bool  # else no more than a part of a large tensor was compared
 
 
-# -- Rank 0 decides: what differs, who is in the minority, why --
+Differences = Mapping[str, Mapping[int, Difference]]  # by the name of a tensor and a rank
+
+
+# -- What differs, who is in the minority, why: decided by every rank, from the same answers --
 
 
 def judge(
@@ -308,18 +322,18 @@ def _in_words(parts: Parts) -> str:
     return listed(texts, 4) if len(parts) < 5 else f"none of {counted(len(parts), 'group')}"
 
 
-def _difference(by_rank: Mapping[int, tuple[float, int, int, int]]) -> tuple[str, str]:
-    largest = max(by_rank.values(), default=(0.0, 0, 0, 0))
-    if not largest[1]:
+def _difference(by_rank: Mapping[int, Difference]) -> tuple[str, str]:
+    most = max(by_rank.values(), default=None)
+    if most is None or not most.values:
         return "-", "-"
-    return f"{largest[0]:.3g}", f"{largest[1]:,} of {largest[2]:,}"
+    return f"{most.largest:.3g}", f"{'' if most.is_all else 'at least '}{most.values:,} of {most.size:,}"
 
 
 def _of_differences(finding: Finding, differences: Differences) -> list[str]:
     """Return the reason that the values themselves suggest, if they do."""
     names = [name for of_kind in finding.tensors.values() for name in of_kind]
-    found = [one for name in names for one in differences.get(name, {}).values() if one[1]]
-    if len(names) == len(found) == 1 and found[0][3] == 1:
+    found = [one for name in names for one in differences.get(name, {}).values() if one.values]
+    if len(names) == len(found) == 1 and found[0].bits == 1:
         return [f"One bit of one value of {names[0]} differs, which is what memory that fails leaves behind."]
     return []
 

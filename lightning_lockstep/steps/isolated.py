@@ -1,17 +1,20 @@
 """A training step run apart from the run: on one rank alone, by Lightning's own loops, with nothing sent or logged.
 
-Three things need it. A trial of a batch size makes whole steps (:func:`run_step`); a replay runs a recorded call
-forward and backward (:func:`run_forward_backward`); a step split into micro-batches runs its parts on the module
-itself (:func:`on_plain_module`). What they change is put back with :mod:`lightning_lockstep.steps.snapshot`.
+Four things need it. A trial of a batch size makes whole steps (:func:`run_step`); a replay and an audit run a call
+forward and backward (:func:`from_a_state`, :func:`run_forward_backward`); a step split into micro-batches runs its
+parts on the module itself (:func:`on_plain_module`). What they change is put back with
+:mod:`lightning_lockstep.steps.snapshot`.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from lightning_lockstep._doors.lightning import (
@@ -30,12 +33,14 @@ from lightning_lockstep._doors.lightning_internals import (
     no_model_averaging,
     optimizer_step_hooks,
 )
-from lightning_lockstep._doors.torch_internals import exchange, hook_again
+from lightning_lockstep._doors.torch_internals import exchange, hook_again, may_be_compiled
 from lightning_lockstep.distributed.c10d_operators import ddp_of
 from lightning_lockstep.distributed.local_collectives import LocalAnswers, local_collectives
 from lightning_lockstep.distributed.process_group import process_group_exists
+from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.capabilities import StepsApart
 from lightning_lockstep.steps.patching import replaced
+from lightning_lockstep.steps.snapshot import BufferCopies, Gradients, ModuleAttributes, RandomState, Snapshot
 
 
 @contextmanager
@@ -77,6 +82,43 @@ def isolated(
             yield answers
         finally:
             run.callbacks, run.loggers, run.profiler = callbacks, loggers, profiler
+
+
+@contextmanager
+def from_a_state(
+    trainer: Trainer,
+    module: LightningModule,  # not wrapped
+    random: RandomState,
+    restore_buffers: Callable[[], None],
+    *,
+    answer_collectives: bool = True,
+) -> Iterator[LocalAnswers]:
+    """Keep the body apart as :func:`isolated` does, begin it from a state, and put back what it changes.
+
+    Put back are gradients, buffers, random states, plain attributes of modules and ``requires_grad`` flags. What is
+    compiled runs as plain Python.
+    """
+    with ExitStack() as stack:
+        if may_be_compiled():
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        now = RandomState.capture()
+        stack.enter_context(Snapshot(now, BufferCopies(module), ModuleAttributes(module), Gradients(module)))
+        random.restore()
+        restore_buffers()
+        answers = stack.enter_context(isolated(trainer, module, answer_collectives=answer_collectives))
+        stack.enter_context(torch.enable_grad())
+        yield answers
+
+
+def step_arguments(step: Callable[..., Any], batch: Any, index: int) -> list[Any]:
+    """Return the arguments of a step: the batch, and its index where the step takes it."""
+    parameters = inspect.signature(step).parameters
+    if "dataloader_iter" in parameters:
+        raise ConfigurationError(
+            "a step that takes dataloader_iter fetches its own batches; none can be made for it"
+        )
+    several = len(parameters) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+    return [batch, index] if several else [batch]
 
 
 def run_step(

@@ -10,7 +10,9 @@ from typing_extensions import Unpack
 
 from lightning_lockstep._doors.lightning import ClusterEnvironment, DDPStrategy
 from lightning_lockstep._settings import settings_of
+from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.c10d_operators import compression_hook
+from lightning_lockstep.distributed.guard.verify import verify_parameters
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.lifecycle import LifecycleHooks, RankLifecycle, RankStartup
 from lightning_lockstep.strategies.options import (
@@ -110,8 +112,12 @@ class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
     def configure_ddp(self) -> None:
         """Wrap the model in DistributedDataParallel and register the gradient compression hook.
 
+        Under ``guard="verify"`` the ranks compare their parameters before.
+
         Ranks: all, together.
         """
+        if self.settings.supervisor.guard == "verify":
+            verify_parameters(self.model, current_communicator().gather)  # type: ignore[arg-type] # not wrapped yet
         super().configure_ddp()
         # Lightning registers a hook on CUDA only, so it is not given one.
         hook, state = compression_hook(

@@ -161,6 +161,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "optimizer_state": False,
         "buffers": "all",
         "data": False,
+        "audit_every_n_steps": 50,
     },
     "StaticShapes": {
         "last_batch": "pad",

@@ -206,6 +206,13 @@ def flip(tensor: Tensor, position: int) -> None:
     values.view(torch.int32)[places[position % len(places)]] ^= 1 << (10 + position % 10)
 
 
+@torch.no_grad()
+def off_by_a_bit(module: nn.Module, inputs: Any, output: Tensor) -> None:
+    """Change one bit of the greatest value, as a multiplier of a device that fails."""
+    values = output.data.view(-1)
+    values.view(torch.int32)[values.argmax()] ^= 1 << 12
+
+
 def loader_of(case: Case) -> DataLoader[Any]:
     data = torch.randn(case.samples, 8, generator=torch.Generator().manual_seed(case.seed))
     communicator = current_communicator()
@@ -237,6 +244,8 @@ def fit(case: Case, **more: Any) -> dict[str, Any]:
     logger = logging.getLogger("lightning_lockstep.callbacks.replica_check")
     logger.addHandler(handler)
     module, check = Net(case), ReplicaCheck(every_n_steps=case.every, **case.options)
+    if case.fault == "device" and current_communicator().rank == case.rank:
+        module.middle[0].register_forward_hook(off_by_a_bit)
     callbacks: list[Any] = [Fault(case), *more.pop("callbacks", []), check]
     if "EMA" in case.traits:
         callbacks.insert(0, EMAWeightAveraging(decay=0.9))

@@ -10,7 +10,10 @@ from tests.replicas.fits import Case
 
 #: Ranks of these runs: with two nobody can say which one is right.
 RANKS = 3
-FAULTS = ("bit", "bit of state", "skipped step", "rate", "buffer", "buffer of integers", "layer", "sampler")
+FAULTS = (
+    *("bit", "bit of state", "skipped step", "rate", "buffer", "buffer of integers", "layer", "sampler"),
+    "device",
+)
 #: Parameters of `Net`, in their order.
 PARAMETERS = [
     f"{layer}.{kind}" for layer in ("first", "middle.0", "middle.2", "last") for kind in ("weight", "bias")
@@ -68,6 +71,7 @@ def divergences(count: int, seed: int) -> list[Case]:
             every=draw.choice((1, 3, 5, 20)),
             target=draw.randrange(1000),
             position=draw.randrange(10_000),
+            options={"audit_every_n_steps": draw.choice((1, 3, 5)) if fault == "device" else 0},
         )
         for number in range(count)
         for fault in [FAULTS[number % len(FAULTS)]]
@@ -85,6 +89,7 @@ def healthy(count: int, seed: int) -> list[Case]:
             optimizer=draw.choice(("AdamW", "SGD", "Adagrad")),
             every=draw.choice((1, 3, 5)),
             steps=draw.randrange(8, 16),
+            options={"audit_every_n_steps": draw.choice((0, 1, 3))},
             **HEALTHY[kind],
         )
         for number in range(count)
@@ -106,6 +111,10 @@ def what_is_wrong(case: Case, outcomes: list[dict[str, Any]]) -> str:
     if case.fault == "sampler":
         pair = ranks_in_words([case.rank, (case.rank + 1) % RANKS])
         return "" if f"{pair} work on the same batches" in error else f"not named: {error}"
+    if case.fault == "device":
+        return (
+            "" if error.startswith(f"rank {case.rank} (host ") and "computes other values" in error else error
+        )
     missing = [
         text for text in (*expected_names(case), f"In the minority: rank {case.rank}.") if text not in error
     ]

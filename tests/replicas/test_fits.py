@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
+from lightning_lockstep import CollectiveMismatchError
 from lightning_lockstep.callbacks import replica_check
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.replicas import exchange
@@ -61,6 +62,22 @@ class Writes(Callback):
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         if on(1) and self.what == "gradient":
             pl_module.last.weight.grad.mul_(2)
+
+
+class Reorders(Callback):
+    """Gives a rank two layers of one shape in another order, before DDP is built."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if on(1):
+            last = pl_module.last
+            del pl_module.last
+            pl_module.last = last
+
+
+def reordered() -> str:
+    with pytest.raises(CollectiveMismatchError) as raised:
+        fit(Case(traits=("other",), strategy={"guard": "verify"}), callbacks=[Reorders()])
+    return str(raised.value)
 
 
 def silent() -> dict[str, Any]:
@@ -159,6 +176,12 @@ def test_what_goes_wrong_is_named_with_its_reason(name: str, texts: list[str], f
     assert error is not None
     for text in texts:
         assert text in error, error
+
+
+def test_layers_in_another_order_are_named_by_verify_before_ddp_is_built() -> None:
+    first, second = run_ranks(2, reordered, backend="gloo", timeout=120)
+    assert first == second
+    assert "last.weight (1, 16) float32 trained" in first and "other.weight (1, 16)" in first
 
 
 @pytest.mark.slow

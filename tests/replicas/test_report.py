@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_lockstep.replicas.data import BatchComparison
-from lightning_lockstep.replicas.report import Finding, judge, report, start_table
+from lightning_lockstep.replicas.report import Difference, Finding, judge, report, start_table
 
 
 def answer(**changes: Any) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def test_the_minority_is_named_with_the_tensor() -> None:
     finding = found(answer(), answer(sums={"parameters": {"w": 9, "b": 2}}))
     assert finding.tensors == {"parameters": {"w": [[0, 3], [1]]}}
     assert list(finding.suspects) == [1] and finding.reference == 0
-    text = report(finding, {"w": {0: (0.0, 0, 4, 0), 1: (0.5, 3, 4, 9)}})
+    text = report(finding, {"w": {0: Difference(0.0, 0, 4, 0, True), 1: Difference(0.5, 3, 4, 9, True)}})
     assert "differ in their parameters, found after batch 10" in text and "equal after batch 5" in text
     assert "ranks 0,3, rank 1 <- differs" in text and "0.5" in text and "3 of 4" in text
     assert text.index("a callback wrote weights") < text.index("Memory or arithmetic")

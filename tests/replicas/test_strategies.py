@@ -26,6 +26,7 @@ def test_over_mpi(tmp_path: Path) -> None:
     assert found["backend"]["name"] == "mpi4py"
     assert found["healthy"] == {"error": None, "lines": [], "steps": 12}
     assert "An optimizer has stepped on some ranks only" in found["skipped"]["error"]
+    assert found["device"]["error"].startswith("rank 0, rank 1 compute different values")
 
 
 def stages() -> dict[str, Any]:

@@ -154,6 +154,16 @@ class Communicator(ABC):
         Ranks: all, together.
         """
 
+    def pass_on(self, data: bytes) -> bytes:
+        """Give data to the next rank, the last one to rank 0, and return what the rank before has given.
+
+        Args:
+            data: Of any length, another one on each rank.
+
+        Ranks: all, together; a gather of the lengths, and one all-to-all in which each rank sends to one other.
+        """
+        return self.gather(data)[self.rank - 1]
+
     def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum") -> Tensor:
         """Reduce a CPU tensor over all ranks, in place, and return it.
 
@@ -307,6 +317,17 @@ class TorchCommunicator(Communicator):
         box = [obj]
         dist.broadcast_object_list(box, source, group=self._group, device=torch.device("cpu"))
         return box[0]
+
+    def pass_on(self, data: bytes) -> bytes:
+        """See :meth:`Communicator.pass_on`."""
+        lengths = self.gather(len(data))
+        before, after = (self.rank - 1) % self.world_size, (self.rank + 1) % self.world_size
+        sent, expected = [0] * self.world_size, [0] * self.world_size
+        sent[after], expected[before] = lengths[self.rank], lengths[before]
+        coming, own = (torch.empty(n, dtype=torch.uint8, device="cpu") for n in (lengths[before], len(data)))
+        own.numpy()[:] = memoryview(data)
+        dist.all_to_all_single(coming, own, expected, sent, group=self._group)
+        return coming.numpy().tobytes()
 
     def all_reduce_async(self, tensor: Tensor, op: ReduceOperation = "sum") -> PendingReduction:
         """See :meth:`Communicator.all_reduce_async`."""

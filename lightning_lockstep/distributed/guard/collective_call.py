@@ -13,7 +13,7 @@ from math import prod
 from types import FrameType
 from typing import Any
 
-from lightning_lockstep._text import plain_table, ranks_in_words
+from lightning_lockstep._text import listed, plain_table, ranks_in_words
 
 # -- What one rank called --
 # Nothing in this file depends on a backend: whoever compares the ranks describes each call as a
@@ -36,6 +36,7 @@ class CollectiveCall:
     root: int | None = None  # sends to all or receives from all, or the peer of a send or receive
     site: str = ""  # where it was called from, such as ``train.py:88 in training_step``
     note: str = ""  # shown instead of the shapes, such as what is wrong with the arguments
+    parameters: tuple[str, ...] = ()  # whose gradients DDP reduces with it, where that is known
     uneven: bool = False  # shapes may differ between ranks, but for their numbers of dimensions
 
     def to_data(self) -> dict[str, Any]:
@@ -47,7 +48,8 @@ class CollectiveCall:
         """Return the call that :meth:`to_data` has described, also after a way through JSON."""
         known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
         shapes = tuple(tuple(shape) for shape in known.get("shapes", ()))
-        return cls(**{**known, "dtypes": tuple(known.get("dtypes", ())), "shapes": shapes})
+        names = {name: tuple(known.get(name, ())) for name in ("dtypes", "parameters")}
+        return cls(**{**known, **names, "shapes": shapes})
 
     @property
     def title(self) -> str:
@@ -81,6 +83,9 @@ def fingerprint(signature: Hashable) -> int:
 
 # -- The report where ranks called different things: a table of them, and what to do --
 
+# Different sets of gradients that a report lists.
+_GROUPS = 4
+
 
 def mismatch_report(calls: Mapping[int, CollectiveCall]) -> str:
     """Return the text of a :class:`CollectiveMismatchError`; rows that are not as most are marked."""
@@ -95,7 +100,24 @@ def mismatch_report(calls: Mapping[int, CollectiveCall]) -> str:
             operation = f"{operation} in {call.group!r}"
         rows.append((rank, operation, dtype, shape, call.site, "<- differs" if rank in odd else ""))
     table = plain_table(("rank", "operation", "dtype", "shape", "called from", ""), rows)
-    return f"ranks disagree on {_which(calls.values())}\n\n{table}\n\n{_remedy(calls)}"
+    paragraphs = (f"ranks disagree on {_which(calls.values())}", table, _gradients(calls), _remedy(calls))
+    return "\n\n".join(filter(None, paragraphs))
+
+
+def _gradients(calls: Mapping[int, CollectiveCall]) -> str:
+    """Return which gradients the ranks reduce in this call, where they are not the same ones."""
+    ranks_of: dict[tuple[str, ...], list[int]] = {}
+    for rank, call in calls.items():
+        ranks_of.setdefault(call.parameters, []).append(rank)
+    if len(ranks_of) == 1:
+        return ""
+    lines = []
+    for names, ranks in sorted(ranks_of.items(), key=lambda item: item[1]):
+        others = {name for other in ranks_of if other != names for name in other}
+        only = [name for name in names if name not in others]
+        text = f"  {ranks_in_words(ranks)}: gradients of {listed(names, 4)}" if names else ""
+        lines.append(text + (f"; only there {listed(only, 4)}" if 0 < len(only) < len(names) else ""))
+    return "\n".join(filter(None, lines[:_GROUPS]))
 
 
 def odd_ones(calls: Mapping[int, CollectiveCall]) -> tuple[int, ...]:
@@ -140,7 +162,7 @@ def _remedy(calls: Mapping[int, CollectiveCall]) -> str:
     if sites == {BACKWARD}:
         return (
             "In backward, DistributedDataParallel reduces the gradients: run as many backward passes on every rank,"
-            " through the same parameters."
+            " through the same parameters, and divide them into the same buckets (bucket_cap_mb)."
         )
     dtype, shape = len(dtypes) > 1, len(shapes) > 1
     if shape and not dtype and first.operation in ALL_TO_ALL:

@@ -7,17 +7,23 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from lightning_lockstep._doors.torch_internals import stores_of_groups, timeout_of
-from lightning_lockstep._text import say
-from lightning_lockstep.distributed.c10d_operators import OPERATIONS
+from lightning_lockstep._text import plain_table, ranks_in_words, say
+from lightning_lockstep.distributed.c10d_operators import (
+    OPERATIONS,
+    parameters_in_bucket,
+    parameters_in_words,
+)
 from lightning_lockstep.distributed.guard.call_description import (
     POINT_TO_POINT,
     Description,
@@ -29,7 +35,12 @@ from lightning_lockstep.distributed.guard.call_description import (
     signature,
     uncompared,
 )
-from lightning_lockstep.distributed.guard.collective_call import CollectiveCall, fingerprint, mismatch_report
+from lightning_lockstep.distributed.guard.collective_call import (
+    BACKWARD,
+    CollectiveCall,
+    fingerprint,
+    mismatch_report,
+)
 from lightning_lockstep.distributed.guard.records import (
     CallHistory,
     GroupHistory,
@@ -185,7 +196,7 @@ def _wait_for_all(store: dist.Store, size: int, timeout: float) -> int:
 # A monitored barrier finds out by itself, and sooner than a comparison would, who has not arrived.
 _RECORDED_ONLY = {*POINT_TO_POINT, "monitored_barrier_"}
 _CACHED = 10_000
-_SHOWN = 8  # tensors of one call
+_SHOWN = 8  # tensors of one call, and rows of parameters
 
 
 class CallVerifier(MessageRecorder):
@@ -279,7 +290,7 @@ class _GroupVerifier(GroupMessages):
             noted = self.collective(described.call)
             why = self._difference(described, number, call.timeout or self._timeout)
             if why is not None:
-                raise self._mismatch(replace(noted.recorded().call, note=why))
+                raise self._mismatch(replace(noted.recorded().call, note=why), call.flat_tensors())
         except BaseException:
             if noted is not None:
                 noted.done = True
@@ -314,8 +325,10 @@ class _GroupVerifier(GroupMessages):
             return f"sends {list(sent)}, expects {list(expected)} elements"
         return None
 
-    def _mismatch(self, call: CollectiveCall) -> CollectiveMismatchError:
+    def _mismatch(self, call: CollectiveCall, tensors: Sequence[Tensor]) -> CollectiveMismatchError:
         assert self._comparison is not None
+        if call.site == BACKWARD and len(tensors) == 1:
+            call = replace(call, parameters=tuple(parameters_in_bucket(tensors[0])))
         texts = self._comparison.exchange(json.dumps(call.to_data()).encode())
         calls = [CollectiveCall.from_data(json.loads(text)) for text in texts]
         by_rank = dict(zip(self._identity.ranks, calls, strict=True))
@@ -347,3 +360,29 @@ def _in_short(calls: Mapping[int, CollectiveCall]) -> Mapping[int, CollectiveCal
         )
         for rank, call in calls.items()
     }
+
+
+# -- The parameters of the ranks, compared before DDP makes its buckets of them --
+
+
+def verify_parameters(module: nn.Module, gather: Callable[[Any], list[Any]]) -> None:
+    """Raise on all ranks where they have other parameters, or the same ones in another order.
+
+    DDP compares their shapes alone: where two of one shape change places it adds the gradients of one to those of the
+    other. Ranks: all, together; a gather of a number each.
+    """
+    own = parameters_in_words(module)
+    if len(set(gather(fingerprint(tuple(own))))) == 1:
+        return
+    rows = [
+        (number, ranks_in_words(rank for rank, one in enumerate(texts) if one == text), text)
+        for number, texts in enumerate(zip_longest(*gather(own), fillvalue="-"))
+        if len(set(texts)) > 1
+        for text in dict.fromkeys(texts)
+    ]
+    more = f"\n  and {len(rows) - _SHOWN} more rows" if len(rows) > _SHOWN else ""
+    raise CollectiveMismatchError(
+        "ranks disagree on the parameters whose gradients DistributedDataParallel is to reduce in this order\n\n"
+        f"{plain_table(('parameter', 'ranks', 'have'), rows[:_SHOWN])}{more}\n\nMake the same modules in the same order"
+        " on all ranks, and freeze the same ones: no loop over a set, and nothing that goes by the rank."
+    )

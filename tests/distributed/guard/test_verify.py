@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lockstep.distributed.guard.verify import CallVerifier
+from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.distributed.guard.verify import CallVerifier, verify_parameters
 from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
 from tests.helpers import run_ranks
 
@@ -105,6 +106,14 @@ def unused_parameters(rank: int) -> None:
     dist.all_reduce(loss.detach())
 
 
+def other_buckets(rank: int) -> None:
+    """Rank 0 has a bucket for each parameter, rank 1 one for all."""
+    # Where no parameter can be unused, the first backward has one bucket, and later ones those of rank 0.
+    options = {"find_unused_parameters": True, "bucket_cap_mb": 25 if rank else 0.000001}
+    model = DistributedDataParallel(Half(), gradient_as_bucket_view=True, **options)
+    model(torch.ones(1, 2), 0).backward()
+
+
 CASES: dict[str, tuple[Case, list[list[str]], str]] = {
     "shapes": (
         gather_of_other_shapes,
@@ -181,6 +190,11 @@ CASES: dict[str, tuple[Case, list[list[str]], str]] = {
         "Rank 1 called all_reduce(sum) at ...; rank 0 skipped it and went on to all_reduce(sum) in backward, or rank 1"
         " reduced nothing in backward: ...",
     ),
+    "buckets": (
+        other_buckets,
+        [["all_reduce(sum)", "float32", "(1,)"], ["all_reduce(sum)", "float32", "(9,)"]],
+        "In backward, DistributedDataParallel reduces the gradients: ... into the same buckets (bucket_cap_mb).",
+    ),
 }
 
 
@@ -227,6 +241,15 @@ def test_every_rank_raises_the_same_error_and_the_group_goes_on(
         assert re.fullmatch(rf"{file}:\d+ in \w+|backward", row[1 + len(cells)])
         assert row[2 + len(cells) :] == (["<- differs"] if rank else [])
     assert re.match(re.escape(remedy).replace(re.escape("..."), ".*"), lines[-1]), lines[-1]
+
+
+def test_of_buckets_that_differ_the_parameters_are_named(found: list[dict[str, tuple[str, float]]]) -> None:
+    message = found[0]["buckets"][0]
+    assert "\n  rank 0: gradients of two.bias\n" in message
+    assert (
+        "\n  rank 1: gradients of one.weight, one.bias, two.weight, two.bias; only there one.weight"
+        in message
+    )
 
 
 def sub_groups() -> Any:
@@ -293,6 +316,30 @@ def test_a_collective_that_waits_for_the_others_is_outstanding() -> None:
         ([("world", 3)], [True, False]),
         ([], [(2, True), (3, True)]),
     ]
+
+
+def parameters_in_another_order() -> tuple[str, str]:
+    """What is said where rank 1 has two layers of one shape in another order, and where it has frozen one."""
+    communicator, found = current_communicator(), []
+    order = ["one", "two"] if communicator.rank == 0 else ["two", "one"]
+    other = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in order})
+    same = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("one", "two")})
+    verify_parameters(same, communicator.gather)
+    same.requires_grad_(communicator.rank == 0)
+    for model in (other, same):
+        with pytest.raises(CollectiveMismatchError) as raised:
+            verify_parameters(model, communicator.gather)
+        found.append(str(raised.value))
+    return found[0], found[1]
+
+
+def test_parameters_of_the_same_shapes_in_another_order_are_named_before_ddp_reduces_them() -> None:
+    found, other = run_ranks(2, parameters_in_another_order)
+    assert found == other
+    rows = [re.split(r"  +", line.strip()) for line in found[0].splitlines()[2:]]
+    assert ["0", "rank 0", "one.weight (2, 2) float32 trained"] in rows
+    assert ["0", "rank 1", "two.weight (2, 2) float32 trained"] in rows
+    assert "rank 1  one.weight (2, 2) float32 frozen" in re.sub("  +", "  ", found[1])
 
 
 def test_no_history_is_refused() -> None:

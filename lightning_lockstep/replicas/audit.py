@@ -1,0 +1,312 @@
+"""A micro-batch computed by two ranks and compared: a device that computes wrongly, though all ranks hold the same.
+
+    every rank, before its n-th batch           the next rank (that of the last one is rank 0)
+    ---------------------------------           ----------------------------------------------
+    batch, random state, buffers     -------->  runs it forward and backward, apart from the run
+    runs it in the same way
+    all:  gather a checksum of both results; where a pair differs, all ranks run that batch several times and
+          compare what most of them get
+
+A wrong gradient of one rank is in the reduced gradients of all, so that their weights stay equal: only the same work
+done by another device shows it. Every rank is in each collective here whatever its own part has come to: an error is
+gathered with the results.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import platform
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_lockstep._doors.lightning import LightningModule, Trainer
+from lightning_lockstep._doors.lightning_internals import averages_models
+from lightning_lockstep._text import counted, first_line, listed, plain_table, ranks_in_words
+from lightning_lockstep.distributed import Communicator
+from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.replicas.checksums import Checksums, can_be_read, folded
+from lightning_lockstep.steps.capabilities import missing_capabilities
+from lightning_lockstep.steps.isolated import from_a_state, run_forward_backward, step_arguments
+from lightning_lockstep.steps.snapshot import RandomState
+
+# How often every rank runs a batch on which two did not agree: a step that is not deterministic shows.
+_AGAIN = 4
+_NAMED = 3
+_Value = TypeVar("_Value")
+
+
+def refuse_audit(trainer: Trainer) -> None:
+    """Raise where no rank alone can make the step of another one."""
+    name = type(trainer.strategy).__name__
+    missing = missing_capabilities(trainer.strategy, "whole_gradients", "step_alone", "runs_at_once")
+    if averages_models(trainer.strategy):
+        missing.append(
+            "it averages the models now and then, so that between two averages ranks hold other weights"
+        )
+    if missing:
+        raise ConfigurationError(
+            f"ReplicaCheck(audit_every_n_steps=...) does not work with {name}: {missing[0]}. Use lockstep_ddp or"
+            " lockstep_mpi, where each rank has the whole model, or leave audit_every_n_steps out."
+        )
+
+
+class Audit:
+    """Runs the micro-batches of other ranks; one object on every rank. Ranks: all, together, in each method."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule, communicator: Communicator) -> None:
+        self._trainer, self._module, self._communicator = trainer, module, communicator
+        self.stopped = ""  # why there are no more audits, the same on all ranks
+        self._known: set[str] = set()  # ranks that were reported
+        kinds = communicator.gather(_kind_of(trainer.strategy.root_device))
+        if len(set(kinds)) > 1:
+            rows = [
+                (ranks_in_words(rank for rank, one in enumerate(kinds) if one == kind), kind)
+                for kind in dict.fromkeys(kinds)
+            ]
+            raise ConfigurationError(
+                "ReplicaCheck(audit_every_n_steps=...) compares results bit by bit, so it expected devices of one kind"
+                " on all ranks, with the same number of threads (threads_per_rank=...), not\n\n"
+                f"{plain_table(('ranks', 'compute with'), rows)}\n\nLeave audit_every_n_steps out here."
+            )
+
+    def run(self, batch: Any, index: int, weights: int) -> str:  # index in the epoch; checksum of the weights
+        """Compute with all ranks; return what to report, or nothing. May set ``stopped``."""
+        rank, size = self._communicator.rank, self._communicator.world_size
+        packed, trouble = _attempt(lambda: self._packed(batch, index))
+        received = self._communicator.pass_on(packed or b"")
+        own = other = _NOTHING
+        if packed and received:
+            (own, other), trouble = _attempt(
+                lambda: (self._computed(packed), self._computed(received)), (own, other)
+            )
+        told = self._told(trouble, (weights, own.fold, other.fold))
+        if told is None:
+            return ""
+        if len({of_rank[0] for of_rank in told}) > 1:
+            return ""  # the next check says which weights differ
+        pairs = [(told[r][1], told[(r + 1) % size][2]) for r in range(size)]
+        owner = next((r for r, (its_own, other_one) in enumerate(pairs) if its_own != other_one), None)
+        if owner is None:
+            return ""
+        disputed = self._communicator.broadcast(packed, owner)
+        firsts = {owner: pairs[owner][0], (owner + 1) % size: pairs[owner][1]}
+        return self._settle(disputed, owner, [firsts[rank]] if rank in firsts else [])
+
+    def _told(self, trouble: str, value: _Value) -> list[_Value] | None:
+        """Return the values of all ranks, unless one is in trouble."""
+        told = self._communicator.gather((trouble, value))
+        found = next(((rank, text) for rank, (text, _) in enumerate(told) if text), None)
+        if found is None:
+            return [of_rank for _, of_rank in told]
+        self.stopped = f"the step cannot be run apart from the run on rank {found[0]}: {found[1]}"
+        return None
+
+    def _settle(self, disputed: bytes | None, owner: int, folds: Sequence[int]) -> str:  # of this rank so far
+        """Have all ranks run the batch on which two do not agree; return what to report, or nothing."""
+        assert disputed is not None
+        results, trouble = _attempt(lambda: [self._computed(disputed) for _ in range(_AGAIN)], [_NOTHING])
+        votes = self._told(trouble, (*folds, *(result.fold for result in results)))
+        if votes is None:
+            return ""
+        verdict, last = Verdict.of(votes), results[-1]
+        if verdict.why_none:
+            self.stopped = verdict.why_none
+            return ""
+        known = str(verdict.wrong or verdict.groups)
+        if known in self._known:
+            return ""
+        self._known.add(known)
+        right = self._communicator.broadcast(last.sums, verdict.reference)
+        names = [name for name in right if last.sums.get(name) != right[name]]
+        place = f"{self._communicator.host}, {self._trainer.strategy.root_device}"
+        count = f"{len(names)} of {len(right)}: {listed(names, _NAMED)}" if names else "none"
+        return _report(verdict, owner, self._communicator.gather((place, last.loss, count)))
+
+    def _packed(self, batch: Any, index: int) -> bytes:
+        module = self._module
+        buffers = [buffer for buffer in module.buffers() if can_be_read(buffer)]
+        random = RandomState.capture(self._trainer.strategy.root_device)
+        return packed((step_arguments(module.training_step, batch, index), buffers, random))
+
+    def _computed(self, data: bytes) -> Result:
+        """Run a micro-batch forward and backward, and leave no trace of it."""
+        trainer, module = self._trainer, self._module
+        device = trainer.strategy.root_device
+        arguments, values, random = unpacked(data, device)
+        if device.type == "cuda":
+            own = torch.cuda.current_device() if device.index is None else device.index
+            random = replace(random, torch_cuda=dict(zip([own], random.torch_cuda.values(), strict=True)))
+        losses: list[Tensor] = []
+
+        @contextmanager
+        def keep(loss: Tensor) -> Iterator[None]:
+            losses.append(loss.detach().clone())
+            yield
+
+        def restore_buffers() -> None:
+            with torch.no_grad():
+                buffers = (buffer for buffer in module.buffers() if can_be_read(buffer))
+                for buffer, value in zip(buffers, values, strict=True):
+                    buffer.copy_(value)
+
+        with from_a_state(trainer, module, random, restore_buffers):
+            step = partial(module.training_step, *arguments)
+            run_forward_backward(trainer, module, step, around_backward=keep)
+            named = {f"loss {number}": loss for number, loss in enumerate(losses)}
+            for name, parameter in module.named_parameters():
+                if parameter.grad is not None and can_be_read(parameter.grad):
+                    named[name] = parameter.grad
+            sums = Checksums([*named.values()]).numbers()
+            loss = listed([f"{value.float().sum().item():.9g}" for value in losses], 2)
+        return Result(loss, dict(zip(named, sums, strict=True)))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a rank has computed from a micro-batch."""
+
+    loss: str
+    sums: Mapping[str, int]  # of losses and gradients, by name
+
+    @property
+    def fold(self) -> int:
+        return folded(self.sums.items())
+
+
+_NOTHING = Result("-", {})
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which ranks have other results than most, as far as that can be said."""
+
+    groups: list[list[int]]  # ranks that agree in their last result, the most first
+    wrong: list[int]
+    why_none: str = ""  # why the results tell nothing of the devices
+
+    @classmethod
+    def of(cls, votes: Sequence[Sequence[int]]) -> Verdict:  # by rank, all its results of one batch
+        """Decide by the results of all ranks."""
+        ranks_of: dict[int, list[int]] = {}
+        for rank, folds in enumerate(votes):
+            ranks_of.setdefault(folds[-1], []).append(rank)
+        groups = sorted(ranks_of.values(), key=lambda ranks: (-len(ranks), ranks))
+        unstable = [rank for rank, folds in enumerate(votes) if len(set(folds)) > 1]
+        if 2 * len(unstable) > len(votes):
+            return cls(groups, [], _NOT_DETERMINISTIC)
+        counts = Counter(fold for folds in votes for fold in dict.fromkeys(folds)).most_common(2)
+        if counts[0][1] > counts[1][1]:
+            return cls(groups, [rank for rank, folds in enumerate(votes) if {*folds} != {counts[0][0]}])
+        if len(groups) == len(votes) > 2:
+            return cls(groups, [], _EACH_ITS_OWN)
+        return cls(groups, unstable)
+
+    @property
+    def reference(self) -> int:
+        return next((rank for group in self.groups for rank in group if rank not in self.wrong), 0)
+
+
+_NOT_DETERMINISTIC = (
+    "ranks do not get the same bits when they run a step twice: torch.use_deterministic_algorithms(True) says which"
+    " operation it is, or chooses another one"
+)
+_EACH_ITS_OWN = (
+    "no two ranks get the same from one batch with the same weights, buffers and random numbers, so the step depends on"
+    " what each rank alone holds, such as an attribute made from its earlier batches"
+)
+
+
+def _report(verdict: Verdict, owner: int, rows: Sequence[tuple[str, str, str]]) -> str:
+    """Return what is said of a batch of the owner; rows by rank: host and device, loss, which results differ."""
+    wrong = verdict.wrong
+    shown = sorted({*range(len(rows))[:4], owner, verdict.reference, *wrong[:4]})
+    table = plain_table(
+        ("rank", "host, device", "loss", "results that differ", ""),
+        [(rank, *rows[rank], "<- differs" if rank in wrong else "") for rank in shown],
+    )
+    if wrong:
+        who, verb = ranks_in_words(wrong), "computes" if len(wrong) == 1 else "compute"
+        places = listed([rows[rank][0] for rank in wrong], 4)
+        first, device = (
+            f"{who} (host {places}) {verb} other values than the other ranks",
+            f"The device of {who}",
+        )
+    else:
+        who = listed([ranks_in_words(group) for group in verdict.groups], 4)
+        first, device = (
+            f"{who} compute different values, and nothing says which are right",
+            "A device of theirs",
+        )
+    return (
+        f"{first}: a batch of rank {owner}, run again with the same weights, buffers and random numbers, gave another"
+        f" loss or other gradients\n\n{table}\n\nLikely reasons:\n  1. {device} computes wrongly: test or replace it."
+        "\n  2. A hook, a module, a library or an attribute is not the same on all ranks."
+    )
+
+
+def _attempt(function: Callable[[], _Value], otherwise: Any = None) -> tuple[_Value, str]:
+    """Return what a function gives and nothing, or another value and what it has raised."""
+    try:
+        return function(), ""
+    except Exception as error:  # of the user's step: the other ranks wait in a collective
+        return otherwise, f"{type(error).__name__}: {first_line(error)}"
+
+
+def _kind_of(device: torch.device) -> str:
+    """Return what the last bits of results may depend on, for the same computation."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    threads = counted(torch.get_num_threads(), "thread")
+    vectors = torch.backends.cpu.get_cpu_capability()
+    return f"{model or platform.machine()} ({vectors}), {threads}, torch {torch.__version__}"
+
+
+# -- A micro-batch as bytes, between ranks of one process group, as torch sends its objects --
+
+
+def packed(value: Any) -> bytes:
+    """Return a value as bytes, each tensor in it as it is and not with all of the memory that it is a view of."""
+    file = io.BytesIO()
+    packer = _Packer(file)
+    packer.dump(value)
+    return pickle.dumps((file.getvalue(), packer.tensors))
+
+
+def unpacked(data: bytes, device: torch.device) -> Any:
+    """Return the value, what was on a device of the sender on this one."""
+    body, tensors = pickle.loads(data)  # from a rank of this job, over its process group
+    return _Unpacker(body, [tensor.to(device) if away else tensor for away, tensor in tensors]).load()
+
+
+class _Packer(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[tuple[bool, Tensor]] = []
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, Tensor):
+            return None
+        host = value.detach().cpu().clone().requires_grad_(value.requires_grad)
+        self.tensors.append((value.device.type != "cpu", host))
+        return len(self.tensors) - 1
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, body: bytes, tensors: Sequence[Tensor]) -> None:
+        super().__init__(io.BytesIO(body))
+        self._tensors = tensors
+
+    def persistent_load(self, number: int) -> Tensor:
+        return self._tensors[number]
