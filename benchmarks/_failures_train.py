@@ -43,7 +43,7 @@ class Module(LightningModule):
         self.seen.append(inputs.sum().item())
         loss = self.layer(inputs).square().mean()
         if batch_idx == (2 if FAULT == "uneven" else 5) and self.global_rank == 1:
-            loss = self.meet_fault(loss)
+            loss = self.check_targets(loss)
         if batch_idx == 5 and FAULT == "shapes":
             torch.distributed.all_reduce(torch.zeros(3 + self.global_rank))
         if not self.automatic_optimization:
@@ -52,7 +52,7 @@ class Module(LightningModule):
             self.optimizers().step()
         return loss
 
-    def meet_fault(self, loss):
+    def check_targets(self, loss):
         Path("fault").write_text(repr(time.time()))
         if FAULT == "raise":
             raise ValueError("sample 1337 has no target")

@@ -128,7 +128,12 @@ def _neutral(text: str, folder: Path) -> str:
     packages = "/home/me/env/lib/python/site-packages"
     places = {str(folder): "/home/me/project", str(Path(lightning_lockstep.__file__).parents[1]): packages}
     text = re.sub(re.escape(sys.prefix) + r"/lib/python[\d.]+/site-packages", packages, text)
-    for place, name in [*places.items(), (sys.prefix, "/home/me/env"), (str(Path.home()), "/home/me")]:
+    for place, name in [
+        *places.items(),
+        (sys.prefix, "/home/me/env"),
+        (sys.base_prefix, "/usr"),
+        (str(Path.home()), "/home/me"),
+    ]:
         text = re.sub(rf"{re.escape(place)}(?=[/\s\"',:;)]|$)", name, text)
     return text
 
