@@ -40,7 +40,9 @@ def draw(lines: Sequence[str], title: str, name: str) -> str:
         record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, legacy_windows=False
     )
     # The last row is cut where a font is deeper than rich's: so it is an empty one.
-    for line in [*lines, ""]:
+    texts = [without_colours(line).strip() for line in lines]
+    rows = max((number for number, text in enumerate(texts, 1) if text), default=0)
+    for line in [*lines[:rows], ""]:
         for part in wrapped(line):
             console.print(Text.from_ansi(part), no_wrap=True, overflow="ignore", crop=False)
     picture = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
@@ -73,12 +75,12 @@ def stacked(pictures: Sequence[str], gap: int = 12) -> str:
     return f'<svg {size_of_all} xmlns="http://www.w3.org/2000/svg">\n' + "\n".join(parts) + "\n</svg>\n"
 
 
-def in_folder(command: Sequence[str], *, keep: str = "") -> tuple[Shown, bytes]:
-    """Run a command in an empty folder; what it showed, and the content of the file that matches ``keep``."""
+def in_folder(command: Sequence[str], *, script: str = "", keep: str = "") -> tuple[Shown, bytes]:
+    """Run a command in a folder with one script; what it showed, and the file that matches ``keep``."""
     folder = Path(tempfile.mkdtemp(prefix="pictures-"))
     try:
-        for script in (ROOT / "examples").glob("*.py"):
-            shutil.copy(script, folder)
+        if script:
+            shutil.copy(ROOT / script, folder / Path(command[1]).name)
         shown = run_in_terminal(command, folder=folder, limit=LIMIT)
         found = sorted(folder.glob(keep)) if keep else []
         if keep and not found:
@@ -105,7 +107,7 @@ def failing_rank(folder: Path) -> None:
     pictures = []
     for strategy in ("ddp", "lockstep_ddp"):
         shown, _ = train("raise", strategy, limit=LIMIT)
-        lines = last_rows(shown, 14)
+        lines = last_rows(shown, 12)
         title = f'Trainer(strategy="{strategy}"): the last of {len(printed(shown))} lines'
         pictures.append(draw(lines, title, f"failing-{strategy}"))
     (folder / "failing-rank.svg").write_text(stacked(pictures))
@@ -132,7 +134,7 @@ def first_run(folder: Path) -> None:
 
 def overflow(folder: Path) -> None:
     """What the detector reports of a T5 whose rank 1 overflows."""
-    shown, _ = in_folder([sys.executable, "overflow_t5.py", "--ranks", "2"])
+    shown, _ = in_folder([sys.executable, "overflow_t5.py", "--ranks", "2"], script="examples/overflow_t5.py")
     lines = from_line(shown.lines, "model.encoder.block.0.layer.1.layer_norm")
     lines = lines[: len(lines) - len(from_line(lines, "OverflowDetectedError"))]
     (folder / "overflow.svg").write_text(draw(lines, "python overflow_t5.py --ranks 2", "overflow"))
@@ -147,26 +149,19 @@ def overflow_plot(folder: Path) -> None:
 
 def batch_size(folder: Path) -> None:
     """A search for a batch size on two ranks: what it prints, and what it draws."""
-    options = [
-        "data=source_text",
-        "model=byte_gpt",
-        "strategy=ddp",
-        "trainer.devices=2",
-        "trainer.max_steps=2",
-    ]
-    search = ["memory_limit=1500MiB", "plot=true"]
-    options += ["callbacks=auto_batch_size", *(f"callbacks.auto_batch_size.{one}" for one in search)]
-    shown, png = in_folder([str(BIN / "lockstep-train"), *options], keep="outputs/**/batch_size.png")
+    command, script = [sys.executable, "train.py"], "benchmarks/_pictures_train.py"
+    shown, png = in_folder(command, script=script, keep="batch_size.png")
     lines = from_line(shown.lines, "batch size trial 1")
     end = next(at for at, line in enumerate(lines) if "per optimizer step" in line)
-    (folder / "batch-size.svg").write_text(draw(lines[: end + 1], "callbacks=auto_batch_size", "batch-size"))
+    title = 'AutoBatchSize(memory_limit="1GiB", global_batch_size=4096)'
+    (folder / "batch-size.svg").write_text(draw(lines[: end + 1], title, "batch-size"))
     (folder / "batch-size.png").write_bytes(png)
 
 
 def doctor(folder: Path) -> None:
     """The table of lockstep-doctor."""
-    shown, _ = in_folder([str(BIN / "lockstep-doctor"), "packages", "kernel", "cuda", "mpi"])
-    lines = ["$ lockstep-doctor packages kernel cuda mpi", *shown.lines]
+    shown, _ = in_folder([str(BIN / "lockstep-doctor"), "kernel", "mpi", "deepspeed"])
+    lines = ["$ lockstep-doctor kernel mpi deepspeed", *shown.lines]
     (folder / "doctor.svg").write_text(draw(lines, "lockstep-doctor", "doctor"))
 
 
