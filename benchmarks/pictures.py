@@ -135,14 +135,14 @@ def first_run(folder: Path) -> None:
 def overflow(folder: Path) -> None:
     """What the detector reports of a T5 whose rank 1 overflows."""
     shown, _ = in_folder([sys.executable, "overflow_t5.py", "--ranks", "2"], script="examples/overflow_t5.py")
-    lines = from_line(shown.lines, "model.encoder.block.0.layer.1.layer_norm")
+    lines = from_line(shown.lines, "model.encoder.block.0.layer.1.layer_norm T5")
     lines = lines[: len(lines) - len(from_line(lines, "OverflowDetectedError"))]
     (folder / "overflow.svg").write_text(draw(lines, "python overflow_t5.py --ranks 2", "overflow"))
 
 
 def overflow_plot(folder: Path) -> None:
     """The picture that the detector draws; the run's learning rate is far too large for float16."""
-    options = ["precision=16-mixed", "debug=overflow", "model.learning_rate=30"]
+    options = ["precision=16-mixed", "debug=overflow", "model.learning_rate=30", "model.warmup_steps=200"]
     _, png = in_folder([str(BIN / "lockstep-train"), *TRAIN, *options], keep="outputs/**/*.png")
     (folder / "overflow.png").write_bytes(png)
 
@@ -180,9 +180,7 @@ def costs(folder: Path) -> None:
         axes.annotate(ratio(spread.median), (spread.high, row), (10, -4), textcoords="offset points")
     axes.axvline(1, color="0.4", lw=1)
     axes.set_xlim(0, 1.75)
-    axes.set_yticks(
-        range(len(COSTS)), [f"{cost.what}\nagainst {cost.peer}".replace("`", "") for cost in COSTS]
-    )
+    axes.set_yticks(range(len(COSTS)), [f"{cost.what}\nover {cost.peer}".replace("`", "") for cost in COSTS])
     axes.tick_params(axis="y", labelsize=8, length=0)
     axes.invert_yaxis()
     axes.set_xlabel("time, ratio (median and middle half)")
