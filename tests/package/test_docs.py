@@ -92,7 +92,7 @@ def test_what_is_not_there_is_found(tmp_path: Path) -> None:
 
 def rows_of(page: str) -> dict[str, str]:
     """The rows of the table of rooms, by the names in their first column."""
-    table = page[page.index("| room | files |") : page.index("Who may import whom")]
+    table = page[page.index("| subpackage | files |") : page.index("Who may import whom")]
     rows = re.findall(r"^\| (.*?) \| (.*) \|$", table, re.MULTILINE)
     return {name: text for first, text in rows for name in re.findall(r"`([^`]+)`", first)}
 
