@@ -36,6 +36,25 @@ def test_a_screen_has_what_a_terminal_shows_without_paths_of_this_machine(tmp_pa
     assert "url(http" not in done.stdout
 
 
+HANGING = """
+import sys
+from pathlib import Path
+from benchmarks.terminal import run_in_terminal
+
+folder = Path(sys.argv[1])
+job = "import pathlib, time; print('begun', flush=True); pathlib.Path('begun').touch(); time.sleep(600)"
+shown = run_in_terminal([sys.executable, "-c", job], folder=folder, limit=0.1, since=folder / "begun")
+print(shown.lines[0], shown.returncode, shown.obeyed)
+"""
+
+
+def test_a_job_that_hangs_is_ended_after_the_limit_which_counts_from_a_file(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HANGING, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "begun None True\n", done.stderr
+
+
 def test_pictures_are_made_by_name(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.pictures", "costs", "--to", tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -64,7 +83,9 @@ def test_the_costs_in_the_readme_are_those_of_the_results() -> None:
 
 def test_the_pictures_that_are_kept_show_no_other_machine_and_load_nothing() -> None:
     screens = sorted(PICTURES.glob("*.svg"))
-    assert screens
+    shown = re.findall(r'src="(.*?)"', (ROOT / "README.md").read_text())
+    assert [ROOT / path for path in shown if ROOT / path not in screens] == []
+    assert screens and shown
     for screen in screens:
         text = screen.read_text()
         assert not re.search(r"url\(['\"]?http|<image|@import", text), screen
