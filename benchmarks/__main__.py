@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table as RichTable
 
 import benchmarks
@@ -38,7 +39,7 @@ def show(report: Report, about: dict[str, str], console: Console) -> None:
     for table in report.tables:
         drawn = RichTable(*table.header(), title=table.title, title_justify="left")
         for row in table.rows():
-            drawn.add_row(*row)
+            drawn.add_row(*map(escape, row))
         console.print(drawn)
     for note in report.notes:
         console.print(f"- {note}", highlight=False)

@@ -1,0 +1,105 @@
+"""What the parts cost, as ratios read from benchmarks/results: for the README's table and its picture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.engine import Spread
+
+RESULTS = Path(__file__).with_name("results")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A row: what is compared with which peer, and where it was measured."""
+
+    what: str
+    peer: str
+    topic: str
+    table: str  # its heading in results/<topic>.md
+    variant: str
+    ours: bool = True  # or that of others, to compare with
+
+
+def measured(cost: Cost) -> Spread:
+    """Median and middle half of the ratio, as the page of results has them."""
+    page = (RESULTS / f"{cost.topic}.md").read_text()
+    head, _, rest = page.partition(f"\n## {cost.table}\n")
+    if not rest or not head:
+        raise LookupError(f"results/{cost.topic}.md has no table {cost.table!r}")
+    for line in rest.split("\n## ")[0].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0] == cost.variant and len(cells) == 6:
+            low, high = cells[3].split(" to ")
+            return Spread(float(cells[2]), float(low), float(high))
+    raise LookupError(f"results/{cost.topic}.md, table {cost.table!r}: no ratio of {cost.variant!r}")
+
+
+def ratio(value: float) -> str:
+    """A ratio in two digits after the point, a small one in three."""
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
+
+
+def line(cost: Cost) -> str:
+    """The row of the README's table."""
+    spread = measured(cost)
+    figures = f"{ratio(spread.median)} | {ratio(spread.low)} to {ratio(spread.high)}"
+    return f"| {cost.what} | {cost.peer} | {figures} | [{cost.topic}](benchmarks/results/{cost.topic}.md) |"
+
+
+_T5 = "T5 9.4 M, batch 8 x 64, AdamW, 2 threads"
+COSTS = [
+    Cost(
+        "a step with `lockstep_ddp`, 10 M parameters",
+        "`ddp`",
+        "step",
+        "10 M parameters, batch 32 per rank, 1 thread per rank in both",
+        "lockstep_ddp",
+    ),
+    Cost("its guard (`watch`)", "`off`", "guard", "DDP step, 10 M parameters, 2 ranks", "watch"),
+    Cost(
+        "an all-reduce with `guard=verify`",
+        "torch's `DETAIL`",
+        "verify",
+        "all_reduce, 2 ranks, a process each time",
+        "verify",
+    ),
+    Cost(
+        "a step with `LockstepDeepSpeedStrategy`",
+        "`deepspeed.initialize`",
+        "deepspeed",
+        "step, stage 2, 10 M parameters, batch 32 per rank, 1 thread per rank",
+        "lockstep_deepspeed",
+    ),
+    Cost("a step with `OverflowDetector`, T5", "no detector", "overflow", _T5, "replay"),
+    Cost(
+        "the same with Transformers' detector",
+        "no detector",
+        "overflow",
+        f"{_T5}: what there was",
+        "Transformers' detector",
+        ours=False,
+    ),
+    Cost(
+        "`gather_uneven`, 1 MB",
+        "Accelerate",
+        "gather_uneven",
+        "900 and 1000 rows of 256, float32",
+        "gather_uneven",
+    ),
+    Cost(
+        "a call that logs in rank order",
+        "Accelerate",
+        "logging",
+        "Cost of the call to its caller, 2 ranks",
+        "get_logger in_order",
+    ),
+    Cost(
+        "a search with `AutoBatchSize`, simulated memory",
+        "`BatchSizeFinder`",
+        "batch_size",
+        "time of a search, simulated wall at 600",
+        "AutoBatchSize model",
+    ),
+]

@@ -1,0 +1,226 @@
+"""Run small jobs and make the pictures of the documentation from what they print: ``scripts/pictures [name ...]``.
+
+A screen is what stands on a terminal of 80 columns at the end of a run, drawn by rich; a plot is a PNG that a run
+wrote, or the figures of ``benchmarks/results``. The runs are real: only paths of this machine are replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
+from rich.text import Text
+
+from benchmarks.bench_failures import printed, train
+from benchmarks.costs import COSTS, measured, ratio
+from benchmarks.terminal import COLUMNS, Shown, run_in_terminal, without_colours, wrapped
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = ROOT / "docs" / "pictures"
+BIN = Path(sys.executable).parent
+LIMIT = 600.0  # seconds for a job
+TRAIN = ["data=digits", "model=cnn", "strategy=ddp", "trainer.devices=2"]
+_FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
+
+
+# -- Screens --
+
+
+def draw(lines: Sequence[str], title: str, name: str) -> str:
+    """An SVG of lines with ANSI codes, as a terminal of 80 columns shows them; it needs no font from elsewhere."""
+    console = Console(
+        record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, legacy_windows=False
+    )
+    # The last row is cut where a font is deeper than rich's: so it is an empty one.
+    texts = [without_colours(line).strip() for line in lines]
+    rows = max((number for number, text in enumerate(texts, 1) if text), default=0)
+    for line in [*lines[:rows], ""]:
+        for part in wrapped(line):
+            console.print(Text.from_ansi(part), no_wrap=True, overflow="ignore", crop=False)
+    picture = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    picture = picture.replace("Fira Code, monospace", _FONTS)
+    return console.export_svg(title=title, code_format=picture, unique_id=name)
+
+
+def last_rows(shown: Shown, rows: int) -> list[str]:
+    """The last rows that a terminal shows, from a line's beginning on."""
+    lines, taken = list(shown.lines), 0
+    while lines and not without_colours(lines[-1]).strip():
+        lines.pop()
+    for number, line in enumerate(reversed(lines)):
+        taken += len(wrapped(line))
+        if taken > rows:
+            return lines[len(lines) - number :]
+    return lines
+
+
+def stacked(pictures: Sequence[str], gap: int = 12) -> str:
+    """One SVG of several, below each other."""
+    top, parts, width = 0.0, [], 0.0
+    for picture in pictures:
+        size = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', picture)
+        assert size is not None
+        place = f'<svg x="0" y="{top}" width="{size[1]}" height="{size[2]}"'
+        parts.append(picture.replace("<svg", place, 1))
+        top, width = top + float(size[2]) + gap, max(width, float(size[1]))
+    size_of_all = f'viewBox="0 0 {width} {top - gap}"'
+    return f'<svg {size_of_all} xmlns="http://www.w3.org/2000/svg">\n' + "\n".join(parts) + "\n</svg>\n"
+
+
+def in_folder(command: Sequence[str], *, script: str = "", keep: str = "") -> tuple[Shown, bytes]:
+    """Run a command in a folder with one script; what it showed, and the file that matches ``keep``."""
+    folder = Path(tempfile.mkdtemp(prefix="pictures-"))
+    try:
+        if script:
+            shutil.copy(ROOT / script, folder / Path(command[1]).name)
+        shown = run_in_terminal(command, folder=folder, limit=LIMIT)
+        found = sorted(folder.glob(keep)) if keep else []
+        if keep and not found:
+            raise RuntimeError(f"{' '.join(command)} left no {keep}:\n" + "\n".join(printed(shown)))
+        return shown, found[0].read_bytes() if found else b""
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def from_line(lines: Sequence[str], beginning: str) -> list[str]:
+    """The lines from the first one on that begins so."""
+    texts = [without_colours(line).strip() for line in lines]
+    first = next((at for at, text in enumerate(texts) if text.startswith(beginning)), None)
+    if first is None:
+        raise RuntimeError(f"no line begins with {beginning!r}:\n" + "\n".join(texts))
+    return list(lines[first:])
+
+
+# -- The pictures --
+
+
+def failing_rank(folder: Path) -> None:
+    """The last lines of a run whose rank 1 raises: Lightning's ddp, and ours."""
+    pictures = []
+    for strategy in ("ddp", "lockstep_ddp"):
+        shown, _ = train("raise", strategy, limit=LIMIT)
+        lines = last_rows(shown, 12)
+        title = f'Trainer(strategy="{strategy}"): the last of {len(printed(shown))} lines'
+        pictures.append(draw(lines, title, f"failing-{strategy}"))
+    (folder / "failing-rank.svg").write_text(stacked(pictures))
+
+
+def stall(folder: Path) -> None:
+    """A rank that never comes to the gradients' all-reduce."""
+    shown, _ = train("never", "lockstep_ddp", limit=LIMIT, options=("--stall-timeout", "10"))
+    lines = from_line(shown.lines, "lightning_lockstep.errors.CollectiveStallError")
+    (folder / "stall.svg").write_text(draw(lines, "rank 1 never comes; stall_timeout=10", "stall"))
+
+
+def first_run(folder: Path) -> None:
+    """The demo: the table of ranks, progress, and the result."""
+    shown, _ = in_folder([str(BIN / "lockstep-train"), *TRAIN, "trainer.max_epochs=8"])
+    lines = [
+        "$ lockstep-train data=digits model=cnn strategy=ddp trainer.devices=2 \\",
+        "    trainer.max_epochs=8",
+    ]
+    (folder / "first-run.svg").write_text(
+        draw([*lines, *shown.lines], "two ranks, two CPU cores", "first-run")
+    )
+
+
+def overflow(folder: Path) -> None:
+    """What the detector reports of a T5 whose rank 1 overflows."""
+    shown, _ = in_folder([sys.executable, "overflow_t5.py", "--ranks", "2"], script="examples/overflow_t5.py")
+    lines = from_line(shown.lines, "model.encoder.block.0.layer.1.layer_norm T5")
+    lines = lines[: len(lines) - len(from_line(lines, "OverflowDetectedError"))]
+    (folder / "overflow.svg").write_text(draw(lines, "python overflow_t5.py --ranks 2", "overflow"))
+
+
+def overflow_plot(folder: Path) -> None:
+    """The picture that the detector draws; the run's learning rate is far too large for float16."""
+    options = ["precision=16-mixed", "debug=overflow", "model.learning_rate=30", "model.warmup_steps=200"]
+    _, png = in_folder([str(BIN / "lockstep-train"), *TRAIN, *options], keep="outputs/**/*.png")
+    (folder / "overflow.png").write_bytes(png)
+
+
+def batch_size(folder: Path) -> None:
+    """A search for a batch size on two ranks: what it prints, and what it draws."""
+    command, script = [sys.executable, "train.py"], "benchmarks/_pictures_train.py"
+    shown, png = in_folder(command, script=script, keep="batch_size.png")
+    lines = from_line(shown.lines, "batch size trial 1")
+    end = next(at for at, line in enumerate(lines) if "per optimizer step" in line)
+    title = 'AutoBatchSize(memory_limit="1GiB", global_batch_size=4096)'
+    (folder / "batch-size.svg").write_text(draw(lines[: end + 1], title, "batch-size"))
+    (folder / "batch-size.png").write_bytes(png)
+
+
+def doctor(folder: Path) -> None:
+    """The table of lockstep-doctor."""
+    shown, _ = in_folder([str(BIN / "lockstep-doctor"), "kernel", "mpi", "deepspeed"])
+    lines = ["$ lockstep-doctor kernel mpi deepspeed", *shown.lines]
+    (folder / "doctor.svg").write_text(draw(lines, "lockstep-doctor", "doctor"))
+
+
+def costs(folder: Path) -> None:
+    """The ratios of the README's table of costs."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 0.5 * len(COSTS) + 1), layout="constrained")
+    axes = figure.add_subplot()
+    for row, cost in enumerate(COSTS):
+        spread, colour = measured(cost), "tab:blue" if cost.ours else "0.5"
+        axes.plot(
+            [spread.low, spread.high], [row, row], color=colour, lw=7, alpha=0.3, solid_capstyle="round"
+        )
+        axes.plot([spread.median], [row], "o", color=colour)
+        axes.annotate(ratio(spread.median), (spread.high, row), (10, -4), textcoords="offset points")
+    axes.axvline(1, color="0.4", lw=1)
+    axes.set_xlim(0, 1.75)
+    axes.set_yticks(range(len(COSTS)), [f"{cost.what}\nover {cost.peer}".replace("`", "") for cost in COSTS])
+    axes.tick_params(axis="y", labelsize=8, length=0)
+    axes.invert_yaxis()
+    axes.set_xlabel("time, ratio (median and middle half)")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.savefig(folder / "costs.png", dpi=130)
+
+
+PICTURES: dict[str, Callable[[Path], None]] = {
+    "failing-rank": failing_rank,
+    "stall": stall,
+    "first-run": first_run,
+    "overflow": overflow,
+    "overflow-plot": overflow_plot,
+    "batch-size": batch_size,
+    "doctor": doctor,
+    "costs": costs,
+}
+
+
+def main() -> int:
+    """Make the pictures that the command line names, or all."""
+    names = "\n".join(
+        f"  {name:14} {(made.__doc__ or '').splitlines()[0]}" for name, made in PICTURES.items()
+    )
+    parser = argparse.ArgumentParser(
+        prog="scripts/pictures",
+        description="Run small jobs and draw what they print.\n" + names,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "names", nargs="*", choices=[*PICTURES, []], metavar="name", help="which (default: all)"
+    )
+    parser.add_argument("--to", type=Path, default=TARGET, help="folder (default: docs/pictures)")
+    given = parser.parse_args()
+    given.to.mkdir(parents=True, exist_ok=True)
+    for name in given.names or PICTURES:
+        print(f"{name} ...", flush=True)
+        PICTURES[name](given.to)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
