@@ -53,7 +53,7 @@ from lightning_lockstep._doors.lightning import (
     reset_seed,
 )
 from lightning_lockstep._doors.lightning_internals import given_to_trainer
-from lightning_lockstep._registry import public
+from lightning_lockstep._registry import public, repr_for_fabric
 from lightning_lockstep._settings import launcher_pid
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.distributed.failure.process_exit import outcome
@@ -363,6 +363,7 @@ class LifecycleHooks(ParallelStrategy):
 
     lifecycle: RankLifecycle
     cluster_environment: Any = GivenEnvironment()
+    __repr__ = repr_for_fabric
 
     @staticmethod
     def detect_environment() -> ClusterEnvironment:
