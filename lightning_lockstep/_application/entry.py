@@ -224,10 +224,10 @@ def hydra_main(
 ) -> Callable[[Program], Callable[[], Any]]:
     """Decorate a function as `hydra.main` does, for programs of several ranks.
 
-    Beyond `hydra.main`: everything that is wrong with the command line is one message and exit code 2 before
-    anything is started; the configuration is resolved once, on rank 0, and every rank gets that; ranks
-    other than rank 0 write no folder and no job log, however they were started. Under torchrun or srun
-    rank 0 sends it to the others: one write to the store for each job.
+    In addition to `hydra.main`: all errors in the command line are reported in one message with exit code 2,
+    before anything is started; rank 0 resolves the configuration once, and every rank uses that; other ranks
+    create no folder and no job log, however they were started. Under torchrun or srun rank 0 sends the
+    configuration to the others: one write to the store per job.
 
     Args:
         config_path: Folder of the program's configs, relative to its file; or `pkg://package.of.configs`.
@@ -237,7 +237,7 @@ def hydra_main(
         prepare: Changes the configuration of a job just before it is frozen.
 
     Ranks: every rank of a program calls the decorated function. Only rank 0 reads the command line; under
-        torchrun or srun it sends the configuration of each job to the others, one write to the store a job.
+        torchrun or srun it sends the configuration of each job to the others, one write to the store per job.
     """
 
     def decorate(program: Program) -> Callable[[], Any]:

@@ -240,7 +240,7 @@ def _checked(loader: object) -> DataLoader[Any]:
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         kind = type(loader.batch_sampler or loader.sampler).__name__
         raise SearchRefusedError(
-            f"the loader has a batch sampler of its own ({kind}), and only that knows how to change its size."
+            f"the loader has its own batch sampler ({kind}), and only that knows how to change its size."
             " Pass batch_size= and sampler= to the DataLoader instead, or set the size yourself."
         )
     return loader

@@ -161,7 +161,7 @@ def _wait_for_other_builds(name: str, folder: Path, may_remove: bool, timeout: f
             raise LaunchError(f"Another build still holds its lock after {timeout:.0f} s: {locks[0]}")
         if not locks[0].is_stale:
             if not is_said:
-                say(f"lightning-lockstep: waits for another build of {locks[0]}")
+                say(f"lightning-lockstep: waiting for another build of {locks[0]}")
             is_said = True
             time.sleep(_LOOK_EVERY)
 

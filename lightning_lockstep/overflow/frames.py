@@ -32,7 +32,7 @@ listeners: list[Callable[[str, TensorStatistics], None]] = []
 
 
 def detect_overflow(tensor: Tensor, name: str = "tensor") -> bool:
-    """Say whether a tensor holds a nan or an infinity, at a place of one's own choice inside a forward.
+    """Return whether a tensor holds a nan or an infinity; to be called anywhere in a forward.
 
     A bad tensor is logged as a warning with its figures. While an
     :class:`~lightning_lockstep.OverflowDetector` replays or traces a batch, the spot gets a line in the frames.

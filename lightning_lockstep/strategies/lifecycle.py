@@ -153,12 +153,12 @@ class RankLifecycle:
     """Launch, precision, CPU threads, rendezvous, placement table, uneven inputs and failures of a strategy's ranks.
 
     Args:
-        strategy: A strategy of Lightning that has, beside what ``ParallelStrategy`` has, ``num_nodes`` and
-            ``num_processes``, the number of ranks per node.
+        strategy: A strategy of Lightning that has, in addition to what ``ParallelStrategy`` has, ``num_nodes``
+            and ``num_processes``, the number of ranks per node.
         settings: What the user has set.
         startup: How the ranks are started and connected.
-        precision: Returns the precision plugin to use from Lightning's choice, the name the user gave and the
-            type of the device, or raises.
+        precision: Returns the precision plugin to use, given Lightning's, the name the user gave and the type
+            of the device, or raises.
 
     Attributes:
         supervisor: Of this rank.

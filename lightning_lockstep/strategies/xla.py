@@ -69,7 +69,7 @@ class XLAStartup(RankStartup):
 
 
 class LockstepXLAStrategy(XLASteps, LifecycleHooks):
-    """Training on TPUs from one process a device, or on one XLA device of the CPU.
+    """Training on TPUs with one process per device, or on one XLA device of the CPU.
 
     Gradients are averaged between the devices, within the compiled step. Objects, logged values, metrics and barriers
     travel between hosts over gloo, where the guard sees who does not arrive. Failure propagation, the placement table,
@@ -95,8 +95,8 @@ class LockstepXLAStrategy(XLASteps, LifecycleHooks):
         ConfigurationError: One message with everything that cannot be used.
         MissingExtraError: torch-xla is not installed.
 
-    Ranks: construct it alike in every process. On the CPU one only; several virtual devices are for
-        :class:`LockstepXLASPMDStrategy`.
+    Ranks: construct it in every process with the same arguments. On the CPU one only; several virtual devices
+        are for :class:`LockstepXLASPMDStrategy`.
     """
 
     strategy_name = "lockstep_xla"

@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         "--output",
         type=Path,
         metavar="FILE",
-        help="file to write; default: beside the first folder, NAME.consolidated.ckpt",
+        help="file to write; default: next to the first folder, NAME.consolidated.ckpt",
     )
     parser.add_argument("--force", action="store_true", help="replace the output if it exists")
     return parser
