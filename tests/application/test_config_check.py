@@ -108,7 +108,7 @@ def test_a_key_of_a_choice_that_is_not_taken_names_the_choice(typed: str, hint: 
     fault = only(faults_of(typed))
     assert fault.endswith(f"{hint} It comes with the option callbacks=early_stopping: give that too.")
     assert faults_of("callbacks=early_stopping", "callbacks.early_stopping.patience=3") == []
-    assert "comes with the choice logger=wandb: give" in only(faults_of("logger.wandb.project=mine"))
+    assert "comes with the option logger=wandb: give" in only(faults_of("logger.wandb.project=mine"))
 
 
 @pytest.mark.parametrize(
