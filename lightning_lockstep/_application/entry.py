@@ -523,7 +523,7 @@ def _refuse(faults: list[Fault], outcome: str = "nothing was started") -> NoRetu
 
 
 def stack_traces() -> bool:
-    """Whether the user asks for stack traces beside the messages."""
+    """Whether the user asks for stack traces in addition to the messages."""
     return os.environ.get("HYDRA_FULL_ERROR", "0") == "1"
 
 

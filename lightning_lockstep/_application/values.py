@@ -45,7 +45,7 @@ class Fault:
 def show_faults(
     program: str, faults: Sequence[Fault], *, stack_traces: bool, outcome: str = "nothing was started"
 ) -> None:
-    """Print all faults as one message to standard error."""
+    """Print all errors as one message to standard error."""
     if stack_traces:
         for fault in faults:
             if fault.error is not None:

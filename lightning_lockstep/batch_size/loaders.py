@@ -160,7 +160,7 @@ class BatchLoaders:
                 self._loop.reset()
 
     def _go_on_in_fit(self) -> None:
-        """In the midst of a fit: shuffle for this epoch, and validate with the new size from the next time on."""
+        """During a fit: shuffle for this epoch, and validate with the new size from the next time on."""
         for loader in loaders_in_use(self._loop):
             _set_sampler_epoch(loader, self._trainer.current_epoch)
         if self.in_attribute:

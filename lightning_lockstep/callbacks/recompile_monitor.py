@@ -80,7 +80,7 @@ class RecompileMonitor(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Note what was compiled outside of batches. Ranks: any, alone; every one alike under XLA."""
+        """Note what was compiled outside of batches. Ranks: any, alone; under XLA every rank."""
         self._found.outside += self._take_of(trainer)
 
     def on_train_batch_end(
@@ -92,7 +92,7 @@ class RecompileMonitor(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Note what this batch has compiled. Ranks: any, alone; every one alike under XLA."""
+        """Note what this batch has compiled. Ranks: any, alone; under XLA every rank."""
         stage = stage_of(trainer)
         if stage != "training":
             self._compare(trainer, stage, batch, dataloader_idx)

@@ -147,7 +147,7 @@ class StaticShapes(Callback):
             weigh_logged_values(trainer, current.real)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Refuse a training step that does not ask which samples are real. Ranks: all alike, at their first batch."""
+        """Refuse a training step that does not ask which samples are real. Ranks: all ranks, at their first batch."""
         self._refuse_if_not_asked("training", "training_step", "last_batch")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -155,7 +155,7 @@ class StaticShapes(Callback):
         self._in_loop.discard("training")
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As for training, and alike for test."""
+        """As for training; the same for test."""
         stage = stage_of(trainer)
         self._in_loop.add(stage)
         if self.settings.pads(stage):
@@ -170,12 +170,12 @@ class StaticShapes(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """As for training, and alike for test."""
+        """As for training; the same for test."""
         stage = stage_of(trainer)
         self._refuse_if_not_asked(stage, f"{stage}_step", "evaluation_last_batch")
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As for training, and alike for test."""
+        """As for training; the same for test."""
         self._in_loop.discard(stage_of(trainer))
         current.forget()
 
@@ -239,7 +239,7 @@ class StaticShapes(Callback):
 
 
 def _with_mask(batch: Any) -> Any:
-    """Put the mask of a batch beside it, on its device."""
+    """Put the mask of a batch next to it, on its device."""
     tensors = tensors_of(batch)
     if current.mask is not None and tensors:
         current.mask = current.mask.to(tensors[0].device)

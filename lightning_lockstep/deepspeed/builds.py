@@ -58,7 +58,7 @@ def prepare_ops(
 ) -> None:
     """Load DeepSpeed's ops, which are built where that is needed: by the first rank of each node, before the others.
 
-    It says so when that takes longer than some seconds. All ranks call it and raise alike; no collective is
+    It says so when that takes longer than some seconds. All ranks call it and raise the same error; no collective is
     open while a rank builds.
     """
     builders = _builders_of(names)

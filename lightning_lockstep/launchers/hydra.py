@@ -233,7 +233,7 @@ def inner_container(container: Any, key: Any) -> DictConfig | ListConfig | None:
 
 
 def for_other_ranks(frozen: DictConfig) -> DictConfig:
-    """Return a copy for the ranks beside rank 0: the same values, but nothing in it writes a file."""
+    """Return a copy for the ranks other than rank 0: the same values, but nothing in it writes a file."""
     from omegaconf import flag_override
 
     config = copy.deepcopy(frozen)

@@ -1,4 +1,4 @@
-"""What a forward and backward pass did, a frame a module, and checks at places of the user's own choice."""
+"""What a forward and backward pass did, a frame a module, and checks at places that the user chooses."""
 
 from __future__ import annotations
 

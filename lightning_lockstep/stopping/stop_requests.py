@@ -102,7 +102,7 @@ def connect() -> StepAgreement:  # on every rank alike, the first time
 
 
 def count_in_fit(counts: bool) -> None:
-    """Set, on all ranks alike, whether a fit counts batches, so that :func:`check_breakpoint` must not."""
+    """Set, on all ranks, whether a fit counts batches, so that :func:`check_breakpoint` must not."""
     global _fit_counts
     _fit_counts = counts
 

@@ -257,7 +257,7 @@ class XLARuntime:
             ) from None
 
     def sync(self) -> None:
-        """Compile what was called and is pending, if it is new, and begin to run it; every process alike."""
+        """Compile what was called and is pending, if it is new, and begin to run it; on every process."""
         self._sync()
 
     def seed(self) -> int:

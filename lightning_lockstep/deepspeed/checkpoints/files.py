@@ -210,7 +210,7 @@ def save(content: dict[str, Any], file: IO[bytes]) -> None:
 
 @contextmanager
 def replacing(output: Path) -> Iterator[IO[bytes]]:
-    """Open a file beside ``output``, which takes its place when all is written."""
+    """Open a file next to ``output``, which takes its place when all is written."""
     part = output.with_name(f".{output.name}.{os.getpid()}.part")
     try:
         with open(part, "wb") as file:
