@@ -3,12 +3,13 @@
 pip install 'lightning-lockstep[demo]' 'jsonargparse[signatures]'
 python train.py fit --config digits.yaml                                                    # in this folder
 python train.py fit --config digits.yaml --trainer.strategy.init_args.uneven_inputs join
-python train.py fit --config digits.yaml --trainer.strategy lockstep_ddp --trainer.callbacks+=StragglerMonitor
+python train.py fit --config digits.yaml --trainer.callbacks+=lightning_lockstep.StragglerMonitor
+python train.py fit --config digits.yaml --trainer.strategy lockstep_ddp
 """
 
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_lockstep.callbacks import *  # noqa: F403 # a command line may name them without their package
+import lightning_lockstep  # noqa: F401  registers the strategies by name
 
 if __name__ == "__main__":
     LightningCLI()

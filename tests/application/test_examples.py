@@ -106,7 +106,8 @@ def test_the_smallest_hydra_project(command: str, tmp_path: Path) -> None:
 
 def test_lightning_cli_on_two_ranks(tmp_path: Path) -> None:
     folder = copied("lightning_cli", tmp_path)
-    given = ["fit", "--config", "digits.yaml", "--trainer.callbacks+=StragglerMonitor"]
+    monitor = "--trainer.callbacks+=lightning_lockstep.StragglerMonitor"
+    given = ["fit", "--config", "digits.yaml", monitor]
     # Jsonargparse's own, of how Lightning calls it.
     env = {"JSONARGPARSE_DEPRECATION_WARNINGS": "off"}
     outcome = run_script([sys.executable, "train.py", *given], cwd=folder, env=env, timeout=120)
