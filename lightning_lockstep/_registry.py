@@ -95,21 +95,31 @@ def _register(name: str, description: str, module: str, cls: str, **arguments: A
     if name not in StrategyRegistry:
         factory: Callable[..., Any] = partial(_make, module, cls)
         StrategyRegistry.register(name, factory, description=description, **arguments)
-    if (
-        name not in STRATEGY_REGISTRY
-    ):  # that of Fabric, which would call the name invalid and leave it at that
-        stock = name.removeprefix("lockstep_")
-        near = stock if stock in STRATEGY_REGISTRY else "auto"
-        STRATEGY_REGISTRY.register(
-            name, partial(_refuse_fabric, name, near), description="for a Trainer alone"
-        )
+    # Fabric's registry, so that Fabric says more than that the name is invalid.
+    if name not in STRATEGY_REGISTRY:
+        STRATEGY_REGISTRY.register(name, partial(_refuse_fabric, name), description="for a Trainer alone")
 
 
-def _refuse_fabric(name: str, near: str) -> Any:
+def _refuse_fabric(name: str) -> Any:
     raise ConfigurationError(
         f"strategy={name!r} was given to Fabric: expected one of Fabric's own, as the strategies of this package drive"
-        f" the loops of a Trainer. Use Trainer(strategy={name!r}), or Fabric(strategy={near!r}) without what this"
-        " package adds."
+        f" the loops of a Trainer. Use Trainer(strategy={name!r}), or Fabric(strategy={_of_fabric(name)!r}) without"
+        " what this package adds."
+    )
+
+
+def _of_fabric(name: str) -> str:
+    from lightning_lockstep._doors.lightning import STRATEGY_REGISTRY
+
+    stock = name.removeprefix("lockstep_")
+    return stock if stock in STRATEGY_REGISTRY else "auto"
+
+
+def repr_for_fabric(strategy: Any) -> str:
+    """Return the `repr` of a strategy: all that Fabric says of an object that it does not accept."""
+    return (
+        f"<{type(strategy).__name__} drives the loops of a Trainer: use Trainer(strategy=...), or"
+        f" Fabric(strategy={_of_fabric(strategy.strategy_name)!r}) without what lightning-lockstep adds>"
     )
 
 

@@ -1,4 +1,4 @@
-"""Settings checked with all their faults at once, and the environment variables of this package."""
+"""Settings checked with all their errors at once, and the environment variables of this package."""
 
 from __future__ import annotations
 

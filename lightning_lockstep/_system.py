@@ -223,7 +223,7 @@ def text_of(file: IO[bytes], most: int = -1) -> str:  # most [bytes]; -1: all
 
 
 def write_whole(path: Path, content: str | bytes) -> str | None:
-    """Write a file beside its place and move it there, so that whoever looks finds all of it."""
+    """Write a file next to its place and move it there, so that whoever looks finds all of it."""
     # Returns why that was not possible, such as ``No space left on device``; what stood there before stays.
     draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
     try:

@@ -1,4 +1,4 @@
-"""What the Hydra configs name as a `_target_` beside the public classes.
+"""What the Hydra configs name as a `_target_` in addition to the public classes.
 
 A `_target_` has to name one class, but Lightning is published as two packages whose classes are distinct.
 These are the ones of the package that the program uses (see `lightning_lockstep._doors.lightning`). `WandbLogger` and

@@ -1,7 +1,7 @@
 """Every error this package raises on purpose.
 
     LockstepError
-    ├── ConfigurationError(ValueError)       given, expected, how to fix it; all faults at once
+    ├── ConfigurationError(ValueError)       given, expected, how to fix it; all errors at once
     ├── MissingExtraError(ImportError)       names the extra to install
     ├── CollectiveError(RuntimeError)
     │   ├── CollectiveMismatchError          ranks called different operations, shapes or dtypes
@@ -59,7 +59,7 @@ class ConfigurationError(LockstepError, ValueError):
     Attributes:
         faults: The sentences, in the order given.
 
-    Ranks: raised alike on every rank, before any of them enters a collective.
+    Ranks: raised on every rank, before any of them enters a collective.
     """
 
     def __init__(self, faults: str | Sequence[str]) -> None:
@@ -78,7 +78,7 @@ class MissingExtraError(LockstepError, ImportError):
         extra: The extra of lightning-lockstep that brings it.
         needed_for: What the user asked for that needs it.
 
-    Ranks: raised on the rank that asked; every rank of a run asks alike.
+    Ranks: raised on each rank that asks for it; in a run all ranks do.
     """
 
     def __init__(self, package: str, *, extra: str, needed_for: str) -> None:
@@ -99,21 +99,21 @@ def _missing_extra(package: str, extra: str, needed_for: str) -> MissingExtraErr
 class CollectiveError(LockstepError, RuntimeError):
     """The ranks did not all enter the same collective operation.
 
-    Ranks: raised alike on every rank that took part.
+    Ranks: raised on every rank that took part.
     """
 
 
 class CollectiveMismatchError(CollectiveError):
     """Ranks called different operations, shapes or dtypes.
 
-    Ranks: raised alike on every rank, before the operation runs.
+    Ranks: raised on every rank, before the operation runs.
     """
 
 
 class CollectiveStallError(CollectiveError):
     """A rank did not arrive at a collective in time.
 
-    Ranks: raised alike on every rank that can still be reached.
+    Ranks: raised on every rank that can still be reached.
     """
 
 
@@ -122,7 +122,7 @@ FailureKind = Literal["exception", "exit", "signal", "vanished", "interrupt"]
 
 @dataclass(frozen=True)
 class FailedRank:
-    """All that is known of a rank that failed.
+    """What is known about a rank that failed.
 
     Attributes:
         rank: Its number.
@@ -168,28 +168,28 @@ class RankFailedError(LockstepError, RuntimeError):
 class ReplicaMismatchError(LockstepError, RuntimeError):
     """Ranks that should hold the same weights, state and settings do not, or several work on the same data.
 
-    Ranks: raised alike on every rank, after the same batch.
+    Ranks: raised on every rank, after the same batch.
     """
 
 
 class OverflowDetectedError(LockstepError, ArithmeticError):
     """A nan or an infinity was found in a forward, a loss, a gradient or an optimizer state.
 
-    Ranks: raised alike on every rank, after the same batch.
+    Ranks: raised on every rank, after the same batch.
     """
 
 
 class BatchSizeError(LockstepError, RuntimeError):
     """No batch size fits, or the search for one is not possible here.
 
-    Ranks: raised alike on every rank.
+    Ranks: raised on every rank.
     """
 
 
 class MetricMissingError(LockstepError, RuntimeError):
     """A monitored metric was logged by no rank, or not by every rank.
 
-    Ranks: raised alike on every rank, after all have sent what they have.
+    Ranks: raised on every rank, after all have sent what they have.
     """
 
 
@@ -203,7 +203,7 @@ class Preempted(SystemExit):
         exit_code: Exit code of every rank.
         checkpoint: File to resume from, if one was saved.
 
-    Ranks: raised alike on every rank, after the same batch.
+    Ranks: raised on every rank, after the same batch.
     """
 
     def __init__(self, reason: str = "", exit_code: int = 75, checkpoint: str | None = None) -> None:

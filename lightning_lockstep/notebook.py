@@ -26,7 +26,7 @@ _ONE_HOST = (
     "ranks on this host only; on several hosts run a script with strategy=lockstep_ddp under torchrun or srun"
 )
 _RESTARTS = "no restarts; call notebook_launcher again with a checkpoint to resume from"
-_OWN_MEETING = "nothing, because the ranks find a free port of their own"
+_OWN_MEETING = "nothing, because the ranks find a free port themselves"
 # What accelerate's function of the same name also takes: the values that ask for nothing, and what to do instead.
 _OF_ACCELERATE: dict[str, tuple[tuple[object, ...], str]] = {
     "mixed_precision": (
@@ -71,7 +71,7 @@ def notebook_launcher(
         num_processes: Number of ranks; by default one per GPU, else one per chip of a TPU, else one per usable core,
             at most 8. With 1 the function runs in the kernel itself.
         grace_period: When a rank fails, how long the others may take to end [s]; after half of it they get SIGTERM.
-        options: What accelerate's function of the same name also takes, as far as it asks for nothing.
+        options: Further arguments of accelerate's function of the same name, with values that request nothing.
 
     Returns:
         What the function returned on rank 0, tensors on the CPU; it has to be picklable.
@@ -82,8 +82,8 @@ def notebook_launcher(
         RankFailedError: A rank failed; the text names it and ends with its traceback.
         KeyboardInterrupt: The cell was interrupted; all ranks have ended.
 
-    Ranks: called in the kernel, which is no rank. The cell shows what rank 0 prints as it goes, then what the other
-        ranks have printed, in their order.
+    Ranks: called in the kernel, which is not a rank. The cell shows what rank 0 prints as it goes, then what
+        the other ranks have printed, in their order.
     """
     __tracebackhide__ = True  # IPython leaves this frame out of a traceback
     with plainly_in_cell():

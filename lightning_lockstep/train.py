@@ -30,14 +30,14 @@ __all__ = ["check_training", "hydra_main", "main", "prepare_training", "train"]
 
 
 def check_training(config: DictConfig, checks: TargetChecks) -> list[Fault]:
-    """Look for what is wrong with the configuration of one training run: on rank 0, before others start.
+    """Check the configuration of one training run: on rank 0, before others start.
 
     Args:
         config: The frozen configuration with its `hydra` node.
         checks: Checks of the values in it.
 
     Returns:
-        What is wrong.
+        The errors found.
 
     Ranks: rank 0, before any other is started.
     """
@@ -60,7 +60,7 @@ def prepare_training(config: DictConfig) -> None:
 
 
 def train(config: DictConfig) -> float | None:
-    """Train as a configuration says: build, fit, validate, test, report.
+    """Run one training as configured: build, fit, validate, test, report.
 
     Args:
         config: The configuration of one run, without its `hydra` node.
@@ -68,7 +68,7 @@ def train(config: DictConfig) -> float | None:
     Returns:
         The last value of `objective.metric`, for a sweeper, if it was logged.
 
-    Ranks: every rank of the run, alike.
+    Ranks: every rank of the run.
     """
     from lightning_lockstep._application.run import run
 
@@ -79,7 +79,7 @@ def train(config: DictConfig) -> float | None:
 def main(config: DictConfig) -> float | None:
     """Train as the command line says.
 
-    Ranks: every rank of the run, alike.
+    Ranks: every rank of the run.
     """
     return train(config)
 

@@ -30,7 +30,7 @@ class LockstepTuner(Tuner):
 
     Source: https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.tuner.tuning.Tuner.html
 
-    Ranks: make it on every rank alike.
+    Ranks: make it on every rank.
 
     Example:
         >>> tuner = LockstepTuner(trainer)
@@ -50,7 +50,7 @@ class LockstepTuner(Tuner):
         *args: Any,
         **settings: Any,
     ) -> int | None:
-        """Search for a batch size, without the run that would follow.
+        """Search for a batch size, and start no run afterwards.
 
         The attributes of the module and the data module hold the size afterwards. Loaders that were passed are left
         alone: make new ones with what is returned.
@@ -70,8 +70,8 @@ class LockstepTuner(Tuner):
             The batch size per rank, or ``None`` under ``fast_dev_run``.
 
         Raises:
-            ConfigurationError: An argument cannot be used; all faults at once. It is a ``MisconfigurationException``
-                too.
+            ConfigurationError: An argument cannot be used; the message lists every error. It is a
+                ``MisconfigurationException`` too.
             BatchSizeError: As :class:`AutoBatchSize`.
 
         Ranks: all, together.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import io
 import os
 import pickle
 import re
@@ -12,7 +13,7 @@ import string
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -223,10 +224,10 @@ def hydra_main(
 ) -> Callable[[Program], Callable[[], Any]]:
     """Decorate a function as `hydra.main` does, for programs of several ranks.
 
-    Beyond `hydra.main`: everything that is wrong with the command line is one message and exit code 2 before
-    anything is started; the configuration is resolved once, on rank 0, and every rank gets that; ranks
-    other than rank 0 write no folder and no job log, however they were started. Under torchrun or srun
-    rank 0 sends it to the others: one write to the store for each job.
+    In addition to `hydra.main`: all errors in the command line are reported in one message with exit code 2,
+    before anything is started; rank 0 resolves the configuration once, and every rank uses that; other ranks
+    create no folder and no job log, however they were started. Under torchrun or srun rank 0 sends the
+    configuration to the others: one write to the store per job.
 
     Args:
         config_path: Folder of the program's configs, relative to its file; or `pkg://package.of.configs`.
@@ -236,7 +237,7 @@ def hydra_main(
         prepare: Changes the configuration of a job just before it is frozen.
 
     Ranks: every rank of a program calls the decorated function. Only rank 0 reads the command line; under
-        torchrun or srun it sends the configuration of each job to the others, one write to the store a job.
+        torchrun or srun it sends the configuration of each job to the others, one write to the store per job.
     """
 
     def decorate(program: Program) -> Callable[[], Any]:
@@ -249,6 +250,7 @@ def hydra_main(
                 version = lightning_lockstep.__version__
                 sys.stdout.write(f"lightning-lockstep {version}, Hydra {hydra.__version__}\n")
                 return None
+            installed = _completion_to_install()
             arguments = read_arguments(sys.argv[1:])
             if arguments.experimental_rerun is not None:
                 return _run_child(Path(arguments.experimental_rerun), program)
@@ -260,7 +262,8 @@ def hydra_main(
                 program, config_path, config_name, version_base, check, prepare, arguments, channel
             )
             try:
-                return application.run()
+                with installed:
+                    return application.run()
             except Stop as stop:
                 error, running = stop.error, stop.running
             # Outside of the handler, in which nothing of Hydra is shown.
@@ -270,6 +273,41 @@ def hydra_main(
         return decorated
 
     return decorate
+
+
+def _completion_to_install() -> AbstractContextManager[None]:
+    """With `--install-completion`, ask Hydra for its script instead of a run; the context installs what is printed."""
+    if "--install-completion" not in sys.argv[1:]:
+        return nullcontext()
+    if Path(os.environ.get("SHELL", "")).name != "bash" or sys.argv[0].endswith(".py"):
+        _refuse(
+            [
+                Fault(
+                    "--install-completion: expected bash as $SHELL, and a command that pip has installed. For other"
+                    " shells and for scripts see 'Install or Uninstall shell completion' in --hydra-help."
+                )
+            ],
+            "nothing was installed",
+        )
+    sys.argv[1:] = ["--shell-completion", "install=bash"]
+    return _installing(program_name())
+
+
+@contextmanager
+def _installing(program: str) -> Iterator[None]:
+    # In these two files, as `lockstep-doctor --install-completion` (typer's) does it. Asking Hydra in each new shell
+    # instead, as Hydra proposes, would take a second each time.
+    script, startup = Path.home() / ".bash_completions" / f"{program}.sh", Path.home() / ".bashrc"
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        yield
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(printed.getvalue())
+    line = f"source '{script}'\n"
+    if line not in (startup.read_text() if startup.exists() else ""):
+        with open(startup, "a") as file:
+            file.write(f"\n{line}")
+    sys.stdout.write(f"Completion of {program} is installed in {script}; a new shell has it.\n")
 
 
 @dataclass
@@ -485,7 +523,7 @@ def _refuse(faults: list[Fault], outcome: str = "nothing was started") -> NoRetu
 
 
 def stack_traces() -> bool:
-    """Whether the user asks for stack traces beside the messages."""
+    """Whether the user asks for stack traces in addition to the messages."""
     return os.environ.get("HYDRA_FULL_ERROR", "0") == "1"
 
 

@@ -158,7 +158,7 @@ class Names:
         if not choice:
             return " Did you mean " + " or ".join(map(repr, list(found)[:2])) + "?"
         meant = "" if key == typed else f" Did you mean {key!r}?"
-        return f"{meant} It comes with the choice {choice}: give that too."
+        return f"{meant} It comes with the option {choice}: give that too."
 
     def near_choice(self, group: str, choice: str) -> str:
         """The choice that makes what was named by its class, in whichever group; or the nearest in this one."""
@@ -195,7 +195,7 @@ class Names:
         if typed == ".".join(parts) and settings_of(node) is not None:
             return f" It has: {listed(names, 12)}."
         if any(made for _, group, _, made in self._brought if group == parts[0]):
-            return f" Choices of {parts[0]!r}: {', '.join(self.loader.choices(parts[0]))}."
+            return f" Options of {parts[0]!r}: {', '.join(self.loader.choices(parts[0]))}."
         return f" A new key is added with +{override.input_line}"
 
     def _left_out(self, override: Override, name: str, config: DictConfig) -> str:
@@ -274,14 +274,14 @@ class Job:
         if value is None:
             hint = did_you_mean("none", known) or f" ~{group} is none of them."
             self._not_a_choice(
-                group, f"{line}: expected a choice of group {group!r}: {', '.join(known)}.{hint}"
+                group, f"{line}: expected an option of group {group!r}: {', '.join(known)}.{hint}"
             )
             return None
         choices = list(map(str, value)) if isinstance(value, list) else [str(value)]
         wrong = [choice for choice in choices if not self._loader.is_choice(group, choice)]
         if wrong:
             texts = [
-                f"group {group!r} has no choice {one!r}.{self._names.near_choice(group, one)}"
+                f"group {group!r} has no option {one!r}.{self._names.near_choice(group, one)}"
                 for one in wrong
             ]
             has = f"It has: {', '.join(known)}.{_PLUGINS.get(group, '')}"
@@ -340,7 +340,7 @@ class Job:
             if check is not None and self._has_more():
                 if self.faults and "torch" not in sys.modules:
                     say(
-                        "lightning-lockstep: found a fault; importing torch and Lightning to check the rest ..."
+                        "lightning-lockstep: found an error; importing torch and Lightning to check the rest ..."
                     )
                 self.faults += check(frozen, checks)
         typed, guessed = tuple(self.typed.values()), tuple(self._guessed)
@@ -359,7 +359,7 @@ class Job:
 
 def _has_a_choice(line: str, error: BaseException) -> Fault:
     how = f"Write {line.lstrip('+')}, which takes its place"
-    return Fault(f"{line}: this group has a choice already. {how}.", error)
+    return Fault(f"{line}: this group has an option already. {how}.", error)
 
 
 def whole_message(error: BaseException) -> str:
@@ -475,7 +475,7 @@ def _launcher_faults(config: DictConfig) -> list[Fault]:
     return [
         Fault(
             f"hydra/launcher={launcher}: expected basic under torchrun, srun or mpirun, whose ranks run the jobs of a"
-            " sweep together. Start the program once, without them; each job then starts ranks of its own."
+            " sweep together. Start the program once, without them; each job then starts its own ranks."
         )
     ]
 

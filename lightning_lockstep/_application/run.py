@@ -400,7 +400,7 @@ class RunRecord(Callback):
         self._since = time.monotonic()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Start the clock in an epoch that was resumed in its midst, which does not start again."""
+        """Start the clock in an epoch that was resumed in the middle, which does not start again."""
         if self._since is None:
             self._since = time.monotonic()
 
@@ -439,7 +439,7 @@ class RunRecord(Callback):
         self._stop(trainer)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Note which step was validated; start the clock again in the midst of an epoch."""
+        """Note which step was validated; start the clock again in the middle of an epoch."""
         if self._numbers[4] < 0 and trainer.state.fn == "fit" and not trainer.sanity_checking:
             # Before a ModelCheckpoint looks for them: these are called last.
             self._refuse(trainer, {} if trainer.fast_dev_run else self._monitored)

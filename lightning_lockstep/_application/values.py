@@ -45,7 +45,7 @@ class Fault:
 def show_faults(
     program: str, faults: Sequence[Fault], *, stack_traces: bool, outcome: str = "nothing was started"
 ) -> None:
-    """Print all faults as one message to standard error."""
+    """Print all errors as one message to standard error."""
     if stack_traces:
         for fault in faults:
             if fault.error is not None:
@@ -61,7 +61,7 @@ def describe(
     outcome: str = "nothing was started",
 ) -> str:
     """Return the message of `show_faults`."""
-    count = "one fault" if len(faults) == 1 else f"{len(faults)} faults"
+    count = "one error" if len(faults) == 1 else f"{len(faults)} errors"
     lines = [f"{program}: {count} in the configuration; {outcome}.", ""]
     for number, fault in enumerate(faults, 1):
         first, *rest = fault.text.splitlines() or [""]

@@ -81,7 +81,7 @@ _OF_ZERO = {
 )
 @DEEPSPEED.adapts(
     "deepspeed.runtime.zenflow.engine.configure_zenflow",
-    zenflow="ZenFlow has boundaries of accumulation of its own",
+    zenflow="ZenFlow has its own boundaries of accumulation",
 )
 @DEEPSPEED.adapts("deepspeed.runtime.zero.utils", dist="the comparison of the order of modules with rank 0's")
 class EngineAdapter:

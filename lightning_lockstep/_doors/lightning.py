@@ -1,4 +1,4 @@
-"""The one door through which every Lightning name comes; the stub beside it, `lightning.pyi`, lists them.
+"""The one door through which every Lightning name comes; the stub next to it, `lightning.pyi`, lists them.
 
 Lightning is published twice, as ``lightning`` (``lightning.pytorch``) and as ``pytorch_lightning``. Their
 classes are distinct, and a Trainer accepts only those of its own family. So this module takes the family

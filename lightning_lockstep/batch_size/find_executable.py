@@ -36,13 +36,13 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Any:
-    """Call a function with a batch size that fits, trying half of it each time memory runs out.
+    """Call a function with a batch size that fits: each time memory runs out, half the size is tried.
 
     The function's first argument is the batch size; the caller leaves it out. A later call starts with the
     size that worked last.
 
-    Accelerate's function of this name multiplies by 0.9 after a failure, as of its release 1.15; half is reached in one
-    failure instead of seven, and a size that fits may be found up to twice as small. For its steps give a
+    Accelerate's function of the same name multiplies by 0.9 after a failure (as of release 1.15). Halving takes
+    fewer attempts, but the size found may be as little as half of what would fit. For Accelerate's steps pass a
     ``reduce_batch_size_fn`` that remembers the size and multiplies it by 0.9.
 
     Args:
@@ -58,8 +58,8 @@ def find_executable_batch_size(
         TypeError: The caller passed a batch size.
 
     Ranks: all, together. One all-reduce of 4 bytes after each call. When memory runs out on one rank, every
-        rank calls again with the smaller size; that needs the others to come back from the function, so it
-        must not leave them in a collective (run the trial part without one).
+        rank calls again with the smaller size; for this the other ranks must return from the function, so it
+        must not leave them waiting in a collective.
 
     Example:
         >>> @find_executable_batch_size(starting_batch_size=256)
@@ -131,6 +131,6 @@ def _refuse_batch_size(function: Callable[..., Any], args: tuple[Any, ...]) -> N
     if len(args) + 1 > len(positional):
         given = ", ".join(repr(argument) for argument in args[1:])
         raise TypeError(
-            f"{name}() got {len(args)} arguments beside the batch size, which the decorator adds itself."
+            f"{name}() got {len(args)} arguments in addition to the batch size, which the decorator adds itself."
             f" Call it without: {name}({given})"
         )

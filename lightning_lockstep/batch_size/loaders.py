@@ -160,7 +160,7 @@ class BatchLoaders:
                 self._loop.reset()
 
     def _go_on_in_fit(self) -> None:
-        """In the midst of a fit: shuffle for this epoch, and validate with the new size from the next time on."""
+        """During a fit: shuffle for this epoch, and validate with the new size from the next time on."""
         for loader in loaders_in_use(self._loop):
             _set_sampler_epoch(loader, self._trainer.current_epoch)
         if self.in_attribute:
@@ -240,7 +240,7 @@ def _checked(loader: object) -> DataLoader[Any]:
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         kind = type(loader.batch_sampler or loader.sampler).__name__
         raise SearchRefusedError(
-            f"the loader has a batch sampler of its own ({kind}), and only that knows how to change its size."
+            f"the loader has its own batch sampler ({kind}), and only that knows how to change its size."
             " Pass batch_size= and sampler= to the DataLoader instead, or set the size yourself."
         )
     return loader

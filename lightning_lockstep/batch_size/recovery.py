@@ -1,4 +1,4 @@
-"""A batch that does not fit in mid-run: run again in micro-batches under the same optimizer step, or left out.
+"""A batch that does not fit during a run: run again in micro-batches under the same optimizer step, or left out.
 
 The rank concerned does it alone, its micro-batches out of the wrapper's sight; then the wrapper is made to send what
 it still owes (see :mod:`lightning_lockstep.distributed.c10d_operators`). The other ranks see an ordinary, slower step.
@@ -193,7 +193,7 @@ class Recovery:
 
     @property
     def _step(self) -> int:
-        """The optimizer step that is being made, counted by the loop and so alike on every rank."""
+        """The optimizer step that is being made, counted by the loop and so the same on every rank."""
         return int(self._trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer_steps)
 
     # -- when memory has run out ------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def _with_each(value: Any, kinds: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def merged_extra(extras: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> dict[str, Any]:
-    """Return what a training step returned beside the loss, as one step on the whole batch would have."""
+    """Return what a training step returned in addition to the loss, as one step on the whole batch would have."""
     # Single numbers are averaged with the weights; tensors with one entry a sample are joined; of anything
     # else the first is taken.
     merged: dict[str, Any] = {}

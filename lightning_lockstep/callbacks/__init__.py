@@ -1,4 +1,4 @@
-"""One callback a file: it says when, and all ranks act alike; what it does stands in the room of its feature.
+"""One callback per file: it decides when all ranks act; the work is done in the subpackage of its feature.
 
 The public names are loaded when first used.
 """

@@ -47,11 +47,11 @@ class AutoBatchSize(BatchSizeFinder):
     """Finds the largest batch size that fits on every rank, before a fit, validate, test or predict.
 
     All ranks try the same size at the same time, each by itself; a size fits when it fits on all of them. The
-    run then starts from exactly the state in which it was. While a size is tried, every attribute of that name holds
-    it; afterwards the size found, or, if the search raises, what it was before.
+    search then restores the state of the run exactly. During a trial every attribute named ``batch_arg_name``
+    holds the size that is tried; afterwards it holds the size found, or its old value if the search raises.
 
-    It takes the place of Lightning's ``BatchSizeFinder``: arguments up to ``max_val``, hooks, ``scale_batch_size``
-    and ``optimal_batch_size`` are those. For Lightning's ``Tuner`` see :class:`LockstepTuner`.
+    It replaces Lightning's ``BatchSizeFinder`` and has the same arguments (up to ``max_val``), hooks,
+    ``scale_batch_size`` and ``optimal_batch_size``. For Lightning's ``Tuner`` see :class:`LockstepTuner`.
 
     Args:
         mode: ``model`` fits memory = a + b x size to small trials, predicts the largest size and confirms it
@@ -59,16 +59,16 @@ class AutoBatchSize(BatchSizeFinder):
             fit and narrows down; ``power`` doubles until one does not fit; ``off`` does not search.
         steps_per_trial: Optimizer steps of a trial; at least 2 to see the optimizer's state in place.
         init_val: First size to try.
-        max_trials: Most sizes to try.
+        max_trials: Maximum number of sizes to try.
         batch_arg_name: Attribute of the module, its hparams, the data module or its hparams that the loader
             is made with. Not used when a DataLoader is passed to ``fit()``.
-        margin: Share by which the answer stays below the largest size that fitted (0 to 1); not applied in
+        margin: Fraction by which the result stays below the largest size that fitted (0 to 1); not applied in
             mode ``power``, nor where the data or ``max_val`` were the limit.
         max_val: Largest size to try. Sizes with which the run could not begin are never tried: the loader cannot
             be made, an epoch has no full batch (``drop_last``), or less than one under ``limit_train_batches``.
-        memory_limit: Most memory that a rank may use, in bytes or as ``"4GiB"``. By default what the device
-            has free; on CPU ``RLIMIT_AS``, the control group's limit or the host's memory, divided by the
-            ranks of the host.
+        memory_limit: Maximum memory of a rank, in bytes or as ``"4GiB"``. By default what the device has free;
+            on CPU ``RLIMIT_AS``, the control group's limit or the host's memory, divided by the ranks of the
+            host.
         limit: ``shard``: never larger than the data one rank gets. ``None`` tries larger ones too, with
             samples repeated.
         global_batch_size: Keep this global batch (samples of all ranks in one optimizer step) by gradient
@@ -78,25 +78,26 @@ class AutoBatchSize(BatchSizeFinder):
         loss_reduction: How the training step's loss adds up over samples, for ``split``.
         reuse: When a run is resumed, take the size that it found before.
         plot: Also draw memory over batch size to ``batch_size.png`` in the run folder.
-        effective_batch_size: What ``global_batch_size`` was called; read until the next release.
+        effective_batch_size: Old name of ``global_batch_size``; accepted until the next release.
 
     Attributes:
         result: What the last search found, or ``None``.
         optimal_batch_size: Samples per rank that the last search found; before it ``init_val``, and ``None`` under
             ``fast_dev_run``.
-        batches_split: Batches split or skipped in mid-run on any rank, known on rank 0 (and after every
-            epoch on all ranks).
+        batches_split: Batches split or skipped during training on any rank; known on rank 0, and on all ranks
+            after every epoch.
 
     Raises:
-        ConfigurationError: An argument cannot be used; all faults at once. It is a ``MisconfigurationException`` too.
+        ConfigurationError: An argument cannot be used; the message lists every error. It is a
+            ``MisconfigurationException`` too.
         BatchSizeError: No size fits, or a search is not possible here, which is a ``MisconfigurationException`` too.
             (On every rank, at the start.)
 
     Source: https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.BatchSizeFinder.html
 
-    Ranks: add it on every rank alike. Before the first trial the ranks agree on the largest size that all can run;
-        a trial costs one all-reduce of 24 bytes on the CPU. In mid-run nothing
-        is sent unless memory runs out; a step then pays for one ``try`` and a look at its gradients.
+    Ranks: add it on every rank. Before the first trial the ranks agree on the largest size that all can run; a
+        trial costs one all-reduce of 24 bytes on the CPU. During training nothing is sent unless memory runs
+        out; the cost per step is one ``try`` and one look at the gradients.
     """
 
     SUPPORTED_MODES: tuple[str, ...] = ("model", "binsearch", "power", "off")  # type: ignore[assignment]
@@ -126,7 +127,7 @@ class AutoBatchSize(BatchSizeFinder):
                 rank_zero_only(warnings.warn)(note, FutureWarning, stacklevel=3)
                 if global_batch_size is not None:
                     raise ConfigurationError(
-                        f"effective_batch_size={effective_batch_size!r}: expected None beside global_batch_size."
+                        f"effective_batch_size={effective_batch_size!r}: expected None together with global_batch_size."
                     )
                 global_batch_size = effective_batch_size
             mode = cast(Any, str(mode).lower())  # as Lightning does
@@ -143,7 +144,7 @@ class AutoBatchSize(BatchSizeFinder):
     # -- when ---------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str | None = None) -> None:
-        """Refuse a strategy under which no size can be tried. Ranks: all, alike; nothing is sent."""
+        """Refuse a strategy under which no size can be tried. Ranks: all ranks; nothing is sent."""
         settings = self.settings
         if settings.on_oom != "raise":
             refuse_engine(trainer, settings.on_oom)

@@ -21,18 +21,18 @@ _log = logging.getLogger(__name__)
 class ConsolidateCheckpoints(Callback):
     """Writes the best and the last checkpoint folder of a fit as one plain file each, when the fit ends.
 
-    ``best.ckpt/`` becomes ``best.consolidated.ckpt`` beside it, which loads without DeepSpeed. It holds the weights and
-    the state of the loops; the state of the optimizer stays in the folder. Where DeepSpeed has written no folder, there
-    is nothing to do. A folder that cannot be consolidated, such as one whose parts are on the disks of several nodes,
-    ends no run: a warning has the command for it.
+    ``best.ckpt/`` becomes ``best.consolidated.ckpt`` next to it, which loads without DeepSpeed. It holds the
+    weights and the state of the loops; the state of the optimizer stays in the folder. Where DeepSpeed has
+    written no folder, there is nothing to do. A folder that cannot be consolidated, such as one whose parts are
+    on the disks of several nodes, does not end the run: a warning shows the command to run.
 
     Args:
         dtype: ``float32``, or ``as_saved`` for the number formats of the model.
 
     Raises:
-        ConfigurationError: ``dtype`` is another.
+        ConfigurationError: ``dtype`` is neither.
 
-    Ranks: all ranks alike; rank 0 works while the others go on, and nothing is sent.
+    Ranks: every rank has one; rank 0 works while the others go on, and nothing is sent.
     """
 
     def __init__(self, dtype: Literal["float32", "as_saved"] = "float32") -> None:

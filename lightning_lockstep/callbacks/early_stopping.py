@@ -29,11 +29,11 @@ _numbers = itertools.count()
 
 
 class SyncedEarlyStopping(EarlyStopping):
-    """Lightning's ``EarlyStopping``, decided once from what every rank has.
+    """Lightning's ``EarlyStopping``, with one decision for all ranks.
 
-    Every rank first sends whether it has the metric and its value; one value is made of all, and one decision,
+    Every rank sends whether it has the metric, and its value. They are reduced to one value and one decision,
     so that decision, reason, ``wait_count`` and ``best_score`` are the same on every rank. A metric that only
-    some ranks have is one error on all of them, not a hang.
+    some ranks have raises the same error on all of them; it does not hang.
 
     Arguments up to ``log_rank_zero_only`` are Lightning's, as are attributes, messages and ``state_dict``;
     checkpoints of the two can be exchanged.
@@ -50,7 +50,7 @@ class SyncedEarlyStopping(EarlyStopping):
         divergence_threshold: Stop once the value is worse than this.
         check_on_train_epoch_end: Whether to check after the training epoch rather than after validation.
         log_rank_zero_only: Changes nothing here: the message is the same on all ranks, and rank 0 alone logs it.
-        reduce: How one value is made of those of all ranks: ``mean``, ``min``, ``max`` or ``rank0``.
+        reduce: How the values of all ranks are reduced to one: ``mean``, ``min``, ``max`` or ``rank0``.
         missing: What to do when only some ranks have the metric: ``error``, or ``use_present`` to decide
             from those that have it.
         check_every_n_steps: Check the metric at every n-th optimizer step of training instead. The values
@@ -58,7 +58,7 @@ class SyncedEarlyStopping(EarlyStopping):
 
     Raises:
         ConfigurationError: One message with every argument that cannot be used.
-        MetricMissingError: The metric is missing; on every rank alike.
+        MetricMissingError: The metric is missing; raised on every rank.
 
     Source: https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.EarlyStopping.html
 
@@ -124,7 +124,7 @@ class SyncedEarlyStopping(EarlyStopping):
         return f"EarlyStopping{ {'monitor': self.monitor, 'mode': self.mode}!r}"
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Get ready for a run.
+        """Prepare for a run.
 
         Ranks: all, together.
         """

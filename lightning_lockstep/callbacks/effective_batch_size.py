@@ -80,7 +80,7 @@ def scaled_learning_rate(
 
 
 class EffectiveBatchSize(Callback):
-    """Fixes the global batch: micro-batch x accumulation x ranks, whatever the number of ranks.
+    """Keeps the global batch (micro-batch x accumulation x ranks) the same on any number of ranks.
 
     The configured batch size is the largest micro-batch; it is kept or made smaller, and
     ``accumulate_grad_batches`` is set, so that the product is the global batch exactly. Where it cannot be,
@@ -90,18 +90,18 @@ class EffectiveBatchSize(Callback):
         global_batch_size: Samples of all ranks in one optimizer step.
         batch_arg_name: Attribute that holds the batch size, where no DataLoader is passed to ``fit()``.
         lr_scaling: ``linear`` or ``sqrt``: scale every learning rate when the global batch differs from
-            ``reference_batch_size``. ``None`` leaves them.
+            ``reference_batch_size``. ``None`` leaves them unchanged.
         reference_batch_size: Global batch that the learning rate was chosen for; by default
-            ``global_batch_size``, so that only a batch that could not be exact changes anything.
+            ``global_batch_size``; then learning rates change only where the global batch cannot be exact.
 
     Attributes:
         plan: How the batch is divided, once the fit has begun.
 
     Raises:
-        ConfigurationError: An argument cannot be used; all faults at once.
+        ConfigurationError: An argument cannot be used; the message lists every error.
         BatchSizeError: The batch size cannot be changed here. (On every rank, when the fit begins.)
 
-    Ranks: add it on every rank alike; nothing is sent. Costs nothing a step.
+    Ranks: add it on every rank; nothing is sent. No cost per step.
     """
 
     def __init__(
@@ -126,13 +126,13 @@ class EffectiveBatchSize(Callback):
         self.plan: EffectiveBatch | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget the plan of an earlier fit, and refuse an engine whose sizes are fixed. Ranks: all, alike."""
+        """Forget the plan of an earlier fit, and refuse an engine whose sizes are fixed. Ranks: all ranks."""
         if stage == "fit":
             self.plan = None
             refuse_fixed_sizes(trainer, f"EffectiveBatchSize({self.global_batch_size})", accumulates=True)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Divide the global batch, unless a search has just done that. Ranks: all, alike; nothing is sent."""
+        """Divide the global batch, unless a search has just done that. Ranks: all ranks; nothing is sent."""
         if self.plan is None:
             place = unaccumulated(trainer, pl_module, self.batch_arg_name)
             self.divide(trainer, place, largest=place.size)
@@ -146,9 +146,9 @@ class EffectiveBatchSize(Callback):
             largest: Largest micro-batch.
 
         Raises:
-            BatchSizeError: The ranks are more than the samples, or the module uses manual optimization.
+            BatchSizeError: There are more ranks than samples, or the module uses manual optimization.
 
-        Ranks: all, alike; nothing is sent.
+        Ranks: all ranks; nothing is sent.
         """
         requested = self.global_batch_size
         if requested < trainer.world_size:

@@ -15,7 +15,7 @@ from lightning_lockstep.numerics.statistics import NamePatterns, module_names
 class FP32Modules(Callback):
     """Runs chosen modules in float32: autocast off, inputs cast to float32, outputs cast back.
 
-    The remedy that :class:`~lightning_lockstep.OverflowDetector` prints. Weights keep their dtype and
+    This is the remedy that :class:`~lightning_lockstep.OverflowDetector` prints. Weights keep their dtype and
     ``state_dict`` its keys. Of a chosen module and one inside it, only the outer one is changed.
 
     Args:
@@ -24,7 +24,7 @@ class FP32Modules(Callback):
     Raises:
         ConfigurationError: ``modules`` is not a list of names, or, once the model is there, a name matches no module.
 
-    Ranks: all ranks alike; nothing is sent.
+    Ranks: every rank has one; nothing is sent.
     """
 
     def __init__(self, modules: Sequence[str] = ()) -> None:

@@ -33,19 +33,19 @@ class OverflowDetector(Callback):
         abort_after_batch_num: Batch after which the run is ended with a :class:`~lightning_lockstep.LockstepError`.
         mode: ``"replay"`` checks loss and gradients only; ``"hooks"`` also every activation of every step, for
             overflows that reach neither.
-        action: ``"raise"`` ends the run on all ranks alike; ``"warn"`` reports and goes on; ``"skip"`` skips
-            this optimizer step on all ranks and gives up after ``max_skips`` in a row.
-        gradients: Whether to check gradients. Without, the loss alone decides, and several ranks exchange
-            4 bytes each step.
+        action: ``"raise"`` ends the run on all ranks; ``"warn"`` reports and goes on; ``"skip"`` skips this
+            optimizer step on all ranks and gives up after ``max_skips`` in a row.
+        gradients: Whether to check gradients. If false, only the loss is checked, and several ranks exchange 4
+            bytes per step.
         allow_inf: Patterns of values that may be infinite, such as ``*.mask*``.
         modules: Patterns of the modules to check; ``None`` for all.
         report_dir: Folder for the reports, which then get a picture too (needs matplotlib); by default the
             folder ``overflow`` in the run's log folder, without a picture.
         max_skips: For ``"skip"``: how many in a row.
         check_every_n_steps: For ``mode="hooks"``: read the result for the activations every so many optimizer
-            steps, which on a GPU spares waiting. The batches since the last read are kept, and one found bad is
-            replayed with the weights of that later step. Has no effect where several ranks act together. On XLA
-            devices, in both modes, the result is read every 10 to 50 steps unless this says otherwise.
+            steps, which avoids waiting for a GPU. The batches since the last read are kept, and one found bad
+            is replayed with the weights of that later step. Has no effect where several ranks act together. On
+            XLA devices, in both modes, the result is read every 10 to 50 steps unless this says otherwise.
         underflow_threshold: Warn when this share of the gradients, or of an Adam update of float16 or bfloat16
             weights, is flushed to zero; ``None`` for no such check.
         underflow_every_n_steps: How often to check for that [optimizer steps].
@@ -58,10 +58,10 @@ class OverflowDetector(Callback):
         reports: Reports of this rank so far.
 
     Raises:
-        ConfigurationError: Options that cannot be used, all of them named.
+        ConfigurationError: One message with every option that cannot be used.
 
-    Ranks: all ranks alike. A step without a hit sends nothing, or 4 bytes where an engine divides the gradients among
-    the ranks; after a hit each rank sends its findings over the side channel.
+    Ranks: every rank has one. A step without a hit sends nothing, or 4 bytes where an engine divides the
+    gradients among the ranks; after a hit each rank sends its findings over the side channel.
     """
 
     def __init__(

@@ -23,18 +23,18 @@ class RankOrderedLogging(Callback):
     """Makes the logs of a run with many ranks readable.
 
     The console shows ``host:rank`` with every line, once: rank 0's own lines, what any rank logs with
-    ``in_order=True``, and of the ranks' equal warnings one. Each rank's file has everything that rank logs.
-    Lightning's loggers, those of other libraries and Python's warnings are included. Root logger and levels
-    are left alone.
+    ``in_order=True``, and a warning that several ranks give once. Each rank's file has everything that rank
+    logs. Lightning's loggers, those of other libraries and Python's warnings are included. The root logger and
+    all levels are unchanged.
 
     Args:
         level: Lowest level on the console.
-        files: ``text`` or ``json`` (one object a line) for ``rank-N.log`` or ``rank-N.jsonl``; ``None`` for
+        files: ``text`` or ``json`` (one object per line) for ``rank-N.log`` or ``rank-N.jsonl``; ``None`` for
             no files.
         folder: Where the files go; by default ``logs`` in the Trainer's log folder.
-        fold: Whether equal lines of several ranks become one.
+        fold: Whether equal lines of several ranks are printed once.
         order_timeout: Longest time that an in-order line waits for those of other ranks [s].
-        warnings_once: Whether of the ranks' equal warnings one is shown.
+        warnings_once: Whether a warning that several ranks give is shown once.
         colour: Whether the console is coloured; ``None`` does so on a terminal.
 
     Raises:

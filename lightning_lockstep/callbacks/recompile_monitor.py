@@ -24,12 +24,12 @@ _log = logging.getLogger(__name__)
 
 
 class RecompileMonitor(Callback):
-    """Says which step had to compile after the first ones, and which shapes or what else forced it.
+    """Reports each step after the first ones that had to compile, and why: which shapes, or what else.
 
-    Compilations are those of ``torch.compile`` on any device, with its own reasons, and those of torch-xla. The first
-    batches of training, of validation, of test and of prediction compile as a matter of course. A batch of other
-    shapes, most often the last one of a loader, compiles for itself; the same number of samples in every batch
-    (``drop_last=True``), and sequences padded to a few lengths, save that.
+    Compilations are those of ``torch.compile`` on any device, with its own reasons, and those of torch-xla. The
+    first batches of training, validation, test and prediction are expected to compile. A batch with other
+    shapes, most often the last one of a loader, compiles again; the same number of samples in every batch
+    (``drop_last=True``) and sequences padded to a few lengths avoid that.
 
     Args:
         expected_batches: How many first batches of each stage may compile without a warning; in training that many for
@@ -41,9 +41,10 @@ class RecompileMonitor(Callback):
     Raises:
         ConfigurationError: ``expected_batches`` cannot be used.
 
-    Ranks: add it on every rank alike; each looks at its own process, and nothing is sent. Under a strategy that runs
-        later (XLA), what is pending begins to run at the start and at the end of each batch, so that it is known which
-        one it belongs to. Rank 0 reports all, other ranks what is not expected.
+    Ranks: add it on every rank; each watches its own process, and nothing is sent. Under a strategy that runs
+        operations later (XLA), pending ones are started at the beginning and at the end of each batch, so that
+        each compilation belongs to a known batch. Rank 0 reports all compilations, other ranks only the
+        unexpected ones.
     """
 
     def __init__(self, *, expected_batches: int = 2) -> None:
@@ -79,7 +80,7 @@ class RecompileMonitor(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Note what was compiled outside of batches. Ranks: any, alone; every one alike under XLA."""
+        """Note what was compiled outside of batches. Ranks: any, alone; under XLA every rank."""
         self._found.outside += self._take_of(trainer)
 
     def on_train_batch_end(
@@ -91,7 +92,7 @@ class RecompileMonitor(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Note what this batch has compiled. Ranks: any, alone; every one alike under XLA."""
+        """Note what this batch has compiled. Ranks: any, alone; under XLA every rank."""
         stage = stage_of(trainer)
         if stage != "training":
             self._compare(trainer, stage, batch, dataloader_idx)

@@ -41,29 +41,30 @@ class StaticShapes(Callback):
     size of training.
 
     Padded samples must not count. A module whose batches are padded asks which samples are real, with
-    :meth:`real_samples` or :meth:`mean`; one that does not is refused at its first batch. What it logs is weighed by
-    its real samples. Prediction is left as it is.
+    :meth:`real_samples` or :meth:`mean`; one that does not is refused at its first batch. What it logs is
+    weighted by the number of real samples. Prediction is unchanged.
 
     Args:
-        last_batch: What becomes of a last batch of training that is not full. ``drop`` leaves it out, ``pad`` fills it
-            up with copies of its last sample, ``keep`` leaves it as it is.
+        last_batch: What to do with a last training batch that is not full. ``drop`` leaves it out, ``pad``
+            fills it up with copies of its last sample, ``keep`` leaves it as it is.
         evaluation_last_batch: The same for validation and test; ``pad`` or ``keep``, as no sample may be left out.
         evaluation_at_training_size: Whether validation and test take as many samples at once as training, where the
             same samples are then evaluated: the loader drops none, and the Trainer does not limit its batches.
-        fill_values: Values of added samples instead of a copy, by key of the batch (by position, where a batch is a
-            list), such as ``{"labels": -100}``. Says that the loss and the metrics pass over them by that.
+        fill_values: Values of added samples instead of a copy, by key of the batch (by position, where a batch
+            is a list), such as ``{"labels": -100}``. With these, the loss and the metrics must ignore the added
+            samples.
         sequence_lengths: Lengths to which sequences are padded, growing: each to the smallest that holds it.
         sequence_values: What they are padded with, by key of the batch, such as ``{"input_ids": 0, "labels": -100}``.
-        sequence_dim: Along which dimension they lie.
+        sequence_dim: Dimension along which they are padded.
 
     Attributes:
         settings: The arguments.
 
     Raises:
-        ConfigurationError: An argument cannot be used; all faults at once. (On every rank, in a run: the data or the
-            module does not allow what was asked for.)
+        ConfigurationError: An argument cannot be used; the message lists every error. (On every rank, in a run:
+            the data or the module does not allow what was asked for.)
 
-    Ranks: add it on every rank alike. Each pads its own batches; one small gather when loaders are made.
+    Ranks: add it on every rank. Each pads its own batches; one small gather when loaders are made.
     """
 
     real_samples = staticmethod(real_samples)
@@ -87,7 +88,7 @@ class StaticShapes(Callback):
         self._undo: list[Callable[[], None]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take the place of two methods of the strategy. Ranks: all, alike; nothing is sent."""
+        """Take the place of two methods of the strategy. Ranks: all ranks; nothing is sent."""
         self._take_away()
         known = self._stages.training_size
         self._stages = ShapedStages(self.settings)
@@ -111,10 +112,10 @@ class StaticShapes(Callback):
         ]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """From here on batches are those of the run, not of a search for a batch size. Ranks: all, alike.
+        """From here on batches are those of the run, not of a search for a batch size. Ranks: all ranks.
 
         Raises:
-            ConfigurationError: To pad would change what the module learns, or cannot be done.
+            ConfigurationError: Padding would change what the module learns, or is not possible.
         """
         # Not at the start of an epoch, which Lightning leaves out where a run resumes in the middle of one.
         self._in_loop.add("training")
@@ -146,7 +147,7 @@ class StaticShapes(Callback):
             weigh_logged_values(trainer, current.real)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Refuse a training step that does not ask which samples are real. Ranks: all alike, at their first batch."""
+        """Refuse a training step that does not ask which samples are real. Ranks: all ranks, at their first batch."""
         self._refuse_if_not_asked("training", "training_step", "last_batch")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -154,7 +155,7 @@ class StaticShapes(Callback):
         self._in_loop.discard("training")
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As for training, and alike for test."""
+        """As for training; the same for test."""
         stage = stage_of(trainer)
         self._in_loop.add(stage)
         if self.settings.pads(stage):
@@ -169,12 +170,12 @@ class StaticShapes(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """As for training, and alike for test."""
+        """As for training; the same for test."""
         stage = stage_of(trainer)
         self._refuse_if_not_asked(stage, f"{stage}_step", "evaluation_last_batch")
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As for training, and alike for test."""
+        """As for training; the same for test."""
         self._in_loop.discard(stage_of(trainer))
         current.forget()
 
@@ -238,7 +239,7 @@ class StaticShapes(Callback):
 
 
 def _with_mask(batch: Any) -> Any:
-    """Put the mask of a batch beside it, on its device."""
+    """Put the mask of a batch next to it, on its device."""
     tensors = tensors_of(batch)
     if current.mask is not None and tensors:
         current.mask = current.mask.to(tensors[0].device)

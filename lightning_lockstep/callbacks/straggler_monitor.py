@@ -26,7 +26,7 @@ _AT_THE_END = 2.0
 
 
 class StragglerMonitor(Callback):
-    """Says which rank the others wait for, since when, by how much, and in which part of its step.
+    """Reports which rank the others wait for, since when, by how much, and in which part of its step.
 
     When each rank arrived at which collective comes from torch's flight recorder (or, under the backend
     ``mpi4py``, from our own notes), so that waiting is distinguished from work. Rank 0 prints a line when another rank
@@ -36,7 +36,8 @@ class StragglerMonitor(Callback):
     Args:
         every_n_steps: Batches after which rank 0 asks the others for their figures, and decides. Later where reading
             the flight recorder would cost more than 0.5 % of the time.
-        min_share: Share of the time that the others must lose by waiting for a rank, until it is named.
+        min_share: Fraction of the time that the others must lose by waiting for a rank before it is reported (0
+            to 1).
 
     Attributes:
         verdict: On rank 0: whom the others wait for now; after the fit: on the whole of it.
@@ -44,8 +45,8 @@ class StragglerMonitor(Callback):
     Raises:
         ConfigurationError: One message with every argument that cannot be used.
 
-    Ranks: every rank has one. Every ``every_n_steps`` a message to each rank and one back, over the side channel; no
-    collective. A step costs some reads of a clock.
+    Ranks: every rank has one. Every ``every_n_steps`` a message to each rank and one back, over the side
+    channel; no collective. The cost per step is a few reads of a clock.
     """
 
     def __init__(self, *, every_n_steps: int = 50, min_share: float = 0.05) -> None:
@@ -75,7 +76,7 @@ class StragglerMonitor(Callback):
                 _ = current_communicator().side_channel
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure. Ranks: all, alike; nothing is sent but a few questions for rank 0's time."""
+        """Begin to measure. Ranks: all ranks; nothing is sent but a few questions for rank 0's time."""
         self._stop()
         communicator = current_communicator()
         if communicator.world_size > 1:

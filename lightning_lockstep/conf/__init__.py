@@ -1,6 +1,6 @@
 """Hydra config groups, one component a file. Reached by any Hydra app with `pkg://lightning_lockstep.conf`.
 
-| group | a choice is |
+| group | an option is |
 | --- | --- |
 | `strategy` | how ranks are started and kept in step |
 | `callbacks` | one callback; several with `callbacks=[first,second]`, none with `callbacks=none` |
@@ -11,7 +11,7 @@
 | `checkpoint` | what is saved, when |
 | `debug`, `experiment` | changes to several of the others at once |
 
-A choice that an app's own group hides has a second name: `+lockstep/callbacks=early_stopping` is always the one here,
+An option that an app's own group hides has a second name: `+lockstep/callbacks=early_stopping` is always the one here,
 and composes into the same key `callbacks` (`+lockstep/callbacks@trainer.callbacks=...` into another).
 """
 

@@ -58,7 +58,7 @@ def prepare_ops(
 ) -> None:
     """Load DeepSpeed's ops, which are built where that is needed: by the first rank of each node, before the others.
 
-    It says so when that takes longer than some seconds. All ranks call it and raise alike; no collective is
+    It says so when that takes longer than some seconds. All ranks call it and raise the same error; no collective is
     open while a rank builds.
     """
     builders = _builders_of(names)
@@ -161,7 +161,7 @@ def _wait_for_other_builds(name: str, folder: Path, may_remove: bool, timeout: f
             raise LaunchError(f"Another build still holds its lock after {timeout:.0f} s: {locks[0]}")
         if not locks[0].is_stale:
             if not is_said:
-                say(f"lightning-lockstep: waits for another build of {locks[0]}")
+                say(f"lightning-lockstep: waiting for another build of {locks[0]}")
             is_said = True
             time.sleep(_LOOK_EVERY)
 

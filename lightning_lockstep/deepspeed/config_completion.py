@@ -230,7 +230,7 @@ def check_module_optimizer(config: Mapping[str, Any], made: ModuleOptimizer, fau
         faults.add(
             f"optimizer.type={own.get('type')!r} in the config and a {made.scheduler} of configure_optimizers, which"
             " would change the learning rate of the module's own optimizer, and that one is not used: expected the"
-            " scheduler beside the optimizer that is used. Write it as scheduler of the config too, or leave the"
+            " scheduler in the same place as the optimizer. Write it as scheduler of the config too, or leave the"
             " optimizer out of the config."
         )
     params = section(own, "params")

@@ -204,7 +204,7 @@ def _on_any_device(config: Mapping[str, Any]) -> Iterator[Limit]:  # in today's 
             "checkpoint.writer",
             writer,
             "DeepSpeed's writers need environment variables (CROSS_SIZE) that only its own program for starting ranks"
-            " sets, and one in a process of its own may still write when the folder counts as whole",
+            " sets, and one in a separate process may still write when the folder counts as whole",
             None,
             "Remove the section: torch writes the checkpoints. If they take too long, write fewer of them, with"
             " every_n_train_steps of ModelCheckpoint.",

@@ -227,7 +227,7 @@ _NOT_TRIED = {
     "autotuning": "it searches for a batch size itself",
     "elasticity": "it chooses the batch size itself",
     "hybrid_engine": "its engine is another one",
-    "zenflow": "its optimizer runs in a process of its own",
+    "zenflow": "its optimizer runs in a separate process",
     "data_efficiency": "it changes batches from step to step",
     "curriculum_learning": "it changes batches from step to step",
 }

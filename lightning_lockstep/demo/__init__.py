@@ -7,9 +7,9 @@ data                   where it comes from                         model that fi
 `SourceTextData`       the bytes of Python's own standard library  `ByteGPT`, a small causal transformer
 =====================  ==========================================  ======================================
 
-They are the demo, the tests' real load and the pattern to copy: metrics reduced properly over ranks, a
-global batch that is the same on any number of ranks (`GlobalBatchSampler`), and
-checks of their settings that report every fault at once.
+They are the demo, the tests' real load and the pattern to copy: metrics reduced properly over ranks, a global
+batch that is the same on any number of ranks (`GlobalBatchSampler`), and checks of their settings that report
+every error at once.
 """
 
 from lightning_lockstep._registry import attach_stub

@@ -31,7 +31,7 @@ class DigitsData(GlobalBatchDataModule):
         seed: Seed of the order of the training images.
 
     Raises:
-        ConfigurationError: A setting is out of range; all faults are listed.
+        ConfigurationError: A setting is out of range; the message lists every error.
         MissingExtraError: scikit-learn, which has the images, is not installed.
 
     Ranks:
@@ -130,7 +130,7 @@ class ConvNet(ClassifierModule):
         global_train_loss: Average `train_loss` over all ranks instead of logging rank 0's own.
 
     Raises:
-        ConfigurationError: A setting is out of range; all faults are listed.
+        ConfigurationError: A setting is out of range; the message lists every error.
 
     Ranks:
         See `ClassifierModule`.

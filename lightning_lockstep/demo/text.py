@@ -38,7 +38,7 @@ class SourceTextData(GlobalBatchDataModule):
         seed: Seed of the order of the training windows.
 
     Raises:
-        ConfigurationError: A setting is out of range; all faults are listed.
+        ConfigurationError: A setting is out of range; the message lists every error.
 
     Ranks:
         Every rank reads the whole text (`max_bytes`) and takes its share of each global batch.
@@ -148,7 +148,7 @@ class ByteGPT(ClassifierModule):
         global_train_loss: Average `train_loss` over all ranks instead of logging rank 0's own.
 
     Raises:
-        ConfigurationError: A setting is out of range; all faults are listed.
+        ConfigurationError: A setting is out of range; the message lists every error.
 
     Ranks:
         See `ClassifierModule`.

@@ -236,7 +236,7 @@ def mpi_here(machine: Machine, count: int) -> Finding:
     except LaunchError as error:
         return problem("mpi4py", str(error))
     if mpirun is None:
-        return not_applicable("mpi4py", "no mpirun was found beside this Python or in PATH")
+        return not_applicable("mpi4py", "no mpirun was found next to this Python or in PATH")
     command = mpirun_command(mpirun, settings, num_processes=count, num_nodes=1)
     command = [argument for argument in command if argument not in ("--output", "tag")]
     names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")

@@ -1,7 +1,7 @@
 """All ranks of the network test, on this host and on others, and what each of them knows of the others.
 
 Every process of a test takes the same stages in the same order. In each, every rank does something by itself, and
-:meth:`RankGroup.all` tells all processes what all ranks answered; so all of them decide alike what comes next, and no
+:meth:`RankGroup.all` tells all processes what all ranks answered; so all of them decide the same thing next, and no
 command travels.
 """
 

@@ -35,7 +35,7 @@ class Finding:
     """One thing that a check has looked at.
 
     Attributes:
-        status: How it stands.
+        status: The result.
         subject: What was looked at, in a few words, such as ``toolkit on PATH``.
         evidence: What was seen, and what that means; for ``NOT_APPLICABLE`` why it does not matter here.
         fix: Lines to paste into a shell. A line that begins with ``#`` is a remark for the reader.
@@ -141,8 +141,8 @@ class CheckOptions:
     """Options of the command line that checks look at.
 
     Attributes:
-        timeout: Longest time that a check may take [s]; ``None`` for its own.
-        nproc: Ranks that a check starts on this host; ``None`` for its own choice.
+        timeout: Longest time that a check may take [s]; ``None`` for the check's default.
+        nproc: Ranks that a check starts on this host; ``None`` for the check's default.
         hosts: Names of the hosts of the run, as ``mpirun --host`` takes them.
         hostfile: File with the hosts of the run.
         ssh_args: Arguments for ssh, such as ``-p 2222``.

@@ -110,7 +110,9 @@ class SlurmStepEnvironment(_StartedOutside, SLURMEnvironment):
     def __init__(self, step: SlurmStep | None = None) -> None:
         found = step or find_slurm_step()
         if found is None:
-            raise LaunchError("This process is no task of a Slurm step: expected it to be started by srun.")
+            raise LaunchError(
+                "This process is not a task of a Slurm step: expected it to be started by srun."
+            )
         # Lightning's own constructor refuses --ntasks without --ntasks-per-node.
         ClusterEnvironment.__init__(self)
         self.auto_requeue, self.requeue_signal = True, Signals.SIGUSR1
@@ -211,7 +213,8 @@ class MPIEnvironment(_StartedOutside):
         found = rank or find_mpi_rank()
         if found is None:
             raise LaunchError(
-                "This process is no rank of an MPI job: expected it to be started by mpirun, mpiexec or srun --mpi=..."
+                "This process is not a rank of an MPI job: expected it to be started by mpirun, mpiexec or"
+                " srun --mpi=..."
             )
         self._here = self.mpi_rank = found
 

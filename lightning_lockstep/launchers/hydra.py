@@ -137,7 +137,7 @@ def program_arguments(started_in: str) -> tuple[list[str], str | None]:
     if not script.is_file():
         raise LaunchError(
             f"This Hydra program cannot start further ranks: it was started as {sys.argv[0]!r}, which is"
-            f" no file in {started_in}. Start it from a script or with `python -m`, or let torchrun start"
+            f" not a file in {started_in}. Start it from a script or with `python -m`, or let torchrun start"
             " all ranks."
         )
     # With hydra.job.chdir rank 0 works in its run folder; so do the others.
@@ -169,7 +169,7 @@ def _program_of(function: FunctionType, started_in: str) -> tuple[list[str], str
     if file is None or not Path(file).is_file():
         raise LaunchError(
             f"This Hydra program cannot start further ranks: {function.__name__}() was sent here from {file}, which"
-            " is no file on this host. Start the program from a script that every host can read."
+            " is not a file on this host. Start the program from a script that every host can read."
         )
     if package is not None:  # python -m
         return ["-m", ".".join([*filter(None, [package]), Path(file).stem])], started_in
@@ -233,7 +233,7 @@ def inner_container(container: Any, key: Any) -> DictConfig | ListConfig | None:
 
 
 def for_other_ranks(frozen: DictConfig) -> DictConfig:
-    """Return a copy for the ranks beside rank 0: the same values, but nothing in it writes a file."""
+    """Return a copy for the ranks other than rank 0: the same values, but nothing in it writes a file."""
     from omegaconf import flag_override
 
     config = copy.deepcopy(frozen)

@@ -204,13 +204,13 @@ _WITH_THIS_PROCESS = (
 _PATIENCE = 10.0
 
 _UNEXPLAINED = """
-lightning-lockstep: mpirun has ended before the ranks of this host came to their end, and none of them knows why; what
-mpirun says of it is above. Where that is a daemon or a connection, it has lost a host: the network between the hosts
-is down, or that host or its daemon is. Continue from the last checkpoint once it is back.
+lightning-lockstep: mpirun ended before the ranks of this host did, and none of them reported an error; what mpirun
+printed is above. If that names a daemon or a connection, mpirun has lost a host: the network between the hosts is down,
+or that host or its daemon is. Continue from the last checkpoint once it is back.
 """
 _OVERDUE = """
-lightning-lockstep: mpirun had not ended {0:g} s after its ranks on this host, and was killed. It waits for the
-daemons of the other hosts: one of these is frozen, or its host is. Look there for processes that are left, and
+lightning-lockstep: mpirun was still running {0:g} s after its ranks on this host had ended, and was killed. It waits
+for the daemons of the other hosts: one of these is frozen, or its host is. Look there for processes that are left, and
 continue from the last checkpoint.
 """
 

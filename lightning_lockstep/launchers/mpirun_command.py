@@ -61,7 +61,7 @@ class MPIRun:
 
 
 def find_mpirun(settings: MPIRunSettings) -> MPIRun | None:
-    """Return the mpirun to use: the given one, the one beside this Python, or the first in ``PATH``."""
+    """Return the mpirun to use: the given one, the one next to this Python, or the first in ``PATH``."""
     beside = Path(sys.prefix, "bin", "mpirun")
     path = settings.mpirun or (str(beside) if beside.exists() else shutil.which("mpirun"))
     if path is None:

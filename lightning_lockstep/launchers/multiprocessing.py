@@ -128,7 +128,7 @@ def _error_of_ranks(
     killed = [end for end in ended if end.returncode < 0]
     if not killed and len(raised) == group.number and len({record.summary for record, _ in raised}) == 1:
         record, error = min(raised, key=lambda note: note[0].rank)
-        text = f"{record.traceback.rstrip()}\n\nAll {group.number} ranks raised this alike."
+        text = f"{record.traceback.rstrip()}\n\nAll {group.number} ranks raised this too."
         alike = error_from_bytes(error)
         if noted is None or not isinstance(alike, SystemExit):  # Python would print nothing of that
             return show_in_cell(alike, text)

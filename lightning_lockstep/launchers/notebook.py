@@ -122,7 +122,7 @@ def _divert_messages(path: Path) -> None:
 
 
 def _refuse_input(prompt: object = "") -> str:
-    """Raise, since the answer would come to the kernel and this rank would wait for ever."""
+    """Raise, since the answer would come to the kernel and this rank would wait forever."""
     raise EOFError(
         f"input({prompt!r}) was called in a rank of a notebook, where nobody can answer: ask in a cell."
     )

@@ -31,7 +31,7 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
     """Return a logger whose lines are printed by the main rank, by every rank, or by all ranks in rank order.
 
     Args:
-        name: Name of the logger, ``__name__`` as a rule.
+        name: Name of the logger, usually ``__name__``.
         log_level: Its level; by default ``LOCKSTEP_LOG_LEVEL``, and where that is not set the level is left
             as it is. Only this logger's level is set, never the root logger's.
 

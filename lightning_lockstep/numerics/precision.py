@@ -23,11 +23,11 @@ _Module = TypeVar("_Module", bound=nn.Module)
 def run_in_fp32(module: _Module) -> _Module:
     """Make a module compute in float32, with autocast off, whatever the precision around it.
 
-    Inputs of float16 or bfloat16 come in as float32; outputs go back to the dtype of the first
-    floating-point input (of the parameters where there is none, as for an embedding). Parameters that are
-    themselves float16 or bfloat16 are cast for the computation only: gradients reach them, the optimizer and
-    ``state_dict`` see no difference. An output too large for the dtype it goes back to is infinite again; then
-    choose the module around this one.
+    Inputs of float16 or bfloat16 come in as float32; outputs go back to the dtype of the first floating-point
+    input (of the parameters where there is none, as for an embedding). Parameters that are themselves float16
+    or bfloat16 are cast for the computation only: gradients reach them, the optimizer and ``state_dict`` see no
+    difference. An output too large for the dtype it is cast back to is infinite again; in that case apply this
+    to the enclosing module.
 
     Args:
         module: Any module. Calling this again does nothing.
@@ -35,7 +35,7 @@ def run_in_fp32(module: _Module) -> _Module:
     Returns:
         The same module.
 
-    Ranks: every rank alike; nothing is sent. Works below DDP.
+    Ranks: every rank; nothing is sent. Works below DDP.
     """
     if not runs_in_fp32(module):
         module.forward = _Float32Forward(module, module.__dict__.get("forward"))

@@ -48,7 +48,7 @@ class Counters:
 
 @dataclass
 class Response:
-    """What a hit leads to on one rank: the batch is replayed and reported, then all raise, warn or skip alike."""
+    """What a hit leads to on one rank: the batch is replayed and reported, then all ranks raise, warn or skip."""
 
     trainer: Trainer
     module: LightningModule

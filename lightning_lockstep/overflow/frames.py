@@ -1,4 +1,4 @@
-"""What a forward and backward pass did, a frame a module, and checks at places of the user's own choice."""
+"""What a forward and backward pass did, a frame a module, and checks at places that the user chooses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ listeners: list[Callable[[str, TensorStatistics], None]] = []
 
 
 def detect_overflow(tensor: Tensor, name: str = "tensor") -> bool:
-    """Say whether a tensor holds a nan or an infinity, at a place of one's own choice inside a forward.
+    """Return whether a tensor holds a nan or an infinity; to be called anywhere in a forward.
 
     A bad tensor is logged as a warning with its figures. While an
     :class:`~lightning_lockstep.OverflowDetector` replays or traces a batch, the spot gets a line in the frames.

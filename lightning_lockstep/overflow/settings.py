@@ -129,7 +129,7 @@ def refuse_strategy(trainer: Trainer, settings: OverflowSettings) -> None:
     if averages_models(trainer.strategy):
         raise ConfigurationError(
             f"OverflowDetector does not work with model_averaging_period on {name}: between two averages each rank"
-            " has gradients of its own, so that one rank would act alone. Train without it to find the overflow."
+            " has its own gradients, so that one rank would act alone. Train without it to find the overflow."
         )
 
 

@@ -48,7 +48,7 @@ def fault_of_dropping(loader: Any) -> str | None:
     if not _is_plain(loader):
         kind = type(loader.batch_sampler).__name__
         return (
-            f"last_batch='drop' with a batch sampler of its own ({kind}): expected one of torch, which can leave it"
+            f"last_batch='drop' with its own batch sampler ({kind}): expected one of torch, which can leave it"
             " out. Let your sampler do it, and give last_batch='keep'"
         )
     if not isinstance(loader.dataset, IterableDataset) and _samples_of(loader) in range(

@@ -55,7 +55,7 @@ class RunsLater(Protocol):
     """A strategy that collects operations and runs them later; its devices have a random state of their own."""
 
     def sync(self) -> None:
-        """Compile what was called and is pending, if it is new, and begin to run it; every process alike."""
+        """Compile what was called and is pending, if it is new, and begin to run it; on every process."""
 
     def device_seed(self) -> int:
         """Return the state of the devices' random numbers; nothing is read from a device."""
@@ -114,7 +114,7 @@ class EngineGradients(Protocol):
         """Return whether the engine itself has found a bad value in this rank's part."""
 
     def skip_step(self) -> None:
-        """Have the engine skip its next optimizer step; on all ranks alike."""
+        """Have the engine skip its next optimizer step; on all ranks."""
 
     def loss_scale(self) -> tuple[float, float] | None:
         """Return the loss scale and its floor; ``None`` where the loss is not scaled."""

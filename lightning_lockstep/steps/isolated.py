@@ -194,7 +194,7 @@ def gradients_apart(parameters: Iterable[nn.Parameter], *, hooks: bool) -> Itera
     """Let parameters (whole leaves) have gradients in the body that nothing outside it sees arrive.
 
     They are the same objects with the same values in the same memory. With ``hooks``, those that a program has
-    registered on them act as ever.
+    registered on them act as usual.
     """
     # DDP's reducer and DeepSpeed's engine listen where autograd adds a gradient up. Even where nothing is to be
     # reduced, DDP notes there which parameters a step has used, and in the first step of a static graph how often.

@@ -61,7 +61,7 @@ class LoaderPosition(Callback):
 
     @classmethod
     def attach(cls, trainer: Any) -> None:
-        """Give a Trainer this callback, unless it has it. Ranks: all, alike; nothing is sent."""
+        """Give a Trainer this callback, unless it has it. Ranks: all ranks; nothing is sent."""
         if not any(isinstance(callback, cls) for callback in trainer.callbacks):
             trainer.callbacks.append(cls())  # at the end: Lightning may be going through the list
 

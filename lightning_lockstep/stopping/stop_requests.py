@@ -34,9 +34,9 @@ _lock = threading.RLock()
 def set_breakpoint(reason: str = "a breakpoint was set") -> None:
     """Ask all ranks to leave their training loop together, after the same batch.
 
-    Can be called anywhere in the main process of a rank: in a ``training_step``, a callback, a dataset
-    without workers, another thread. In a fit, the callback :class:`StopTogether` acts on it; in a loop of
-    one's own, :func:`check_breakpoint` does.
+    Can be called anywhere in the main process of a rank: in a ``training_step``, a callback, a dataset without
+    workers, another thread. In a fit, the callback :class:`StopTogether` acts on it; in your own loop,
+    :func:`check_breakpoint` does.
 
     Args:
         reason: Why; every rank receives it, with the number of this one.
@@ -62,8 +62,8 @@ def set_breakpoint(reason: str = "a breakpoint was set") -> None:
 def check_breakpoint(*, reset: bool = False) -> StopDecision | None:
     """Return the breakpoint on which all ranks have agreed, or ``None``.
 
-    After a ``fit`` with :class:`StopTogether`, or during one, it only returns the decision. In a loop of one's
-    own it is the point at which all ranks leave: call it on every rank after every batch.
+    After a ``fit`` with :class:`StopTogether`, or during one, it only returns the decision. In your own loop it
+    is the point at which all ranks leave: call it on every rank after every batch.
 
         for batch in loader:
             ...
@@ -71,8 +71,8 @@ def check_breakpoint(*, reset: bool = False) -> StopDecision | None:
                 break
 
     Args:
-        reset: Forget the breakpoint once it was returned, so that the ranks can agree on another one. To be
-            passed alike on every rank.
+        reset: Forget the breakpoint once it was returned, so that the ranks can agree on another one. Pass the
+            same value on every rank.
 
     Returns:
         Who asked and why, equal on every rank, from the agreed batch on; ``None`` before.
@@ -102,7 +102,7 @@ def connect() -> StepAgreement:  # on every rank alike, the first time
 
 
 def count_in_fit(counts: bool) -> None:
-    """Set, on all ranks alike, whether a fit counts batches, so that :func:`check_breakpoint` must not."""
+    """Set, on all ranks, whether a fit counts batches, so that :func:`check_breakpoint` must not."""
     global _fit_counts
     _fit_counts = counts
 

@@ -24,19 +24,19 @@ from lightning_lockstep.strategies.options import (
 
 
 class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
-    """DDP on CPU or CUDA, one process a device, on one or several nodes.
+    """DDP on CPU or CUDA, one process per device, on one or several nodes.
 
-    What it adds to Lightning's: a rank that fails ends all of them, with its own traceback printed last; the
-    precision that was asked for or an error; a table of which rank runs where; CPU threads by the number of
-    usable cores; a setting for ranks with different amounts of data; gradient compression on CPU too; and no
-    broadcast before every batch.
+    In addition to Lightning's ``DDPStrategy``: when a rank fails, all ranks stop and its traceback is printed
+    last; the requested precision is used, or refused with an error; a table shows which rank runs where; CPU
+    threads are set by the number of usable cores; ranks may have different amounts of data; gradient
+    compression works on CPU too; and there is no broadcast before every batch.
 
     Args:
         start_method: How the ranks of a node are started where no other program does: ``popen`` runs the program
             again, ``spawn``, ``fork`` and ``forkserver`` use multiprocessing (``fork`` in notebooks).
         grace_period: Time from learning of a failure until a rank is ended by force [s].
         silence_limit: How long a rank may be stopped, or its host unreachable, before that counts as a failure
-            [s]. A rank that runs sends heartbeats, whatever it does.
+            [s]. A running rank sends heartbeats, whatever it computes.
         uneven_inputs: When ranks have different numbers of training batches: ``error`` raises (before the first
             one, unless a loader gives fewer than its length says), ``truncate`` stops all ranks when the first
             runs out, ``join`` gives ranks that have run out padding batches (their last one again, with a loss
@@ -47,10 +47,10 @@ class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
         guard: ``watch`` finds out why a collective does not complete, and all ranks raise the same error;
             ``verify`` also compares what the ranks call before each collective; ``off`` does neither.
         stall_timeout: How long a collective may take before the ranks compare where they are [s].
-        guard_history: How many of the last collectives of each rank an error of the guard lists.
-        process_group_backend: ``gloo``, ``nccl`` or another registered one; by default that of the device.
+        guard_history: Number of last collectives of each rank that an error of the guard lists.
+        process_group_backend: ``gloo``, ``nccl`` or another registered one; by default the one for the device.
         ddp_comm_hook: Gradient compression: ``fp16_compress``, ``bf16_compress``, ``power_sgd``, or a
-            function as torch documents it.
+            communication hook as torch documents it.
         ddp_comm_state: State for a hook given as a function.
         gradient_as_bucket_view: Whether gradients live in the buckets that are reduced, which saves a copy.
         cluster_environment: Tells which rank this process is; by default the one among the Trainer's plugins, or else
@@ -62,8 +62,8 @@ class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
     Raises:
         ConfigurationError: One message with everything that cannot be used.
 
-    Ranks: construct it alike in every process. At start-up all ranks connect once; then nothing is sent beyond
-        DDP's own gradient reductions until a rank fails.
+    Ranks: construct it in every process with the same arguments. At start-up all ranks connect once; then
+        nothing is sent beyond DDP's own gradient reductions until a rank fails.
     """
 
     strategy_name = "lockstep_ddp"

@@ -68,12 +68,13 @@ _MPI_BACKENDS = ("mpi4py", "mpi")
 
 
 class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
-    """DeepSpeed on CUDA or CPU, one process a device, on one or several nodes, ZeRO stages 0 to 3.
+    """DeepSpeed on CUDA or CPU, one process per device, on one or several nodes, ZeRO stages 0 to 3.
 
-    What it adds to Lightning's: it runs on CPUs too, over gloo or MPI, so that a configuration can be tried without
-    a GPU; what DeepSpeed would silently ignore, and what contradicts the Trainer, is refused before any rank starts;
-    ``auto`` in a configuration is filled in from the Trainer; one plain checkpoint file in the end; and everything of
-    :class:`LockstepDDPStrategy`: failure propagation, the guard, placement table, CPU threads, uneven inputs.
+    In addition to Lightning's ``DeepSpeedStrategy``: it runs on CPUs too, over gloo or MPI, so that a
+    configuration can be tried without a GPU; settings that DeepSpeed would silently ignore, or that contradict
+    the Trainer, are refused before any rank starts; ``auto`` in a configuration is filled in from the Trainer;
+    checkpoints can be written as one plain file; and everything of :class:`LockstepDDPStrategy`: failure
+    propagation, the guard, placement table, CPU threads, uneven inputs.
 
     Args:
         config: DeepSpeed's own configuration, as a dictionary or the path of a JSON file.
@@ -86,11 +87,11 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         nvme_path: Folder on the NVMe disk for what is kept there.
         consolidate: Whether the best and the last checkpoint are also written as one plain file each, when the fit
             ends.
-        adapt: Whether what DeepSpeed cannot do on this device is replaced by what it can, each replacement printed;
-            otherwise it is refused.
-        remove_stale_locks: Whether locks may be removed that a killed build of DeepSpeed's operations has left behind.
+        adapt: Whether settings that DeepSpeed does not support on this device are replaced by supported ones,
+            each replacement printed; otherwise they are refused.
+        remove_stale_locks: Whether to remove locks that a killed build of DeepSpeed's operations has left.
         exclude_frozen_parameters: Whether checkpoints leave out parameters without gradients.
-        start_method: As for :class:`LockstepDDPStrategy`; so are the following.
+        start_method: As for :class:`LockstepDDPStrategy`, like all that follows.
         grace_period: Time from learning of a failure until a rank is ended by force [s].
         silence_limit: How long a rank may be stopped, or its host unreachable [s].
         uneven_inputs: What happens when ranks have different numbers of training batches.
@@ -109,7 +110,7 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         ConfigurationError: One message with everything that cannot be used.
         MissingExtraError: DeepSpeed is not installed, or cannot be imported.
 
-    Ranks: construct it alike in every process. At start-up all ranks connect once.
+    Ranks: construct it in every process with the same arguments. At start-up all ranks connect once.
     """
 
     strategy_name = "lockstep_deepspeed"
@@ -270,7 +271,7 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         raise ConfigurationError(
             f"configure_optimizers of {type(self.lightning_module).__name__} returns several optimizers or schedulers:"
             " expected one optimizer and at most one scheduler, as DeepSpeed's engine has one of each. Give one"
-            " optimizer groups of parameters with options of their own, or use strategy='lockstep_ddp'."
+            " optimizer parameter groups with their own options, or use strategy='lockstep_ddp'."
         )
 
     def _setup_model_and_optimizer(

@@ -53,7 +53,7 @@ from lightning_lockstep._doors.lightning import (
     reset_seed,
 )
 from lightning_lockstep._doors.lightning_internals import given_to_trainer
-from lightning_lockstep._registry import public
+from lightning_lockstep._registry import public, repr_for_fabric
 from lightning_lockstep._settings import launcher_pid
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.distributed.failure.process_exit import outcome
@@ -153,12 +153,12 @@ class RankLifecycle:
     """Launch, precision, CPU threads, rendezvous, placement table, uneven inputs and failures of a strategy's ranks.
 
     Args:
-        strategy: A strategy of Lightning that has, beside what ``ParallelStrategy`` has, ``num_nodes`` and
-            ``num_processes``, the number of ranks per node.
+        strategy: A strategy of Lightning that has, in addition to what ``ParallelStrategy`` has, ``num_nodes``
+            and ``num_processes``, the number of ranks per node.
         settings: What the user has set.
         startup: How the ranks are started and connected.
-        precision: Returns the precision plugin to use from Lightning's choice, the name the user gave and the
-            type of the device, or raises.
+        precision: Returns the precision plugin to use, given Lightning's, the name the user gave and the type
+            of the device, or raises.
 
     Attributes:
         supervisor: Of this rank.
@@ -363,6 +363,7 @@ class LifecycleHooks(ParallelStrategy):
 
     lifecycle: RankLifecycle
     cluster_environment: Any = GivenEnvironment()
+    __repr__ = repr_for_fabric
 
     @staticmethod
     def detect_environment() -> ClusterEnvironment:

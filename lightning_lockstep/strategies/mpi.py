@@ -35,17 +35,17 @@ _BACKENDS = ("auto", "mpi4py", "gloo", "nccl", "mpi")
 class LockstepMPIStrategy(LockstepDDPStrategy):
     """DDP for ranks that mpirun, mpiexec or srun has started, or that it starts itself with mpirun.
 
-    Everything of :class:`LockstepDDPStrategy` holds here too: failure propagation, resolved precision, the table of
+    It has everything of :class:`LockstepDDPStrategy`: failure propagation, resolved precision, the table of
     which rank runs where, uneven inputs, gradient compression.
 
     Args:
         backend: ``auto``: nccl on CUDA, ``mpi4py`` (collectives of the MPI library) on CPU. Or one of ``mpi4py``,
             ``gloo``, ``nccl``, and ``mpi`` for a torch built with it.
-        check: Whether the backend ``mpi4py`` compares operation, shape and dtype between the ranks before
-            each collective, which costs some microseconds; so it is also under ``guard="watch"``.
+        check: Whether the backend ``mpi4py`` compares operation, shape and dtype between the ranks before each
+            collective, which costs a few microseconds; with ``guard="watch"`` too.
         cuda_aware: Whether the MPI library takes CUDA memory; by default the library is asked.
         hostfile: File with the hosts to start ranks on and their slots, in the form of the mpirun in use.
-        mpirun: The command that starts ranks; by default the one beside this Python, else the one in
+        mpirun: The command that starts ranks; by default the one next to this Python, else the one in
             ``PATH``.
         mpirun_args: Further arguments for it.
         ssh_args: Arguments for ssh to the other hosts, such as ``["-p", "2222"]``.
@@ -69,8 +69,8 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         ConfigurationError: One message with everything that cannot be used.
         MissingExtraError: ``backend="mpi4py"``, and it is not installed.
 
-    Ranks: construct it alike in every process. Detection reads environment variables; MPI is started when the
-        ranks are connected, not before.
+    Ranks: construct it in every process with the same arguments. Detection reads environment variables; MPI is
+        started when the ranks are connected, not before.
     """
 
     strategy_name = "lockstep_mpi"
@@ -161,7 +161,7 @@ class MPIStartup(RankStartup):
         command = find_mpirun(self.mpirun)
         if command is None:
             raise LaunchError(
-                "There is no mpirun beside this Python nor in PATH: install one with"
+                "There is no mpirun next to this Python nor in PATH: install one with"
                 " `pip install 'lightning-lockstep[mpi]'`, load your cluster's MPI module, or give mpirun=..."
                 " Without MPI, train with the strategy lockstep_ddp (strategy=ddp)."
             )

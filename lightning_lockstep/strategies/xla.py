@@ -69,7 +69,7 @@ class XLAStartup(RankStartup):
 
 
 class LockstepXLAStrategy(XLASteps, LifecycleHooks):
-    """Training on TPUs from one process a device, or on one XLA device of the CPU.
+    """Training on TPUs with one process per device, or on one XLA device of the CPU.
 
     Gradients are averaged between the devices, within the compiled step. Objects, logged values, metrics and barriers
     travel between hosts over gloo, where the guard sees who does not arrive. Failure propagation, the placement table,
@@ -95,8 +95,8 @@ class LockstepXLAStrategy(XLASteps, LifecycleHooks):
         ConfigurationError: One message with everything that cannot be used.
         MissingExtraError: torch-xla is not installed.
 
-    Ranks: construct it alike in every process. On the CPU one only; several virtual devices are for
-        :class:`LockstepXLASPMDStrategy`.
+    Ranks: construct it in every process with the same arguments. On the CPU one only; several virtual devices
+        are for :class:`LockstepXLASPMDStrategy`.
     """
 
     strategy_name = "lockstep_xla"
@@ -351,7 +351,7 @@ class LockstepXLASPMDStrategy(XLASteps, SingleDeviceStrategy):
         self.precision_plugin = self.resolve_precision(self.precision_plugin, requested_precision())
 
     def setup_environment(self) -> None:
-        """Find torch-xla and its devices. Ranks: every process, alike."""
+        """Find torch-xla and its devices. Ranks: every process."""
         if self.runtime is None:
             runtime = XLARuntime(self.needed_for, num_devices=self._num_devices)
             runtime.use_spmd()
@@ -366,7 +366,7 @@ class LockstepXLASPMDStrategy(XLASteps, SingleDeviceStrategy):
             LoaderPosition.attach(self.lightning_module.trainer)
 
     def model_to_device(self) -> None:
-        """Move the module to the devices, and divide its parameters. Ranks: every process, alike."""
+        """Move the module to the devices, and divide its parameters. Ranks: every process."""
         super().model_to_device()
         if self._divides and self._mesh is not None and self.lightning_module is not None:
             self._divided = self._mesh.divide_parameters(
@@ -374,7 +374,7 @@ class LockstepXLASPMDStrategy(XLASteps, SingleDeviceStrategy):
             )
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch to the devices, divided among them. Ranks: every process, alike."""
+        """Move a batch to the devices, divided among them. Ranks: every process."""
         moved = super().batch_to_device(batch, device, dataloader_idx)
         if self._mesh is None:
             return moved
@@ -395,7 +395,7 @@ class LockstepXLASPMDStrategy(XLASteps, SingleDeviceStrategy):
             )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load what the optimizers have kept. Ranks: every process, alike."""
+        """Load what the optimizers have kept. Ranks: every process."""
         super().load_optimizer_state_dict(checkpoint)
         if self._mesh is not None and self.lightning_module is not None:
             for optimizer in self.optimizers:

@@ -17,6 +17,7 @@ from lightning_lockstep._doors.lightning import (
     set_shared_parameters,
 )
 from lightning_lockstep._doors.lightning_internals import show_accelerator
+from lightning_lockstep._registry import repr_for_fabric
 from lightning_lockstep._text import say
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.xla.runtime import XLARuntime, check_accelerator, check_torch_xla
@@ -60,6 +61,7 @@ class XLASteps(XLAPending, Strategy):
     _dtypes: DtypeReport | None = None
     _lazy_run: LazyRun | None = None
     _steps_made = 0
+    __repr__ = repr_for_fabric
 
     @property
     def needed_for(self) -> str:
@@ -97,7 +99,7 @@ class XLASteps(XLAPending, Strategy):
     # -- the run ----------------------------------------------------------------------------------------
 
     def model_to_device(self) -> None:
-        """Move the module to the device; parameters that are one stay one. Ranks: every process, alike."""
+        """Move the module to the device; parameters that are one stay one. Ranks: every process."""
         if self.model is not None:
             # A parameter cannot change to an XLA device in place: each gets a new object, tied ones several.
             tied = find_shared_parameters(self.model)
@@ -105,7 +107,7 @@ class XLASteps(XLAPending, Strategy):
             set_shared_parameters(self.model, tied)
 
     def setup(self, trainer: Any) -> None:
-        """Set the run up. Ranks: every process, alike."""
+        """Set the run up. Ranks: every process."""
         # Tensors of torch.inference_mode cannot be lazy ones; loops without it evaluate under torch.no_grad.
         evaluating = trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop
         for loop in (*evaluating, trainer.predict_loop):
@@ -123,12 +125,12 @@ class XLASteps(XLAPending, Strategy):
         self._lazy_run = LazyRun(trainer, lambda: self._steps_made)
 
     def sync(self) -> None:
-        """Compile what is pending, if it is new, and begin to run it. Ranks: every process, alike."""
+        """Compile what is pending, if it is new, and begin to run it. Ranks: every process."""
         if self.runtime is not None:
             self.runtime.sync()
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch to the device. Ranks: every process, alike."""
+        """Move a batch to the device. Ranks: every process."""
         moved = super().batch_to_device(batch, device, dataloader_idx)
         if self._dtypes is not None:
             self._dtypes.note_inputs(moved)
@@ -140,7 +142,7 @@ class XLASteps(XLAPending, Strategy):
         super().on_train_batch_start(batch, batch_idx)
 
     def prepare_gradients(self) -> None:
-        """Make the gradients of a backward ready to be clipped and used. Ranks: every process, alike."""
+        """Make the gradients of a backward ready to be clipped and used. Ranks: every process."""
         if self.lightning_module is not None:
             own_memory(self.lightning_module)
 
@@ -153,7 +155,7 @@ class XLASteps(XLAPending, Strategy):
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """Take an optimizer step, and run it. Ranks: every process, alike."""
+        """Take an optimizer step, and run it. Ranks: every process."""
         by_itself = self.lightning_module is not None and self.lightning_module.automatic_optimization
 
         def with_gradients() -> Any:
@@ -176,15 +178,15 @@ class XLASteps(XLAPending, Strategy):
                 say(f"lightning-lockstep: precision={self.precision_plugin.precision} on XLA devices: {line}")
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's validation step. Ranks: every process, alike."""
+        """Run the module's validation step. Ranks: every process."""
         return self._synced(super().validation_step(*args, **kwargs))
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's test step. Ranks: every process, alike."""
+        """Run the module's test step. Ranks: every process."""
         return self._synced(super().test_step(*args, **kwargs))
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's prediction step. Ranks: every process, alike."""
+        """Run the module's prediction step. Ranks: every process."""
         return self._synced(super().predict_step(*args, **kwargs))
 
     def _synced(self, result: Any) -> Any:
@@ -192,13 +194,13 @@ class XLASteps(XLAPending, Strategy):
         return result
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint as a plain file, which loads without torch-xla. Ranks: every process, alike."""
+        """Write a checkpoint as a plain file, which loads without torch-xla. Ranks: every process."""
         self.sync()
         on_cpu = move_data_to_device(checkpoint, torch.device("cpu"))
         super().save_checkpoint(on_cpu, filepath, storage_options)
 
     def end_lazy_run(self) -> None:
-        """End what a run has begun beside its steps; more than once does no harm. Ranks: every process, alone."""
+        """End what a run has begun outside its steps; more than once does no harm. Ranks: every process, alone."""
         if self._lazy_run is not None:
             self._lazy_run.end()
 

@@ -60,7 +60,7 @@ def check_untouched(local_processes: int) -> None:
         raise LaunchError(
             f"XLA was already used in this process, so its devices could not be shared among {local_processes} ranks:"
             " expected no call of torch_xla.device(), no tensor on an XLA device and no earlier job in it. Make the"
-            " Trainer first and the tensors within its run, and start each job of a sweep as a program of its own."
+            " Trainer first and the tensors within its run, and start each job of a sweep as a separate program."
         )
 
 
@@ -190,7 +190,7 @@ class XLARuntime:
         if self.runtime.is_spmd():
             raise ConfigurationError(
                 "This process has trained on all XLA devices as one (SPMD) before, which torch-xla cannot undo:"
-                " expected a process of its own for one device. Start another program, or use"
+                " expected a separate process for each device. Start another program, or use"
                 " strategy='lockstep_xla_spmd'."
             )
         if local_processes == 1:
@@ -230,7 +230,7 @@ class XLARuntime:
         if self.num_processes > 1:
             raise ConfigurationError(
                 f"torch-xla has {self.num_devices} devices in {self.num_processes} processes: expected the devices of"
-                " one host, in one process, as each process would divide batches of its own. Use"
+                " one host, in one process, as each process would divide its own batches. Use"
                 " strategy='lockstep_xla' on several hosts."
             )
         if self._num_devices not in (None, self.num_devices):
@@ -252,12 +252,12 @@ class XLARuntime:
                 raise
             raise ConfigurationError(
                 "A backward has run in this process before torch-xla had its devices, and autograd counts devices at"
-                " the first backward only: expected a process that begins with XLA. Run this in a process of its own,"
+                " the first backward only: expected a process that begins with XLA. Run this in a separate process,"
                 " or call torch_xla.runtime.global_runtime_device_count() before the first backward."
             ) from None
 
     def sync(self) -> None:
-        """Compile what was called and is pending, if it is new, and begin to run it; every process alike."""
+        """Compile what was called and is pending, if it is new, and begin to run it; on every process."""
         self._sync()
 
     def seed(self) -> int:

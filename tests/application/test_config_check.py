@@ -18,7 +18,7 @@ def test_nothing_is_said_about_a_good_command_line() -> None:
 
 def test_a_wrong_group_choice_key_and_value_are_reported_together() -> None:
     choice, key, value = faults_of("strategy=dpp", "trainer.max_epochz=3", "data.batch_size=-1")
-    assert choice.startswith("strategy=dpp: group 'strategy' has no choice 'dpp'. Did you mean 'ddp'?")
+    assert choice.startswith("strategy=dpp: group 'strategy' has no option 'dpp'. Did you mean 'ddp'?")
     assert key.startswith(
         "trainer.max_epochz=3: there is no key 'max_epochz' in 'trainer'. Did you mean 'max_epochs'"
     )
@@ -30,10 +30,10 @@ def test_a_wrong_group_choice_key_and_value_are_reported_together() -> None:
     [
         ("stategy=ddp", "there is no key 'stategy' in the configuration. Did you mean 'strategy'"),
         ("max_epochs=3", "Did you mean 'trainer.max_epochs'?"),
-        ("callbacks=[lr_monitr]", "no choice 'lr_monitr'. Did you mean 'lr_monitor'"),
+        ("callbacks=[lr_monitr]", "no option 'lr_monitr'. Did you mean 'lr_monitor'"),
         ("precision=16-mixd", "Did you mean '16-mixed'"),
-        ("precision=16", "group 'precision' has no choice '16'. Did you mean"),
-        ("precision=null", "expected a choice of group 'precision': 16-mixed,"),
+        ("precision=16", "group 'precision' has no option '16'. Did you mean"),
+        ("precision=null", "expected an option of group 'precision': 16-mixed,"),
         ("trainer.precision=16-mixd", "Did you mean '16-mixed'"),
         ("trainer.max_epochs=abc", "expected a whole number or null, given the text 'abc'."),
         ("trainer.fast_dev_run=maybe", "expected a whole number or true or false"),
@@ -81,7 +81,7 @@ def test_a_wrong_group_choice_key_and_value_are_reported_together() -> None:
         ("callbacks=ModelCheckpoint", "Did you mean 'checkpoint=best'?"),
         ("logger=wandb_logger", "Did you mean 'wandb'?"),
         ("logger=false", "Did you mean 'none'?"),
-        ("+callbacks=overflow", "has a choice already. Write callbacks=overflow, which takes its place."),
+        ("+callbacks=overflow", "has an option already. Write callbacks=overflow, which takes its place."),
         ("objective=val_acc", "Give a value to one of them, such as objective.metric=..."),
         ("trainer.max_epochs", "Give it a value: trainer.max_epochs=..."),
         ("a:b=c", "'a:b=c' cannot be read as key=value"),
@@ -106,9 +106,9 @@ def test_one_wrong_argument_is_one_fault_that_tells_what_is_right(argument: str,
 )
 def test_a_key_of_a_choice_that_is_not_taken_names_the_choice(typed: str, hint: str) -> None:
     fault = only(faults_of(typed))
-    assert fault.endswith(f"{hint} It comes with the choice callbacks=early_stopping: give that too.")
+    assert fault.endswith(f"{hint} It comes with the option callbacks=early_stopping: give that too.")
     assert faults_of("callbacks=early_stopping", "callbacks.early_stopping.patience=3") == []
-    assert "comes with the choice logger=wandb: give" in only(faults_of("logger.wandb.project=mine"))
+    assert "comes with the option logger=wandb: give" in only(faults_of("logger.wandb.project=mine"))
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_each_value_of_a_sweep_is_checked() -> None:
     faults = faults_of("-m", "seed=1,2", "model.width=8,9,16", "data=digits,digit")
     assert len(faults) == 2
     assert faults[0].startswith("model.width=9: expected a multiple of 8")
-    assert faults[1].startswith("data=digit: group 'data' has no choice 'digit'.")
+    assert faults[1].startswith("data=digit: group 'data' has no option 'digit'.")
 
 
 def test_choices_that_are_numbers_are_quoted_for_hydra() -> None:
@@ -271,7 +271,7 @@ def test_a_wrong_config_name_is_one_fault() -> None:
 def test_the_message_numbers_the_faults_and_says_that_nothing_was_started() -> None:
     text = describe("lockstep-train", [Fault("a=1: wrong."), Fault("b=2: wrong\ntoo.", ValueError())])
     assert text.splitlines() == [
-        "lockstep-train: 2 faults in the configuration; nothing was started.",
+        "lockstep-train: 2 errors in the configuration; nothing was started.",
         "",
         "  1. a=1: wrong.",
         "  2. b=2: wrong",

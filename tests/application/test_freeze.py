@@ -173,5 +173,5 @@ def test_a_program_without_a_file_cannot_be_started_again(
 ) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     monkeypatch.setattr(sys, "argv", ["-c"])
-    with pytest.raises(LaunchError, match="started as '-c', which is no file"):
+    with pytest.raises(LaunchError, match="started as '-c', which is not a file"):
         hydra_child_command()

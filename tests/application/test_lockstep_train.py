@@ -180,7 +180,7 @@ def test_a_wrong_command_line_is_one_message_and_exit_code_2(tmp_path: Path) -> 
     run.mkdir()
     outcome = lockstep_train("strategy=dpp", "trainer.max_epochz=3", "data.batch_size=-1", cwd=run)
     assert outcome.returncode == 2
-    assert outcome.stderr.startswith("lockstep-train: 3 faults in the configuration; nothing was started.")
+    assert outcome.stderr.startswith("lockstep-train: 3 errors in the configuration; nothing was started.")
     assert "Traceback" not in outcome.output
     assert list(run.iterdir()) == []
 
@@ -213,7 +213,7 @@ def test_settings_that_all_ranks_refuse_once_they_have_met_are_one_message_too(t
     choice = ("strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu", "model._target_=own.Own")
     outcome = lockstep_train(*choice, "model.width=8", cwd=tmp_path, PYTHONPATH=path_with(tmp_path))
     assert outcome.returncode == 2, outcome.output
-    assert "one fault in the configuration; all ranks were stopped." in outcome.stderr
+    assert "one error in the configuration; all ranks were stopped." in outcome.stderr
     assert outcome.stderr.rstrip().splitlines()[-1] == "HYDRA_FULL_ERROR=1 shows the exceptions behind this."
     assert "of this host failed" not in outcome.output and outcome.leftovers == ()
 

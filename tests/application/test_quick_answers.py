@@ -63,7 +63,7 @@ def test_a_fault_that_only_a_constructor_finds_is_reported_beside_the_others() -
     arguments = ["trainer.max_epochs=ten", "model.learning_rate=-1"]
     outcome = run_script([sys.executable, "-c", COMMAND, *arguments], fresh=True)
     assert outcome.returncode == 2
-    assert "2 faults" in outcome.stderr
+    assert "2 errors" in outcome.stderr
     assert "importing torch and Lightning to check the rest" in outcome.stderr.splitlines()[0]
 
 

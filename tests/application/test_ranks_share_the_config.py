@@ -104,7 +104,7 @@ def test_a_wrong_command_line_ends_all_ranks_of_torchrun_with_one_message(tmp_pa
     run.mkdir()
     outcome = torchrun(str(ECHO), "part=frist", "txet=1", env={"ECHO_TO": str(run)}, cwd=run)
     assert outcome.returncode != 0
-    assert outcome.output.count("2 faults in the configuration; nothing was started.") == 1, outcome.output
+    assert outcome.output.count("2 errors in the configuration; nothing was started.") == 1, outcome.output
     assert "exitcode  : 2" in outcome.output
     assert "hydra/_internal" not in outcome.output
     assert list(run.iterdir()) == []

@@ -148,7 +148,7 @@ def test_the_decorator_takes_a_reduction_and_refuses_a_batch_size():
         return batch_size
 
     assert train() == 90
-    with pytest.raises(TypeError, match="beside the batch size"):
+    with pytest.raises(TypeError, match="in addition to the batch size"):
         train(64)
 
     @find_executable_batch_size(starting_batch_size=4)

@@ -40,7 +40,7 @@ def bad(case: str):
         return AutoBatchSize(), PassedIn(), DataLoader(Endless()), "IterableDataset"
     if case == "batch sampler":
         own = DataLoader(data, batch_sampler=type("Own", (BatchSampler,), {})(range(64), 4, False))
-        return AutoBatchSize(), PassedIn(), own, "batch sampler of its own"
+        return AutoBatchSize(), PassedIn(), own, "its own batch sampler"
     if case == "not a loader":
         return AutoBatchSize(), PassedIn(), [torch.randn(2, 20)], "Tensor cannot be changed"
     if case == "nothing fits":

@@ -146,7 +146,10 @@ def test_the_former_name_of_the_global_batch_is_read_with_a_note() -> None:
     with pytest.warns(FutureWarning, match=r"is called global_batch_size, the one name") as noted:
         assert AutoBatchSize(effective_batch_size=16).settings.global_batch_size == 16
     assert noted[0].filename == __file__, "the note points at the line that has the former name"
-    with pytest.warns(FutureWarning), pytest.raises(ConfigurationError, match="expected None beside global"):
+    with (
+        pytest.warns(FutureWarning),
+        pytest.raises(ConfigurationError, match="expected None together with global"),
+    ):
         AutoBatchSize(global_batch_size=8, effective_batch_size=16)
 
 

@@ -333,7 +333,7 @@ def test_missing_file_is_named(three: Path, tmp_path: Path, name: str, lacking: 
     folder = Path(shutil.copytree(three / f"{name}.ckpt", tmp_path / "copy.ckpt"))
     (folder / "checkpoint" / lacking).unlink()
     message = (
-        rf"2 of 3 ranks' files are there; missing: {lacking}\. Each node writes those of its own ranks: name the"
+        rf"2 of 3 ranks' files are there; missing: {lacking}\. Each node writes those of its ranks: name the"
         r" folders of all nodes"
     )
     with pytest.raises(ConfigurationError, match=message):
@@ -467,7 +467,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     ):
         consolidated(tmp_path / "none.ckpt")
     with pytest.raises(
-        ConfigurationError, match=r"is no DeepSpeed checkpoint. Expected a folder such as epoch=1"
+        ConfigurationError, match=r"is not a DeepSpeed checkpoint. Expected a folder such as epoch=1"
     ):
         consolidated(tmp_path)
     (tmp_path / "file.ckpt").touch()
@@ -633,6 +633,6 @@ def test_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_command_says_in_one_line_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"lockstep-consolidate: {tmp_path}: is no DeepSpeed checkpoint.")
+    assert error.startswith(f"lockstep-consolidate: {tmp_path}: is not a DeepSpeed checkpoint.")
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []

@@ -60,7 +60,7 @@ def test_a_function_that_a_console_command_imports(tmp_path: Path) -> None:
 
 def test_a_script_that_is_not_on_this_host() -> None:
     with pytest.raises(
-        LaunchError, match=r"main\(\) was sent here from /not/here\.py, which is no file on this host"
+        LaunchError, match=r"main\(\) was sent here from /not/here\.py, which is not a file on this host"
     ):
         arguments_in_job(sent("/not/here.py", None))
 

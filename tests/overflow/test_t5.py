@@ -1,15 +1,17 @@
-"""A tiny T5 whose float16 overflows: beside Transformers' detector, on two ranks, and with the remedy."""
+"""A tiny T5 whose float16 overflows: compared with Transformers' detector, on two ranks, and with the remedy."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
 from torch.utils.data import DataLoader
 
 from lightning_lockstep import ConfigurationError, FP32Modules, OverflowDetectedError, OverflowDetector
@@ -30,6 +32,29 @@ def example() -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def plugin(precision: str) -> Any:
+    """The precision plugin; Lightning itself would turn float16 on the CPU into bfloat16."""
+    if precision.endswith("-true"):
+        return HalfPrecision(precision)  # type: ignore[arg-type]
+    return MixedPrecision(precision, device="cpu")  # type: ignore[arg-type]
+
+
+def transformers_frames(task: Any, batch: torch.Tensor, *, precision: str) -> str:
+    """What Transformers' detector prints when it sees the same batch with the same weights."""
+    from transformers.debug_utils import DebugUnderflowOverflow
+
+    detector = DebugUnderflowOverflow(task.model, max_frames_to_save=6)
+    printed = io.StringIO()
+    with (
+        contextlib.redirect_stdout(printed),
+        plugin(precision).forward_context(),
+        contextlib.suppress(ValueError),
+    ):
+        task.training_step(batch, 0)
+    del detector
+    return printed.getvalue()
 
 
 #: Weights of the first feed-forward block that are too large for the format, as the example explains.
@@ -64,16 +89,16 @@ def test_same_first_bad_module_and_same_values_as_transformers(
     model, detector = task(t5, precision), OverflowDetector(max_frames_to_save=6)
     bad = list(t5.batches(rank=0, bad_rank=0))[3]
     with pytest.raises(OverflowDetectedError, match="batch_number=0"):
-        fit(model, one_batch(bad), detector, plugins=[t5.plugin(precision)], default_root_dir=tmp_path)
+        fit(model, one_batch(bad), detector, plugins=[plugin(precision)], default_root_dir=tmp_path)
     ours = lines_of(capsys.readouterr().err)
-    theirs = lines_of(t5.transformers_frames(model, bad, precision=precision))
+    theirs = lines_of(transformers_frames(model, bad, precision=precision))
     assert ours == theirs
     assert ours[-4].split() == ["encoder.block.0.layer.1.DenseReluDense.wi", "Linear"]
     assert ours[-1].split()[1:] == ["inf", "output"]
     assert detector.reports[0].producer.module == "model.encoder.block.0.layer.1.DenseReluDense.wi"
 
 
-def beside(folder: str) -> dict[str, tuple[list[str], list[str]]]:
+def both_detectors(folder: str) -> dict[str, tuple[list[str], list[str]]]:
     """On two ranks, the bad batch on rank 1: this rank's frames, and Transformers' of the same batch."""
     t5, rank = example(), int(os.environ["RANK"])
     bad = list(t5.batches(rank=rank, bad_rank=1))[3]
@@ -87,17 +112,17 @@ def beside(folder: str) -> dict[str, tuple[list[str], list[str]]]:
                 detector,
                 devices=2,
                 strategy="ddp_find_unused_parameters_true",
-                plugins=[t5.plugin(precision)],
+                plugins=[plugin(precision)],
                 default_root_dir=folder,
             )
         text = f"{detector.reports[0].text()}\n"
-        theirs = t5.transformers_frames(model, bad, precision=precision) if rank == 1 else ""
+        theirs = transformers_frames(model, bad, precision=precision) if rank == 1 else ""
         answers[precision] = (lines_of(text), lines_of(theirs)) if rank == 1 else ([], [])
     return answers
 
 
-def test_two_ranks_beside_transformers(tmp_path: Path) -> None:
-    _, one = run_ranks(2, beside, str(tmp_path), timeout=150)
+def test_two_ranks_find_what_transformers_finds(tmp_path: Path) -> None:
+    _, one = run_ranks(2, both_detectors, str(tmp_path), timeout=150)
     assert set(one) == {"16-mixed", "bf16-mixed"}
     for ours, theirs in one.values():
         assert ours == theirs
@@ -110,7 +135,7 @@ def test_the_remedy_lets_the_failing_run_pass(tmp_path: Path) -> None:
     loader = t5.batches(rank=0, bad_rank=0)
     detector = OverflowDetector()
     with pytest.raises(OverflowDetectedError) as caught:
-        fit(task(t5), loader, detector, plugins=[t5.plugin("16-mixed")], default_root_dir=tmp_path)
+        fit(task(t5), loader, detector, plugins=[plugin("16-mixed")], default_root_dir=tmp_path)
     remedy = detector.reports[0].remedy
     assert remedy.tried
     assert remedy.modules == ("model.encoder.block.0.layer.1.DenseReluDense",)
@@ -124,7 +149,7 @@ def test_the_remedy_lets_the_failing_run_pass(tmp_path: Path) -> None:
         loader,
         OverflowDetector(),
         FP32Modules(remedy.modules),
-        plugins=[t5.plugin("16-mixed")],
+        plugins=[plugin("16-mixed")],
         default_root_dir=tmp_path,
     )
     assert trainer.global_step == 6
@@ -143,13 +168,13 @@ def both_runs(folder: str) -> dict[str, Any]:
     error = ""
     detector = OverflowDetector()
     try:
-        fit(task(t5), t5.batches(rank=rank, bad_rank=1), detector, plugins=[t5.plugin("16-mixed")], **options)
+        fit(task(t5), t5.batches(rank=rank, bad_rank=1), detector, plugins=[plugin("16-mixed")], **options)
     except OverflowDetectedError as caught:
         error = str(caught)
     model = task(t5)
     remedy = FP32Modules(["model.encoder.block.0.layer.1.DenseReluDense"])
     loader = t5.batches(rank=rank, bad_rank=1)
-    trainer = fit(model, loader, OverflowDetector(), remedy, plugins=[t5.plugin("16-mixed")], **options)
+    trainer = fit(model, loader, OverflowDetector(), remedy, plugins=[plugin("16-mixed")], **options)
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     return {
         "error": error,

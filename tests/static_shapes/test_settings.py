@@ -59,7 +59,7 @@ def test_why_a_loader_cannot_drop() -> None:
         pass
 
     own = DataLoader(ROWS, batch_sampler=Own(SequentialSampler(ROWS), 6, drop_last=False))
-    assert "a batch sampler of its own (Own)" in str(fault_of_dropping(own))
+    assert "its own batch sampler (Own)" in str(fault_of_dropping(own))
     assert evaluation_loader(own, 5) is None and size_of(own) is None
     assert evaluation_loader(DataLoader(Stream(), 3), 5) is None
     assert evaluation_loader(DataLoader(ROWS, 3, drop_last=True), 5) is None

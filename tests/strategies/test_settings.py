@@ -133,6 +133,23 @@ def test_fabric_is_told_what_to_use(name: str, near: str) -> None:
     assert f"Use Trainer(strategy='{name}'), or Fabric(strategy='{near}')" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("LockstepDDPStrategy", "ddp"),
+        ("LockstepMPIStrategy", "auto"),
+        ("LockstepDeepSpeedStrategy", "deepspeed"),
+        ("LockstepXLASPMDStrategy", "auto"),
+    ],
+)
+def test_fabric_refuses_the_object_and_says_what_to_use(name: str, near: str) -> None:
+    strategy = getattr(lightning_lockstep, name)()
+    with pytest.raises(ValueError, match="drives the loops of a Trainer: use Trainer") as caught:
+        Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    assert f"<{name} drives" in str(caught.value)
+    assert f"or Fabric(strategy='{near}') without" in str(caught.value)
+
+
 def test_fabric_is_told_so_for_every_name() -> None:
     assert {name for name in StrategyRegistry if name.startswith("lockstep")} <= set(STRATEGY_REGISTRY)
 

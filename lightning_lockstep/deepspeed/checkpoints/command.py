@@ -1,6 +1,6 @@
 """The command that writes a DeepSpeed checkpoint folder into one file: ``lockstep-consolidate FOLDER [OUTPUT]``.
 
-Of several nodes that wrote to disks of their own: ``lockstep-consolidate FOLDER FOLDER ... --output OUTPUT``.
+Where each node wrote to its own disk: ``lockstep-consolidate FOLDER FOLDER ... --output OUTPUT``.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         nargs="+",
         metavar="FOLDER",
-        help="the checkpoint folder, or a run folder with checkpoints/last.ckpt; of several nodes that wrote to disks"
-        " of their own, the folder of each. A last path that is no folder is the file to write",
+        help="the checkpoint folder, or a run folder with checkpoints/last.ckpt; where each node wrote to its own"
+        " disk, the folders of all nodes. A last path that is not a folder is the file to write",
     )
     parser.add_argument("--tag", help="which checkpoint, where the folder holds several")
     parser.add_argument(
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         "--output",
         type=Path,
         metavar="FILE",
-        help="file to write; default: beside the first folder, NAME.consolidated.ckpt",
+        help="file to write; default: next to the first folder, NAME.consolidated.ckpt",
     )
     parser.add_argument("--force", action="store_true", help="replace the output if it exists")
     return parser

@@ -95,7 +95,7 @@ class CheckpointFolder:
         lacking = {rank for group in (model, optimizer) for rank, name in enumerate(group) if name in missing}
         raise ConfigurationError(
             f"{self.path}: {ranks - len(lacking)} of {ranks} ranks' files are there; missing:"
-            f" {listed(missing, _MOST_NAMED)}. Each node writes those of its own ranks: name the folders of all nodes,"
+            f" {listed(missing, _MOST_NAMED)}. Each node writes those of its ranks: name the folders of all nodes,"
             " as in `lockstep-consolidate FOLDER_OF_NODE_0 FOLDER_OF_NODE_1 --output FILE`, or bring them together in"
             " one."
         )

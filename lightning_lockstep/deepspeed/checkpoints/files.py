@@ -210,7 +210,7 @@ def save(content: dict[str, Any], file: IO[bytes]) -> None:
 
 @contextmanager
 def replacing(output: Path) -> Iterator[IO[bytes]]:
-    """Open a file beside ``output``, which takes its place when all is written."""
+    """Open a file next to ``output``, which takes its place when all is written."""
     part = output.with_name(f".{output.name}.{os.getpid()}.part")
     try:
         with open(part, "wb") as file:
@@ -306,7 +306,7 @@ def _tag_folder(folder: Path, tag: str | None) -> Path:
             f"{folder}: holds several checkpoints. Say which, by tag={tags[-1]!r}: {tags}."
         )
     raise ConfigurationError(
-        f"{folder}: is no DeepSpeed checkpoint. Expected a folder such as epoch=1-step=100.ckpt, with a folder"
+        f"{folder}: is not a DeepSpeed checkpoint. Expected a folder such as epoch=1-step=100.ckpt, with a folder"
         f" {_LIGHTNING_TAG!r} in it that holds files such as mp_rank_00_model_states.pt."
     )
 

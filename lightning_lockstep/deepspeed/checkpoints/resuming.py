@@ -77,7 +77,7 @@ CONSOLIDATED = ".consolidated.ckpt"
 
 
 def consolidated_name(folder: Path) -> Path:
-    """Return the file beside a checkpoint folder that its weights go to."""
+    """Return the file next to a checkpoint folder that its weights go to."""
     return folder.with_name(folder.name.removesuffix(".ckpt") + CONSOLIDATED)
 
 

@@ -53,7 +53,7 @@ _PREBUILT = {"cpu_adam": "DS_BUILD_CPU_ADAM", "async_io": "DS_BUILD_AIO", "fused
     summary="importable, operations built or buildable (link tests), stale build locks, memory per stage",
     why="""DeepSpeed compiles its operations when they are first used, in the middle of a run: with a C++ compiler,
     ninja, Python's headers, libraries such as aio, and for GPUs the CUDA toolkit of torch's major version. What is
-    missing shows only then, and the lock of a killed build makes every later run wait for ever. Operations can be
+    missing shows only then, and the lock of a killed build makes every later run wait forever. Operations can be
     built ahead of time, for all kinds of GPUs at once, and as one wheel for many machines.""",
     timeout=60.0,
 )

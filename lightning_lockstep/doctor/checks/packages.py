@@ -109,7 +109,7 @@ def _beside_torch(packages: Mapping[str, str]) -> Iterator[Finding]:
         yield problem(
             "torch-xla and torch",
             f"torch-xla {xla} is built for torch {wanted}, and torch is {torch}: importing it fails.",
-            "# in an environment of its own, since other packages may need the newer torch",
+            "# in a separate environment, since other packages may need the newer torch",
             f"pip install 'torch=={wanted}.*' 'torch-xla=={wanted}.*'",
         )
     elif xla and torch:

@@ -21,7 +21,7 @@ from lightning_lockstep.launchers.rank_variables import INTERACTIVE, SlurmStep, 
 
 _WHY = """
 Under Slurm it is srun that starts the ranks, one for each task. A batch script that starts `python` itself runs it
-once, on the first node, where it then waits for ranks that nobody starts. Other faults look much the same: more tasks
+once, on the first node, where it then waits for ranks that nobody starts. Other errors look much the same: more tasks
 on a node than devices, another number of tasks on each node, `srun --mpi=...` of a type that the MPI in use does not
 support, so that each rank is rank 0 of 1. And at its time limit a job is killed without a checkpoint, unless it gets a
 signal before that leaves enough time to save one.

@@ -20,7 +20,7 @@ from tests.helpers.ranks import forks_of_launched_ranks
 
 __all__ = ["MPI_KINDS", "PACKAGE", "mpi_command", "mpi_environ", "run_program", "why_no"]
 
-#: Open MPI from the wheel beside this Python; MPICH from a second environment, or from the system.
+#: Open MPI from the wheel next to this Python; MPICH from a second environment, or from the system.
 MPI_KINDS = ("open_mpi", "mpich")
 ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent

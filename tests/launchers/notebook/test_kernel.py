@@ -155,7 +155,7 @@ def test_an_error_that_all_ranks_raise_alike_is_raised_as_it_is(kernel: Kernel) 
     assert output.stdout == "caught 'it'\n"
     assert output.error_type == "RuntimeError" and output.error is not None
     assert "Unsendable: one two" in output.error
-    assert output.error.endswith("All 2 ranks raised this alike.")
+    assert output.error.endswith("All 2 ranks raised this too.")
 
 
 @pytest.mark.parametrize(
