@@ -329,6 +329,16 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         zero = (loss * 0.0).nan_to_num()
         return {**output, "loss": zero} if isinstance(output, Mapping) else zero
 
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Make an optimizer's step, after which no rank goes on with what it has gathered before.
+
+        Ranks: each, alone, but for what the closure does.
+        """
+        output = super().optimizer_step(*args, **kwargs)
+        # A part that was called and had no backward (frozen for now, or without gradients) is still whole, as it was.
+        give_up_gathered(self._module)
+        return output
+
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Let backwards in the body reduce nothing: each rank keeps whole gradients until one that does."""
