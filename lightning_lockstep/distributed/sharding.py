@@ -23,10 +23,10 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
 
 from lightning_lockstep._doors.lightning import find_shared_parameters, set_shared_parameters
 from lightning_lockstep.distributed.coordination.communicator import Communicator
+from lightning_lockstep.distributed.sharded_state import is_divided
 from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
 
 #: What a Trainer calls of a module in place of its forward.
@@ -56,11 +56,6 @@ def make_mesh(device_type: str, *, shard: int, replicate: int) -> DeviceMesh:
 def divided_parts(module: nn.Module) -> list[FSDPModule]:
     """Return the parts of a module that ``fully_shard`` was applied to."""
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
-
-
-def is_divided(tensor: object) -> bool:
-    """Return whether a tensor is divided among the ranks, or kept by them in another way that torch knows of."""
-    return isinstance(tensor, DTensor)
 
 
 def divide(

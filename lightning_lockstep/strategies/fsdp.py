@@ -33,6 +33,7 @@ from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions
 from lightning_lockstep.distributed.sharded_state import (
     gathered,
+    is_divided,
     is_parts_folder,
     load_optimizer,
     load_parts,
@@ -48,7 +49,6 @@ from lightning_lockstep.distributed.sharding import (
     divided_parts,
     gather_around_steps,
     give_up_gathered,
-    is_divided,
     make_mesh,
     make_real,
     set_reductions,
