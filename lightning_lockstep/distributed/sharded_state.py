@@ -6,6 +6,7 @@ checkpoint. It is read on any number of ranks, and by one process without any.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -174,7 +175,11 @@ def read_parts(
             wanted[name] = torch.empty_like(example.detach(), dtype=dtype)
         elif example is not _LEFT_OUT:
             wanted[name] = torch.empty(shape, dtype=dtype)
-    dcp.load(wanted, checkpoint_id=folder)
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled"
+        )  # that there is one process alone
+        dcp.load(wanted, checkpoint_id=folder)
     for name, value in wanted.items():
         *path, last = places[name]
         target: Any = rest

@@ -3,7 +3,7 @@
 python fit_script.py FAULT START_METHOD
 
 ``endless`` trains until it is stopped; the start method ``mpi`` is the strategy's own mpirun, ``deepspeed`` and
-``deepspeed_mpi`` are DeepSpeed over gloo and over mpi4py.
+``deepspeed_mpi`` are DeepSpeed over gloo and over mpi4py, ``fsdp`` is LockstepFSDPStrategy.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from typing import Any
 
 import lightning as L
 import torch
@@ -126,12 +127,14 @@ def main() -> None:
         raise RuntimeError("boom before the ranks met")
     L.seed_everything(1, verbose=False)
     data = TensorDataset(torch.randn(320, 8), torch.randint(0, 4, (320,)))
-    strategy: lightning_lockstep.LockstepDDPStrategy | lightning_lockstep.LockstepDeepSpeedStrategy
+    strategy: Any
     if START.startswith("deepspeed"):
         backend = "mpi4py" if START == "deepspeed_mpi" else None
         strategy = lightning_lockstep.LockstepDeepSpeedStrategy(
             stage=2, process_group_backend=backend, grace_period=8.0
         )
+    elif START == "fsdp":
+        strategy = lightning_lockstep.LockstepFSDPStrategy(shard="Linear", grace_period=8.0)
     elif START == "mpi":
         strategy = lightning_lockstep.LockstepMPIStrategy(grace_period=8.0)
     else:
