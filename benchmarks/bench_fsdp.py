@@ -1,4 +1,4 @@
-"""LockstepFSDPStrategy over a bare fully_shard loop, 2 ranks, CPU: step time and memory; Lightning's own, ZeRO-3, DDP."""
+"""LockstepFSDPStrategy over a fully_shard loop, 2 ranks, CPU: step and memory; Lightning's own, ZeRO-3, DDP."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def memory(rounds: int) -> Table:
     ]
     print(f"memory: {rows}", flush=True)
     return Table(
-        f"peak memory of a rank above its start, {count / 1e6:.1f} M parameters in float32, AdamW; goal of {OURS}: 1.02",
+        f"peak memory of a rank above its start, {count / 1e6:.1f} M parameters float32, AdamW; goal of {OURS}: 1.02",
         ["", "MiB", f"over {PEER}", "formula (states alone) [MiB]"],
         rows,
     )

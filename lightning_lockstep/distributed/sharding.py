@@ -7,7 +7,7 @@ that is in no unit once for the whole step. Source: https://docs.pytorch.org/doc
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,6 @@ from torch.distributed.fsdp import (
 )
 
 from lightning_lockstep._doors.lightning import find_shared_parameters, set_shared_parameters
-from lightning_lockstep.distributed.coordination.communicator import Communicator
 from lightning_lockstep.distributed.sharded_state import is_divided
 from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
 
@@ -116,13 +115,13 @@ def broadcast(tensors: Sequence[Tensor]) -> None:
             tensor.detach().copy_(row)
 
 
-def check_same_model(module: nn.Module, communicator: Communicator) -> None:
+def check_same_model(module: nn.Module, gather: Callable[[Any], Sequence[Any]]) -> None:
     """Raise on all ranks where the ranks have different models. Ranks: all, together; one gather of a number."""
     ours = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
-    digests = communicator.gather(hashlib.sha256(repr(ours).encode()).digest())
+    digests = gather(hashlib.sha256(repr(ours).encode()).digest())
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
-        everyone = communicator.gather(ours)
+        everyone = gather(ours)
         differing = sorted(set(everyone[0]) ^ set(everyone[other]))[:4]
         raise CollectiveMismatchError(
             f"The ranks have different models: rank {other} and rank 0 differ in {differing}: expected the same"

@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint as recomputed
 from typing_extensions import Unpack
 
@@ -63,6 +62,8 @@ from lightning_lockstep.strategies.mpi import MPIStartup
 from lightning_lockstep.strategies.options import FSDPSettings, OptionsOfLightning, reject_unknown
 
 _COMPUTES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+# Their kernels take no weights of 16 bits beside statistics of 32.
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", *_COMPUTES)
 
 
@@ -239,7 +240,7 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
             if self._layer_sync is not None:
                 self._layer_sync.apply(module)
             self.precision_plugin.convert_module(module)
-            check_same_model(module, current_communicator())
+            check_same_model(module, current_communicator().gather)
             self._divide(module, precision)
         if fits:
             self.setup_optimizers(trainer)
@@ -260,7 +261,7 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         full = [one for one in whole if any(one in unit.modules() for unit in units)]
         compute = _COMPUTES.get(precision)
         if compute is not None:  # in a unit that computes in 16 bits: one that does not is a unit by itself
-            norms = {part for unit in units for part in unit.modules() if isinstance(part, _BatchNorm)}
+            norms = {part for unit in units for part in unit.modules() if isinstance(part, _NORMS)}
             full += [one for one in norms if one not in inside and next(one.parameters(), None) is not None]
             units = [one for one in module.modules() if one in units or one in full][::-1]
         if settings.activation_checkpointing:
