@@ -34,10 +34,7 @@ def is_divided(value: object) -> bool:
 
 
 def gathered(tree: Any, *, keep: bool) -> Any:
-    """Return nested dicts and lists with whole tensors in host memory in place of divided ones.
-
-    Ranks: all, together; where ``keep`` is false a rank helps and gets ``None`` for each.
-    """
+    """Return nested dicts and lists with whole tensors on the host for divided ones, or ``None``; ranks: all."""
     if isinstance(tree, dict):
         return {key: gathered(value, keep=keep) for key, value in tree.items()}
     if isinstance(tree, list):
