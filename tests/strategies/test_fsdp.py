@@ -400,6 +400,15 @@ class Wide(Net):
         return linear.noted
 
 
+class Normed(Wide):
+    """It has batch normalization in its units, whose kernels take no weights of 16 bits."""
+
+    def make_layers(self, blocks: int = 2) -> None:
+        super().make_layers(blocks)
+        for block in self.blocks:
+            block.norm = nn.BatchNorm1d(8)
+
+
 class NotesDtype(nn.Linear):
     noted = ("", "")
 
@@ -419,12 +428,13 @@ def precision_fits() -> dict[str, Any]:
         kept = str(net.blocks[0].linear.weight.dtype)[6:]
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         answers[name] = (sorted(net.dtypes), net.noted, kept, reduced, scaler is not None)
-    for name, options, settings in (
-        ("compute", {"reduce_dtype": "compute"}, {}),
-        ("FP32Modules", {}, {"callbacks": [FP32Modules(["blocks.1.linear"])]}),
-        ("FP32Modules of a unit", {}, {"callbacks": [FP32Modules(["blocks.1"])]}),
+    for name, options, settings, make in (
+        ("compute", {"reduce_dtype": "compute"}, {}, Wide),
+        ("FP32Modules", {}, {"callbacks": [FP32Modules(["blocks.1.linear"])]}, Wide),
+        ("FP32Modules of a unit", {}, {"callbacks": [FP32Modules(["blocks.1"])]}, Wide),
+        ("batch normalization", {}, {}, Normed),
     ):
-        net = Wide()
+        net = make()
         with reductions() as called:
             fit(lambda net=net: net, 2, fsdp(**options), precision="bf16-mixed", max_epochs=1, **settings)
         reduced = sorted(set(called))
@@ -475,6 +485,7 @@ def test_each_precision_does_what_it_says() -> None:
         "compute": ((brain, brain), [brain, "float32"]),
         "FP32Modules": (("float32", "float32"), ["float32"]),
         "FP32Modules of a unit": (("float32", "float32"), ["float32"]),
+        "batch normalization": ((brain, brain), ["float32"]),
     }
 
 
