@@ -94,7 +94,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "shard": ["Block"],
         "reshard_after_forward": False,
         "offload": "cpu",
-        "mesh": {"shard": 2, "replicate": 1},
+        "mesh": {"shard": 1, "replicate": 1},
         "activation_checkpointing": True,
         "reduce_dtype": "compute",
         "state_dict": "sharded",
