@@ -1,0 +1,463 @@
+"""Torch's ``fully_shard`` that keeps all ranks in step, on CPU and CUDA: a part of the model on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as recomputed
+from typing_extensions import Unpack
+
+from lightning_lockstep._doors.lightning import (
+    ClusterEnvironment,
+    DDPStrategy,
+    LightningModule,
+    Precision,
+    StochasticWeightAveraging,
+    TrainerFn,
+    WeightAveraging,
+)
+from lightning_lockstep._doors.lightning_internals import give_device_mesh, given_to_trainer
+from lightning_lockstep._registry import public
+from lightning_lockstep._settings import settings_of
+from lightning_lockstep.deepspeed.checkpoints.resuming import whole_folder
+from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions
+from lightning_lockstep.distributed.sharded_state import (
+    gathered,
+    is_divided,
+    is_parts_folder,
+    load_optimizer,
+    load_parts,
+    load_weights,
+    parameters_of,
+    save_parts,
+)
+from lightning_lockstep.distributed.sharding import (
+    Division,
+    broadcast,
+    check_same_model,
+    divide,
+    divided_parts,
+    gather_around_steps,
+    give_up_gathered,
+    make_mesh,
+    make_real,
+    set_reductions,
+)
+from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
+from lightning_lockstep.launchers.mpirun_command import MPIRunSettings
+from lightning_lockstep.numerics.precision import resolve_precision, runs_in_fp32
+from lightning_lockstep.steps.capabilities import Capabilities
+from lightning_lockstep.strategies.fsdp_units import roots_of, units_of
+from lightning_lockstep.strategies.lifecycle import LifecycleHooks, RankLifecycle, RankStartup
+from lightning_lockstep.strategies.mpi import MPIStartup
+from lightning_lockstep.strategies.options import FSDPSettings, OptionsOfLightning, reject_unknown
+
+_COMPUTES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+# Their kernels take no weights of 16 bits beside statistics of 32.
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", *_COMPUTES)
+
+
+class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
+    """A model divided among the ranks by torch's ``fully_shard`` (FSDP2), one process a device, on CPU or CUDA.
+
+    Each rank keeps a part of every parameter, of its gradient and of what the optimizer keeps for it. Units of the
+    model are gathered when they are needed; what is in no unit is gathered for the whole step. Any LightningModule
+    can be trained as it is. Everything of :class:`LockstepDDPStrategy` holds here too: failure propagation, the guard,
+    the placement table, resolved precision, CPU threads.
+
+    Args:
+        shard: Which modules are units: ``auto`` (blocks of one class that a ``ModuleList`` or ``Sequential`` repeats,
+            each of 100,000 values or more), the name of a class, a list of such names, or a function that is given
+            the name of a module and the module and says whether it is one.
+        reshard_after_forward: Whether a unit frees its whole parameters after its forward and gathers them again for
+            its backward (as ZeRO stage 3), or keeps them until then (as stage 2).
+        offload: ``cpu`` keeps each rank's parts in the memory of its host and runs the optimizer there; on CPU ranks
+            they are there anyway.
+        mesh: Sizes of ``shard``, the ranks that divide a model among themselves, and of ``replicate``, the copies of
+            it (HSDP); of the two, one that is missing follows from the number of ranks. By default all divide one.
+        activation_checkpointing: Whether units compute their activations again in the backward, and keep none.
+        reduce_dtype: In which gradients are reduced: ``float32``, or ``compute`` for the dtype of the computation.
+        state_dict: Checkpoints as one plain file of whole tensors (``full``), or a folder in which each rank writes
+            its part (``sharded``). Either is read, whatever this says.
+        start_method: As for :class:`LockstepDDPStrategy`; so are the following.
+        grace_period: Time from learning of a failure until a rank is ended by force [s].
+        silence_limit: How long a rank may be stopped, or its host unreachable [s].
+        uneven_inputs: What happens when ranks have different numbers of training batches.
+        threads_per_rank: CPU threads per rank.
+        bind_cores: Whether each rank is pinned to its own cores.
+        timeout: Longest wait for another rank in a collective [s].
+        guard: ``off``, ``watch`` or ``verify``.
+        stall_timeout: How long a collective may take before the ranks compare where they are [s].
+        guard_history: How many of the last collectives of each rank an error of the guard lists.
+        process_group_backend: ``gloo``, ``nccl`` or ``mpi4py``; by default that of the device.
+        cluster_environment: Tells which rank this process is; by default the one among the Trainer's plugins, or else
+            found by environment variables.
+        options: Lightning's ``accelerator``, ``parallel_devices`` and ``precision_plugin``.
+
+    Raises:
+        ConfigurationError: One message with everything that cannot be used.
+
+    Ranks: construct it alike in every process. In a step each unit is gathered once or twice and its gradients are
+        reduced once: 1.5 times what DDP sends with ``reshard_after_forward``, as much without.
+    """
+
+    # Not on Lightning's ModelParallelStrategy: its Trainer refuses 16-mixed and 64-true under that, and all in it that
+    # is about fully_shard (a module without configure_model, checkpoints) would be replaced.
+
+    strategy_name = "lockstep_fsdp"
+
+    def __init__(
+        self,
+        *,
+        shard: str | Sequence[str] | Callable[[str, torch.nn.Module], bool] = "auto",
+        reshard_after_forward: bool = True,
+        offload: Literal["none", "cpu"] = "none",
+        mesh: Mapping[str, int] | None = None,
+        activation_checkpointing: bool = False,
+        reduce_dtype: Literal["float32", "compute"] = "float32",
+        state_dict: Literal["full", "sharded"] = "full",
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        grace_period: float = 10.0,
+        silence_limit: float = 120.0,
+        uneven_inputs: Literal["error", "truncate", "join"] = "error",
+        threads_per_rank: int | Literal["auto"] = "auto",
+        bind_cores: bool = False,
+        timeout: float | timedelta = 1800.0,
+        guard: Literal["off", "watch", "verify"] = "watch",
+        stall_timeout: float = 60.0,
+        guard_history: int = 0,
+        process_group_backend: str | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        **options: Unpack[OptionsOfLightning],
+    ) -> None:
+        reject_unknown(options, type(self), OptionsOfLightning.__optional_keys__)
+        self.settings = settings_of(FSDPSettings, locals())
+        self.lifecycle = RankLifecycle(
+            self, self.settings, startup=self.make_startup(), precision=_resolve_precision
+        )
+        super().__init__(
+            cluster_environment=cluster_environment,
+            process_group_backend=process_group_backend,
+            timeout=self.settings.duration,
+            start_method=start_method,
+            **options,
+        )
+        self.detect_unless_given(cluster_environment)
+        self._mesh: Any = None
+
+    def make_startup(self) -> RankStartup:
+        """Return how the ranks are started and connected: over MPI where that is the backend."""
+        backend = self.settings.process_group_backend
+        if backend == "mpi4py":
+            return MPIStartup(backend, MPIBackendOptions(), MPIRunSettings())
+        return RankStartup(self.settings.start_method, backend)
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    # -- before the ranks start ------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        # The Trainer is under construction here: the last moment at which a fault stops it before any rank.
+        device_type = self.root_device.type
+        if (
+            self.settings.offload == "cpu"
+            and device_type == "cuda"
+            and self.lifecycle.startup.backend is None
+        ):
+            self.lifecycle.startup.backend = (
+                "cpu:gloo,cuda:nccl"  # norms of gradients are reduced on the host
+            )
+        super()._configure_launcher()
+        self._mesh_sizes()
+        given = given_to_trainer("callbacks") or ()
+        _refuse_averages(given if isinstance(given, Sequence) else [given])
+        if self._layer_sync is not None and device_type == "cpu":
+            raise ConfigurationError(
+                "sync_batchnorm=True on CPU: expected False, as torch has SyncBatchNorm for CUDA alone. Use layers that"
+                " normalize each sample, such as GroupNorm."
+            )
+
+    @property
+    def launcher(self) -> Any:
+        """What starts the ranks; with a module that cannot be divided it starts none."""
+        if self.lightning_module is not None:
+            units_of(self.lightning_module, self.settings.shard)
+        return self._launcher
+
+    def _mesh_sizes(self) -> tuple[int, int]:
+        ranks, given = self.num_nodes * self.num_processes, self.settings.mesh or {}
+        replicate = given.get("replicate", max(1, ranks // given.get("shard", ranks)))
+        shard = given.get("shard", ranks // replicate)
+        if shard * replicate != ranks:
+            raise ConfigurationError(
+                f"mesh={dict(given)!r} with {ranks} ranks: expected sizes of which the product is the number of ranks."
+            )
+        return shard, replicate
+
+    # -- on each rank ----------------------------------------------------------------------------------
+
+    def setup_distributed(self) -> None:
+        """Connect the ranks and make their mesh. Ranks: all, together."""
+        super().setup_distributed()
+        shard, replicate = self._mesh_sizes()
+        self._mesh = make_mesh(self.root_device.type, shard=shard, replicate=replicate)
+        give_device_mesh(self._module, self._mesh)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Let ``configure_model`` make a module in the memory of the host: no device has to hold it whole."""
+        with (
+            torch.device("meta") if empty_init else nullcontext(),
+            self.precision_plugin.tensor_init_context(),
+        ):
+            yield
+
+    def setup(self, trainer: Any) -> None:
+        """Divide the module unless that has been done, and make its optimizers. Ranks: all, together."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        _refuse_averages(trainer.callbacks)
+        module, precision = self._module, str(self.precision_plugin.precision)
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if divided_parts(module):  # by its own configure_model, or for an earlier run
+            _check_divided(module, precision)
+            give_up_gathered(module)
+            make_real(module, self.root_device)
+        else:
+            if self._layer_sync is not None:
+                self._layer_sync.apply(module)
+            self.precision_plugin.convert_module(module)
+            check_same_model(module, current_communicator().gather)
+            self._divide(module, precision)
+        if fits:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _divide(self, module: LightningModule, precision: str) -> None:
+        settings = self.settings
+        units = units_of(module, settings.shard)
+        if not units and settings.shard != "auto" and not callable(settings.shard):
+            classes = sorted({type(one).__name__ for one in module.modules()} - {type(module).__name__})
+            raise ConfigurationError(
+                f"shard={settings.shard!r}: expected names of classes among the modules of {type(module).__name__}: "
+                + ", ".join(classes)
+            )
+        whole = self._float32_modules(module)
+        inside = {part for one in whole for part in one.modules() if part is not one}
+        units = [unit for unit in units if unit not in inside]  # they compute as the module around them
+        full = [one for one in whole if any(one in unit.modules() for unit in units)]
+        compute = _COMPUTES.get(precision)
+        if compute is not None:  # in a unit that computes in 16 bits: one that does not is a unit by itself
+            norms = {part for unit in units for part in unit.modules() if isinstance(part, _NORMS)}
+            full += [one for one in norms if one not in inside and next(one.parameters(), None) is not None]
+            units = [one for one in module.modules() if one in units or one in full][::-1]
+        if settings.activation_checkpointing:
+            for unit in units:
+                unit.forward = partial(recomputed, unit.forward, use_reentrant=False)
+        widens = settings.reduce_dtype == "float32" and precision not in ("32-true", "64-true")
+        roots = roots_of(module)
+        divide(
+            roots,
+            [unit for unit in units if unit not in roots],
+            full,
+            Division(
+                mesh=self._mesh,
+                device=self.root_device,
+                reshard=settings.reshard_after_forward,
+                offload=settings.offload == "cpu" and self.root_device.type != "cpu",
+                compute=compute,
+                reduce=torch.float32 if widens else None,
+            ),
+        )
+        gather_around_steps(module)
+        _precision_of[module] = precision
+
+    @staticmethod
+    def _float32_modules(module: LightningModule) -> list[nn.Module]:
+        """Return the modules that are to compute in float32 whatever the precision."""
+        given = [one for one in module.trainer.callbacks if isinstance(one, public("FP32Modules"))]  # type: ignore[attr-defined]
+        chosen = [part for callback in given for part in callback.chosen(module)]
+        return chosen + [part for part in module.modules() if runs_in_fp32(part) and part not in chosen]
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Make the optimizers, of this rank's parts of the parameters. Ranks: each, alone."""
+        super().setup_optimizers(trainer)
+        own = {id(parameter) for parameter in self._module.parameters()}
+        if any(id(parameter) not in own for one in self.optimizers for parameter in parameters_of(one)):
+            raise ConfigurationError(
+                f"configure_optimizers of {type(self._module).__name__} gives an optimizer tensors that are no"
+                " parameters of the module, perhaps those from before it was divided: expected those of"
+                " self.parameters(), asked for in configure_optimizers."
+            )
+
+    def teardown(self) -> None:
+        """Release what the run used; the module stays divided, on its device. Ranks: every rank; waits for none."""
+        self.lifecycle.teardown()
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # -- steps -----------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's training step, after which every rank takes part in the backward."""
+        output = DDPStrategy.training_step(self, *args, **kwargs)
+        if not self._module.automatic_optimization:
+            return output
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if loss is None:
+            raise CollectiveMismatchError(
+                "training_step returned no loss: expected one on every rank, since the ranks gather and reduce the"
+                " parts of the model together in the backward. To leave a batch out, return the loss times 0."
+            )
+        if not self.is_padding_batch():
+            return output
+        zero = (loss * 0.0).nan_to_num()
+        return {**output, "loss": zero} if isinstance(output, Mapping) else zero
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Make an optimizer's step, after which no rank goes on with what it has gathered before.
+
+        Ranks: each, alone, but for what the closure does.
+        """
+        output = super().optimizer_step(*args, **kwargs)
+        # A part that was called and had no backward (frozen for now, or without gradients) is still whole, as it was.
+        give_up_gathered(self._module)
+        return output
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Let backwards in the body reduce nothing: each rank keeps whole gradients until one that does."""
+        set_reductions(self._module, False)
+        try:
+            yield
+        finally:
+            set_reductions(self._module, True)
+
+    def on_validation_start(self) -> None:
+        """Give all ranks the buffers of rank 0, which a checkpoint has. Ranks: all, together; a broadcast a buffer."""
+        broadcast(list(self._module.buffers()))
+
+    on_test_start = on_predict_start = on_validation_start
+
+    def on_validation_end(self) -> None:
+        """Free what was gathered for the steps. Ranks: each, alone."""
+        give_up_gathered(self._module)
+
+    on_test_end = on_predict_end = on_validation_end
+
+    @property
+    def step_capabilities(self) -> Capabilities:
+        """What can be done with a training step: all ranks make it together, of which each has a part of the model."""
+        return Capabilities(whole_gradients=False, step_alone=False, replays="together")
+
+    # -- checkpoints -----------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether a checkpoint is loaded once the module is divided: yes, so that each rank takes its part."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the weights: whole ones on rank 0 for a plain file. Ranks: all, together."""
+        return self._as_saved(self._module.state_dict())
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the state of an optimizer: whole on rank 0 for a plain file. Ranks: all, together."""
+        return self._as_saved(super().optimizer_state(optimizer))
+
+    def _as_saved(self, state: dict[str, Any]) -> dict[str, Any]:
+        whole = self.settings.state_dict == "full"
+        return gathered(state, keep=self.is_global_zero) if whole else state
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write a file on rank 0, or a folder on all, in place of one of that name once it is whole.
+
+        Ranks: all, together.
+        """
+        if self.settings.state_dict == "full":
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        communicator = current_communicator()
+        with whole_folder(
+            self.broadcast(str(filepath)),
+            rank=self.global_rank,
+            is_first_of_node=self.local_rank == 0,
+            meet=self._meet,
+            gather=communicator.gather,
+        ) as draft:
+            save_parts(checkpoint, Path(draft), is_main=self.is_global_zero)
+
+    def _meet(self) -> None:
+        self.barrier()
+        self.lifecycle.check()  # a barrier does not wait once a rank has failed
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a plain checkpoint, or this rank's parts of a folder. Ranks: each, alone, and all for a folder."""
+        if not is_parts_folder(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        optimizers = [getattr(one, "optimizer", one) for one in self.optimizers]
+        return load_parts(Path(checkpoint_path), self._module, optimizers, weights_only=bool(weights_only))
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights, whole or divided. Ranks: each, alone."""
+        load_weights(self._module, checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the states of the optimizers, whole or divided. Ranks: each, alone."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            load_optimizer(optimizer, state)
+
+
+# For which precision a module was divided; it stays so.
+_precision_of: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+
+
+def _resolve_precision(plugin: Precision, requested: str | None, device_type: str) -> Precision:
+    name = requested or str(plugin.precision)
+    if name not in _PRECISIONS:
+        raise ConfigurationError(f"precision={name!r}: expected one of {', '.join(_PRECISIONS)}.")
+    return resolve_precision(plugin, requested, device_type)
+
+
+def _refuse_averages(callbacks: Sequence[Any]) -> None:
+    for callback in callbacks:
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            raise ConfigurationError(
+                f"{type(callback).__name__} keeps a whole copy of the model, of which a rank has a part under"
+                " LockstepFSDPStrategy: expected no such callback. Use it with strategy='lockstep_ddp', or average"
+                " self.parameters() in the module itself, part by part."
+            )
+
+
+def _check_divided(module: LightningModule, precision: str) -> None:
+    before = _precision_of.get(module, precision)
+    if before != precision:
+        raise ConfigurationError(
+            f"precision={precision!r} for a module that was divided for {before!r} in an earlier run and stays so:"
+            " expected the same, or a new module."
+        )
+    left = [name for name, p in module.named_parameters() if p.requires_grad and not is_divided(p)]
+    if left:
+        raise ConfigurationError(
+            f"configure_model of {type(module).__name__} calls fully_shard and leaves out {', '.join(left[:4])}:"
+            " expected all parameters that are trained in a part, as nothing else reduces their gradients. Call"
+            " fully_shard for the module around them last, or not at all."
+        )

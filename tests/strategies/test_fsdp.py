@@ -1,0 +1,557 @@
+"""LockstepFSDPStrategy: what a Trainer and a module may ask for either works, with the weights of one process, or is
+refused before a rank starts, with its reason."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+from lightning_lockstep import CollectiveMismatchError, ConfigurationError, FP32Modules, LockstepError
+from lightning_lockstep._doors.lightning import (
+    Precision,
+    Trainer,
+    WeightAveraging,
+)
+from lightning_lockstep.launchers import subprocess_script
+from lightning_lockstep.strategies import fsdp_units
+from lightning_lockstep.strategies.fsdp import _resolve_precision
+from tests.helpers import run_ranks
+from tests.strategies.fsdp_models import QUIET, Block, Net, difference, fit, fsdp, loader, weights
+
+# -- What works: the weights after a fit on two ranks are those of one process with the same batches --
+
+
+class Tied(Net):
+    """Its first and its last layer have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8, bias=False)
+        self.head.weight = self.first.weight
+
+
+class TiedUnits(Net):
+    """Two of its blocks share a weight, so neither can be divided alone."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=3)
+        self.blocks[0].linear.weight = self.blocks[1].linear.weight
+
+
+class OneBlockTwice(Net):
+    def __init__(self) -> None:
+        super().__init__(blocks=1)
+        self.blocks.append(self.blocks[0])
+
+
+class Frozen(Net):
+    """A whole block is frozen, and a part of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+        self.blocks[1].norm.requires_grad_(False)
+
+
+class Manual(Net):
+    """Two optimizers that alternate, a backward for each, in manual optimization; no parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.temperature
+        self.temperature = 1.0
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        lower = [*self.first.parameters(), *self.blocks[0].parameters()]
+        upper = [*self.blocks[1].parameters(), *self.head.parameters()]
+        return [torch.optim.Adam(lower, 0.01), torch.optim.SGD(upper, 0.1)]
+
+
+class Toggled(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+
+class CompiledBlocks(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.compile(backend="eager")
+
+
+class CompiledNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.compile(nn.Sequential(*self.blocks), backend="eager")
+        del self.blocks
+        self.blocks = [self.body]
+
+
+class Even(nn.Linear):
+    """Its first values do not depend on which layer was made before."""
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.copy_(torch.linspace(-0.5, 0.7, self.weight.numel()).view_as(self.weight))
+            self.bias.zero_()
+
+
+class MadeLater(Net):
+    """Its layers come from ``configure_model``; on ``meta``, so that no rank ever holds all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.first, self.blocks, self.head
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "head"):
+            with torch.device("meta" if self.trainer.world_size > 1 else "cpu"):
+                self.first, self.head = Even(8, 8), Even(8, 4)
+                self.blocks = nn.ModuleList(Block() for _ in range(2))
+                for block in self.blocks:
+                    block.linear = Even(8, 8)
+
+
+class DividesItself(Net):
+    """As one writes it for Lightning's ModelParallelStrategy."""
+
+    def configure_model(self) -> None:
+        if self.trainer.world_size > 1:
+            for part in (*self.blocks, self):
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+
+class OwnMeans(Net):
+    """Calls its layers from the step, not by ``forward``."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.first(batch[0])
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x) * self.temperature, batch[1])
+
+
+class Peeks(Net):
+    """Calls its layers without gradients between the backward and the optimizer's step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with torch.no_grad():
+            self(torch.ones(2, 8))
+
+
+WORKS: dict[str, tuple[type[Net] | Callable[[], Net], dict[str, Any], dict[str, Any]]] = {
+    # what: (model, options of the strategy, of the Trainer)
+    "shard by size": (Net, {"shard": "auto"}, {}),
+    "shard by class": (Net, {}, {}),
+    "shard by classes": (Net, {"shard": ["Block", "Linear"]}, {}),
+    "shard by a function": (Net, {"shard": lambda name, module: name == "blocks.1"}, {}),
+    "whole parameters kept until the backward": (Net, {"reshard_after_forward": False}, {}),
+    "offload": (Net, {"offload": "cpu"}, {}),
+    "activation checkpointing": (Net, {"activation_checkpointing": True}, {}),
+    "replicas": (Net, {"mesh": {"replicate": 2}}, {}),
+    "layers called from the step": (OwnMeans, {}, {}),
+    "layers called in between": (Peeks, {}, {}),
+    "made in configure_model, on meta": (MadeLater, {}, {}),
+    "divided by configure_model itself": (DividesItself, {}, {}),
+    "shared weights": (Tied, {}, {}),
+    "shared weights of units": (TiedUnits, {"shard": "auto"}, {}),
+    "a block used twice": (OneBlockTwice, {}, {}),
+    "frozen parameters": (Frozen, {}, {}),
+    "manual optimization, several optimizers": (Manual, {}, {}),
+    "optimizers toggled": (Toggled, {}, {}),
+    "compiled blocks": (CompiledBlocks, {}, {}),
+    "a compiled part": (CompiledNet, {}, {}),
+    "clipping by norm": (Net, {}, {"gradient_clip_val": 0.1}),
+    "clipping by value": (Net, {}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "accumulated gradients": (Net, {}, {"accumulate_grad_batches": 2}),
+    "accumulated gradients, kept whole": (
+        Net,
+        {"reshard_after_forward": False},
+        {"accumulate_grad_batches": 2},
+    ),
+}
+
+
+def working_fits() -> dict[str, Any]:
+    answers: dict[str, Any] = {}
+    fsdp_units.LEAST_UNIT = 100
+    for name, (make, options, settings) in WORKS.items():
+        try:
+            reference = weights(fit(make, 1, **settings))
+            trainer = fit(make, 2, fsdp(**options), **settings)
+            found = weights(trainer)
+            if options.get("activation_checkpointing"):  # which calls the blocks once more in the backward
+                reference, found = (
+                    {k: v for k, v in one.items() if "calls" not in k} for one in (reference, found)
+                )
+            answers[name] = difference(reference, found) if trainer.is_global_zero else 0.0
+        except Exception:  # noqa: PERF203
+            answers[name] = traceback.format_exc()[-3000:]
+    return answers
+
+
+@pytest.fixture(scope="module")
+def worked() -> Any:
+    return run_ranks(2, working_fits, backend=None, timeout=240)
+
+
+@pytest.mark.parametrize("what", WORKS)
+def test_a_fit_has_the_weights_of_one_process(what: str, worked: list[dict[str, Any]]) -> None:
+    for rank in worked:
+        assert isinstance(rank[what], float), rank[what]
+        assert rank[what] < 1e-5
+
+
+# -- What is refused, before a rank starts --
+
+
+class Scalar(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(()))
+
+
+class ManualWithOwn(Manual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.ones(1))
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "average weights": (
+        lambda: start(Net, callbacks=[WeightAveraging()]),
+        "WeightAveraging keeps a whole copy of the model",
+    ),
+    "SyncBatchNorm on CPU": (
+        lambda: start(Net, sync_batchnorm=True),
+        "sync_batchnorm=True on CPU: expected False",
+    ),
+    "a precision of other libraries": (
+        lambda: _resolve_precision(Precision(), "transformer-engine", "cuda"),
+        "precision='transformer-engine': expected one of 64-true, 32-true",
+    ),
+    "a mesh of another size": (
+        lambda: start(Net, fsdp(mesh={"shard": 2, "replicate": 2})),
+        "mesh={'shard': 2, 'replicate': 2} with 2 ranks: expected sizes of which the product",
+    ),
+    "a mesh that divides no ranks": (
+        lambda: start(Net, fsdp(mesh={"replicate": 3})),
+        "mesh={'replicate': 3}",
+    ),
+    "a scalar": (lambda: start(Scalar), "Scalar: bias is a scalar, which fully_shard cannot divide"),
+    "a weight shared by chosen units": (
+        lambda: start(TiedUnits),
+        "TiedUnits: blocks.0.linear.weight is shared by Block and Block, which are parts by themselves",
+    ),
+    "a parameter that nothing gathers": (
+        lambda: start(ManualWithOwn),
+        "ManualWithOwn: own belongs to the module itself, and with manual optimization",
+    ),
+    "wrong options": (
+        lambda: fsdp(
+            shard=3, offload="disk", mesh={"rows": 2}, state_dict="whole", activation_checkpointing="yes"
+        ),
+        "shard=3: expected 'auto'.*offload='disk'.*state_dict='whole'.*activation_checkpointing='yes'.*mesh=",
+    ),
+    "parts from ranks that were forked": (
+        lambda: fsdp(state_dict="sharded", start_method="fork"),
+        "start_method='fork' with state_dict='sharded': expected 'popen'",
+    ),
+    "an option of another strategy": (lambda: fsdp(static_graph=True), "has no option 'static_graph'"),
+}
+
+
+def start(make: Callable[[], Net], strategy: Any = None, **options: Any) -> None:
+    trainer = Trainer(**{**QUIET, "devices": 2, "fast_dev_run": 1, **options}, strategy=strategy or fsdp())
+    trainer.fit(make(), DataLoader(loader(1).dataset, 4))
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_work_is_refused_before_a_rank_starts(what: str) -> None:
+    begin, message = REFUSED[what]
+    with pytest.raises(ConfigurationError) as caught:
+        begin()
+    found = str(caught.value).replace("\n", " ")
+    for part in message.split(".*"):
+        assert part in found, found
+    assert subprocess_script._started is None
+
+
+# -- What can be known only once the ranks have the model is refused on all of them alike --
+
+
+class StaleOptimizer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = list(self.parameters())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.kept, 0.1)
+
+
+class LeavesOut(DividesItself):
+    def configure_model(self) -> None:
+        fully_shard(self.blocks[0], mesh=self.device_mesh["data_parallel"])
+
+
+class NoReset(Net):
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            self.extra = Bare()
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+
+class OtherOnRank1(Net):
+    def __init__(self) -> None:
+        super().__init__(blocks=2 + int(os.environ["RANK"]))
+
+
+def late_refusals() -> dict[str, str]:
+    answers = {}
+    plain = Net()
+    fit(lambda: plain, 2, fsdp())
+    for name, make, options, settings in (
+        ("stale", StaleOptimizer, {}, {}),
+        ("left out", LeavesOut, {}, {}),
+        ("no reset", NoReset, {}, {}),
+        ("other model", OtherOnRank1, {}, {}),
+        ("no such class", Net, {"shard": "Blokc"}, {}),
+        ("other precision", lambda: plain, {}, {"precision": "bf16-mixed"}),
+        ("no such module", Net, {}, {"callbacks": [FP32Modules(["bloks.0"])], "precision": "bf16-mixed"}),
+    ):
+        try:
+            fit(make, 2, fsdp(**options), **settings)
+            answers[name] = "nothing"
+        except LockstepError as error:  # noqa: PERF203
+            answers[name] = str(error)
+    return answers
+
+
+def test_what_cannot_work_is_refused_on_all_ranks_alike() -> None:
+    first, second = run_ranks(2, late_refusals, backend=None, timeout=120)
+    assert first == second
+    for name, expected in {
+        "stale": "gives an optimizer tensors that are no parameters of the module",
+        "left out": "calls fully_shard and leaves out temperature, first.weight",
+        "no reset": "Bare was made on the device 'meta' and has no reset_parameters",
+        "other model": "The ranks have different models: rank 1 and rank 0 differ in",
+        "no such class": "shard='Blokc': expected names of classes among the modules of Net: Block, LayerNorm",
+        "other precision": "precision='bf16-mixed' for a module that was divided for '32-true'",
+        "no such module": "modules='bloks.0': expected the name of a module of Net",
+    }.items():
+        assert expected in first[name], (name, first[name])
+
+
+def accumulating_fits() -> list[int]:
+    counts = []
+    for batches in (1, 2):
+        with reductions() as called:
+            fit(Net, 2, fsdp(), max_epochs=1, accumulate_grad_batches=batches)
+        counts.append(len(called))
+    return counts
+
+
+def test_accumulated_batches_reduce_nothing() -> None:
+    parts, batches = 3, 4
+    for each_batch, each_second in run_ranks(2, accumulating_fits, backend=None, timeout=60):
+        assert each_batch == parts * batches
+        assert each_second == parts * batches // 2
+
+
+# -- Precision --
+
+
+class Wide(Net):
+    """What its second block computes in is noted inside of it."""
+
+    def make_layers(self, blocks: int = 2) -> None:
+        super().make_layers(blocks)
+        self.blocks[1].linear = NotesDtype(8, 8)
+
+    @property
+    def noted(self) -> tuple[str, str]:
+        linear: Any = self.blocks[1].linear
+        return linear.noted
+
+
+class Normed(Wide):
+    """It has batch normalization in its units, whose kernels take no weights of 16 bits."""
+
+    def make_layers(self, blocks: int = 2) -> None:
+        super().make_layers(blocks)
+        for block in self.blocks:
+            block.norm = nn.BatchNorm1d(8)
+
+
+class NotesDtype(nn.Linear):
+    noted = ("", "")
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = super().forward(input)
+        self.noted = (str(self.weight.dtype)[6:], str(output.dtype)[6:])
+        return output
+
+
+def precision_fits() -> dict[str, Any]:
+    answers: dict[str, Any] = {}
+    for name in ("64-true", "32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"):
+        net = Wide()
+        with reductions() as called:
+            trainer = fit(lambda net=net: net, 2, fsdp(), precision=name, max_epochs=1)
+        reduced = sorted(set(called))
+        kept = str(net.blocks[0].linear.weight.dtype)[6:]
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        answers[name] = (sorted(net.dtypes), net.noted, kept, reduced, scaler is not None)
+    for name, options, settings, make in (
+        ("compute", {"reduce_dtype": "compute"}, {}, Wide),
+        ("FP32Modules", {}, {"callbacks": [FP32Modules(["blocks.1.linear"])]}, Wide),
+        ("FP32Modules of a unit", {}, {"callbacks": [FP32Modules(["blocks.1"])]}, Wide),
+        ("batch normalization", {}, {}, Normed),
+    ):
+        net = make()
+        with reductions() as called:
+            fit(lambda net=net: net, 2, fsdp(**options), precision="bf16-mixed", max_epochs=1, **settings)
+        reduced = sorted(set(called))
+        answers[name] = (net.noted, reduced)
+    return answers
+
+
+@contextmanager
+def reductions() -> Iterator[list[str]]:
+    """The dtypes of the gradients that are reduced meanwhile, one for each reduction."""
+    called: list[str] = []
+    with ExitStack() as stack:
+        for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # torch 2.9, and 2.13
+            if hasattr(torch.distributed, name):
+                stack.enter_context(noting(name, called))
+        yield called
+
+
+@contextmanager
+def noting(name: str, called: list[str]) -> Iterator[None]:
+    original = getattr(torch.distributed, name)
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        tensor = args[0] if args else next(iter(kwargs.values()))
+        called.append(str(tensor.dtype)[6:])
+        return original(*args, **kwargs)
+
+    setattr(torch.distributed, name, noted)
+    try:
+        yield
+    finally:
+        setattr(torch.distributed, name, original)
+
+
+@pytest.mark.filterwarnings("ignore:You passed")
+def test_each_precision_does_what_it_says() -> None:
+    first, second = run_ranks(2, precision_fits, backend=None, timeout=120)
+    assert first == second
+    half, brain = "float16", "bfloat16"
+    assert first == {
+        # dtype of the blocks' outputs, of a weight and an output inside one, of what is kept, of reductions; scaled
+        "64-true": (["float64"], ("float64", "float64"), "float64", ["float64"], False),
+        "32-true": (["float32"], ("float32", "float32"), "float32", ["float32"], False),
+        "16-mixed": ([half], (half, half), "float32", ["float32"], True),
+        "bf16-mixed": ([brain], (brain, brain), "float32", ["float32"], False),
+        "16-true": ([half], (half, half), half, ["float32"], False),
+        "bf16-true": ([brain], (brain, brain), brain, ["float32"], False),
+        "compute": ((brain, brain), [brain, "float32"]),
+        "FP32Modules": (("float32", "float32"), ["float32"]),
+        "FP32Modules of a unit": (("float32", "float32"), ["float32"]),
+        "batch normalization": ((brain, brain), ["float32"]),
+    }
+
+
+def overflowing_fit() -> Any:
+    trainer = fit(Net, 2, fsdp(), precision="16-mixed", max_epochs=1)
+    calm = trainer.precision_plugin.state_dict()["scale"]
+    net = OverflowsIn()
+    trainer = fit(lambda: net, 2, fsdp(), precision="16-mixed", max_epochs=1)
+    found = weights(trainer)
+    finite = all(bool(value.isfinite().all()) for value in found.values()) if trainer.is_global_zero else True
+    return calm, trainer.precision_plugin.state_dict()["scale"], finite
+
+
+class OverflowsIn(Net):
+    """The part of the gradient that rank 1 keeps of one bias is infinite in one step; that of rank 0 is not."""
+
+    def on_after_backward(self) -> None:
+        if self.trainer.global_step == 1:
+            bias: Any = self.blocks[0].linear.bias
+            if self.global_rank == 1:
+                bias.grad.to_local().fill_(float("inf"))
+
+
+@pytest.mark.filterwarnings("ignore:You passed")
+def test_all_ranks_see_an_overflow_of_one_ranks_part_alike() -> None:
+    first, second = run_ranks(2, overflowing_fit, backend=None, timeout=60)
+    assert first == second
+    calm, scale, finite = first
+    assert scale == calm / 2 and finite
+
+
+# -- Ranks that have different numbers of batches, and one that returns no loss --
+
+
+def uneven_fits() -> dict[str, Any]:
+    rank = int(os.environ["RANK"])
+    answers: dict[str, Any] = {}
+    for policy in ("truncate", "join"):
+        trainer = Trainer(**QUIET, devices=2, max_epochs=1, strategy=fsdp(uneven_inputs=policy))
+        data = loader(1, batch=4, count=8 + 4 * rank)
+        trainer.fit(Net(), data)
+        found = weights(trainer)
+        finite = all(bool(value.isfinite().all()) for value in found.values() if value is not None)
+        answers[policy] = (trainer.global_step, finite)
+    return answers
+
+
+def test_ranks_with_different_amounts_of_data() -> None:
+    first, second = run_ranks(2, uneven_fits, backend=None, timeout=120)
+    assert first == second == {"truncate": (2, True), "join": (3, True)}
+
+
+class NoLoss(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 1 else loss
+
+
+def fit_without_a_loss() -> str:
+    try:
+        fit(NoLoss, 2, fsdp())
+    except CollectiveMismatchError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_step_without_a_loss_is_an_error() -> None:
+    for message in run_ranks(2, fit_without_a_loss, backend=None, timeout=60):
+        assert "training_step returned no loss: expected one on every rank" in message
