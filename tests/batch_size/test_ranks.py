@@ -151,7 +151,10 @@ def real_wall(ranks: int, folder: str, kind: str) -> tuple[int, int, str, float]
 
     address_space, resident = (int(n) * 4096 for n in Path("/proc/self/statm").read_text().split()[:2])
     limit = resident + 330 * 2**20
-    if kind == "RLIMIT_AS":
+    if kind == "a full card":
+        leave_memory(330 * 2**20)
+        callback = AutoBatchSize("model")
+    elif kind == "RLIMIT_AS":
         resource.setrlimit(resource.RLIMIT_AS, (address_space + 500 * 2**20, -1))
         callback = AutoBatchSize("model")
     else:
