@@ -13,6 +13,7 @@ from lightning_lockstep.stopping.stop_requests import check_breakpoint as check_
 from lightning_lockstep.stopping.stop_requests import set_breakpoint as set_breakpoint
 from lightning_lockstep.strategies import LockstepDDPStrategy as LockstepDDPStrategy
 from lightning_lockstep.strategies import LockstepDeepSpeedStrategy as LockstepDeepSpeedStrategy
+from lightning_lockstep.strategies import LockstepFSDPStrategy as LockstepFSDPStrategy
 from lightning_lockstep.strategies import LockstepMPIStrategy as LockstepMPIStrategy
 from lightning_lockstep.strategies import LockstepXLASPMDStrategy as LockstepXLASPMDStrategy
 from lightning_lockstep.strategies import LockstepXLAStrategy as LockstepXLAStrategy

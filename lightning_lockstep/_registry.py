@@ -132,6 +132,9 @@ def register_strategies() -> None:
         deepspeed(f"lockstep_deepspeed_stage_{stage}", text, stage=stage)
         parts = {"offload_optimizer": "cpu"} | ({"offload_param": "cpu"} if stage == 3 else {})
         deepspeed(f"lockstep_deepspeed_stage_{stage}_offload", f"{text}, offloaded", stage=stage, **parts)
+    fsdp = partial(_register, module="strategies.fsdp", cls="LockstepFSDPStrategy")
+    fsdp("lockstep_fsdp", "a model divided among the ranks by torch's fully_shard")
+    fsdp("lockstep_fsdp_offload", "lockstep_fsdp, with the parts in the memory of the host", offload="cpu")
     ddp = partial(_register, module="strategies.ddp", cls="LockstepDDPStrategy")
     for name, (method, text) in _DDP_START_METHODS.items():
         ddp(name, text, start_method=method)

@@ -162,6 +162,12 @@ def show_accelerator(accelerator: Any) -> None:
         frame = frame.f_back  # type: ignore[assignment]
 
 
+@touches("LightningModule._device_mesh", why="what a module's own configure_model divides it over")
+def give_device_mesh(module: Any, mesh: Any) -> None:
+    """Let a module know the mesh of the ranks, as ``module.device_mesh``."""
+    module._device_mesh = mesh
+
+
 @touches(
     "_FitLoop._should_reload_train_dl",
     why="distinguishes the training loader from one of a validation inside a fit",

@@ -17,7 +17,7 @@ from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lockstep._doors.lightning import Accelerator, CheckpointIO, DDPStrategy, Precision
-from lightning_lockstep._settings import Faults, debug, is_number, settings_of
+from lightning_lockstep._settings import Faults, debug, is_number, is_whole, settings_of
 from lightning_lockstep._text import ranges, say, size_in_words
 from lightning_lockstep.distributed.c10d_operators import HOOKS
 from lightning_lockstep.launchers.rank_supervisor import SupervisorSettings
@@ -90,6 +90,41 @@ class DeepSpeedSettings(LifecycleSettings):
         faults.choice("start_method", self.start_method, ("popen",))
         for name in ("consolidate", "adapt", "remove_stale_locks", "exclude_frozen_parameters"):
             faults.flag(name, getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPSettings(LifecycleSettings):
+    """Settings of the strategy that divides a model by torch's ``fully_shard``."""
+
+    shard: str | Sequence[str] | Callable[[str, torch.nn.Module], bool] = "auto"
+    reshard_after_forward: bool = True
+    offload: Literal["none", "cpu"] = "none"
+    mesh: Mapping[str, int] | None = None
+    activation_checkpointing: bool = False
+    reduce_dtype: Literal["float32", "compute"] = "float32"
+    state_dict: Literal["full", "sharded"] = "full"
+    process_group_backend: str | None = None
+
+    def check(self, faults: Faults) -> None:
+        super().check(faults)
+        names = [self.shard] if isinstance(self.shard, str) else self.shard
+        is_list = isinstance(names, Sequence) and all(isinstance(one, str) and one for one in names)
+        expected = (
+            "'auto', the name of a class of modules, a list of such names, or a function of name and module"
+        )
+        faults.check(is_list or callable(self.shard), "shard", self.shard, expected)
+        faults.choice("offload", self.offload, ("none", "cpu"))
+        faults.choice("reduce_dtype", self.reduce_dtype, ("float32", "compute"))
+        faults.choice("state_dict", self.state_dict, ("full", "sharded"))
+        for name in ("reshard_after_forward", "activation_checkpointing"):
+            faults.flag(name, getattr(self, name))
+        if self.mesh is not None:
+            sizes = self.mesh if isinstance(self.mesh, Mapping) else {}
+            known = set(sizes) <= {"shard", "replicate"} and all(
+                is_whole(n) and n > 0 for n in sizes.values()
+            )
+            expected = "sizes of 'shard' and 'replicate', such as {'shard': 4, 'replicate': 2}"
+            faults.check(bool(sizes) and known, "mesh", self.mesh, expected)
 
 
 # -- Options that are handed on as they are, with the defaults of whoever takes them. Type checkers, editors and

@@ -1,0 +1,151 @@
+"""A model divided among ranks by torch's ``fully_shard``: made real, given rank 0's values, divided, part by part.
+
+A part (torch says: a group) is what is gathered at once: a unit before its forward and again before its backward, all
+that is in no unit once for the whole step. Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from lightning_lockstep._doors.lightning import find_shared_parameters, set_shared_parameters
+from lightning_lockstep.distributed.coordination.communicator import Communicator
+from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
+
+#: What a Trainer calls of a module in place of its forward.
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """How a model is divided."""
+
+    mesh: DeviceMesh
+    device: torch.device
+    reshard: bool  # whether a unit gives its whole parameters up between its forward and its backward
+    offload: bool  # whether a rank's shards are kept in the memory of the host
+    compute: torch.dtype | None  # in which units compute; None: that of their parameters
+    reduce: torch.dtype | None  # in which gradients are reduced; None: that of the computation
+
+
+def make_mesh(device_type: str, *, shard: int, replicate: int) -> DeviceMesh:
+    """Return the ranks as groups that divide a model among themselves, and the copies of it. Ranks: all, together."""
+    if replicate == 1:
+        # Named as in Lightning's ModelParallelStrategy, for modules written for that one.
+        return init_device_mesh(device_type, (shard,), mesh_dim_names=("data_parallel",))
+    return init_device_mesh(device_type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
+
+
+def divided_parts(module: nn.Module) -> list[FSDPModule]:
+    """Return the parts of a module that ``fully_shard`` was applied to."""
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def is_divided(tensor: object) -> bool:
+    """Return whether a tensor is divided among the ranks, or kept by them in another way that torch knows of."""
+    return isinstance(tensor, DTensor)
+
+
+def divide(
+    roots: Sequence[nn.Module],
+    units: Sequence[nn.Module],  # inner ones first
+    full: Sequence[nn.Module],  # of the units, those that compute in float32
+    division: Division,
+) -> None:
+    """Divide the units, then what is left in the roots, with the values of rank 0. Ranks: all, together."""
+    offload = CPUOffloadPolicy() if division.offload else OffloadPolicy()
+    for part in (*units, *roots):
+        _broadcast(make_real(part, division.device))
+        compute = division.compute if part in units and part not in full else None
+        fully_shard(
+            part,
+            mesh=division.mesh,
+            # None: what is gathered for the whole step stays until the end of the backward.
+            reshard_after_forward=division.reshard and (True if part in units else None),
+            mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=division.reduce),
+            offload_policy=offload,
+        )
+
+
+def make_real(part: nn.Module, device: torch.device) -> list[Tensor]:
+    """Put what is not divided yet on the device, initialized where it was made on ``meta``; return it."""
+    shared = find_shared_parameters(part) if any(p.is_meta for p in part.parameters()) else []
+    for module in part.modules():
+        if any(tensor.is_meta for tensor in _own(module)):
+            reset: Any = getattr(module, "reset_parameters", None)
+            if reset is None:
+                raise ConfigurationError(
+                    f"{type(module).__name__} was made on the device 'meta' and has no reset_parameters: expected"
+                    " one that gives its parameters and buffers their first values, or a module made without `meta`."
+                )
+            module.to_empty(device=device, recurse=False)
+            reset()
+    if shared:
+        set_shared_parameters(part, shared)
+    found = {id(tensor): tensor for module in part.modules() for tensor in _own(module)}
+    plain = [tensor for tensor in found.values() if not is_divided(tensor)]
+    for tensor in plain:
+        tensor.data = tensor.data.to(device)
+    return plain
+
+
+def _own(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+
+
+def _broadcast(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        row = tensor.detach().contiguous()
+        if row.numel():
+            dist.broadcast(
+                row.view(-1).view(torch.uint8), 0
+            )  # bytes: whatever the backend knows of the dtype
+            tensor.detach().copy_(row)
+
+
+def check_same_model(module: nn.Module, communicator: Communicator) -> None:
+    """Raise on all ranks where the ranks have different models. Ranks: all, together; one gather of names."""
+    ours = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
+    everyone = communicator.gather(ours)
+    if others := [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]:
+        differing = sorted(set(everyone[0]) ^ set(everyone[others[0]]))[:4]
+        raise CollectiveMismatchError(
+            f"The ranks have different models: rank {others[0]} and rank 0 differ in {differing}: expected the same"
+            " parameters on every rank, of which each keeps a part."
+        )
+
+
+def gather_around_steps(module: nn.Module) -> None:
+    """Have what is in no unit gathered for each step of a Trainer, as it is for ``forward``."""
+    for name in STEPS:
+        if isinstance(module, FSDPModule) and hasattr(module, name):
+            register_fsdp_forward_method(module, name)
+
+
+def set_reductions(module: nn.Module, active: bool) -> None:
+    """Say whether the next backwards reduce gradients, or keep whole ones on each rank."""
+    for part in divided_parts(module):
+        part.set_requires_gradient_sync(active, recurse=False)
+
+
+def give_up_gathered(module: nn.Module) -> None:
+    """Free what was gathered for steps that no backward followed."""
+    for part in divided_parts(module):
+        part.reshard()
