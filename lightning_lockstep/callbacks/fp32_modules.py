@@ -43,8 +43,23 @@ class FP32Modules(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Change the modules, where that has not been done."""
-        if self._changed:
-            return
+        if not self._changed:
+            self._changed = [run_in_fp32(module) for module in self.chosen(pl_module)]
+
+    def chosen(self, pl_module: LightningModule) -> list[nn.Module]:
+        """Return the modules that are to run in float32.
+
+        Args:
+            pl_module: The model.
+
+        Returns:
+            Of a module and one inside it, the outer one alone.
+
+        Raises:
+            ConfigurationError: A name matches no module.
+
+        Ranks: every rank, alone.
+        """
         names = module_names(pl_module)
         faults = Faults("FP32Modules")
         chosen: dict[str, nn.Module] = {}
@@ -59,9 +74,11 @@ class FP32Modules(Callback):
                     f" that matches one.{near}"
                 )
         faults.raise_all()
-        for name, module in chosen.items():
-            if not any(name != other and name.startswith(f"{other}.") for other in chosen):
-                self._changed.append(run_in_fp32(module))
+        return [
+            module
+            for name, module in chosen.items()
+            if not any(name != other and name.startswith(f"{other}.") for other in chosen)
+        ]
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 

@@ -6,6 +6,7 @@ that is in no unit once for the whole step. Source: https://docs.pytorch.org/doc
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,7 +72,7 @@ def divide(
     """Divide the units, then what is left in the roots, with the values of rank 0. Ranks: all, together."""
     offload = CPUOffloadPolicy() if division.offload else OffloadPolicy()
     for part in (*units, *roots):
-        _broadcast(make_real(part, division.device))
+        broadcast(make_real(part, division.device))
         compute = division.compute if part in units and part not in full else None
         fully_shard(
             part,
@@ -110,25 +111,27 @@ def _own(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers(recurse=False)
 
 
-def _broadcast(tensors: Sequence[Tensor]) -> None:
+def broadcast(tensors: Sequence[Tensor]) -> None:
+    """Give tensors the values of rank 0, in place. Ranks: all, together; a broadcast a tensor."""
     for tensor in tensors:
         row = tensor.detach().contiguous()
         if row.numel():
-            dist.broadcast(
-                row.view(-1).view(torch.uint8), 0
-            )  # bytes: whatever the backend knows of the dtype
+            # As bytes: whatever the backend knows of the dtype.
+            dist.broadcast(row.view(-1).view(torch.uint8), 0)
             tensor.detach().copy_(row)
 
 
 def check_same_model(module: nn.Module, communicator: Communicator) -> None:
-    """Raise on all ranks where the ranks have different models. Ranks: all, together; one gather of names."""
+    """Raise on all ranks where the ranks have different models. Ranks: all, together; one gather of a number."""
     ours = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
-    everyone = communicator.gather(ours)
-    if others := [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]:
-        differing = sorted(set(everyone[0]) ^ set(everyone[others[0]]))[:4]
+    digests = communicator.gather(hashlib.sha256(repr(ours).encode()).digest())
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
+        everyone = communicator.gather(ours)
+        differing = sorted(set(everyone[0]) ^ set(everyone[other]))[:4]
         raise CollectiveMismatchError(
-            f"The ranks have different models: rank {others[0]} and rank 0 differ in {differing}: expected the same"
-            " parameters on every rank, of which each keeps a part."
+            f"The ranks have different models: rank {other} and rank 0 differ in {differing}: expected the same"
+            " parameters, in the same order, on every rank, of which each keeps a part."
         )
 
 

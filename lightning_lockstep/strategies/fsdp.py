@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint as recomputed
 from typing_extensions import Unpack
 
@@ -18,32 +21,46 @@ from lightning_lockstep._doors.lightning import (
     DDPStrategy,
     LightningModule,
     Precision,
+    StochasticWeightAveraging,
     TrainerFn,
+    WeightAveraging,
 )
-from lightning_lockstep._doors.lightning_internals import give_device_mesh
+from lightning_lockstep._doors.lightning_internals import give_device_mesh, given_to_trainer
+from lightning_lockstep._registry import public
 from lightning_lockstep._settings import settings_of
+from lightning_lockstep.deepspeed.checkpoints.resuming import whole_folder
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions
-from lightning_lockstep.distributed.sharded_state import gathered, load_optimizer, load_weights
+from lightning_lockstep.distributed.sharded_state import (
+    gathered,
+    is_parts_folder,
+    load_optimizer,
+    load_parts,
+    load_weights,
+    parameters_of,
+    save_parts,
+)
 from lightning_lockstep.distributed.sharding import (
     Division,
+    broadcast,
     check_same_model,
     divide,
     divided_parts,
     gather_around_steps,
+    give_up_gathered,
+    is_divided,
     make_mesh,
+    make_real,
     set_reductions,
 )
-from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
 from lightning_lockstep.launchers.mpirun_command import MPIRunSettings
-from lightning_lockstep.numerics.precision import resolve_precision
+from lightning_lockstep.numerics.precision import resolve_precision, runs_in_fp32
 from lightning_lockstep.steps.capabilities import Capabilities
+from lightning_lockstep.strategies.fsdp_units import roots_of, units_of
 from lightning_lockstep.strategies.lifecycle import LifecycleHooks, RankLifecycle, RankStartup
 from lightning_lockstep.strategies.mpi import MPIStartup
 from lightning_lockstep.strategies.options import FSDPSettings, OptionsOfLightning, reject_unknown
-
-#: Number of values from which ``shard="auto"`` takes a repeated block for a unit; less is not worth a message.
-LEAST_UNIT = 100_000
 
 _COMPUTES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", *_COMPUTES)
@@ -152,7 +169,42 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
     # -- before the ranks start ------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
+        # The Trainer is under construction here: the last moment at which a fault stops it before any rank.
+        device_type = self.root_device.type
+        if (
+            self.settings.offload == "cpu"
+            and device_type == "cuda"
+            and self.lifecycle.startup.backend is None
+        ):
+            self.lifecycle.startup.backend = (
+                "cpu:gloo,cuda:nccl"  # norms of gradients are reduced on the host
+            )
         super()._configure_launcher()
+        self._mesh_sizes()
+        given = given_to_trainer("callbacks") or ()
+        _refuse_averages(given if isinstance(given, Sequence) else [given])
+        if self._layer_sync is not None and device_type == "cpu":
+            raise ConfigurationError(
+                "sync_batchnorm=True on CPU: expected False, as torch has SyncBatchNorm for CUDA alone. Use layers that"
+                " normalize each sample, such as GroupNorm."
+            )
+
+    @property
+    def launcher(self) -> Any:
+        """What starts the ranks; with a module that cannot be divided it starts none."""
+        if self.lightning_module is not None:
+            units_of(self.lightning_module, self.settings.shard)
+        return self._launcher
+
+    def _mesh_sizes(self) -> tuple[int, int]:
+        ranks, given = self.num_nodes * self.num_processes, self.settings.mesh or {}
+        replicate = given.get("replicate", max(1, ranks // given.get("shard", ranks)))
+        shard = given.get("shard", ranks // replicate)
+        if shard * replicate != ranks:
+            raise ConfigurationError(
+                f"mesh={dict(given)!r} with {ranks} ranks: expected sizes of which the product is the number of ranks."
+            )
+        return shard, replicate
 
     # -- on each rank ----------------------------------------------------------------------------------
 
@@ -163,55 +215,92 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         self._mesh = make_mesh(self.root_device.type, shard=shard, replicate=replicate)
         give_device_mesh(self._module, self._mesh)
 
-    def _mesh_sizes(self) -> tuple[int, int]:
-        ranks, given = self.num_nodes * self.num_processes, self.settings.mesh or {}
-        shard = given.get("shard", ranks // given.get("replicate", 1))
-        replicate = given.get("replicate", ranks // shard if shard else 0)
-        if shard * replicate != ranks:
-            raise ConfigurationError(
-                f"mesh={dict(given)!r} with {ranks} ranks: expected sizes whose product is the number of ranks."
-            )
-        return shard, replicate
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Let ``configure_model`` make a module in the memory of the host: no device has to hold it whole."""
+        with (
+            torch.device("meta") if empty_init else nullcontext(),
+            self.precision_plugin.tensor_init_context(),
+        ):
+            yield
 
     def setup(self, trainer: Any) -> None:
         """Divide the module unless that has been done, and make its optimizers. Ranks: all, together."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        module, fits = self._module, trainer.state.fn == TrainerFn.FITTING
-        if not divided_parts(module):
-            if fits and self._layer_sync:
+        _refuse_averages(trainer.callbacks)
+        module, precision = self._module, str(self.precision_plugin.precision)
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if divided_parts(module):  # by its own configure_model, or for an earlier run
+            _check_divided(module, precision)
+            give_up_gathered(module)
+            make_real(module, self.root_device)
+        else:
+            if self._layer_sync is not None:
                 self._layer_sync.apply(module)
-                self._layer_sync = None
             self.precision_plugin.convert_module(module)
             check_same_model(module, current_communicator())
-            self._divide(module)
-            gather_around_steps(module)
+            self._divide(module, precision)
         if fits:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
-    def _divide(self, module: LightningModule) -> None:
-        precision = str(self.precision_plugin.precision)
+    def _divide(self, module: LightningModule, precision: str) -> None:
+        settings = self.settings
+        units = units_of(module, settings.shard)
+        if not units and settings.shard != "auto" and not callable(settings.shard):
+            classes = sorted({type(one).__name__ for one in module.modules()} - {type(module).__name__})
+            raise ConfigurationError(
+                f"shard={settings.shard!r}: expected names of classes among the modules of {type(module).__name__}: "
+                + ", ".join(classes)
+            )
+        whole = self._float32_modules(module)
+        inside = {part for one in whole for part in one.modules() if part is not one}
+        units = [unit for unit in units if unit not in inside]  # they compute as the module around them
+        full = [one for one in whole if any(one in unit.modules() for unit in units)]
         compute = _COMPUTES.get(precision)
-        widen = self.settings.reduce_dtype == "float32" and precision not in ("32-true", "64-true")
-        units = _units(module, self.settings.shard)
-        if self.settings.activation_checkpointing:
+        if compute is not None:  # in a unit that computes in 16 bits: one that does not is a unit by itself
+            norms = {part for unit in units for part in unit.modules() if isinstance(part, _BatchNorm)}
+            full += [one for one in norms if one not in inside and next(one.parameters(), None) is not None]
+            units = [one for one in module.modules() if one in units or one in full][::-1]
+        if settings.activation_checkpointing:
             for unit in units:
                 unit.forward = partial(recomputed, unit.forward, use_reentrant=False)
-        roots = [module] if module.automatic_optimization else list(_roots(module))
+        widens = settings.reduce_dtype == "float32" and precision not in ("32-true", "64-true")
+        roots = roots_of(module)
         divide(
             roots,
             [unit for unit in units if unit not in roots],
-            [],
+            full,
             Division(
                 mesh=self._mesh,
                 device=self.root_device,
-                reshard=self.settings.reshard_after_forward,
-                offload=self.settings.offload == "cpu" and self.root_device.type != "cpu",
+                reshard=settings.reshard_after_forward,
+                offload=settings.offload == "cpu" and self.root_device.type != "cpu",
                 compute=compute,
-                reduce=torch.float32 if widen else None,
+                reduce=torch.float32 if widens else None,
             ),
         )
+        gather_around_steps(module)
+        _precision_of[module] = precision
+
+    @staticmethod
+    def _float32_modules(module: LightningModule) -> list[nn.Module]:
+        """Return the modules that are to compute in float32 whatever the precision."""
+        given = [one for one in module.trainer.callbacks if isinstance(one, public("FP32Modules"))]  # type: ignore[attr-defined]
+        chosen = [part for callback in given for part in callback.chosen(module)]
+        return chosen + [part for part in module.modules() if runs_in_fp32(part) and part not in chosen]
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Make the optimizers, of this rank's parts of the parameters. Ranks: each, alone."""
+        super().setup_optimizers(trainer)
+        own = {id(parameter) for parameter in self._module.parameters()}
+        if any(id(parameter) not in own for one in self.optimizers for parameter in parameters_of(one)):
+            raise ConfigurationError(
+                f"configure_optimizers of {type(self._module).__name__} gives an optimizer tensors that are no"
+                " parameters of the module, perhaps those from before it was divided: expected those of"
+                " self.parameters(), asked for in configure_optimizers."
+            )
 
     def teardown(self) -> None:
         """Release what the run used; the module stays divided, on its device. Ranks: every rank; waits for none."""
@@ -224,6 +313,22 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
 
     # -- steps -----------------------------------------------------------------------------------------
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's training step, after which every rank takes part in the backward."""
+        output = DDPStrategy.training_step(self, *args, **kwargs)
+        if not self._module.automatic_optimization:
+            return output
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if loss is None:
+            raise CollectiveMismatchError(
+                "training_step returned no loss: expected one on every rank, since the ranks gather and reduce the"
+                " parts of the model together in the backward. To leave a batch out, return the loss times 0."
+            )
+        if not self.is_padding_batch():
+            return output
+        zero = (loss * 0.0).nan_to_num()
+        return {**output, "loss": zero} if isinstance(output, Mapping) else zero
+
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Let backwards in the body reduce nothing: each rank keeps whole gradients until one that does."""
@@ -232,6 +337,18 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
             yield
         finally:
             set_reductions(self._module, True)
+
+    def on_validation_start(self) -> None:
+        """Give all ranks the buffers of rank 0, which a checkpoint has. Ranks: all, together; a broadcast a buffer."""
+        broadcast(list(self._module.buffers()))
+
+    on_test_start = on_predict_start = on_validation_start
+
+    def on_validation_end(self) -> None:
+        """Free what was gathered for the steps. Ranks: each, alone."""
+        give_up_gathered(self._module)
+
+    on_test_end = on_predict_end = on_validation_end
 
     @property
     def step_capabilities(self) -> Capabilities:
@@ -247,14 +364,46 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the weights: whole ones on rank 0 for a plain file. Ranks: all, together."""
-        return self._gathered(self._module.state_dict())
+        return self._as_saved(self._module.state_dict())
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of an optimizer: whole on rank 0 for a plain file. Ranks: all, together."""
-        return self._gathered(super().optimizer_state(optimizer))
+        return self._as_saved(super().optimizer_state(optimizer))
 
-    def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
-        return gathered(state, keep=self.is_global_zero)  # type: ignore[no-any-return]
+    def _as_saved(self, state: dict[str, Any]) -> dict[str, Any]:
+        whole = self.settings.state_dict == "full"
+        return gathered(state, keep=self.is_global_zero) if whole else state
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write a file on rank 0, or a folder on all, in place of one of that name once it is whole.
+
+        Ranks: all, together.
+        """
+        if self.settings.state_dict == "full":
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        communicator = current_communicator()
+        with whole_folder(
+            self.broadcast(str(filepath)),
+            rank=self.global_rank,
+            is_first_of_node=self.local_rank == 0,
+            meet=self._meet,
+            gather=communicator.gather,
+        ) as draft:
+            save_parts(checkpoint, Path(draft), is_main=self.is_global_zero)
+
+    def _meet(self) -> None:
+        self.barrier()
+        self.lifecycle.check()  # a barrier does not wait once a rank has failed
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a plain checkpoint, or this rank's parts of a folder. Ranks: each, alone, and all for a folder."""
+        if not is_parts_folder(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        optimizers = [getattr(one, "optimizer", one) for one in self.optimizers]
+        return load_parts(Path(checkpoint_path), self._module, optimizers, weights_only=bool(weights_only))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights, whole or divided. Ranks: each, alone."""
@@ -266,41 +415,38 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
             load_optimizer(optimizer, state)
 
 
+# For which precision a module was divided; it stays so.
+_precision_of: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+
+
 def _resolve_precision(plugin: Precision, requested: str | None, device_type: str) -> Precision:
+    name = requested or str(plugin.precision)
+    if name not in _PRECISIONS:
+        raise ConfigurationError(f"precision={name!r}: expected one of {', '.join(_PRECISIONS)}.")
     return resolve_precision(plugin, requested, device_type)
 
 
-# -- Which modules are units --
+def _refuse_averages(callbacks: Sequence[Any]) -> None:
+    for callback in callbacks:
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            raise ConfigurationError(
+                f"{type(callback).__name__} keeps a whole copy of the model, of which a rank has a part under"
+                " LockstepFSDPStrategy: expected no such callback. Use it with strategy='lockstep_ddp', or average"
+                " self.parameters() in the module itself, part by part."
+            )
 
 
-def _units(module: nn.Module, rule: Any) -> list[nn.Module]:
-    """Return the units of a module, inner ones first."""
-    if rule == "auto":
-        chosen = {id(one) for one in _repeated_blocks(module)}
-        return [one for one in module.modules() if id(one) in chosen][::-1]
-    names = [rule] if isinstance(rule, str) else rule
-
-    def is_unit(name: str, one: nn.Module) -> bool:
-        return bool(rule(name, one)) if callable(rule) else type(one).__name__ in names
-
-    return [one for name, one in module.named_modules() if name and is_unit(name, one)][::-1]
-
-
-def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    children = list(module.children())
-    kinds = [type(one) for one in children]
-    for child in children:
-        repeats = isinstance(module, (nn.ModuleList, nn.Sequential)) and kinds.count(type(child)) > 1
-        if repeats and sum(p.numel() for p in child.parameters()) >= LEAST_UNIT:
-            yield child
-        else:
-            yield from _repeated_blocks(child)
-
-
-def _roots(module: nn.Module) -> Iterator[nn.Module]:
-    """Return the parts of a module that are called by themselves."""
-    for child in module.children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from _roots(child)
-        elif next(child.parameters(), None) is not None:
-            yield child
+def _check_divided(module: LightningModule, precision: str) -> None:
+    before = _precision_of.get(module, precision)
+    if before != precision:
+        raise ConfigurationError(
+            f"precision={precision!r} for a module that was divided for {before!r} in an earlier run and stays so:"
+            " expected the same, or a new module."
+        )
+    left = [name for name, p in module.named_parameters() if p.requires_grad and not is_divided(p)]
+    if left:
+        raise ConfigurationError(
+            f"configure_model of {type(module).__name__} calls fully_shard and leaves out {', '.join(left[:4])}:"
+            " expected all parameters that are trained in a part, as nothing else reduces their gradients. Call"
+            " fully_shard for the module around them last, or not at all."
+        )
