@@ -25,6 +25,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def torch_sees_a_card() -> bool:
+    import torch  # seconds, which a run on the CPU does without
+
+    return torch.cuda.is_available()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Have torch compile into a folder of this run.
 
@@ -33,6 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp(prefix="lockstep-test-builds-")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     if given := config.getoption("device"):
+        if given == "cuda" and not torch_sees_a_card():
+            raise pytest.UsageError("--device cuda: there is no CUDA device here")
         os.environ[DEVICE] = given
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as Lightning does where it uses a card
 

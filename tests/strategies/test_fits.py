@@ -8,6 +8,8 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
@@ -16,9 +18,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_lockstep import ConfigurationError, LockstepDDPStrategy, gather_uneven
+from lightning_lockstep import CollectiveStallError, ConfigurationError, LockstepDDPStrategy, gather_uneven
 from lightning_lockstep._doors.lightning import CombinedLoader, LightningModule, Trainer, seed_everything
-from tests.helpers import on_device, run_ranks
+from tests.helpers import on_device, run_ranks, run_ranks_raw
 
 QUIET = {
     "accelerator": "cpu",
@@ -367,6 +369,27 @@ def test_one_rank_has_the_weights_of_no_strategy(device: str) -> None:
     assert (
         found["LockstepDDPStrategy"] == found["SingleDeviceStrategy"] and found["LockstepDDPStrategy"][0] == 8
     )
+
+
+class Waits(Net):
+    """Rank 1 stays in its second step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1 and self.global_rank == 1:
+            time.sleep(1000)
+        return super().training_step(batch, batch_idx)
+
+
+def one_never_comes() -> str:
+    with pytest.raises(CollectiveStallError) as caught:
+        fit(Waits(), loader(3), strategy=LockstepDDPStrategy(stall_timeout=2.0))
+    return str(caught.value)
+
+
+def test_the_guard_names_the_rank_that_never_comes_and_its_place(device: str) -> None:
+    first, second = (outcome.value for outcome in run_ranks_raw(2, one_never_comes, backend=None))
+    assert first == second and first.startswith("rank 1 never came to collective #")
+    assert re.search(r"1 +- +\S*test_fits.py:\d+ in training_step, after #\d+ .*<- never came", first), first
 
 
 def placement_shown() -> str:
