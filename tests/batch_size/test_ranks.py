@@ -133,7 +133,7 @@ class Big(pl.LightningModule):
 
 
 class RunPeak(pl.Callback):
-    """Peak of the memory in use in the run after the search: resident, as the kernel counts it, or of the card [bytes]."""
+    """Peak of the memory in use in the run after the search, resident or of the card [bytes]."""
 
     peak = 0
 
