@@ -57,13 +57,15 @@ SETUPS = {
 
 
 def losses(name: str, steps: int, folder: Path, python: str) -> list[float]:
-    """Run a set-up; return the loss of each optimizer step, the mean over all ranks."""
-    command = [python, "-m", "lightning_lockstep.train", *SAME, *SETUPS[name]]
-    command += [f"trainer.max_steps={steps}", f"hydra.run.dir={folder}"]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{name} ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
-    with open(folder / "csv" / "metrics.csv", newline="") as file:
+    """Run a set-up, unless its run is there; return the loss of each optimizer step, the mean over all ranks."""
+    written = folder / "csv" / "metrics.csv"
+    if not written.exists():
+        command = [python, "-m", "lightning_lockstep.train", *SAME, *SETUPS[name]]
+        command += [f"trainer.max_steps={steps}", f"hydra.run.dir={folder}"]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{name} ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
+    with open(written, newline="") as file:
         return [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
 
 
@@ -110,6 +112,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="beginnings of names; the first set-up always runs")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--picture", type=Path, default=Path("same-run.png"))
+    parser.add_argument("--runs", type=Path, help="folder for the runs; one that is there is not run again")
     parser.add_argument("--xla-python", help="interpreter of an environment with torch-xla")
     given = parser.parse_args()
     chosen = [
@@ -118,15 +121,18 @@ def main() -> None:
         if index == 0 or not given.names or name.startswith(tuple(given.names))
     ]
     curves, failed = {}, list[str]()
-    with tempfile.TemporaryDirectory() as folder:
-        for index, name in enumerate(chosen):
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in chosen:
+            folder = given.runs or Path(temporary)
             if name.startswith("xla") and not given.xla_python:
                 print(f"{name}: left out, without --xla-python", file=sys.stderr)
                 continue
             print(name, file=sys.stderr, flush=True)
             python = given.xla_python if name.startswith("xla") else sys.executable
             try:
-                curves[name] = losses(name, given.steps, Path(folder, str(index)), python)
+                curves[name] = losses(
+                    name, given.steps, (folder / name.replace(", ", "-").replace(" ", "-")).absolute(), python
+                )
             except RuntimeError as error:  # the others still count
                 failed.append(name)
                 print(error, file=sys.stderr)
