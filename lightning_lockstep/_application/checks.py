@@ -20,7 +20,7 @@ from lightning_lockstep._application.values import Fault, TargetChecks, mismatch
 from lightning_lockstep._doors.lightning import LightningEnvironment
 from lightning_lockstep._settings import is_whole
 from lightning_lockstep._text import counted
-from lightning_lockstep.deepspeed.checkpoints.files import is_deepspeed_checkpoint, read_file
+from lightning_lockstep.deepspeed.checkpoints.files import is_checkpoint_folder, read_file
 from lightning_lockstep.deepspeed.checkpoints.resuming import CONSOLIDATED
 from lightning_lockstep.demo.data import batch_size_per_rank
 from lightning_lockstep.doctor.check_runner import Checks
@@ -65,9 +65,9 @@ def find_checkpoint(
     if given == "last":  # the newest last.ckpt of this run folder or of those beside it
         return str(_newest(run_folder))
     path = Path(started_in, given).absolute()
-    if path.is_dir() and not is_deepspeed_checkpoint(path):
+    if path.is_dir() and not is_checkpoint_folder(path):
         path = path / _LAST
-    if not (path.is_file() or is_deepspeed_checkpoint(path)):
+    if not (path.is_file() or is_checkpoint_folder(path)):
         raise ConfigurationError(f"ckpt_path={given}: there is no checkpoint {path}")
     return str(path)
 
@@ -93,7 +93,7 @@ def _can_be_resumed(path: Path) -> bool:
     if path.name.endswith(CONSOLIDATED):
         return False
     if path.is_dir():
-        return is_deepspeed_checkpoint(path)
+        return is_checkpoint_folder(path)
     if not zipfile.is_zipfile(path):  # torch's files are archives
         return False
     try:

@@ -99,6 +99,7 @@ TOUCHED: dict[str, str] = {}
 INHERITED: dict[str, str] = {
     "Strategy._configure_launcher": "the Trainer asks a strategy for its launcher by this method",
     "Strategy._launcher": "where Lightning looks for the launcher of a strategy",
+    "DDPStrategy._layer_sync": "what sync_batchnorm=True asks for, done before a model is divided",
     "DeepSpeedStrategy._init_config_if_needed": "the configuration is completed from the Trainer by our rules",
     "DeepSpeedStrategy._init_optimizers": "where several optimizers are refused, which we say more about",
     "DeepSpeedStrategy._setup_model_and_optimizer": "Lightning's gives DeepSpeed no index of a CPU, which it needs",

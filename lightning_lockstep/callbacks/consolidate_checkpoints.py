@@ -11,7 +11,7 @@ from typing import Literal
 from lightning_lockstep._doors.lightning import Callback, LightningModule, ModelCheckpoint, Trainer
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.deepspeed.checkpoints.consolidation import consolidate
-from lightning_lockstep.deepspeed.checkpoints.files import is_deepspeed_checkpoint
+from lightning_lockstep.deepspeed.checkpoints.files import is_checkpoint_folder
 from lightning_lockstep.deepspeed.checkpoints.resuming import consolidated_name
 from lightning_lockstep.errors import ConfigurationError
 
@@ -64,5 +64,5 @@ def _folders(trainer: Trainer) -> Iterator[Path]:
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             for path in (callback.best_model_path, callback.last_model_path):
-                if path and is_deepspeed_checkpoint(path):
+                if path and is_checkpoint_folder(path):
                     yield Path(path)

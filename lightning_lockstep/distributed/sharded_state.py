@@ -6,14 +6,13 @@ checkpoint. It is read on any number of ranks, and by one process without any.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_lockstep.errors import ConfigurationError
 
@@ -23,7 +22,15 @@ _TABLE = ".metadata"  # what torch's distributed checkpoint calls its table of c
 _SEPARATOR = "/"
 Place: TypeAlias = "tuple[str | int, ...]"  # keys of nested dicts and lists
 
+# What reads checkpoints without ranks imports this file too, so torch's modules for divided tensors (some tenths of a
+# second) are imported where they are used.
+
 # -- Whole tensors, and this rank's parts of them --
+
+
+def is_divided(value: object) -> bool:
+    """Return whether a value is a ``DTensor``: divided among the ranks, or kept by them in another way torch knows."""
+    return isinstance(value, Tensor) and hasattr(value, "placements")
 
 
 def gathered(tree: Any, *, keep: bool) -> Any:
@@ -35,17 +42,19 @@ def gathered(tree: Any, *, keep: bool) -> Any:
         return {key: gathered(value, keep=keep) for key, value in tree.items()}
     if isinstance(tree, list):
         return [gathered(value, keep=keep) for value in tree]
-    if not isinstance(tree, DTensor):
+    if not is_divided(tree):
         return tree
     on_device: Any = tree.detach().to(tree.device_mesh.device_type)
     whole = on_device.full_tensor()
     return whole.cpu() if keep else None
 
 
-def _divided_like(value: Any, like: object) -> Any:
+def _divided_like(value: Any, like: Any) -> Any:
     """Return this rank's part of a whole tensor, divided as another one is; anything else as it is."""
-    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+    if not is_divided(like) or not isinstance(value, Tensor) or is_divided(value):
         return value
+    from torch.distributed.tensor import distribute_tensor
+
     return distribute_tensor(value.detach(), like.device_mesh, like.placements, src_data_rank=None)
 
 
@@ -68,7 +77,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
 
 
 def _fitting(optimizer: torch.optim.Optimizer, value: Any, parameter: Tensor) -> Any:
-    if not isinstance(value, Tensor) or value.ndim == 0 or not isinstance(parameter, DTensor):
+    if not isinstance(value, Tensor) or value.ndim == 0 or not is_divided(parameter):
         return value
     if value.shape != parameter.shape:
         raise ConfigurationError(
@@ -93,6 +102,8 @@ def is_parts_folder(path: str | Path) -> bool:
 
 def save_parts(checkpoint: dict[str, Any], folder: Path, *, is_main: bool) -> None:
     """Write a checkpoint, each rank its parts of divided tensors and rank 0 the rest. Ranks: all, together."""
+    import torch.distributed.checkpoint as dcp
+
     parts = dict(_divided(checkpoint, ()))
     names = {_SEPARATOR.join(map(str, place)): place for place in parts}
     dcp.save({name: parts[place] for name, place in names.items()}, checkpoint_id=folder)
@@ -105,7 +116,7 @@ def save_parts(checkpoint: dict[str, Any], folder: Path, *, is_main: bool) -> No
 
 
 def _divided(tree: Any, place: Place) -> Iterator[tuple[Place, Tensor]]:
-    if isinstance(tree, DTensor):
+    if is_divided(tree):
         yield place, tree.detach()
     elif isinstance(tree, (dict, list)):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
@@ -151,18 +162,24 @@ def read_parts(
     ),  # a divided tensor like the one at a place; else a whole one
 ) -> dict[str, Any]:
     """Return the checkpoint of a folder. Ranks: all, together; or a process without others."""
+    import torch.distributed.checkpoint as dcp
+
     places = {name: tuple(place) for name, place in rest.pop(PLACES).items()}
     stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     wanted: dict[str, Any] = {}
     for name, place in places.items():
         known: Any = stored[name]
-        example = like(place)
+        example: Any = like(place)
         dtype, shape = known.properties.dtype, known.size
-        if isinstance(example, DTensor) and example.shape == shape:
+        if is_divided(example) and example.shape == shape:
             wanted[name] = torch.empty_like(example.detach(), dtype=dtype)
         elif example is not _LEFT_OUT:
             wanted[name] = torch.empty(shape, dtype=dtype)
-    dcp.load(wanted, checkpoint_id=folder)
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled"
+        )  # that there is one process alone
+        dcp.load(wanted, checkpoint_id=folder)
     for name, value in wanted.items():
         *path, last = places[name]
         target: Any = rest

@@ -7,7 +7,7 @@ that is in no unit once for the whole step. Source: https://docs.pytorch.org/doc
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,9 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
 
 from lightning_lockstep._doors.lightning import find_shared_parameters, set_shared_parameters
-from lightning_lockstep.distributed.coordination.communicator import Communicator
+from lightning_lockstep.distributed.sharded_state import is_divided
 from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
 
 #: What a Trainer calls of a module in place of its forward.
@@ -56,11 +55,6 @@ def make_mesh(device_type: str, *, shard: int, replicate: int) -> DeviceMesh:
 def divided_parts(module: nn.Module) -> list[FSDPModule]:
     """Return the parts of a module that ``fully_shard`` was applied to."""
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
-
-
-def is_divided(tensor: object) -> bool:
-    """Return whether a tensor is divided among the ranks, or kept by them in another way that torch knows of."""
-    return isinstance(tensor, DTensor)
 
 
 def divide(
@@ -121,13 +115,13 @@ def broadcast(tensors: Sequence[Tensor]) -> None:
             tensor.detach().copy_(row)
 
 
-def check_same_model(module: nn.Module, communicator: Communicator) -> None:
+def check_same_model(module: nn.Module, gather: Callable[[Any], Sequence[Any]]) -> None:
     """Raise on all ranks where the ranks have different models. Ranks: all, together; one gather of a number."""
     ours = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
-    digests = communicator.gather(hashlib.sha256(repr(ours).encode()).digest())
+    digests = gather(hashlib.sha256(repr(ours).encode()).digest())
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
-        everyone = communicator.gather(ours)
+        everyone = gather(ours)
         differing = sorted(set(everyone[0]) ^ set(everyone[other]))[:4]
         raise CollectiveMismatchError(
             f"The ranks have different models: rank {other} and rank 0 differ in {differing}: expected the same"

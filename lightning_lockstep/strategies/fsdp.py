@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint as recomputed
 from typing_extensions import Unpack
 
@@ -33,6 +32,7 @@ from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions
 from lightning_lockstep.distributed.sharded_state import (
     gathered,
+    is_divided,
     is_parts_folder,
     load_optimizer,
     load_parts,
@@ -48,7 +48,6 @@ from lightning_lockstep.distributed.sharding import (
     divided_parts,
     gather_around_steps,
     give_up_gathered,
-    is_divided,
     make_mesh,
     make_real,
     set_reductions,
@@ -63,6 +62,8 @@ from lightning_lockstep.strategies.mpi import MPIStartup
 from lightning_lockstep.strategies.options import FSDPSettings, OptionsOfLightning, reject_unknown
 
 _COMPUTES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+# Their kernels take no weights of 16 bits beside statistics of 32.
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", *_COMPUTES)
 
 
@@ -239,7 +240,7 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
             if self._layer_sync is not None:
                 self._layer_sync.apply(module)
             self.precision_plugin.convert_module(module)
-            check_same_model(module, current_communicator())
+            check_same_model(module, current_communicator().gather)
             self._divide(module, precision)
         if fits:
             self.setup_optimizers(trainer)
@@ -260,7 +261,7 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         full = [one for one in whole if any(one in unit.modules() for unit in units)]
         compute = _COMPUTES.get(precision)
         if compute is not None:  # in a unit that computes in 16 bits: one that does not is a unit by itself
-            norms = {part for unit in units for part in unit.modules() if isinstance(part, _BatchNorm)}
+            norms = {part for unit in units for part in unit.modules() if isinstance(part, _NORMS)}
             full += [one for one in norms if one not in inside and next(one.parameters(), None) is not None]
             units = [one for one in module.modules() if one in units or one in full][::-1]
         if settings.activation_checkpointing:
@@ -328,6 +329,16 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
             return output
         zero = (loss * 0.0).nan_to_num()
         return {**output, "loss": zero} if isinstance(output, Mapping) else zero
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Make an optimizer's step, after which no rank goes on with what it has gathered before.
+
+        Ranks: each, alone, but for what the closure does.
+        """
+        output = super().optimizer_step(*args, **kwargs)
+        # A part that was called and had no backward (frozen for now, or without gradients) is still whole, as it was.
+        give_up_gathered(self._module)
+        return output
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -118,6 +118,11 @@ class FSDPSettings(LifecycleSettings):
         faults.choice("state_dict", self.state_dict, ("full", "sharded"))
         for name in ("reshard_after_forward", "activation_checkpointing"):
             faults.flag(name, getattr(self, name))
+        if self.state_dict == "sharded" and self.start_method != "popen":
+            faults.add(
+                f"start_method={self.start_method!r} with state_dict='sharded': expected 'popen', as the weights of"
+                " other ranks go back to this process as whole tensors."
+            )
         if self.mesh is not None:
             sizes = self.mesh if isinstance(self.mesh, Mapping) else {}
             known = set(sizes) <= {"shard", "replicate"} and all(

@@ -37,6 +37,7 @@ LEFT_OUT: dict[tuple[str, str], str] = {
     ("LockstepDDPStrategy", "cluster_environment"): OBJECT,
     ("LockstepDDPStrategy", "ddp_comm_state"): OBJECT,
     ("LockstepDeepSpeedStrategy", "cluster_environment"): OBJECT,
+    ("LockstepFSDPStrategy", "cluster_environment"): OBJECT,
     ("LockstepMPIStrategy", "cluster_environment"): OBJECT,
     ("LockstepMPIStrategy", "ddp_comm_state"): OBJECT,
     ("LockstepMPIStrategy", "start_method"): BY_MPIRUN,
@@ -61,12 +62,13 @@ OTHER_VALUE: dict[tuple[str, str], str] = {
 
 # Settings class -> the public classes that take its fields as arguments of their own.
 OF_DDP = ("LockstepDDPStrategy", "LockstepMPIStrategy")
-STRATEGIES = (*OF_DDP, "LockstepDeepSpeedStrategy", "LockstepXLAStrategy")
+STRATEGIES = (*OF_DDP, "LockstepDeepSpeedStrategy", "LockstepFSDPStrategy", "LockstepXLAStrategy")
 TAKEN_BY: dict[str, tuple[str, ...]] = {
     "AutoBatchSizeSettings": ("AutoBatchSize",),
     "CheckOptions": (),  # of the doctor's command line
     "DDPSettings": OF_DDP,
     "DeepSpeedSettings": ("LockstepDeepSpeedStrategy",),
+    "FSDPSettings": ("LockstepFSDPStrategy",),
     "GuardSettings": STRATEGIES,
     "GroupSettings": (),  # the MPI backend makes it for each group
     "LifecycleSettings": STRATEGIES,

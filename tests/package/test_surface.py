@@ -18,6 +18,7 @@ from tests.helpers import run_ranks
 STRATEGIES = [
     "LockstepDDPStrategy",
     "LockstepDeepSpeedStrategy",
+    "LockstepFSDPStrategy",
     "LockstepMPIStrategy",
     "LockstepXLASPMDStrategy",
     "LockstepXLAStrategy",

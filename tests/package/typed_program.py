@@ -26,6 +26,7 @@ from lightning_lockstep import (
     LockstepDDPStrategy,
     LockstepDeepSpeedStrategy,
     LockstepError,
+    LockstepFSDPStrategy,
     LockstepMPIStrategy,
     LockstepTuner,
     LockstepXLASPMDStrategy,
@@ -72,6 +73,7 @@ STRATEGIES: list[Strategy] = [
         backend="mpi4py", uneven_inputs="join", ddp_comm_hook=power_sgd, broadcast_buffers=False
     ),
     LockstepDeepSpeedStrategy(stage=3, offload_optimizer="cpu", config={"gradient_clipping": 1.0}),
+    LockstepFSDPStrategy(shard=["Block"], mesh={"shard": 2}, state_dict="sharded"),
     LockstepXLAStrategy(guard="off", downcast_bf16=True),
     LockstepXLASPMDStrategy(parameters="fsdp", patterns=["*.weight"]),
 ]

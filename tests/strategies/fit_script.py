@@ -3,7 +3,7 @@
 python fit_script.py FAULT START_METHOD
 
 ``endless`` trains until it is stopped; the start method ``mpi`` is the strategy's own mpirun, ``deepspeed`` and
-``deepspeed_mpi`` are DeepSpeed over gloo and over mpi4py.
+``deepspeed_mpi`` are DeepSpeed over gloo and over mpi4py, ``fsdp`` is LockstepFSDPStrategy.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from typing import Any
 
 import lightning as L
 import torch
@@ -121,28 +122,31 @@ def fit_alone_first(net: Net, data: TensorDataset, options: dict[str, bool]) -> 
         trainer.fit(net, DataLoader(data, batch_size=16))
 
 
+def make_strategy() -> Any:
+    if START.startswith("deepspeed"):
+        backend = "mpi4py" if START == "deepspeed_mpi" else None
+        return lightning_lockstep.LockstepDeepSpeedStrategy(
+            stage=2, process_group_backend=backend, grace_period=8.0
+        )
+    if START == "fsdp":
+        return lightning_lockstep.LockstepFSDPStrategy(shard="Linear", grace_period=8.0)
+    if START == "mpi":
+        return lightning_lockstep.LockstepMPIStrategy(grace_period=8.0)
+    return lightning_lockstep.LockstepDDPStrategy(start_method=START, grace_period=GRACE)
+
+
 def main() -> None:
     if FAULT == "early" and os.environ.get("LOCAL_RANK") == "1":
         raise RuntimeError("boom before the ranks met")
     L.seed_everything(1, verbose=False)
     data = TensorDataset(torch.randn(320, 8), torch.randint(0, 4, (320,)))
-    strategy: lightning_lockstep.LockstepDDPStrategy | lightning_lockstep.LockstepDeepSpeedStrategy
-    if START.startswith("deepspeed"):
-        backend = "mpi4py" if START == "deepspeed_mpi" else None
-        strategy = lightning_lockstep.LockstepDeepSpeedStrategy(
-            stage=2, process_group_backend=backend, grace_period=8.0
-        )
-    elif START == "mpi":
-        strategy = lightning_lockstep.LockstepMPIStrategy(grace_period=8.0)
-    else:
-        strategy = lightning_lockstep.LockstepDDPStrategy(start_method=START, grace_period=GRACE)
     callbacks = [lightning_lockstep.StopTogether(dirpath="stopped")] if FAULT == "endless" else []
     options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1 if FAULT == "nodes" else 2,
         num_nodes=2 if FAULT == "nodes" else 1,
-        strategy=strategy,
+        strategy=make_strategy(),
         max_epochs=-1 if FAULT == "endless" else 1,
         enable_model_summary=False,
         callbacks=callbacks,

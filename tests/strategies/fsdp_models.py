@@ -30,6 +30,9 @@ class Block(nn.Module):
         self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
 
+    def reset_parameters(self) -> None:
+        self.calls.zero_()  # type: ignore[operator]
+
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1  # type: ignore[operator]
         return x + self.linear(self.norm(x)).relu()
@@ -40,12 +43,15 @@ class Net(LightningModule):
 
     def __init__(self, blocks: int = 2) -> None:
         super().__init__()
+        self.dtypes: set[str] = set()
+        self.losses: list[float] = []
+        self.make_layers(blocks)
+
+    def make_layers(self, blocks: int = 2) -> None:
         self.first = nn.Linear(8, 8)
         self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.head = nn.Linear(8, 4, bias=False)
         self.temperature = nn.Parameter(torch.ones(1))
-        self.dtypes: set[str] = set()
-        self.losses: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_lockstep import LockstepDDPStrategy, LockstepMPIStrategy
+from lightning_lockstep import LockstepDDPStrategy, LockstepFSDPStrategy, LockstepMPIStrategy
 
 CASE, FOLDER, START, *OPTIONS = sys.argv[1:]
 
@@ -100,11 +100,10 @@ class StuckRows(Dataset):
 def main() -> None:
     given = dict(option.split("=", 1) for option in OPTIONS if "=" in option)
     options = {"stall_timeout": 2.5, "grace_period": 6.0, **{k: literal(v) for k, v in given.items()}}
-    strategy = (
-        LockstepMPIStrategy(**options)
-        if START == "mpi"
-        else LockstepDDPStrategy(start_method=START, **options)
-    )
+    if START == "fsdp":
+        options["shard"] = "Linear"
+    make = {"mpi": LockstepMPIStrategy, "fsdp": LockstepFSDPStrategy}.get(START, LockstepDDPStrategy)
+    strategy = make(**options, **({} if START in ("mpi", "fsdp") else {"start_method": START}))
     rows = StuckRows() if CASE == "loader" else TensorDataset(torch.ones(40, 4))
     loader = DataLoader(rows, batch_size=2, num_workers=1 if CASE == "loader" else 0)
     trainer = L.Trainer(

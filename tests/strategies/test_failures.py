@@ -203,8 +203,10 @@ def test_output_that_nobody_reads_does_not_hold_mpirun_up() -> None:
     assert outcome.stderr.count("standard output cannot be written to ([Errno 32] Broken pipe)") == 1
 
 
-@pytest.mark.parametrize(("method", "fault"), [("spawn", "raise@1"), ("fork", "kill@1")])
-def test_started_by_multiprocessing(method: str, fault: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "fault"), [("spawn", "raise@1"), ("fork", "kill@1"), ("fsdp", "raise@1"), ("fsdp", "kill@1")]
+)
+def test_started_by_multiprocessing_or_with_a_part_of_the_model_each(method: str, fault: str) -> None:
     outcome = run(fault, method)
     assert outcome.returncode == (1 if fault == "raise@1" else 128 + signal.SIGKILL)
     assert "rank 1 of 2" in outcome.stderr

@@ -61,6 +61,8 @@ def test_ranks_that_gather_different_shapes_get_one_report(tmp_path: Path) -> No
         ("roots", "fork", (r"0 broadcast from 0 float32", r"1 broadcast from 1 float32 .* <- differs")),
         ("messages", "popen", (r"0 receive from 1 .* in part_ways", r"1 receive from 0 .* in part_ways")),
         ("caught", "popen", (r"0 all_reduce float32 \(4,\)", r"1 all_reduce float32 \(40,\) backward")),
+        # A rank that leaves a layer out gathers one part less.
+        ("unused", "fsdp", (r"0 all_gather float32 \(10,\)", r"1 all_reduce float32 .* <- differs")),
     ],
 )
 def test_ranks_that_call_different_things_raise_the_same(
@@ -89,6 +91,7 @@ def test_a_rank_that_leaves_a_layer_out_gets_the_error_of_ddp(tmp_path: Path) ->
     [
         ("sleep", "popen", r"guard_script.py:\d+ in keep_waiting"),
         ("loader", "popen", r"\w+.py:\d+ in \w+"),
+        ("sleep", "fsdp", r"guard_script.py:\d+ in keep_waiting"),
     ],
 )
 def test_a_rank_that_never_comes_is_named_with_its_place(
@@ -115,8 +118,9 @@ def check_stall(outcome: ScriptOutcome, place: str) -> None:
     assert re.search(r"\.\.\. \d+ frames of lightning, .*torch", outcome.stderr), outcome.stderr
 
 
-def test_a_stopped_process_is_named(tmp_path: Path) -> None:
-    outcome = run(tmp_path, "stop", "popen", "grace_period=2.0")
+@pytest.mark.parametrize("start", ["popen", "fsdp"])
+def test_a_stopped_process_is_named(start: str, tmp_path: Path) -> None:
+    outcome = run(tmp_path, "stop", start, "grace_period=2.0")
     assert outcome.returncode != 0
     *_, killed, _, last = outcome.stderr.rstrip().splitlines()
     assert killed == "lightning-lockstep: killed rank 1 of this host, which did not end within 2 s."

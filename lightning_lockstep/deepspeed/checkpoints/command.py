@@ -1,4 +1,4 @@
-"""The command that writes a DeepSpeed checkpoint folder into one file: ``lockstep-consolidate FOLDER [OUTPUT]``.
+"""The command that writes a checkpoint folder into one file: ``lockstep-consolidate FOLDER [OUTPUT]``.
 
 Of several nodes that wrote to disks of their own: ``lockstep-consolidate FOLDER FOLDER ... --output OUTPUT``.
 """
@@ -15,7 +15,7 @@ import torch
 
 from lightning_lockstep._text import say, size_in_words
 from lightning_lockstep.deepspeed.checkpoints.consolidation import consolidate
-from lightning_lockstep.deepspeed.checkpoints.files import is_deepspeed_checkpoint
+from lightning_lockstep.deepspeed.checkpoints.files import is_checkpoint_folder
 from lightning_lockstep.errors import ConfigurationError
 
 _PROGRAM = "lockstep-consolidate"
@@ -44,8 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:  # exit code; 2: checkpoint 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
-        description="Write a checkpoint folder of DeepSpeed, of any stage of ZeRO, into one Lightning checkpoint."
-        " It holds the weights and the state of the loop, not that of the optimizer. DeepSpeed need not be installed.",
+        description="Write a checkpoint folder of DeepSpeed, of any stage of ZeRO, or of parts by LockstepFSDPStrategy,"
+        " into one Lightning checkpoint. It holds the weights and the state of the loop, and of parts that of the"
+        " optimizer. DeepSpeed need not be installed.",
     )
     parser.add_argument(
         "paths",
@@ -84,7 +85,7 @@ def _folders_and_output(paths: Sequence[Path], output: Path | None) -> tuple[lis
 def _checkpoint_of(folder: Path) -> Path:
     """Return the checkpoint that a folder is, or the last one of the run that it is."""
     last = folder / _LAST
-    return last if not is_deepspeed_checkpoint(folder) and is_deepspeed_checkpoint(last) else folder
+    return last if not is_checkpoint_folder(folder) and is_checkpoint_folder(last) else folder
 
 
 def _default_output(folder: Path) -> Path:

@@ -29,9 +29,11 @@ from lightning_lockstep.deepspeed.checkpoints.files import (
     memory_budget,
     plain_entries,
     read_checkpoint,
+    read_file,
     replacing,
     save,
 )
+from lightning_lockstep.distributed.sharded_state import REST, is_parts_folder, read_parts
 from lightning_lockstep.errors import ConfigurationError
 
 # -- Views of the values of a parameter, which may lie in the files of several ranks --
@@ -335,7 +337,7 @@ def consolidate(
     tag: str | None = None,
     dtype: Dtype = "float32",  # as_saved: each tensor as the model had it; float32: widens halves
 ) -> Path:
-    """Write what a DeepSpeed checkpoint folder holds into one file, as :func:`consolidated` describes it."""
+    """Write what a checkpoint folder holds into one file: of DeepSpeed as :func:`consolidated` describes it."""
     # The file loads with ``load_from_checkpoint`` and with ``torch.load(weights_only=True)``. It appears
     # under its name when it is complete, in place of what was there.
     #
@@ -347,10 +349,16 @@ def consolidate(
     output = Path(output)
     faults.check(not output.is_dir(), "output", str(output), "a file to write, not a folder")
     faults.raise_all()
-    checkpoint = read_checkpoint(_paths(folder), tag)
+    paths = _paths(folder)
+    first = paths if isinstance(paths, Path) else paths[0]
+    of_parts = is_parts_folder(first)
+    checkpoint = None if of_parts else read_checkpoint(paths, tag)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        content = _lightning_checkpoint(checkpoint, dtype, Storage(output.parent, memory_budget()))
+        if checkpoint is None:
+            content = _of_parts(first, dtype)
+        else:
+            content = _lightning_checkpoint(checkpoint, dtype, Storage(output.parent, memory_budget()))
         with replacing(output) as file:
             save(content, file)
     except OSError as error:
@@ -358,6 +366,25 @@ def consolidate(
             f"output={str(output)!r}: cannot be written ({error.strerror or error})."
         ) from error
     return output
+
+
+def _of_parts(folder: Path, dtype: Dtype) -> dict[str, Any]:
+    """Return what a folder of :class:`LockstepFSDPStrategy` holds: a plain checkpoint from which a fit can go on."""
+    rest, dropped = plain_entries(read_file(folder / REST))
+    _warn_of(folder, dropped)
+    content = read_parts(folder, rest)
+    weights = content["state_dict"]
+    for name, value in weights.items():
+        if isinstance(value, Tensor):
+            weights[name] = value.to(_written(value.dtype, dtype))
+    return content
+
+
+def _warn_of(folder: Path, dropped: Sequence[str]) -> None:
+    if dropped:
+        warnings.warn(
+            f"{folder}: left out what is not plain data: {', '.join(dropped)}.", RuntimeWarning, stacklevel=4
+        )
 
 
 def _paths(folder: str | Path | Sequence[Path]) -> Path | Sequence[Path]:
@@ -369,12 +396,7 @@ def _lightning_checkpoint(checkpoint: Checkpoint, dtype: Dtype, allocate: Alloca
     client, dropped = plain_entries({key: value for key, value in first.items() if key not in OWN_KEYS})
     weights, no_weights = _state_dict(checkpoint, dtype, allocate)
     dropped += no_weights
-    if dropped:
-        warnings.warn(
-            f"{checkpoint.folder}: left out what is not plain data: {', '.join(dropped)}.",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+    _warn_of(checkpoint.folder, dropped)
     return {**deepcopy(client), "state_dict": weights}
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_lockstep._settings import did_you_mean
 from lightning_lockstep._system import memory_left
 from lightning_lockstep.deepspeed.checkpoints.file_names import CheckpointFolder, is_state_file
+from lightning_lockstep.distributed.sharded_state import is_parts_folder
 from lightning_lockstep.errors import ConfigurationError
 
 # -- What a file of DeepSpeed holds, read as plain data --
@@ -250,6 +251,11 @@ def is_deepspeed_checkpoint(path: str | Path) -> bool:
         return path.is_dir() and any(_holds_files(folder) for folder in (path, *_folders(path)))
     except OSError:
         return False
+
+
+def is_checkpoint_folder(path: str | Path) -> bool:
+    """Return whether a path is a checkpoint folder, of DeepSpeed or with the parts of a model divided by torch."""
+    return is_parts_folder(path) or is_deepspeed_checkpoint(path)
 
 
 def read_checkpoint(
