@@ -91,19 +91,21 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (above, below) = pyplot.subplots(2, sharex=True, figsize=(8, 7), height_ratios=[3, 2])
+    colours = pyplot.get_cmap("tab20")
     reference = next(iter(curves.values()))
     for index, (name, values) in enumerate(curves.items()):
         steps = range(1, len(values) + 1)
-        above.plot(steps, values, label=name, linewidth=len(curves) + 1 - index, color=f"C{index % 10}")
+        above.plot(steps, values, label=name, linewidth=len(curves) + 1 - index, color=colours(index))
         apart = [max(abs(one - other), 1e-8) for one, other in zip(values, reference, strict=True)]
         if index:
-            below.semilogy(steps, apart, color=f"C{index % 10}")
+            below.semilogy(steps, apart, color=colours(index))
     below.axhline(1e-5, color="black", linestyle="dashed")
     above.set_ylabel("loss")
     above.legend(fontsize="small")
     below.set(ylabel=f"difference from {next(iter(curves))}", xlabel="optimizer step", ylim=(1e-8, 1e-4))
+    below.xaxis.get_major_locator().set_params(integer=True)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=80)
 
 
 def main() -> None:
