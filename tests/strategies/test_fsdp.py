@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-from lightning_lockstep import ConfigurationError, FP32Modules, LockstepError
+from lightning_lockstep import CollectiveMismatchError, ConfigurationError, FP32Modules, LockstepError
 from lightning_lockstep._doors.lightning import (
     Precision,
     Trainer,
@@ -504,3 +504,43 @@ def test_all_ranks_see_an_overflow_of_one_ranks_part_alike() -> None:
     assert first == second
     calm, scale, finite = first
     assert scale == calm / 2 and finite
+
+
+# -- Ranks that have different numbers of batches, and one that returns no loss --
+
+
+def uneven_fits() -> dict[str, Any]:
+    rank = int(os.environ["RANK"])
+    answers: dict[str, Any] = {}
+    for policy in ("truncate", "join"):
+        trainer = Trainer(**QUIET, devices=2, max_epochs=1, strategy=fsdp(uneven_inputs=policy))
+        data = loader(1, batch=4, count=8 + 4 * rank)
+        trainer.fit(Net(), data)
+        found = weights(trainer)
+        finite = all(bool(value.isfinite().all()) for value in found.values() if value is not None)
+        answers[policy] = (trainer.global_step, finite)
+    return answers
+
+
+def test_ranks_with_different_amounts_of_data() -> None:
+    first, second = run_ranks(2, uneven_fits, backend=None, timeout=120)
+    assert first == second == {"truncate": (2, True), "join": (3, True)}
+
+
+class NoLoss(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 1 else loss
+
+
+def fit_without_a_loss() -> str:
+    try:
+        fit(NoLoss, 2, fsdp())
+    except CollectiveMismatchError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_step_without_a_loss_is_an_error() -> None:
+    for message in run_ranks(2, fit_without_a_loss, backend=None, timeout=60):
+        assert "training_step returned no loss: expected one on every rank" in message
