@@ -1,12 +1,15 @@
-"""``python -m benchmarks <topic> [--quick]``: run one topic, print its tables, write results/<topic>.md."""
+"""``python -m benchmarks <topic> [--quick]``: run a topic, print its tables, write results/<topic>.md."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import pkgutil
 import sys
 import time
+import traceback
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -17,8 +20,11 @@ import benchmarks
 from benchmarks.against import run_against
 from benchmarks.engine import Report
 from benchmarks.machine import facts
+from tests.helpers.device import DEVICE
 
 HERE = Path(__file__).parent
+#: The topics whose training runs on the device of ``--device``; the others measure the CPU and the network.
+ON_DEVICE = ("overflow", "overhead", "replica_check", "step", "stragglers")
 
 
 def topics() -> dict[str, str]:
@@ -61,6 +67,31 @@ def _line(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def run_all(device: str, quick: bool, console: Console) -> int:
+    """Run the topics that train on a device, one after the other; on a GPU results/cuda.md gets all their tables."""
+    tables, failed = [], []
+    started = time.monotonic()
+    for topic in ON_DEVICE:
+        console.print(f"[bold]{topic}[/bold]")
+        try:
+            report = importlib.import_module(f"benchmarks.bench_{topic}").run(quick)
+        except Exception:  # the others still count
+            traceback.print_exc()
+            failed.append(topic)
+            continue
+        tables += [replace(table, title=f"{report.title}: {table.title}") for table in report.tables]
+    about = facts(quick)
+    about["took"] = f"{time.monotonic() - started:.0f} s"
+    notes = ["Two ranks share the card, over gloo, where there is one."] if device == "cuda" else []
+    whole = Report(f"Training on {device}", tables, notes + [f"failed: {topic}" for topic in failed])
+    show(whole, about, console)
+    if device == "cuda":
+        quick_too = " --quick" if quick else ""
+        page = markdown(whole, about, f"python -m benchmarks all --device cuda{quick_too}")
+        (HERE / "results" / "cuda.md").write_text(page)
+    return 1 if failed else 0
+
+
 def main() -> int:
     """Run the topic named on the command line."""
     known = topics()
@@ -70,7 +101,16 @@ def main() -> int:
         description="topics:\n" + listing,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("topic", choices=sorted(known), metavar="topic")
+    listed = ", ".join(ON_DEVICE)
+    parser.add_argument(
+        "topic",
+        choices=["all", *sorted(known)],
+        metavar="topic",
+        help=f"one of those above, or all: {listed}",
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help=f"for {listed} (default: cpu)"
+    )
     parser.add_argument(
         "--quick", action="store_true", help="a few rounds, to see that it runs; writes no file"
     )
@@ -84,6 +124,16 @@ def main() -> int:
     given = parser.parse_args()
     # Written to a file or a pipe, a narrow default width would break every cell.
     console = Console(width=None if sys.stdout.isatty() else 120)
+    if given.device == "cuda":
+        import torch
+
+        if given.topic not in ("all", *ON_DEVICE):
+            parser.error(f"--device cuda: {given.topic} trains on no device; {listed} do")
+        if not torch.cuda.is_available():
+            parser.error("--device cuda: there is no CUDA device here")
+    os.environ[DEVICE] = given.device
+    if given.topic == "all":
+        return run_all(given.device, given.quick, console)
     started = time.monotonic()
     if given.against is not None:
         report = run_against(given.topic, given.against.resolve(), HERE.parent, rounds=given.rounds)
@@ -92,7 +142,7 @@ def main() -> int:
     about = facts(given.quick)
     about["took"] = f"{time.monotonic() - started:.0f} s"
     show(report, about, console)
-    if not given.quick and given.against is None:
+    if not given.quick and given.against is None and given.device == "cpu":
         target = HERE / "results" / f"{given.topic}.md"
         target.parent.mkdir(exist_ok=True)
         target.write_text(markdown(report, about, f"python -m benchmarks {given.topic}"))

@@ -20,6 +20,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.device import on_device
+
 #: A Trainer that only trains: nothing is logged, saved or shown.
 BARE: dict[str, Any] = {
     "logger": False,
@@ -130,8 +132,7 @@ def fit(job: Job) -> dict[str, float]:
     batches = [data[step % len(data)] for step in range(job.steps)]
     times = StepTimes()
     trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
+        **on_device(2),
         strategy=make_strategy(job),
         max_epochs=1,
         use_distributed_sampler=False,

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from benchmarks._fit import BARE
 from benchmarks.engine import Comparison, Report, Samples
 from lightning_lockstep import LockstepDDPStrategy, OverflowDetector
-from tests.helpers import run_ranks
+from tests.helpers import on_device, run_ranks
 
 NONE, REPLAY, HOOKS, OTHER, ANOMALY = "none", "replay", "hooks", "Transformers' detector", "detect_anomaly"
 EMPTY = "empty hooks"
@@ -236,8 +236,7 @@ def fit(workload: Workload, kinds: list[str], cycles: int) -> Samples:
     torch.set_num_threads(workload.threads)
     turns = Turns(workload, kinds, cycles)
     trainer = Trainer(
-        accelerator="cpu",
-        devices=workload.ranks,
+        **on_device(workload.ranks),
         strategy="auto" if workload.ranks == 1 else LockstepDDPStrategy(threads_per_rank=workload.threads),
         use_distributed_sampler=False,
         max_epochs=1,

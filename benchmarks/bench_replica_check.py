@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks._fit import BARE
 from benchmarks.engine import Comparison, Report, Table
-from tests.helpers import run_ranks
+from tests.helpers import on_device, run_ranks
 
 NONE, WITH = "none", "every 100 steps"
 STEP, CHECK = "a step", "a check of it, with Adam's state"
@@ -89,8 +89,7 @@ class Turns(Callback):
 
 def trainer(strategy: Any, callbacks: list[Any], steps: int) -> Trainer:
     return Trainer(
-        accelerator="cpu",
-        devices=2,
+        **on_device(2),
         strategy=strategy,
         max_steps=steps,
         use_distributed_sampler=False,

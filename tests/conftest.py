@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.helpers.children import save_imports
+from tests.helpers.device import DEVICE, chosen_device
 from tests.helpers.leaks import LeakCheck
 from tests.helpers.ranks import stop_server
 from tests.helpers.selection import group_of, starts_programs, without_group
@@ -24,6 +25,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def torch_sees_a_card() -> bool:
+    import torch  # seconds, which a run on the CPU does without
+
+    return torch.cuda.is_available()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Have torch compile into a folder of this run.
 
@@ -31,6 +38,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     folder = os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp(prefix="lockstep-test-builds-")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    if given := config.getoption("device"):
+        if given == "cuda" and not torch_sees_a_card():
+            raise pytest.UsageError("--device cuda: there is no CUDA device here")
+        os.environ[DEVICE] = given
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as Lightning does where it uses a card
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """The device that a test trains on, ``cpu`` or ``cuda``: who asks for this runs on both (``scripts/gpu``)."""
+    return chosen_device()
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +67,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fast", action="store_true", help="leave out the slow tests: those that start programs, or wait"
     )
+    parser.addoption(
+        "--device", choices=("cpu", "cuda"), help="only the tests with a `device` fixture, on this device"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -66,6 +87,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(group))
             if group == "mpi":
                 item.add_marker("mpi")
+    if config.getoption("device"):
+        others = [item for item in items if "device" not in getattr(item, "fixturenames", ())]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
     slow = [item for item in items if item.get_closest_marker("slow")]
     slow.sort(key=lambda item: item.get_closest_marker("mpi") is None)
     quick = [item for item in items if not item.get_closest_marker("slow")]

@@ -19,8 +19,10 @@ from lightning_lockstep._doors.lightning import (
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
+from lightning_lockstep._settings import launcher_pid
 from lightning_lockstep._text import plain_table, say
 from lightning_lockstep.distributed.mpi.runtime import MPIRendezvous, agree_on_rendezvous
+from lightning_lockstep.distributed.side_channel.opening import known_rank
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.rank_variables import (
     INTERACTIVE,
@@ -319,8 +321,21 @@ def requeue_signal(environment: ClusterEnvironment) -> Signals | None:
 
 
 def check_has_device(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> None:
-    """Raise if more ranks were started on this node than the Trainer has devices for."""
-    if not environment.creates_processes_externally or environment.local_rank() < num_devices:
+    """Raise if the Trainer expects other ranks than were started, as far as this rank can see."""
+    if not environment.creates_processes_externally:
+        return
+    expected = num_devices * num_nodes
+    if (
+        connected := known_rank()
+    ) is not None and launcher_pid() is None:  # by the program that started the ranks
+        mine = environment.node_rank() * num_devices + environment.local_rank()
+        if connected != (mine, expected):
+            raise LaunchError(
+                f"devices={num_devices} and num_nodes={num_nodes} make this process rank {mine} of {expected}, but the"
+                f" program that started it has connected it as rank {connected[0]} of {connected[1]}. Set devices to"
+                " the number of ranks on each node, the same on every node, and num_nodes to the number of nodes."
+            )
+    if environment.local_rank() < num_devices:
         return
     environment.validate_settings(num_devices=num_devices, num_nodes=num_nodes)
     raise LaunchError(

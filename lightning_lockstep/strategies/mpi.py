@@ -154,8 +154,11 @@ class MPIStartup(RankStartup):
         """Return the launcher that runs mpirun, or the ordinary one where ranks need not be started, or not by MPI."""
         ranks = strategy.num_processes * strategy.num_nodes
         ordinary = super().launcher(strategy, supervisor)
-        if not isinstance(strategy.cluster_environment, LockstepEnvironment) or ranks == 1:
+        environment = strategy.cluster_environment
+        if not isinstance(environment, LockstepEnvironment) or ranks == 1:
             return ordinary
+        if environment.creates_processes_externally:
+            return ordinary  # whoever started the ranks has set LOCAL_RANK; `connect` says what is missing
         if self._given_backend == "nccl" and self.mpirun.hostfile is None and self.mpirun.mpirun is None:
             return ordinary
         command = find_mpirun(self.mpirun)

@@ -177,3 +177,13 @@ def test_a_tiny_t5_that_overflows(options: list[str], ending: str, tmp_path: Pat
     outcome = run_script([EXAMPLES / "overflow_t5.py", *options], cwd=tmp_path, timeout=240)
     assert outcome.returncode == 0, outcome.output
     assert f"\n{ending}" in outcome.stdout
+
+
+def test_the_same_run_under_several_strategies(tmp_path: Path) -> None:
+    script = [EXAMPLES / "same_run" / "compare.py", "ddp", "fsdp, 2", "--steps", "5"]
+    outcome = run_script(script, cwd=tmp_path, timeout=300)
+    assert outcome.returncode == 0, outcome.output
+    rows = [line.split("|")[1:-1] for line in outcome.stdout.splitlines() if line.startswith("| ")][2:]
+    assert [row[0].strip() for row in rows] == ["one process", "ddp, 2 ranks", "fsdp, 2 ranks"]
+    assert all(float(row[-1]) < 1e-5 for row in rows), outcome.stdout
+    assert (tmp_path / "same-run.png").stat().st_size > 10_000

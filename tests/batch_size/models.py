@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.helpers import on_device
+
 FULL = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes"
 
 
@@ -133,8 +135,7 @@ def trainer(folder: Any, *callbacks: Any, **settings: Any) -> pl.Trainer:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # the models are tiny, and ranks share few cores
     settings = {
-        "accelerator": "cpu",
-        "devices": 1,
+        **on_device(settings.pop("devices", 1)),
         "max_steps": 2,
         "logger": False,
         "enable_checkpointing": False,

@@ -22,7 +22,7 @@ from lightning_lockstep.batch_size.memory import release_memory
 from lightning_lockstep.errors import BatchSizeError, RankFailedError
 from tests.batch_size.models import FULL, Walled, trainer
 from tests.batch_size.same_run import strategy_for
-from tests.helpers import run_ranks, world_size
+from tests.helpers import chosen_device, leave_memory, run_ranks, world_size
 
 pytestmark = pytest.mark.slow
 
@@ -133,14 +133,19 @@ class Big(pl.LightningModule):
 
 
 class RunPeak(pl.Callback):
-    """Peak of resident memory in the run after the search, as the kernel counts it [bytes]."""
+    """Peak of the memory in use in the run after the search, resident or of the card [bytes]."""
 
     peak = 0
 
     def on_train_start(self, run: Any, module: Any) -> None:
+        if chosen_device() == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         Path("/proc/self/clear_refs").write_text("5")
 
     def on_train_end(self, run: Any, module: Any) -> None:
+        if chosen_device() == "cuda":
+            self.peak = torch.cuda.max_memory_allocated()
+            return
         found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
         assert found is not None
         self.peak = int(found.group(1)) * 1024
@@ -150,8 +155,11 @@ def real_wall(ranks: int, folder: str, kind: str) -> tuple[int, int, str, float]
     from lightning_lockstep import AutoBatchSize
 
     address_space, resident = (int(n) * 4096 for n in Path("/proc/self/statm").read_text().split()[:2])
-    limit = resident + 330 * 2**20
-    if kind == "RLIMIT_AS":
+    limit = 330 * 2**20 + (resident if chosen_device() == "cpu" else 0)
+    if kind == "full" and chosen_device() == "cuda":
+        leave_memory(limit)
+        callback = AutoBatchSize("model")
+    elif kind == "full":
         resource.setrlimit(resource.RLIMIT_AS, (address_space + 500 * 2**20, -1))
         callback = AutoBatchSize("model")
     else:
@@ -164,13 +172,14 @@ def real_wall(ranks: int, folder: str, kind: str) -> tuple[int, int, str, float]
 
 @pytest.mark.parametrize(
     ("ranks", "kind"),
-    [(1, "memory_limit"), (2, "memory_limit"), (4, "memory_limit"), (1, "RLIMIT_AS")],
+    [(1, "memory_limit"), (2, "memory_limit"), (4, "memory_limit"), (1, "full")],
 )
-def test_a_real_limit_on_cpu_is_found_and_kept_to_afterwards(tmp_path, ranks, kind):
+def test_a_real_limit_is_found_and_kept_to_afterwards(tmp_path, ranks, kind, device):
     answers = run_ranks(ranks, real_wall, ranks, str(tmp_path), kind, backend=None, timeout=170)
     assert len({answer[:3] for answer in answers}) == 1, "the ranks do not agree"
     size, trials, source, _ = answers[0]
-    assert source == kind and trials <= 14 and size > 300
+    full = {"cpu": "RLIMIT_AS", "cuda": "free memory of cuda:0"}[device]
+    assert source == (full if kind == "full" else kind) and trials <= 14 and size > 300
     if kind == "memory_limit":
         # A heap that keeps what is freed ends anywhere between 320 and 740; here only what is alive counts.
         assert 600 < size < 1000
@@ -383,12 +392,18 @@ class Limited(pl.Callback):
     def on_train_batch_start(self, run: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.batch and run.global_rank == self.rank:
             release_memory()
+            if chosen_device() == "cuda":
+                leave_memory(24 * 2**20)
+                return
             data = int(Path("/proc/self/statm").read_text().split()[5]) * 4096
             self.before = resource.getrlimit(resource.RLIMIT_DATA)
             resource.setrlimit(resource.RLIMIT_DATA, (data + 24 * 2**20, self.before[1]))
 
     def on_train_batch_end(self, run: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.batch and run.global_rank == self.rank:
+            if chosen_device() == "cuda":
+                torch.cuda.set_per_process_memory_fraction(1.0)
+                return
             resource.setrlimit(resource.RLIMIT_DATA, self.before)
 
 
@@ -431,7 +446,7 @@ def curves_with_and_without_room(ranks: int, folder: str) -> list[Any]:
 
 
 @world_size(1, 2)
-def test_batch_20_really_does_not_fit_and_the_curve_is_that_of_a_run_with_room(world_size, tmp_path):
+def test_batch_20_really_does_not_fit_and_the_curve_is_that_of_a_run_with_room(world_size, tmp_path, device):
     answers = run_ranks(
         world_size, curves_with_and_without_room, world_size, str(tmp_path), backend=None, timeout=170
     )

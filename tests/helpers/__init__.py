@@ -3,6 +3,7 @@
 Import from here: ``from tests.helpers import run_ranks, world_size``.
 """
 
+from tests.helpers.device import chosen_device, leave_memory, on_device
 from tests.helpers.faults import kill_self, on_rank, raise_on, stop_self
 from tests.helpers.leaks import LeakCheck
 from tests.helpers.markers import world_size
@@ -23,7 +24,10 @@ __all__ = [
     "RankTimeoutError",
     "Script",
     "ScriptOutcome",
+    "chosen_device",
     "kill_self",
+    "leave_memory",
+    "on_device",
     "on_rank",
     "raise_on",
     "reserve_port",

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from tests.helpers import on_device
+
 WIDTH, MARK = 8, 100.0
 
 
@@ -129,10 +131,9 @@ def data(
 
 
 def fit(model: LightningModule, loader: Any, *callbacks: Callback, **options: Any) -> Trainer:
-    """Fit one epoch quietly on the CPU and return the Trainer."""
+    """Fit one epoch quietly and return the Trainer."""
     arguments: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
+        **on_device(options.pop("devices", 1)),
         "max_epochs": 1,
         "logger": False,
         "enable_checkpointing": False,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_lockstep import ConfigurationError, LockstepError, OverflowDetectedError, OverflowDetector
 from lightning_lockstep import detect_overflow as spot
 from lightning_lockstep.overflow.report import ReportPublisher, draw
+from tests.helpers import chosen_device
 from tests.overflow.models import (
     WIDTH,
     BadBackward,
@@ -47,6 +48,7 @@ def no_hooks(model: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("mode", ["replay", "hooks"])
+@pytest.mark.usefixtures("device")
 def test_the_module_the_batch_and_the_sample_are_named(tmp_path: Path, mode: str, capsys: Any) -> None:
     model = Task(nn.Sequential(nn.Tanhshrink(), Explode(), nn.ReLU()))
     detector, message = find(model, data(batches=6, marked={4: 2}), tmp_path, mode=mode)
@@ -82,6 +84,7 @@ def test_an_overflow_at_batch_150(tmp_path: Path) -> None:
     assert "at [3]" in message
 
 
+@pytest.mark.usefixtures("device")
 def test_an_overflow_in_the_backward_only(tmp_path: Path) -> None:
     model = Task(nn.Sequential(nn.Tanhshrink(), BadBackward(), nn.Tanh()))
     detector, message = find(model, data(batches=4, marked={2: 1}), tmp_path)
@@ -100,6 +103,7 @@ class BadWeight(Callback):
                 pl_module.head.weight[0, 5] = float("nan")
 
 
+@pytest.mark.usefixtures("device")
 def test_a_weight_that_is_bad_already(tmp_path: Path) -> None:
     model = Task()
     detector = OverflowDetector()
@@ -168,6 +172,7 @@ def test_a_metric_head_that_never_reaches_the_loss_needs_hooks(tmp_path: Path) -
     assert "metric_head (Explode) made it from good inputs" in message
 
 
+@pytest.mark.usefixtures("device")
 def test_dropout_repeats_bit_for_bit(tmp_path: Path) -> None:
     model = Task(nn.Sequential(nn.Dropout(0.5), nn.Tanhshrink(), nn.Dropout(0.3), BadBackward()))
     seen: list[float] = []
@@ -200,6 +205,7 @@ class Compare(Callback):
 
 
 @pytest.mark.parametrize("settings", [{}, {"action": "skip"}, {"mode": "hooks"}, {"action": "warn"}])
+@pytest.mark.usefixtures("device")
 def test_a_run_without_a_hit_is_the_same_bit_for_bit(tmp_path: Path, settings: dict[str, Any]) -> None:
     def run(*callbacks: Callback) -> list[Any]:
         compare = Compare()
@@ -215,6 +221,7 @@ def test_a_run_without_a_hit_is_the_same_bit_for_bit(tmp_path: Path, settings: d
         assert loss == other_loss
 
 
+@pytest.mark.usefixtures("device")
 def test_skip_leaves_the_step_out_and_puts_buffers_back(tmp_path: Path) -> None:
     compare = Compare()
     norm = nn.BatchNorm1d(WIDTH)
@@ -246,6 +253,7 @@ def test_skip_gives_up(tmp_path: Path) -> None:
     assert detector.skipped_steps == 3
 
 
+@pytest.mark.usefixtures("device")
 def test_warn_goes_on(tmp_path: Path, capsys: Any) -> None:
     detector = OverflowDetector(action="warn")
     trainer = fit(Task(Explode()), data(batches=5, marked={2: 0}), detector, default_root_dir=tmp_path)
@@ -369,10 +377,11 @@ def test_spots_inside_a_forward_stand_in_the_frames(tmp_path: Path) -> None:
 
 def amp(init_scale: float) -> MixedPrecision:
     return MixedPrecision(
-        "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=1000)
+        "16-mixed", chosen_device(), torch.amp.GradScaler(chosen_device(), init_scale, growth_interval=1000)
     )
 
 
+@pytest.mark.usefixtures("device")
 def test_ordinary_skips_of_a_loss_scaler_are_no_alarms(tmp_path: Path) -> None:
     detector = OverflowDetector()
     model = Task(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
@@ -382,6 +391,7 @@ def test_ordinary_skips_of_a_loss_scaler_are_no_alarms(tmp_path: Path) -> None:
     assert trainer.precision_plugin.scaler.get_scale() < 2.0**24
 
 
+@pytest.mark.usefixtures("device")
 def test_a_loss_scaler_at_its_floor_is_an_alarm(tmp_path: Path) -> None:
     model = Task(nn.Sequential(nn.Tanhshrink(), BadBackward()))
     _, message = find(

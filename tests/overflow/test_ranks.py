@@ -84,7 +84,7 @@ NOBODY: dict[int, int] = {}
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def answers(tmp_path_factory: pytest.TempPathFactory, device: str) -> Any:
     """All the fits below in one process group; the second item is the folder they wrote to."""
     folder = tmp_path_factory.mktemp("ranks")
     three = {2: 0, 3: 0, 11: 1}

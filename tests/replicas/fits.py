@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_lockstep import LockstepDDPStrategy, ReplicaCheck, ReplicaMismatchError
 from lightning_lockstep.distributed import current_communicator
+from tests.helpers import on_device
 
 
 @dataclass(kw_only=True)
@@ -256,8 +257,7 @@ def fit(case: Case, **more: Any) -> dict[str, Any]:
     strategy = more.pop("plain_strategy", None) or LockstepDDPStrategy(threads_per_rank=1, **case.strategy)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
-            accelerator="cpu",
-            devices=more.pop("devices", current_communicator().world_size),
+            **on_device(more.pop("devices", current_communicator().world_size)),
             strategy=strategy,
             max_steps=case.steps,
             logger=False,

@@ -48,10 +48,10 @@ def flipped(tensor: Tensor, position: int, bit: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_bit_counts(dtype: torch.dtype) -> None:
+def test_every_bit_counts(dtype: torch.dtype, device: str) -> None:
     draw = random.Random(1)
     for size in SIZES:
-        tensor = some(size, dtype)
+        tensor = some(size, dtype).to(device)
         length = tensor.numel() * tensor.element_size()
         (own,) = numbers(tensor)
         assert numbers(tensor.clone()) == [own]

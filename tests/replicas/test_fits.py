@@ -137,7 +137,7 @@ def cases() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def found(device: str) -> dict[str, Any]:
     rank_0, rank_1 = run_ranks(2, cases, backend="gloo", timeout=240)
     for name, outcome in rank_0.items():
         assert outcome["error"] == rank_1[name]["error"], f"{name}: raised alike"

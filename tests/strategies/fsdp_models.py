@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import LockstepFSDPStrategy
 from lightning_lockstep._doors.lightning import LightningModule, Trainer, seed_everything
+from tests.helpers import on_device
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -102,7 +103,7 @@ def fit(make: Callable[[], LightningModule], ranks: int, strategy: Any = None, *
     """Fit a new model; without a strategy on this process alone."""
     seed_everything(7, verbose=False)
     trainer = Trainer(
-        **{**QUIET, "max_epochs": 2, "devices": ranks, **options},
+        **{**QUIET, **on_device(ranks), "max_epochs": 2, **options},
         strategy=strategy if strategy is not None else "auto",
     )
     trainer.fit(make(), loader(ranks))

@@ -25,7 +25,7 @@ from lightning_lockstep import (
 )
 from lightning_lockstep._doors.lightning import LightningModule, ModelCheckpoint, Trainer
 from tests.distributed.mpi.launch import mpi_environ, why_no
-from tests.helpers import ScriptOutcome, run_ranks, run_script
+from tests.helpers import ScriptOutcome, on_device, run_ranks, run_script
 
 pytestmark = [
     pytest.mark.slow,
@@ -104,7 +104,8 @@ def loader(batch_size: int = 8) -> DataLoader[Any]:
 
 
 def trainer(strategy: Any, **options: Any) -> Trainer:
-    return Trainer(strategy=strategy, **{**QUIET, "max_epochs": 1, "enable_checkpointing": False, **options})
+    settings = {**QUIET, **on_device(2), "max_epochs": 1, "enable_checkpointing": False, **options}
+    return Trainer(strategy=strategy, **settings)
 
 
 def curve(strategy: Any, net: Net | None = None, *, batch_size: int = 8, **options: Any) -> list[float]:
@@ -137,7 +138,7 @@ def curves() -> dict[str, Any]:
     return found
 
 
-def test_every_stage_has_the_loss_curve_of_ddp() -> None:
+def test_every_stage_has_the_loss_curve_of_ddp(device: str) -> None:
     for found in run_ranks(2, curves, timeout=240):
         assert found.pop("stage 2, SGD") == pytest.approx(found.pop("ddp, SGD"), abs=2e-6)
         expected = found.pop("ddp")

@@ -212,7 +212,7 @@ def working_fits() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def worked() -> Any:
+def worked(device: str) -> Any:
     return run_ranks(2, working_fits, backend=None, timeout=240)
 
 

@@ -417,7 +417,12 @@ class FailurePropagation:
                 record.exit_code, report, unless_caught=not isinstance(error, SystemExit)
             )
         self._leave_printing(error, record)
-        outcome_of(error).headline = record.headline()
+        if threading.current_thread() is threading.main_thread():
+            outcome_of(error).headline = record.headline()
+        elif add_note := getattr(error, "add_note", None):  # not in Python 3.10
+            add_note(
+                f"\n{record.headline()}"
+            )  # whoever runs this thread prints the error: Ray Train, on the driver
         return self._ends(error, record.exit_code)
 
     def _raised_alike(self, error: BaseException, record: FailureRecord) -> BaseException:
