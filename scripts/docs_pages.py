@@ -30,7 +30,7 @@ from check_docstrings import find, public_names  # noqa: E402
 #: Name -> guide (a page of docs/), arguments of the one line, the part of the guide that says what is refused.
 STRATEGIES = {
     "LockstepDDPStrategy": ("ddp.md", "", "when-a-rank-fails"),
-    "LockstepMPIStrategy": ("mpi.md", "", "when-something-goes-wrong"),
+    "LockstepMPIStrategy": ("mpi.md", "", "what-happens-when-something-goes-wrong"),
     "LockstepDeepSpeedStrategy": ("deepspeed.md", "stage=2", "limits"),
     "LockstepXLASPMDStrategy": ("xla.md", "", ""),
     "LockstepXLAStrategy": ("xla.md", "", ""),
@@ -41,13 +41,13 @@ CALLBACKS = {
     "SyncedEarlyStopping": ("stopping.md", '"val_loss"', "syncedearlystopping"),
     "StopTogether": ("stopping.md", 'stop_file="stop"', "breakpoints-signals-and-stop-files-stoptogether"),
     "RankOrderedLogging": ("logging.md", "", "rankorderedlogging"),
-    "AutoBatchSize": ("batch-size.md", "global_batch_size=1024", ""),
+    "AutoBatchSize": ("batch-size.md", "global_batch_size=1024", "what-it-refuses"),
     "EffectiveBatchSize": ("batch-size.md", "1024", "the-global-batch"),
     "StragglerMonitor": ("stragglers.md", "", "what-it-cannot-see"),
     "ReplicaCheck": ("replica-check.md", "", "what-it-cannot-see"),
     "ConsolidateCheckpoints": ("deepspeed.md", "", "checkpoints"),
     "RecompileMonitor": ("recompilation.md", "", ""),
-    "StaticShapes": ("static-shapes.md", "", "what-cannot-be-done"),
+    "StaticShapes": ("static-shapes.md", "", "limits"),
 }
 #: Pages whose first printed output is that of another class than these.
 PRINTS = {"OverflowDetector", "StopTogether", "RankOrderedLogging", "AutoBatchSize", "StragglerMonitor", "ReplicaCheck"}
