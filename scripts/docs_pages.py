@@ -86,7 +86,7 @@ def feature(folder: str, name: str, guide: str, arguments: str, limits: str) -> 
     if cost:
         parts.append(relink(cost[0], f"docs/{guide}", f"{folder}/{name}.md"))
     parts.append(f"**Guide:** [{title}](../{guide}), with its limits: [what is refused](../{guide}{'#' * bool(limits)}{limits}).")
-    parts.append(f"## Options\n\n::: {path}\n    options:\n      show_root_heading: false\n      members: false\n")
+    parts.append(f"## Options\n\n::: {path}\n    options:\n      show_root_toc_entry: false\n      show_bases: false\n      show_root_heading: false\n      members: false\n")
     return "\n\n".join(parts)
 
 
@@ -154,7 +154,7 @@ def reference() -> Iterator[tuple[str, str]]:
     ]
     yield (
         "reference/index.md",
-        "# Public names\n\n`from lightning_lockstep import ...`; errors are on [a page of their own](errors.md).\n\n"
+        "# Public names\n\n`from lightning_lockstep import ...`; errors have [their own page](errors.md).\n\n"
         "| name | what it is |\n| --- | --- |\n" + "\n".join(rows) + "\n\n"
         + "\n\n".join(block(path) for name, path in sorted(names.items()) if name not in errors | classes),
     )
@@ -312,7 +312,9 @@ class Docstrings(Extension):
         if obj.docstring:
             text = plain(obj.docstring.value)
             ranks = re.compile(r"^Ranks:(.*(?:\n(?=\S| +\S)(?!\w+:\n).*)*)", re.MULTILINE)
-            obj.docstring.value = ranks.sub(lambda found: f"**Ranks:** {' '.join(found[1].split())}", text)
+            text = ranks.sub(lambda found: f"**Ranks:** {' '.join(found[1].split())}", text)
+            # The page of a strategy or callback begins with the first paragraph.
+            obj.docstring.value = text.partition("\n\n")[2] if obj.name in {**STRATEGIES, **CALLBACKS} else text
 
 
 # -- Files of the repository as pages --
