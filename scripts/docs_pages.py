@@ -1,7 +1,7 @@
 """The pages of the site that are made from the sources: a page for each strategy and callback, and the reference.
 
-mkdocs loads this file as a hook (see mkdocs.yml). Nothing is imported from the package, so the site is built without torch.
-Files of the repository to which a page links (README, examples, benchmark results) become pages too.
+mkdocs loads this file as a hook (see mkdocs.yml). Nothing is imported from the package, so the site is built without
+torch. Files of the repository to which a page links (README, examples, benchmark results) become pages too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,14 @@ CALLBACKS = {
     "StaticShapes": ("static-shapes.md", "", "limits"),
 }
 #: Pages whose first printed output is that of another class than these.
-PRINTS = {"OverflowDetector", "StopTogether", "RankOrderedLogging", "AutoBatchSize", "StragglerMonitor", "ReplicaCheck"}
+PRINTS = {
+    "OverflowDetector",
+    "StopTogether",
+    "RankOrderedLogging",
+    "AutoBatchSize",
+    "StragglerMonitor",
+    "ReplicaCheck",
+}
 PRINTS |= {"RecompileMonitor", "LockstepDDPStrategy"}
 
 
@@ -85,8 +92,16 @@ def feature(folder: str, name: str, guide: str, arguments: str, limits: str) -> 
     cost = cost or re.search(r"^\*\*Cost:\*\*.*?(?=\n\n)", text, re.MULTILINE | re.DOTALL)
     if cost:
         parts.append(relink(cost[0], f"docs/{guide}", f"{folder}/{name}.md"))
-    parts.append(f"**Guide:** [{title}](../{guide}), with its limits: [what is refused](../{guide}{'#' * bool(limits)}{limits}).")
-    parts.append(f"## Options\n\n::: {path}\n    options:\n      show_root_toc_entry: false\n      show_bases: false\n      show_root_heading: false\n      members: false\n")
+    parts.append(
+        f"**Guide:** [{title}](../{guide}), with its limits: [what is refused](../{guide}{'#' * bool(limits)}{limits})."
+    )
+    parts.append(
+        f"## Options\n\n::: {path}\n    options:\n"
+        + "".join(
+            f"      {name}: false\n"
+            for name in ("show_root_toc_entry", "show_bases", "show_root_heading", "members")
+        )
+    )
     return "\n\n".join(parts)
 
 
@@ -114,7 +129,7 @@ def hydra_lines(folder: str, name: str) -> list[str]:
         if f"_target_: lightning_lockstep.{name}\n" in text:
             chosen.append(file.stem)
     own = [option for option in chosen if option == "overflow"] if name == "OverflowDetector" else chosen[:1]
-    value = ' callbacks.effective_batch_size.global_batch_size=1024' if name == "EffectiveBatchSize" else ""
+    value = " callbacks.effective_batch_size.global_batch_size=1024" if name == "EffectiveBatchSize" else ""
     return [f"lockstep-train {group}={option}{value}" for option in (own if group == "callbacks" else chosen)]
 
 
@@ -127,7 +142,9 @@ def definitions(stub: str) -> dict[str, str]:
     for name, module in public_names(PACKAGE / stub).items():
         found = find(name, module)
         if found:
-            paths[name] = ".".join((*found[1].relative_to(ROOT).with_suffix("").parts, name)).replace(".__init__", "")
+            paths[name] = ".".join((*found[1].relative_to(ROOT).with_suffix("").parts, name)).replace(
+                ".__init__", ""
+            )
     return paths
 
 
@@ -155,7 +172,9 @@ def reference() -> Iterator[tuple[str, str]]:
     yield (
         "reference/index.md",
         "# Public names\n\n`from lightning_lockstep import ...`; errors have [their own page](errors.md).\n\n"
-        "| name | what it is |\n| --- | --- |\n" + "\n".join(rows) + "\n\n"
+        "| name | what it is |\n| --- | --- |\n"
+        + "\n".join(rows)
+        + "\n\n"
         + "\n\n".join(block(path) for name, path in sorted(names.items()) if name not in errors | classes),
     )
     for package, about in (
@@ -193,8 +212,13 @@ def error_tree() -> str:
         also = [f"`{base}`" for base in bases[name] if base not in bases and base != "Exception"]
         note = f" (also {', '.join(also)})" if also else ""
         lines.append(f"{'    ' * depth(name)}- [`{name}`][{path}]{note}: {summary(path)}")
-    parts = ["# Errors", "All that this package raises on purpose. Catch `LockstepError` for all but `Preempted`."]
-    return "\n\n".join([*parts, "\n".join(lines), *(block(f"lightning_lockstep.errors.{node.name}") for node in classes)])
+    parts = [
+        "# Errors",
+        "All that this package raises on purpose. Catch `LockstepError` for all but `Preempted`.",
+    ]
+    return "\n\n".join(
+        [*parts, "\n".join(lines), *(block(f"lightning_lockstep.errors.{node.name}") for node in classes)]
+    )
 
 
 KEY = re.compile(r"^( *)(?:- )?([\w/]+): ?(.*?)(?:(?:^| )# (.*))?$")
@@ -204,13 +228,26 @@ def configuration() -> str:
     """Each key of the config files with its value and its comment."""
     parts = [
         "# Configuration keys",
-        "Made from the comments in `lightning_lockstep/conf`. `lockstep-train --help` prints the same for a command line.",
+        "Made from the comments in `lightning_lockstep/conf`; `lockstep-train --help` prints those of a command line.",
         keys_of(PACKAGE / "conf" / "lockstep_train.yaml", "## `lockstep_train`"),
     ]
-    groups = ("strategy", "callbacks", "trainer", "precision", "data", "model", "logger", "checkpoint", "debug", "experiment")
+    groups = (
+        "strategy",
+        "callbacks",
+        "trainer",
+        "precision",
+        "data",
+        "model",
+        "logger",
+        "checkpoint",
+        "debug",
+        "experiment",
+    )
     for group in groups:
         parts.append(f"## {group}")
-        files = sorted((PACKAGE / "conf" / group).glob("*.yaml"), key=lambda file: (file.stem[0] != "_", file.stem))
+        files = sorted(
+            (PACKAGE / "conf" / group).glob("*.yaml"), key=lambda file: (file.stem[0] != "_", file.stem)
+        )
         for file in files:
             title = f"Shared: `{file.stem}`" if file.stem.startswith("_") else f"`{group}={file.stem}`"
             parts.append(keys_of(file, f"### {title}"))
@@ -218,7 +255,7 @@ def configuration() -> str:
 
 
 def keys_of(file: Path, title: str) -> str:
-    about, rows, above, skipped = [], [], [], ""
+    about, rows, above = [], [], []
     place: list[tuple[int, str]] = []
     for line in file.read_text().splitlines():
         if line.startswith("# @package") or not line.strip():
@@ -245,7 +282,12 @@ def keys_of(file: Path, title: str) -> str:
 
 def fenced(text: str) -> str:
     """Indented command lines as a block with a language."""
-    return re.sub(r"(?:^    .*\n?)+", lambda m: f"\n{fence('bash', re.sub(r'(?m)^    ', '', m[0]))}\n", text, flags=re.MULTILINE)
+    return re.sub(
+        r"(?:^    .*\n?)+",
+        lambda m: f"\n{fence('bash', re.sub(r'(?m)^    ', '', m[0]))}\n",
+        text,
+        flags=re.MULTILINE,
+    )
 
 
 def environment() -> str:
@@ -274,12 +316,12 @@ def environment() -> str:
 | --- | --- | --- |
 | 0 | all | success; `lockstep-doctor`: no problem, warnings do not count |
 | 1 | all | an error; `lockstep-doctor`: at least one problem |
-| 2 | all | the command line or configuration cannot be used; `lockstep-consolidate`: checkpoint or output cannot be used |
+| 2 | all | command line, configuration, or checkpoint of `lockstep-consolidate` cannot be used |
 | 3 | `lockstep-doctor --strict` | no problem, and at least one warning |
 | 75 | a run | stopped on request with a checkpoint (`StopTogether`); start it again to continue |
 | 128 + n | a run | a rank was ended by signal n: 130 Ctrl-C, 137 SIGKILL (often out of memory), 143 SIGTERM |
 
-`torchrun` turns every code but 0 into 1. [Stopping](../stopping.md) and [`lockstep-doctor`](../doctor.md#exit-code) tell more.
+`torchrun` turns all codes but 0 into 1. See [stopping](../stopping.md) and [`lockstep-doctor`](../doctor.md#exit-code).
 """
 
 
@@ -314,7 +356,9 @@ class Docstrings(Extension):
             ranks = re.compile(r"^Ranks:(.*(?:\n(?=\S| +\S)(?!\w+:\n).*)*)", re.MULTILINE)
             text = ranks.sub(lambda found: f"**Ranks:** {' '.join(found[1].split())}", text)
             # The page of a strategy or callback begins with the first paragraph.
-            obj.docstring.value = text.partition("\n\n")[2] if obj.name in {**STRATEGIES, **CALLBACKS} else text
+            obj.docstring.value = (
+                text.partition("\n\n")[2] if obj.name in {**STRATEGIES, **CALLBACKS} else text
+            )
 
 
 # -- Files of the repository as pages --
@@ -358,8 +402,10 @@ def repository_pages() -> Iterator[tuple[str, str]]:
         yield file, relink(path.read_text(), file, file)
     lines = [f"- [{path.read_text().splitlines()[0].strip('# ')}]({path.name})" for path in results]
     yield "benchmarks/results/index.md", "# Results\n\n" + "\n".join(lines)
-    lines = [f"- [results](results/index.md)"]
-    yield "benchmarks/index.md", "# Benchmarks\n\n- [How to run them](README.md)\n" + "\n".join(lines)
+    yield (
+        "benchmarks/index.md",
+        "# Benchmarks\n\n- [How to run them](README.md)\n- [Results](results/index.md)",
+    )
     yield from examples()
 
 
@@ -382,19 +428,30 @@ def examples() -> Iterator[tuple[str, str]]:
             yield page, f"# {path.name}\n\n" + fence(LANGUAGES[path.suffix], source)
         about = re.search(r'^(?:"""|# )(.*?)(?:"""|$)', text.removeprefix("#!/bin/bash\n"), re.MULTILINE)
         words = f": {plain(about[1])}" if about and path.suffix in (".py", ".sh", ".yaml") else ""
-        listed.setdefault("examples", []).append(f"- [{file.removeprefix('examples/')}]({page.removeprefix('examples/')}){words}")
-    for folder in [path for path in (ROOT / "examples").rglob("*") if path.is_dir() and "__" not in path.name]:
+        listed.setdefault("examples", []).append(
+            f"- [{file.removeprefix('examples/')}]({page.removeprefix('examples/')}){words}"
+        )
+    for folder in [
+        path for path in (ROOT / "examples").rglob("*") if path.is_dir() and "__" not in path.name
+    ]:
         name = str(folder.relative_to(ROOT))
-        inside = [line for line in listed["examples"] if line.startswith(f"- [{name.removeprefix('examples/')}/")]
+        inside = [
+            line for line in listed["examples"] if line.startswith(f"- [{name.removeprefix('examples/')}/")
+        ]
         if inside:
             depth = name.count("/")
             up = "../" * depth
-            yield f"{name}/index.md", f"# {name}\n\n" + "\n".join(line.replace("](", f"]({up}", 1) for line in inside)
+            yield (
+                f"{name}/index.md",
+                f"# {name}\n\n" + "\n".join(line.replace("](", f"]({up}", 1) for line in inside),
+            )
     yield "examples/index.md", "# Examples\n\n" + "\n".join(listed["examples"])
 
 
 def cells(text: str) -> str:
-    return "\n\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code")
+    return "\n\n".join(
+        "".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"
+    )
 
 
 # -- What mkdocs calls --

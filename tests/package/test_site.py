@@ -17,8 +17,16 @@ from typing import Any
 
 import pytest
 
+import lightning_lockstep
+from lightning_lockstep import callbacks, strategies
+from tests.application.command_lines import faults_of
+from tests.helpers import run_script
+
 ROOT = Path(__file__).parents[2]
-CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))),
+    None,
+)
 PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 
 pytestmark = pytest.mark.skipif(
@@ -74,32 +82,61 @@ def browsing(site: Path, problems: list[str]) -> Iterator[tuple[Any, str]]:
     from playwright.sync_api import sync_playwright
 
     with served(site) as address, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
         page = browser.new_page(viewport=DESK)
         page.set_default_timeout(60_000)
         page.on("pageerror", lambda error: problems.append(f"{page.url}: {error}"))
         page.on("console", lambda said: said.type == "error" and problems.append(f"{page.url}: {said.text}"))
-        page.on("requestfailed", lambda asked: problems.append(f"{page.url}: no {asked.url}: {asked.failure}"))
-        page.on("request", lambda asked: asked.url.startswith((address, "data:", "blob:")) or problems.append(asked.url))
+        page.on(
+            "requestfailed", lambda asked: failed(asked) and problems.append(f"{page.url}: no {asked.url}")
+        )
+        page.on(
+            "request",
+            lambda asked: asked.url.startswith((address, "data:", "blob:")) or problems.append(asked.url),
+        )
         try:
             yield page, address
         finally:
             browser.close()
 
 
-def test_the_site_has_a_page_for_each_strategy_and_callback(site: Path) -> None:
-    from lightning_lockstep import callbacks, strategies
+def failed(request: Any) -> bool:
+    """Whether a request failed, other than by the page that was left."""
+    return "ERR_ABORTED" not in (request.failure or "")
 
+
+def test_the_site_has_a_page_for_each_strategy_and_callback(site: Path) -> None:
     wanted = {f"callbacks/{name}" for name in callbacks.__all__}
     wanted |= {f"strategies/{name}" for name in strategies.__all__ if name.startswith("Lockstep")}
     assert wanted <= set(pages_of(site))
 
 
 def test_every_public_name_is_in_the_reference(site: Path) -> None:
-    import lightning_lockstep
-
     text = "".join(path.read_text() for path in (site / "reference").rglob("index.html"))
     assert [name for name in lightning_lockstep.__all__ if f">{name}<" not in text] == []
+
+
+def test_the_lines_of_each_page_of_a_strategy_or_callback_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    spec = importlib.util.spec_from_file_location("docs_pages", ROOT / "scripts" / "docs_pages.py")
+    assert spec and spec.loader
+    pages = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pages)
+    programs = []
+    for folder, table in (("strategies", pages.STRATEGIES), ("callbacks", pages.CALLBACKS)):
+        for name, (_, arguments, _) in table.items():
+            if "XLA" not in name:  # torch-xla has another environment
+                programs.append(pages.one_line(folder, name, arguments))
+            for line in pages.hydra_lines(folder, name):
+                if "xla" not in line:
+                    assert faults_of(*line.split()[1:]) == []
+    (tmp_path / "all.py").write_text("\n".join(programs))
+    outcome = run_script([tmp_path / "all.py"], cwd=tmp_path)
+    assert outcome.returncode == 0, outcome.stderr
 
 
 @in_a_browser
@@ -134,7 +171,7 @@ def test_the_search_finds_a_callback(site: Path) -> None:
     problems: list[str] = []
     with browsing(site, problems) as (page, address):
         page.goto(address, wait_until="load")
-        page.click("label[for=__search]:visible")
+        page.click("input.md-search__input")
         page.fill("input.md-search__input", "OverflowDetector")
         found = page.locator(".md-search-result__link").first
         found.wait_for(state="visible")

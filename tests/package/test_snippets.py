@@ -1,8 +1,8 @@
 """Every snippet of the pages runs, or is checked as far as it can be without what it needs.
 
 Python runs as a program, forked from one that has imported Lightning. Of command lines those that take seconds run; a
-`lockstep-train` line is checked as the command itself does before it starts anything. A snippet that needs what no test has
-is preceded by `<!-- not run: the reason -->`. `python -m tests.package.test_snippets` prints how many are which.
+`lockstep-train` line is checked as the command itself does before it starts anything. A snippet that needs what no test
+has is preceded by `<!-- not run: the reason -->`; `pytest -rs` lists what did not run, with the reason.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import builtins
 import re
 import shlex
 import sys
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +32,9 @@ LANGUAGES = {"python", "bash", "yaml", "toml", "text", "json"}
 
 # -- What is on a page --
 
-FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\S*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<language>\S*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
+)
 MARK = re.compile(r"<!-- not run: (.*?) -->\s*$", re.DOTALL)
 
 
@@ -198,7 +199,9 @@ def check_lockstep_train(command: Snippet, program: str, arguments: list[str]) -
     """What the command itself finds out before it starts anything; a sweep's first job stands for all."""
     words = [word for word in first_job(arguments) if word not in ELSEWHERE]
     if "--config-dir" in words or "data=own" in words:  # looked for from the folder where the program starts
-        outcome = run_script([sys.executable, "-m", "lightning_lockstep.train", *words, "--cfg", "job"], cwd=Path.cwd())
+        outcome = run_script(
+            [sys.executable, "-m", "lightning_lockstep.train", *words, "--cfg", "job"], cwd=Path.cwd()
+        )
         assert (outcome.returncode, outcome.stderr) == (0, "")
     else:
         assert faults_of(*words) == []
@@ -214,7 +217,9 @@ def check_lockstep_doctor(command: Snippet, program: str, arguments: list[str]) 
     """Checks of this machine alone run; of the others the command line is read, as `--explain` runs nothing."""
     here = {"kernel", "packages", "--explain", "--timeout", "20", "--only", "problem"}
     explain = [] if arguments and here.issuperset(arguments) else ["--explain", "kernel"]
-    outcome = run_script([sys.executable, "-m", "lightning_lockstep.doctor", *arguments, *explain], cwd=Path.cwd())
+    outcome = run_script(
+        [sys.executable, "-m", "lightning_lockstep.doctor", *arguments, *explain], cwd=Path.cwd()
+    )
     assert outcome.returncode in ((0,) if "--explain" in [*arguments, *explain] else (0, 1)), outcome.stderr
     assert outcome.stdout or "--only" in arguments
 
@@ -271,7 +276,7 @@ def check_scripts(command: Snippet, program: str, arguments: list[str]) -> None:
     assert (ROOT / program).stat().st_mode & 0o100
 
 
-check_LOCKSTEP_TEST_TORCH = check_scripts  # noqa: N816
+check_LOCKSTEP_TEST_TORCH = check_scripts
 
 
 def check_export(command: Snippet, program: str, arguments: list[str]) -> None:
@@ -299,20 +304,27 @@ def test_a_file_can_be_read_and_its_names_are_there(block: Snippet) -> None:
 def test_what_is_wrong_on_a_page_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     page = tmp_path / "page.md"
-    page.write_text("```\nx\n```\n\n<!-- not run: no TPU -->\n\n```bash\n# a\nlockstep-train strategy=dpp # b\nls \\\n  x\n```\n")
+    page.write_text(
+        "```\nx\n```\n\n<!-- not run: no TPU -->\n\n```bash\n# a\nlockstep-train strategy=dpp # b\nls \\\n  x\n```\n"
+    )
     first, second = blocks_of(page)
     assert (first.language, second.language, second.line, second.not_run) == ("", "bash", 8, "no TPU")
     train, listing = commands_of(second)
     assert (train.line, listing.text) == (9, "ls x")
     assert parts_of(train.text) == ("lockstep-train", ["strategy=dpp"])
-    assert parts_of("A=1 torchrun -n 2 -m lightning_lockstep.train seed=1 ...") == ("lockstep-train", ["seed=1"])
-    assert first_job(["-m", "hydra/launcher=x", "seed=1,2", "a.b=interval(0.1,1)", "c=[d,e]"]) == ["seed=1", "a.b=0.1", "c=[d,e]"]
-    assert missing_names("import os\nx = os.sep + x + y\ndef f(a): return a, x\nprint(f(z))") == ["x", "y", "z"]
+    assert parts_of("A=1 torchrun -n 2 -m lightning_lockstep.train seed=1 ...") == (
+        "lockstep-train",
+        ["seed=1"],
+    )
+    assert first_job(["-m", "hydra/launcher=x", "seed=1,2", "a.b=interval(0.1,1)", "c=[d,e]"]) == [
+        "seed=1",
+        "a.b=0.1",
+        "c=[d,e]",
+    ]
+    assert missing_names("import os\nx = os.sep + x + y\ndef f(a): return a, x\nprint(f(z))") == [
+        "x",
+        "y",
+        "z",
+    ]
     with pytest.raises(AssertionError, match="dpp"):
         check_lockstep_train(train, "lockstep-train", ["strategy=dpp"])
-
-
-if __name__ == "__main__":
-    marked = Counter(f"not run: {snippet.not_run}" for snippet in [*PYTHON, *COMMANDS] if snippet.not_run)
-    output = sum(block.language == "text" for block in BLOCKS)
-    print(f"{len(PYTHON)} Python, {len(COMMANDS)} commands, {len(DATA)} files, {output} of output", *marked.items(), sep="\n")
