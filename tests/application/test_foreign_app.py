@@ -22,7 +22,7 @@ from tests.helpers import run_script
 
 APP = Path(__file__).parents[2] / "examples" / "foreign_app"
 CONF = Path(lightning_lockstep.__file__).parent / "conf"
-SHOWN = re.findall(r"^    python (.*)\n    # (.*)$", (APP / "README.md").read_text(), re.MULTILINE)
+SHOWN = re.findall(r"^python (.*)\n# (.*)$", (APP / "README.md").read_text(), re.MULTILINE)
 NAMED = [
     path.relative_to(CONF).with_suffix("").as_posix()
     for group in ("callbacks", "checkpoint", "data", "logger", "model", "strategy")
