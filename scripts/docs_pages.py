@@ -30,6 +30,7 @@ from check_docstrings import find, public_names  # noqa: E402
 #: Name -> guide (a page of docs/), arguments of the one line, the part of the guide that says what is refused.
 STRATEGIES = {
     "LockstepDDPStrategy": ("ddp.md", "", "when-a-rank-fails"),
+    "LockstepFSDPStrategy": ("fsdp.md", "", ""),
     "LockstepMPIStrategy": ("mpi.md", "", "what-happens-when-something-goes-wrong"),
     "LockstepDeepSpeedStrategy": ("deepspeed.md", "stage=2", "limits"),
     "LockstepXLASPMDStrategy": ("xla.md", "", ""),
