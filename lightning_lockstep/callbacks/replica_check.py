@@ -41,7 +41,7 @@ class ReplicaCheck(Callback):
 
     Args:
         every_n_steps: Batches between two checks.
-        action: ``"raise"`` ends the run on all ranks alike; ``"warn"`` reports each difference once and goes on.
+        action: ``"raise"`` raises on all ranks; ``"warn"`` reports each difference once and goes on.
         optimizer_state: Whether the state of optimizers is compared too, where each rank has all of it.
         buffers: ``"auto"`` compares those that the ranks share: not the statistics of BatchNorm without
             synchronization, nor others that each rank computes from its own batches; ``"all"``; ``"none"``.
@@ -181,7 +181,7 @@ class _Run:
         if self._differing:
             table, is_fault = start_table(self._differing)
             self._act(
-                f"the run is not made alike on all ranks, found before the first step\n\n{table}",
+                f"the run is not set up the same on all ranks, found before the first step\n\n{table}",
                 is_fault=is_fault,
             )
         self._check()

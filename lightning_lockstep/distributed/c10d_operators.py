@@ -310,10 +310,12 @@ def parameters_in_bucket(tensor: Tensor) -> list[str]:
     # knows what is in its buckets, holds a lock while it reduces them.
     memory = tensor.untyped_storage().data_ptr()
     wrappers = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
+    modules = [getattr(ddp, "module", None) for ddp in wrappers]  # one whose construction has failed has none
     return [
         name
-        for ddp in wrappers
-        for name, p in ddp.module.named_parameters()
+        for module in modules
+        if module is not None
+        for name, p in module.named_parameters()
         if p.grad is not None
         and p.grad.layout is torch.strided
         and p.grad.untyped_storage().data_ptr() == memory

@@ -325,9 +325,8 @@ def check_has_device(environment: ClusterEnvironment, num_devices: int, num_node
     if not environment.creates_processes_externally:
         return
     expected = num_devices * num_nodes
-    if (
-        connected := known_rank()
-    ) is not None and launcher_pid() is None:  # by the program that started the ranks
+    connected = known_rank()
+    if connected is not None and launcher_pid() is None:  # by the program that started the ranks
         mine = environment.node_rank() * num_devices + environment.local_rank()
         if connected != (mine, expected):
             raise LaunchError(

@@ -122,7 +122,7 @@ def _error_of_ranks(
     folder: Path, ended: Sequence[BadEnd], group: RanksToStart, memory: MemoryWatch
 ) -> BaseException:
     """Return what the parent raises for ranks that failed together with the first one."""
-    # An error that every rank has raised alike is that error. For any other the first rank that failed is
+    # An error that every rank has raised is that error. For any other the first rank that failed is
     # named, with its own traceback.
     raised, noted = _raised(folder), first_failure(folder)  # noted: by ranks that had met
     killed = [end for end in ended if end.returncode < 0]
@@ -265,7 +265,7 @@ def _be_rank(local_rank: int, group: RanksToStart, folder: Path, function: Any, 
         note_preempted_exit(preempted)
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0) and first_failure(folder) is None:
-            return  # the program's own wish; in the midst of a fit it is a failure, and noted
+            return  # the program's own wish; during a fit it is a failure, and noted
         if not isinstance(error, RankFailedError):  # that one was noted when it arrived
             _note_raised(folder, error, rank=group.first_rank + local_rank, world_size=group.world_size)
         drop_what_nobody_reads()

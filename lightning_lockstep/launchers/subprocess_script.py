@@ -258,7 +258,7 @@ def _end_children() -> None:
     ranks = _started
     if ranks is None:
         return
-    if outcome.forced_exit_pending or outcome.ends_with_error:  # the others may wait for this rank for ever
+    if outcome.forced_exit_pending or outcome.ends_with_error:  # the others may wait for this rank forever
         patience = ranks.supervisor.settings.grace_period
         if killed := ranks.end(patience):
             say(

@@ -158,7 +158,7 @@ class Audit:
                 for buffer, value in zip(buffers, values, strict=True):
                     buffer.copy_(value)
 
-        with from_a_state(trainer, module, random, restore_buffers):
+        with _no_timed_kernels(), from_a_state(trainer, module, random, restore_buffers):
             step = partial(module.training_step, *arguments)
             run_forward_backward(trainer, module, step, around_backward=keep)
             named = {f"loss {number}": loss for number, loss in enumerate(losses)}
@@ -259,6 +259,18 @@ def _attempt(function: Callable[[], _Value], otherwise: Any = None) -> tuple[_Va
         return function(), ""
     except Exception as error:  # of the user's step: the other ranks wait in a collective
         return otherwise, f"{type(error).__name__}: {first_line(error)}"
+
+
+@contextmanager
+def _no_timed_kernels() -> Iterator[None]:
+    """Keep cuDNN from measuring which algorithm is fastest: equal GPUs may get different ones, with other bits."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.deterministic
+    cudnn.benchmark, cudnn.deterministic = False, True
+    try:
+        yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic = before
 
 
 def _kind_of(device: torch.device) -> str:

@@ -161,7 +161,7 @@ REMARKS = ("hparams", "version")
 
 
 def facts(trainer: Any, module: LightningModule) -> dict[str, str]:
-    """Return all that must be alike on the ranks before the first step."""
+    """Return all that must be the same on the ranks before the first step."""
     found: dict[str, str] = {}
     if not _divides_weights(trainer, module):
         found = {f"parameter {number}": text for number, text in enumerate(parameters_in_words(module))}

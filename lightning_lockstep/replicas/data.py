@@ -27,7 +27,7 @@ Row = list[list[int]]
 def batch_sums(batch: Any, loaders: int) -> list[int] | None:
     """Return a checksum of the batch of each loader, or nothing if some of it is unknown; on a GPU it waits for them.
 
-    What is left where an object is passed over, such as the labels beside it, may be equal by chance.
+    What is left where an object is passed over, such as the labels that come with it, may be equal by chance.
     """
     parts = [batch]
     if loaders > 1:
@@ -146,7 +146,7 @@ class BatchComparison:
             for rank, row in rows.items():
                 ranks_of.setdefault(tuple(row[loader]), []).append(rank)
             for sums, ranks in ranks_of.items():
-                # All batches alike on a rank too: constant data, or a single batch.
+                # All batches of a rank are the same too: constant data, or a single batch.
                 if len(ranks) > 1 and len(set(sums)) > 1:
                     key = loader, tuple(ranks)
                     same[key] = self._in_a_row.get(key, 0) + 1
@@ -180,7 +180,7 @@ def same_batches_text(trainer: Any, number: int, ranks: Sequence[int]) -> str:
             "Lightning puts a sampler into a DataLoader of torch alone: give each rank its share by its rank"
         )
     else:
-        advice = "Give each rank its share of the samples: a sampler of its own must go by the rank"
+        advice = "Give each rank its share of the samples: your own sampler must go by the rank"
     return (
         f"{ranks_in_words(ranks)} work on the same batches: {_named(number, len(loaders))} gives them to each."
         f" {_described(loader)} {advice}."

@@ -174,7 +174,7 @@ def _reasons(
         told = {str(r): str(answers[rank]["steps"]) for rank, ranks in members.items() for r in ranks}
         reasons.append(
             f"An optimizer has stepped on some ranks only: steps of each optimizer are {_who_has_what(told)}. Let"
-            " all ranks step alike, also where a rank has nothing to learn from its batch."
+            " all ranks step the same number of times, also a rank that has no loss for its batch."
         )
     gradients = {rank: answer["gradients"] for rank, answer in answers.items() if answer["gradients"]}
     differing = _differing(gradients, members)

@@ -68,6 +68,11 @@ def late(module: nn.Module, inputs: Any, output: Tensor) -> None:
     time.sleep(0.05)
 
 
+def timed_kernels(module: nn.Module, inputs: Any, output: Tensor) -> None:
+    if torch.backends.cudnn.benchmark == audited():
+        raise ValueError("audits alone choose no kernels by their time")
+
+
 def raising(module: nn.Module, inputs: Any, output: Tensor) -> None:
     if audited():
         raise ValueError("only in an audit")
@@ -123,6 +128,9 @@ def fits() -> dict[str, Any]:
         **of_both_sizes(),
         "warn": fit(Case(fault="device", options={**EVERY_3, "action": "warn"})),
         "noisy": fit(Case(options=EVERY_3), callbacks=[Hooked(noisy, 0, 1, 2)]),
+        "timed kernels": fit(
+            Case(options=EVERY_3, trainer={"benchmark": True}), callbacks=[Hooked(timed_kernels, 1)]
+        ),
         "late": fit(Case(options=EVERY_3, strategy={"guard": "verify"}), callbacks=[Hooked(late, 1)]),
         "raising": fit(Case(options=EVERY_3), callbacks=[Hooked(raising, 1)]),
         "unsendable": fit(Case(options=EVERY_3), callbacks=[Unsendable()]),
@@ -173,7 +181,7 @@ def test_an_audit_leaves_no_trace_and_ranks_that_are_late_or_set_otherwise_take_
     found: dict[str, Any],
 ) -> None:
     assert found["left no trace"]
-    for name in ("audits 1", "late", "other setting"):
+    for name in ("audits 1", "late", "timed kernels", "other setting"):
         assert found[name] == {"error": None, "lines": [], "steps": 12}, name
 
 

@@ -272,7 +272,7 @@ _OPERATIONS = {
 class TorchCommunicator(Communicator):
     """The communicator of the default process group of ``torch.distributed``.
 
-    Where that group cannot carry CPU tensors (nccl), a gloo group beside it does.
+    Where that group cannot carry CPU tensors (nccl), an additional gloo group does.
 
     Args:
         local_rank: Number of this rank on its node; by default ``LOCAL_RANK``, else 0.
@@ -360,7 +360,7 @@ def current_communicator() -> Communicator:
     Returns:
         The same object for as long as the group lives.
 
-    Ranks: the first call after the process group was made must happen on every rank alike (our strategies
+    Ranks: the first call after the process group was made must happen on every rank (our strategies
     do so at start-up; under another strategy, a callback's ``setup`` is the place). Later calls are free.
     """
     global _current
@@ -378,7 +378,7 @@ def use_communicator(communicator: Communicator, group: RankGroup) -> None:
         communicator: How those ranks decide together.
         group: The ranks; the side channel finds its peers by it.
 
-    Ranks: every rank, alike, once they have met; nothing is sent.
+    Ranks: every rank, once they have met; nothing is sent.
     """
     global _current
     use_group(group)

@@ -420,9 +420,8 @@ class FailurePropagation:
         if threading.current_thread() is threading.main_thread():
             outcome_of(error).headline = record.headline()
         elif add_note := getattr(error, "add_note", None):  # not in Python 3.10
-            add_note(
-                f"\n{record.headline()}"
-            )  # whoever runs this thread prints the error: Ray Train, on the driver
+            # Whoever runs this thread prints the error: Ray Train, on the driver.
+            add_note(f"\n{record.headline()}")
         return self._ends(error, record.exit_code)
 
     def _raised_alike(self, error: BaseException, record: FailureRecord) -> BaseException:
@@ -448,7 +447,7 @@ class FailurePropagation:
         return error
 
     def _raised_on_all(self, error: BaseException, *, is_known: bool) -> BaseException:
-        """Errors of this package are raised on every rank alike: each keeps its own, rank 0 prints it."""
+        """Errors of this package are raised on every rank: each keeps its own, rank 0 prints it."""
         headline = self._describe(error).headline()
         note_for_torchrun(headline, of=error)
         outcome_of(error).reminder = headline
