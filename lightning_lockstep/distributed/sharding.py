@@ -155,7 +155,10 @@ def own_gradients(module: nn.Module) -> list[Tensor]:
     with torch.no_grad():
         parts = [g.to_local() if is_divided(g) else g for g in found if g is not None]
     for one in _holders(module):
-        whole = (one.unsharded_accumulated_grad, getattr(getattr(one, "_unsharded_param", None), "grad", None))
+        whole = (
+            one.unsharded_accumulated_grad,
+            getattr(getattr(one, "_unsharded_param", None), "grad", None),
+        )
         parts += [gradient for gradient in whole if gradient is not None]
     return parts
 

@@ -1,4 +1,4 @@
-"""What callbacks can see of steps of a divided model, and steps of it on one rank alone to see what memory they need."""
+"""What callbacks see of the steps of a divided model, and steps on one rank alone, to see what memory they need."""
 
 from __future__ import annotations
 
