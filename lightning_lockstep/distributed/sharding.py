@@ -151,9 +151,9 @@ def give_up_gathered(module: nn.Module) -> None:
 
 def own_gradients(module: nn.Module) -> list[Tensor]:
     """Return this rank's parts of the gradients, and whole ones that wait for a reduction; nothing is sent."""
-    found = [parameter.grad for parameter in module.parameters()]
+    found: list[Any] = [parameter.grad for parameter in module.parameters()]
     with torch.no_grad():
-        parts = [g.to_local() if is_divided(g) else g for g in found if g is not None]
+        parts: list[Tensor] = [g.to_local() if is_divided(g) else g for g in found if g is not None]
     for one in _holders(module):
         whole = (
             one.unsharded_accumulated_grad,
@@ -170,7 +170,7 @@ def can_drop_steps() -> bool:
 
 def drop_step(module: nn.Module) -> None:
     """Free all that a step has gathered and not reduced, wherever it was broken off."""
-    parts = divided_parts(module)
+    parts: list[Any] = divided_parts(module)
     inner = {part for one in parts for part in divided_parts(one) if part is not one}
     for part in parts:
         if part not in inner and any(hasattr(one, "_unsharded_param") for one in _holders(part)):

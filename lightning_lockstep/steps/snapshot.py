@@ -189,7 +189,7 @@ class StoredCopies:
 def _own_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, in the same memory; another tensor as it is."""
     with torch.no_grad():
-        values: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
+        values: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         return values.detach()
 
 
