@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_lockstep import (
     AutoBatchSize,
+    ConfigurationError,
     OverflowDetectedError,
     OverflowDetector,
     Preempted,
@@ -25,6 +26,8 @@ from lightning_lockstep import (
 from lightning_lockstep._doors.lightning import LightningModule, Trainer, seed_everything
 from tests.batch_size.models import Walled
 from tests.helpers import run_ranks
+from tests.replicas import fits as replica_fits
+from tests.static_shapes.nets import Net as Shaped
 from tests.static_shapes.nets import loader as ragged
 from tests.stragglers import fits as stragglers
 from tests.strategies.fsdp_models import QUIET, Block, Net, fsdp, loader
@@ -284,8 +287,6 @@ def test_straggler_monitor_names_the_slow_rank() -> None:
 
 
 def shapes() -> dict[str, Any]:
-    from tests.static_shapes.nets import Net as Shaped
-
     rank, found = int(os.environ["RANK"]), {}
     for name, callbacks in (("ragged", []), ("padded", [StaticShapes(last_batch="pad")])):
         net = Shaped()  # it seeds itself
@@ -299,3 +300,26 @@ def test_static_shapes_give_the_weights_of_ragged_batches() -> None:
     for found in (zero, one):
         assert found["padded"] == pytest.approx(found["ragged"], abs=1e-6) and len(found["padded"]) == 4
         assert found["sizes"] == [6]
+
+
+# -- ReplicaCheck --------------------------------------------------------------------------------------
+
+
+def replicas() -> dict[str, Any]:
+    found = {}
+    for fault in ("", "buffer"):
+        case = replica_fits.Case(fault=fault, steps=7, step=2)
+        found[fault] = replica_fits.fit(case, plain_strategy=fsdp(shard="Linear"))["error"]
+    try:
+        case = replica_fits.Case(steps=7, options={"audit_every_n_steps": 2})
+        replica_fits.fit(case, plain_strategy=fsdp(shard="Linear"))
+    except ConfigurationError as error:
+        found["audit"] = str(error)
+    return found
+
+
+def test_replica_check_compares_what_each_rank_has_whole() -> None:
+    for found in run_ranks(2, replicas, timeout=120):
+        assert found[""] is None
+        assert "scale" in found["buffer"] or "average" in found["buffer"]
+        assert "does not work with LockstepFSDPStrategy" in found["audit"]
