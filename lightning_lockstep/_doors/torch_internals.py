@@ -159,6 +159,18 @@ def ranks_of_groups() -> dict[Any, dict[int, int]]:
 
 
 @TORCH.touches(
+    "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
+    why="gradients that accumulate without a reduction are kept there alone, whole ones on each rank",
+)
+def unreduced_holders(part: Any) -> list[Any]:
+    """Return what holds gradients of a part of ``fully_shard``, in ``unsharded_accumulated_grad``."""
+    state = part._get_fsdp_state()
+    group = getattr(state, "_fsdp_param_group", None)
+    groups = getattr(state, "_fsdp_param_groups", [] if group is None else [group])
+    return [holder for one in groups for holder in one.fsdp_params]
+
+
+@TORCH.touches(
     "torch.distributed.distributed_c10d._get_default_store",
     why="the ranks meet at the store of the default group",
 )

@@ -111,7 +111,7 @@ def refuse_engine(trainer: Trainer, on_oom: str) -> None:
     """Raise where an engine makes the steps, which cannot be run again in parts."""
     if isinstance(trainer.strategy, HasEngineTrials):
         raise SearchRefusedError(
-            f"on_oom={on_oom!r} is not possible with {type(trainer.strategy).__name__}: its engine reduces gradients"
+            f"on_oom={on_oom!r} is not possible with {type(trainer.strategy).__name__}: gradients are reduced"
             " while the backward runs, and a batch that ended half way cannot be finished in parts. Write"
             " on_oom='raise'; the search for a batch size works."
         )

@@ -134,7 +134,7 @@ class GradientsOfEngine:
         """Return whether the engine itself has found a bad value in this rank's part, as it does when offloading."""
         return self._adapter.has_local_overflow()
 
-    def skip_step(self) -> None:
+    def skip_step(self, optimizer: Any = None) -> None:
         """Have the engine skip its next optimizer step as after an overflow of its own."""
         # Weights and the optimizer's state stay, gradients are let go, the skip is counted, a dynamic loss
         # scale falls.

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 )
 
 from lightning_lockstep._doors.lightning import find_shared_parameters, set_shared_parameters
+from lightning_lockstep._doors.torch_internals import unreduced_holders
 from lightning_lockstep.distributed.sharded_state import is_divided
 from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
 
@@ -146,3 +147,39 @@ def give_up_gathered(module: nn.Module) -> None:
     """Free what was gathered for steps that no backward followed."""
     for part in divided_parts(module):
         part.reshard()
+
+
+def own_gradients(module: nn.Module) -> list[Tensor]:
+    """Return this rank's parts of the gradients, and whole ones that wait for a reduction; nothing is sent."""
+    found: list[Any] = [parameter.grad for parameter in module.parameters()]
+    with torch.no_grad():
+        parts: list[Tensor] = [g.to_local() if is_divided(g) else g for g in found if g is not None]
+    for one in _holders(module):
+        whole = (
+            one.unsharded_accumulated_grad,
+            getattr(getattr(one, "_unsharded_param", None), "grad", None),
+        )
+        parts += [gradient for gradient in whole if gradient is not None]
+    return parts
+
+
+def can_drop_steps() -> bool:
+    """Return whether torch can clean up after a step that was broken off."""
+    return hasattr(FSDPModule, "reset_iter_state")
+
+
+def drop_step(module: nn.Module) -> None:
+    """Free all that a step has gathered and not reduced, wherever it was broken off."""
+    parts: list[Any] = divided_parts(module)
+    inner = {part for one in parts for part in divided_parts(one) if part is not one}
+    for part in parts:
+        if part not in inner and any(hasattr(one, "_unsharded_param") for one in _holders(part)):
+            part.reset_iter_state()
+    for one in _holders(module):
+        one.unsharded_accumulated_grad = None
+        if hasattr(one, "_unsharded_param"):
+            one.unsharded_param.grad = None
+
+
+def _holders(module: nn.Module) -> list[Any]:
+    return [holder for part in divided_parts(module) for holder in unreduced_holders(part)]

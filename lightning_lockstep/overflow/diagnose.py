@@ -114,7 +114,7 @@ class Response:
     def _skip(self, optimizer: Optimizer, record: StepRecord) -> None:
         """Skip this optimizer step: without gradients an optimizer changes nothing."""
         if self.engine is not None:
-            self.engine.skip_step()
+            self.engine.skip_step(optimizer)
         else:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_lockstep._doors.lightning import DDPStrategy, LightningModule, SingleDeviceStrategy, Strategy
 
@@ -86,7 +87,7 @@ def missing_capabilities(strategy: Strategy, *needed: str) -> list[str]:  # name
     return [_WHY[name] for name in needed if not getattr(capabilities, name)]
 
 
-# -- What a strategy offers whose engine makes the steps and keeps gradients to itself (DeepSpeed), as
+# -- What a strategy offers whose engine makes the steps and keeps gradients to itself (DeepSpeed, FSDP), as
 # protocols
 #
 # They let callbacks work with an engine that they know nothing of: the rooms of the callbacks do not import
@@ -113,8 +114,8 @@ class EngineGradients(Protocol):
     def known_bad(self) -> bool:
         """Return whether the engine itself has found a bad value in this rank's part."""
 
-    def skip_step(self) -> None:
-        """Have the engine skip its next optimizer step; on all ranks."""
+    def skip_step(self, optimizer: Optimizer) -> None:
+        """Let the next step of an optimizer change nothing; on all ranks."""
 
     def loss_scale(self) -> tuple[float, float] | None:
         """Return the loss scale and its floor; ``None`` where the loss is not scaled."""

@@ -112,7 +112,8 @@ def from_a_state(
 
 def step_arguments(step: Callable[..., Any], batch: Any, index: int) -> list[Any]:
     """Return the arguments of a step: the batch, and its index where the step takes it."""
-    parameters = inspect.signature(step).parameters
+    # Of a method around another one, as `fully_shard` makes it, `signature` would leave out one parameter too many.
+    parameters = inspect.signature(inspect.unwrap(step)).parameters
     if "dataloader_iter" in parameters:
         raise ConfigurationError(
             "a step that takes dataloader_iter fetches its own batches; none can be made for it"

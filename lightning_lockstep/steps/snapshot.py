@@ -173,16 +173,24 @@ class StoredCopies:
         # It lives as long as this object; the system deletes it when it is closed.
         self._file = tempfile.TemporaryFile()  # noqa: SIM115
         weakref.finalize(self, self._file.close)
-        torch.save([t.detach() for t in self._tensors if t.device.type == "cpu"], self._file)
-        self._copies = [t.detach().cpu() for t in self._tensors if t.device.type != "cpu"]
+        own = [_own_part(tensor) for tensor in self._tensors]
+        torch.save([t for t in own if t.device.type == "cpu"], self._file)
+        self._copies = [t.cpu() for t in own if t.device.type != "cpu"]
 
     def restore(self) -> None:
         self._file.seek(0)
         stored = iter(torch.load(self._file, weights_only=True))
         copies = iter(self._copies)
         with torch.no_grad():
-            for tensor in self._tensors:
+            for tensor in map(_own_part, self._tensors):
                 tensor.copy_(next(stored) if tensor.device.type == "cpu" else next(copies))
+
+
+def _own_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, in the same memory; another tensor as it is."""
+    with torch.no_grad():
+        values: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        return values.detach()
 
 
 # -- State that a training step may change, put back bit for bit --

@@ -56,6 +56,7 @@ from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationErro
 from lightning_lockstep.launchers.mpirun_command import MPIRunSettings
 from lightning_lockstep.numerics.precision import resolve_precision, runs_in_fp32
 from lightning_lockstep.steps.capabilities import Capabilities
+from lightning_lockstep.strategies.fsdp_steps import DividedGradients, TrialsOfParts
 from lightning_lockstep.strategies.fsdp_units import roots_of, units_of
 from lightning_lockstep.strategies.lifecycle import LifecycleHooks, RankLifecycle, RankStartup
 from lightning_lockstep.strategies.mpi import MPIStartup
@@ -365,6 +366,15 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
     def step_capabilities(self) -> Capabilities:
         """What can be done with a training step: all ranks make it together, of which each has a part of the model."""
         return Capabilities(whole_gradients=False, step_alone=False, replays="together")
+
+    def engine_gradients(self) -> DividedGradients:
+        """Return what this rank holds of the gradients, once the module is divided."""
+        return DividedGradients(self)
+
+    @property
+    def engine_trials(self) -> TrialsOfParts:
+        """Steps on one rank alone, to see what memory they need."""
+        return TrialsOfParts(self)
 
     # -- checkpoints -----------------------------------------------------------------------------------
 
