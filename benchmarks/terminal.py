@@ -126,11 +126,11 @@ def _end_all(process: subprocess.Popen[bytes]) -> None:
 
 def _neutral(text: str, folder: Path) -> str:
     packages = "/home/me/env/lib/python/site-packages"
-    places = {str(folder): "/home/me/project", str(Path(lightning_lockstep.__file__).parents[1]): packages}
     text = re.sub(re.escape(sys.prefix) + r"/lib/python[\d.]+/site-packages", packages, text)
     for place, name in [
-        *places.items(),
+        (str(folder), "/home/me/project"),
         (sys.prefix, "/home/me/env"),
+        (str(Path(lightning_lockstep.__file__).parents[1]), packages),
         (sys.base_prefix, "/usr"),
         (str(Path.home()), "/home/me"),
     ]:

@@ -376,7 +376,7 @@ def site_path(file: str) -> str:
     return file if file.endswith((".md", ".svg", ".png")) else f"{file}.md"
 
 
-LINK = re.compile(r"(\]\()(?!\w+:|#|<)([^)#\s]+)(#[^)\s]*)?(?=[)\s])")
+LINK = re.compile(r"""(\]\(|<img src=")(?!\w+:|#|<)([^)#\s"]+)(#[^)\s]*)?(?=[)\s"])""")
 
 
 def relink(text: str, file: str, page: str) -> str:

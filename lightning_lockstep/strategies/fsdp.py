@@ -120,7 +120,7 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
     def __init__(
         self,
         *,
-        shard: str | Sequence[str] | Callable[[str, torch.nn.Module], bool] = "auto",
+        shard: str | Sequence[str] | Callable[[str, Any], bool] = "auto",
         reshard_after_forward: bool = True,
         offload: Literal["none", "cpu"] = "none",
         mesh: Mapping[str, int] | None = None,

@@ -96,7 +96,7 @@ class DeepSpeedSettings(LifecycleSettings):
 class FSDPSettings(LifecycleSettings):
     """Settings of the strategy that divides a model by torch's ``fully_shard``."""
 
-    shard: str | Sequence[str] | Callable[[str, torch.nn.Module], bool] = "auto"
+    shard: str | Sequence[str] | Callable[[str, Any], bool] = "auto"
     reshard_after_forward: bool = True
     offload: Literal["none", "cpu"] = "none"
     mesh: Mapping[str, int] | None = None

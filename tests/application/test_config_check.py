@@ -69,7 +69,7 @@ def test_a_wrong_group_choice_key_and_value_are_reported_together() -> None:
         ("strategy=ddp_find_unused_parameters_true", "Did you mean 'ddp'?"),
         ("strategy=LockstepDDPStrategy", "Did you mean 'ddp'?"),
         ("strategy=LockstepXLASPMDStrategy", "Did you mean 'xla_spmd'?"),
-        ("strategy=fsdp", "Did you mean 'deepspeed_stage_3'?"),
+        ("strategy=lockstep_fsdp", "Did you mean 'fsdp'?"),
         ("strategy=auto", "Did you mean 'single'?"),
         ("strategy=null", "Did you mean 'single'?"),
         ("precision=fp16", "Did you mean '16-mixed'?"),

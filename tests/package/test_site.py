@@ -122,6 +122,7 @@ def test_the_lines_of_each_page_of_a_strategy_or_callback_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
     spec = importlib.util.spec_from_file_location("docs_pages", ROOT / "scripts" / "docs_pages.py")
     assert spec and spec.loader
     pages = importlib.util.module_from_spec(spec)

@@ -4,7 +4,6 @@ import argparse
 import hashlib
 import json
 import os
-import signal
 import time
 import warnings
 from pathlib import Path
@@ -32,8 +31,6 @@ class Model(LightningModule):
         if batch_idx == 3 and self.global_rank == 0:
             print("TRAINING", flush=True)
         if batch_idx == 3 and self.global_rank == self.given.bad:
-            if self.given.killed:
-                os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError("a bad batch on purpose")
         loss = self.layers(batch).square().mean()
         self.losses.append(loss.item())
@@ -54,7 +51,6 @@ def main():
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--bad", type=int, default=-1)
-    parser.add_argument("--killed", action="store_true")
     parser.add_argument("--slow", action="store_true")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--precision", default="32-true")

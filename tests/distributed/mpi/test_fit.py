@@ -95,19 +95,6 @@ def test_a_rank_that_raises_ends_all_with_its_traceback_last(bad: int, tmp_path:
     assert outcome.leftovers == ()
 
 
-@pytest.mark.parametrize("bad", [0, 1])
-def test_under_mpich_a_killed_rank_is_named_where_mpiexec_lets_the_others_end_by_themselves(
-    bad: int, tmp_path: Path
-) -> None:
-    needs("mpich")
-    mpiexec, *rest = mpi_command("mpich", 2)
-    fit = [FIT, str(tmp_path), "--bad", str(bad), "--killed"]
-    outcome = run_script([mpiexec, "-disable-auto-cleanup", *rest, *fit], env=mpi_environ(), timeout=90)
-    assert outcome.returncode != 0 and outcome.leftovers == ()
-    assert f"lightning-lockstep: rank {bad} of 2 (host " in outcome.stderr, outcome.output
-    assert "(signal 9)" in outcome.output
-
-
 def test_the_trainer_and_mpirun_disagree(tmp_path: Path) -> None:
     needs("open_mpi")
     outcome, found = run_program("open_mpi", 2, "program_fit.py", tmp_path, arguments=["--devices", "3"])
