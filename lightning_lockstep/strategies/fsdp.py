@@ -424,7 +424,9 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         if not is_parts_folder(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only)
         optimizers = [getattr(one, "optimizer", one) for one in self.optimizers]
-        return load_parts(Path(checkpoint_path), self._module, optimizers, weights_only=weights_only is not False)
+        return load_parts(
+            Path(checkpoint_path), self._module, optimizers, weights_only=weights_only is not False
+        )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights, whole or divided. Ranks: each, alone."""
