@@ -88,10 +88,8 @@ def _weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
 
 
 class LogRecord:
-    """Stands in for ``LightningModule.log`` while the parts of a step run; says afterwards what one batch would have.
-
-    A value logged with ``sync_dist=True`` is a collective: the other ranks make one a step, so this one must.
-    """
+    """Stands in for ``LightningModule.log`` while the parts of a step run; then says what one batch would have."""
+    # A value logged with ``sync_dist=True`` is a collective: the other ranks make one a step, so this one must.
 
     def __init__(self, log: Callable[..., None] | None = None) -> None:
         self._log = log  # who is told at once too

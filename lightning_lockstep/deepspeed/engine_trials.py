@@ -28,11 +28,9 @@ from lightning_lockstep.steps.snapshot import StoredCopies
 
 @contextmanager
 def without_engine(strategy: Any, module: LightningModule, engine: Any) -> Iterator[None]:
-    """Let the strategy's forward and backward be those of torch, in the precision that the engine would use.
-
-    In stages 0 to 2 of ZeRO gradients are kept apart. In stage 3 parameters are gathered module by module as in
-    training, by all ranks together; their gradients are computed and let go. Either way none reaches the engine.
-    """
+    """Let the strategy's forward and backward be those of torch, in the precision that the engine would use."""
+    # In stages 0 to 2 of ZeRO gradients are kept apart. In stage 3 parameters are gathered module by module as in
+    # training, by all ranks together; their gradients are computed and let go. Either way none reaches the engine.
     divided = adapter_of(engine).divides_parameters()
     with (
         _divided_parameters(module, engine) if divided else gradients_apart(module.parameters(), hooks=False),

@@ -110,10 +110,7 @@ def padded_samples(batch: Any, size: int, fill_values: Mapping[Key, float]) -> A
 
 
 def padded_sequences(batch: Any, lengths: Sequence[int], values: Mapping[Key, float], dim: int) -> Any:
-    """Return a batch whose sequences have one of the ``lengths``, which rise: the smallest that holds them.
-
-    Longer ones stay as they are. ``values`` has, for each key that holds sequences, what pads them.
-    """
+    """Return a batch whose sequences have the smallest of the rising ``lengths`` that holds them, if one does."""
 
     def padded(key: Key | None, tensor: Tensor) -> Tensor:
         if key is None or key not in values or tensor.dim() <= dim:

@@ -113,11 +113,9 @@ def check_xla_untouched() -> None:
 
 
 def num_xla_ranks() -> int | None:
-    """Return how many ranks torch-xla has devices for on this host, without initialising it.
-
-    0: XLA runs on the CPU, where any number will do. ``None``: nothing asks for XLA, as torch-xla is not
-    installed, or there is neither a TPU nor ``PJRT_DEVICE``.
-    """
+    """Return how many ranks torch-xla has devices for on this host, without initialising it."""
+    # 0: XLA runs on the CPU, where any number will do. ``None``: nothing asks for XLA, as torch-xla is not installed,
+    # or there is neither a TPU nor ``PJRT_DEVICE``.
     if importlib.util.find_spec("torch_xla") is None:
         return None
     given = os.environ.get("PJRT_DEVICE", "").upper()
@@ -129,10 +127,7 @@ def num_xla_ranks() -> int | None:
 
 
 def become_xla_rank(rank: int, world_size: int) -> None:  # of this host
-    """Set for torch-xla, before it is used here, which rank this process is.
-
-    On a TPU host this gives the rank its own chip.
-    """
+    """Set for torch-xla, before it is used here, which rank this process is; on a TPU host its chip."""
     chips = num_xla_ranks()
     if chips is None:
         return
