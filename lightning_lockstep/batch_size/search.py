@@ -33,6 +33,7 @@ class Proposal:
 
 class SizeSearch:
     """One search; the modes differ in what comes after a trial."""
+
     # ``power`` doubles the size until it does not fit; the answer is the last that did. ``binsearch`` grows eightfold
     # until a size does not fit, then halves the ratio between the two: about half the trials of doubling and dividing
     # by difference for the same relative precision. ``model`` fits peak memory = a + b x size to small trials, and

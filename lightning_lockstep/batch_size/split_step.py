@@ -89,6 +89,7 @@ def _weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
 
 class LogRecord:
     """Stands in for ``LightningModule.log`` while the parts of a step run; then says what one batch would have."""
+
     # A value logged with ``sync_dist=True`` is a collective: the other ranks make one a step, so this one must.
 
     def __init__(self, log: Callable[..., None] | None = None) -> None:
