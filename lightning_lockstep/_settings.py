@@ -71,6 +71,15 @@ def launcher_pid() -> int | None:
     return int(given) if given else None
 
 
+def restore_variables(before: Mapping[str, str | None]) -> None:
+    """Give environment variables the values that they had before; ``None`` unsets one."""
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
 def ended_folder() -> str | None:
     """Return the folder in which this rank notes how it ended, or ``None`` if nobody asks."""
     return os.environ.get(ENDED_FOLDER)

@@ -87,7 +87,8 @@ class RankOrderedLogging(Callback):
         if self.warnings_once and self._sender is not None:
             handlers.append(WarningHandler(self._sender))
         if self.files is not None:
-            folder = communicator.broadcast(str(self.folder or Path(_run_folder(trainer), "logs")))
+            run_folder = trainer.log_dir or trainer.default_root_dir
+            folder = communicator.broadcast(str(self.folder or Path(run_folder, "logs")))
             self._file = self._open_file(communicator, Path(folder), self.files)
             handlers.append(self._file)
             logger.local_handlers.append(self._file)
@@ -154,7 +155,3 @@ class RankOrderedLogging(Callback):
 
 
 _active: RankOrderedLogging | None = None
-
-
-def _run_folder(trainer: Any) -> str:
-    return str(trainer.log_dir or trainer.default_root_dir)

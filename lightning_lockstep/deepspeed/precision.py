@@ -34,11 +34,6 @@ _LOW_SCALE = 2.0**8
 _SHOWN = 12
 
 
-def read_step(engine: Any) -> StepOutcome | None:  # after step(), at a boundary of accumulation
-    """Return what an engine says of its last optimizer step; ``None``: nothing checks or scales gradients."""
-    return adapter_of(engine).outcome()
-
-
 class LossScaleHistory:
     """The loss scale of the last optimizer steps, and whether the skips among them are ordinary."""
 

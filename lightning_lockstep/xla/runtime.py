@@ -152,18 +152,16 @@ class XLARuntime:
 
     def __init__(self, needed_for: str, *, num_devices: int | None = None) -> None:  # None: what there is
         check_torch_xla(needed_for)
-        self._choose_device_type()
+        if (
+            find_device_type() == "CPU"
+        ):  # where nothing else is there; torch-xla does the same, with a warning
+            os.environ["PJRT_DEVICE"] = "CPU"
         self._num_devices = num_devices
         if num_devices is not None and self.device_type == "CPU" and not has_devices():
             _set_cpu_devices(num_devices)
         self.torch_xla = importlib.import_module("torch_xla")
         self.runtime = importlib.import_module("torch_xla.runtime")
         self._sync = getattr(self.torch_xla, "sync", None) or self._module("core.xla_model").mark_step
-
-    def _choose_device_type(self) -> None:
-        """Name CPU where nothing else is there; torch-xla does the same, with a warning."""
-        if find_device_type() == "CPU":
-            os.environ["PJRT_DEVICE"] = "CPU"
 
     @property
     def device_type(self) -> str:
