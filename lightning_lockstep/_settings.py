@@ -26,7 +26,7 @@ from lightning_lockstep.errors import ConfigurationError
 # The variables that our launchers set for the ranks they start (``LOCKSTEP_RANK_*``) are private: a user
 # neither sets nor reads them.
 
-_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 #: The secret by which the ranks of a job know each other.
 JOB_TOKEN = "LOCKSTEP_JOB_TOKEN"
@@ -43,9 +43,9 @@ def log_level() -> str | None:
     given = os.environ.get("LOCKSTEP_LOG_LEVEL")
     if not given:
         return None
-    if given.upper() not in _LEVELS:
+    if given.upper() not in LEVELS:
         raise ConfigurationError(
-            f"The environment variable LOCKSTEP_LOG_LEVEL is {given!r}; expected one of {', '.join(_LEVELS)}."
+            f"The environment variable LOCKSTEP_LOG_LEVEL is {given!r}; expected one of {', '.join(LEVELS)}."
         )
     return given.upper()
 

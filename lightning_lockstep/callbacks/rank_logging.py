@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_lockstep._doors.lightning import Callback
-from lightning_lockstep._settings import Faults
+from lightning_lockstep._settings import LEVELS, Faults
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.logs import logger
@@ -56,8 +56,8 @@ class RankOrderedLogging(Callback):
         colour: bool | None = None,
     ) -> None:
         faults = Faults()
-        is_level = isinstance(level, str) and level.upper() in logger.LEVELS
-        faults.check(is_level, "level", level, f"one of {', '.join(logger.LEVELS)}")
+        is_level = isinstance(level, str) and level.upper() in LEVELS
+        faults.check(is_level, "level", level, f"one of {', '.join(LEVELS)}")
         faults.choice("files", files, ("text", "json", None))
         faults.number("order_timeout", order_timeout, what="seconds", above=0, such_as=5)
         faults.raise_all()

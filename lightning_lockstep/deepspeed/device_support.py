@@ -14,11 +14,11 @@ from lightning_lockstep._doors.deepspeed_internals import (
     make_op_builder,
     op_name,
 )
+from lightning_lockstep._doors.torch_internals import cpu_has_float16
 from lightning_lockstep._settings import is_number, is_whole
 from lightning_lockstep.deepspeed.build_tools import OPS, missing_tools
 from lightning_lockstep.deepspeed.config import modern_spelling, section, stage_of
 from lightning_lockstep.deepspeed.importing import import_deepspeed
-from lightning_lockstep.deepspeed.precision import cpu_has_float16
 from lightning_lockstep.errors import ConfigurationError
 
 # -- What a config asks for that DeepSpeed cannot do: refused by name, or replaced by what it can --
