@@ -71,6 +71,11 @@ def launcher_pid() -> int | None:
     return int(given) if given else None
 
 
+def ended_folder() -> str | None:
+    """Return the folder in which this rank notes how it ended, or ``None`` if nobody asks."""
+    return os.environ.get(ENDED_FOLDER)
+
+
 def restore_variables(before: Mapping[str, str | None]) -> None:
     """Give environment variables the values that they had before; ``None`` unsets one."""
     for name, value in before.items():
@@ -78,11 +83,6 @@ def restore_variables(before: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-
-
-def ended_folder() -> str | None:
-    """Return the folder in which this rank notes how it ended, or ``None`` if nobody asks."""
-    return os.environ.get(ENDED_FOLDER)
 
 
 # -- What is wrong with settings, collected and raised as one error --
