@@ -149,11 +149,12 @@ def overflow_plot(folder: Path) -> None:
 
 def batch_size(folder: Path) -> None:
     """A search for a batch size on two ranks: what it prints, and what it draws."""
-    command, script = [sys.executable, "train.py"], "benchmarks/_pictures_train.py"
-    shown, png = in_folder(command, script=script, keep="batch_size.png")
+    options = ["--ranks", "2", "--global-batch-size", "4096"]
+    command = [sys.executable, "find_batch_size.py", *options, "--plot"]
+    shown, png = in_folder(command, script="examples/find_batch_size.py", keep="outputs/batch_size.png")
     lines = from_line(shown.lines, "batch size trial 1")
     end = next(at for at, line in enumerate(lines) if "per optimizer step" in line)
-    title = 'AutoBatchSize(memory_limit="1GiB", global_batch_size=4096)'
+    title = " ".join(["python find_batch_size.py", *options])
     (folder / "batch-size.svg").write_text(draw(lines[: end + 1], title, "batch-size"))
     (folder / "batch-size.png").write_bytes(png)
 

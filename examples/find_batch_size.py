@@ -4,7 +4,7 @@
     python examples/find_batch_size.py --ranks 2 --memory-limit 900MiB --global-batch-size 4096
     python examples/find_batch_size.py --tuner         # the search apart from the run, as with Lightning's Tuner
 
-The folder outputs/ gets batch_size.json.
+The folder outputs/ gets batch_size.json, and with --plot batch_size.png.
 """
 
 from __future__ import annotations
@@ -43,10 +43,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="processes on this host")
     parser.add_argument("--memory-limit", default="1GiB", help="most memory of a rank")
     parser.add_argument("--global-batch-size", type=int, help="samples of all ranks in one optimizer step")
+    parser.add_argument("--plot", action="store_true", help="draw the trials, too (needs matplotlib)")
     parser.add_argument("--tuner", action="store_true", help="search apart from the run, with LockstepTuner")
     given = parser.parse_args()
     finder = AutoBatchSize(
-        memory_limit=given.memory_limit, global_batch_size=given.global_batch_size, on_oom="split"
+        memory_limit=given.memory_limit,
+        global_batch_size=given.global_batch_size,
+        on_oom="split",
+        plot=given.plot,
     )
     trainer = Trainer(
         accelerator="cpu",

@@ -61,16 +61,13 @@ def is_command() -> bool:
     program = sys.argv[0] if sys.argv else ""
     if program != "-m":  # what Python puts there until it has found the module of `python -m`
         return PurePath(program).name in _COMMANDS
-    return any(_is_of_a_command(name) for name in _module_of_this_program())
+    commands = tuple(f"{name}." for name in _MODULES)
+    return any(f"{module}.".startswith(commands) for module in _module_of_this_program())
 
 
 def _module_of_this_program() -> list[str]:
     given = sys.orig_argv
     return [after for option, after in pairwise(given) if option == "-m"][:1]
-
-
-def _is_of_a_command(module: str) -> bool:
-    return f"{module}.".startswith(tuple(f"{name}." for name in _MODULES))
 
 
 # -- Which strategy names ``Trainer(strategy="...")`` knows, and how each is made --

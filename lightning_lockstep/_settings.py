@@ -26,7 +26,7 @@ from lightning_lockstep.errors import ConfigurationError
 # The variables that our launchers set for the ranks they start (``LOCKSTEP_RANK_*``) are private: a user
 # neither sets nor reads them.
 
-_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 #: The secret by which the ranks of a job know each other.
 JOB_TOKEN = "LOCKSTEP_JOB_TOKEN"
@@ -43,9 +43,9 @@ def log_level() -> str | None:
     given = os.environ.get("LOCKSTEP_LOG_LEVEL")
     if not given:
         return None
-    if given.upper() not in _LEVELS:
+    if given.upper() not in LEVELS:
         raise ConfigurationError(
-            f"The environment variable LOCKSTEP_LOG_LEVEL is {given!r}; expected one of {', '.join(_LEVELS)}."
+            f"The environment variable LOCKSTEP_LOG_LEVEL is {given!r}; expected one of {', '.join(LEVELS)}."
         )
     return given.upper()
 
@@ -74,6 +74,15 @@ def launcher_pid() -> int | None:
 def ended_folder() -> str | None:
     """Return the folder in which this rank notes how it ended, or ``None`` if nobody asks."""
     return os.environ.get(ENDED_FOLDER)
+
+
+def restore_variables(before: Mapping[str, str | None]) -> None:
+    """Give environment variables the values that they had before; ``None`` unsets one."""
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 # -- What is wrong with settings, collected and raised as one error --

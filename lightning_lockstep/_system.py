@@ -79,10 +79,8 @@ def _cgroup_folders(controller: str) -> Iterator[Path]:
 
 
 def kills_for_memory() -> int | None:
-    """Return how many processes of this process's control group the kernel has killed because memory ran out.
-
-    ``None`` where the kernel does not say. Of the whole host where the group does not count its own.
-    """
+    """Return how many processes of this process's control group the kernel has killed because memory ran out."""
+    # ``None`` where the kernel does not say; of the whole host where the group does not count its own.
     for folder in _cgroup_folders("memory"):
         for name in ("memory.events", "memory.oom_control"):
             with suppress(OSError, ValueError, KeyError):

@@ -97,10 +97,7 @@ def plain_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> st
 
 
 def say(text: str) -> None:
-    """Print ``text`` in one piece, so that lines of other processes do not get into it.
-
-    A stream that is closed, full or a broken pipe does not end the run: what cannot be written is dropped.
-    """
+    """Print ``text`` in one piece; what a closed, full or broken stream does not take is dropped, with no error."""
     with suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(text if text.endswith("\n") else f"{text}\n")
         sys.stderr.flush()

@@ -342,8 +342,7 @@ class _Application:
         search_path = search_path_of(self.program, self.config_path, self.arguments)
         before, alone = list(sys.path), self.channel.ranks is None
         _import_from(str(Path.cwd()))
-        with without_claiming():
-            faults, quoted = preflight(self.arguments, search_path, self.config_name, self.check, alone=alone)
+        faults, quoted = preflight(self.arguments, search_path, self.config_name, self.check, alone=alone)
         sys.path[:] = before  # which the processes of a sweep get, before they look for Hydra's plugins
         sys.argv[1:] = [quoted.get(argument, argument) for argument in sys.argv[1:]]
         if faults:

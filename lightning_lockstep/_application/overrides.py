@@ -25,7 +25,7 @@ from lightning_lockstep._application.values import Fault, TargetChecks, entries,
 from lightning_lockstep._doors.hydra_internals import Loader, get_args_parser
 from lightning_lockstep._settings import did_you_mean, nearest
 from lightning_lockstep._text import first_line, listed, say
-from lightning_lockstep.launchers.hydra import freeze
+from lightning_lockstep.launchers.hydra import freeze, without_claiming
 
 # -- What is typed, as overrides --
 
@@ -403,6 +403,7 @@ class Checked(NamedTuple):
     quoted: dict[str, str]  # overrides that Hydra must be given in another form, by the form typed
 
 
+@without_claiming()
 def preflight(
     arguments: argparse.Namespace,
     search_path: ConfigSearchPath,

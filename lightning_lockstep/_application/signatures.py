@@ -19,10 +19,8 @@ _TYPES = (ast.Subscript, ast.BinOp, ast.Name, ast.Attribute)
 
 
 def read_target(path: str) -> Callable[..., Any] | None:
-    """Return a stand-in for what a `_target_` names, with its name, signature and types.
-
-    `None` where it is not this package's, where only the import tells, or where importing it costs nothing any more.
-    """
+    """Return a stand-in for what a `_target_` names, with its name, signature and types."""
+    # `None` where it is not this package's, where only the import tells, or where importing costs nothing any more.
     module, _, name = path.rpartition(".")
     if "torch" in sys.modules or not f"{path}.".startswith(f"{_OWN}."):
         return None

@@ -45,10 +45,7 @@ class Door:
         )
 
     def touches(self, *paths: str, why: str) -> Callable[[_F], _F]:
-        """Note which private names a function uses, classes by their whole path, and why.
-
-        Where one is missing when the function runs, its AttributeError becomes the error of `find`.
-        """
+        """Note which private names a function uses, classes by their whole path; missing ones raise as in `find`."""
         reasons = dict.fromkeys(paths, why)
         self.names.update(reasons)
         return lambda function: self._translating(function, reasons)
@@ -120,10 +117,7 @@ def _is_there(path: str) -> bool:
 
 
 def _sets_on_itself(owner: Any, name: str) -> bool:
-    """Whether objects of a class have the attribute, which the class itself has not: annotated, or set by a method.
-
-    Of a function: whether it sets the attribute on what it is given.
-    """
+    """Whether objects of a class have an attribute that the class has not, or a function sets it on an argument."""
     if not inspect.isclass(owner) and not inspect.isfunction(owner):
         return False
     bases: tuple[Any, ...] = getattr(owner, "__mro__", (owner,))

@@ -274,10 +274,8 @@ def forget_process_group() -> None:
 
 
 def without_op_for_shared_memory() -> tuple[Any, dict[str, Any]]:
-    """Return an object and its attributes with which an op is not compiled that only inference on CPUs uses.
-
-    The whole table is replaced: to read it is to have every operation probed, compilers and CUDA included.
-    """
+    """Return an object and its attributes with which an op is not compiled that only inference on CPUs uses."""
+    # The whole table is replaced: to read it is to have every operation probed, compilers and CUDA included.
     return DEEPSPEED.find("deepspeed.ops"), {"__compatible_ops__": {"deepspeed_shm_comm": False}}
 
 

@@ -24,14 +24,9 @@ from lightning_lockstep.errors import ConfigurationError
 
 
 def restore_data_classes() -> None:
-    """Undo what Lightning does to ``DataLoader`` and ``BatchSampler`` while it asks a program for its loaders.
-
-    Lightning notes how loaders are made by replacing ``__init__``, ``__setattr__`` and ``__delattr__`` of both
-    classes, and of all made from them, and leaves that in place when the program's hook raises: the next run
-    in the process then refuses ``predict`` with ``DataLoader(dataset, 4)``.
-
-    Source: ``lightning.fabric.utilities.data._replace_dunder_methods``.
-    """
+    """Undo what Lightning does to ``DataLoader`` and ``BatchSampler`` while it asks a program for its loaders."""
+    # ``_replace_dunder_methods`` of ``lightning.fabric.utilities.data`` leaves its replacements in place when the
+    # program's hook raises: the next run in the process then refuses ``predict`` with ``DataLoader(dataset, 4)``.
     for base in (DataLoader, BatchSampler):
         for cls in (base, *_subclasses(base)):
             for name in ("__init__", "__setattr__", "__delattr__"):

@@ -470,7 +470,7 @@ def extension_folder(name: str) -> str:
     "torch.ops.mkldnn._is_mkldnn_fp16_supported",
     why="whether this CPU computes in float16, as DeepSpeed asks; without it, it is taken not to",
 )
-def cpu_computes_in_float16() -> bool:
+def cpu_has_float16() -> bool:
     """Return whether torch's oneDNN computes in float16 on this CPU."""
     try:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())

@@ -32,14 +32,13 @@ class Proposal:
 
 
 class SizeSearch:
-    """One search; the modes differ in what comes after a trial.
+    """One search; the modes differ in what comes after a trial."""
 
-    ``power`` doubles the size until it does not fit; the answer is the last that did. ``binsearch`` grows eightfold
-    until a size does not fit, then halves the ratio between the two: that needs about half the trials of doubling and
-    dividing by difference for the same relative precision. ``model`` fits peak memory = a + b x size to small trials,
-    and confirms the size at which that reaches the limit; until two peaks differ by more than ``noise`` it grows, and
-    where memory cannot be read (no ``noise``) it is a ``binsearch``.
-    """
+    # ``power`` doubles the size until it does not fit; the answer is the last that did. ``binsearch`` grows eightfold
+    # until a size does not fit, then halves the ratio between the two: about half the trials of doubling and dividing
+    # by difference for the same relative precision. ``model`` fits peak memory = a + b x size to small trials, and
+    # confirms the size at which that reaches the limit; until two peaks differ by more than ``noise`` it grows, and
+    # where memory cannot be read (no ``noise``) it is a ``binsearch``.
 
     # Aim this share below the prediction: a trial that fits says more than one that does not.
     caution = 0.99

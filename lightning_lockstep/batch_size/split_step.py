@@ -14,12 +14,12 @@ from torch import Tensor
 
 def samples_in(batch: Any) -> int:
     """Return the number of samples in a batch: the length of the first tensor found; 1 without one."""
-    return next((int(tensor.shape[0]) for tensor in _tensors_in(batch) if tensor.ndim), 1)
+    return next((int(tensor.shape[0]) for tensor in tensors_in(batch) if tensor.ndim), 1)
 
 
 def volume(batch: Any) -> int:
     """Return how many numbers a batch holds."""
-    return sum(tensor.numel() for tensor in _tensors_in(batch))
+    return sum(tensor.numel() for tensor in tensors_in(batch))
 
 
 def split(batch: Any, parts: int) -> list[Any]:
@@ -35,7 +35,7 @@ def _cut(batch: Any, samples: int, start: int, end: int) -> Any:
     def cut(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value[start:end] if value.ndim and value.shape[0] == samples else value
-        if not _tensors_in(value):
+        if not tensors_in(value):
             return value[start:end] if len(value) == samples else value
         items = [_cut(item, samples, start, end) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -43,7 +43,8 @@ def _cut(batch: Any, samples: int, start: int, end: int) -> Any:
     return _with_each(batch, (Tensor, list, tuple), cut)
 
 
-def _tensors_in(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of a batch of any structure, in its order."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:  # returned, since a container may take nothing but tensors
@@ -88,10 +89,9 @@ def _weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
 
 
 class LogRecord:
-    """Stands in for ``LightningModule.log`` while the parts of a step run; says afterwards what one batch would have.
+    """Stands in for ``LightningModule.log`` while the parts of a step run; then says what one batch would have."""
 
-    A value logged with ``sync_dist=True`` is a collective: the other ranks make one a step, so this one must.
-    """
+    # A value logged with ``sync_dist=True`` is a collective: the other ranks make one a step, so this one must.
 
     def __init__(self, log: Callable[..., None] | None = None) -> None:
         self._log = log  # who is told at once too

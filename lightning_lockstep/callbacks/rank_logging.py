@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_lockstep._doors.lightning import Callback
-from lightning_lockstep._settings import Faults
+from lightning_lockstep._settings import LEVELS, Faults
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.logs import logger
@@ -56,8 +56,8 @@ class RankOrderedLogging(Callback):
         colour: bool | None = None,
     ) -> None:
         faults = Faults()
-        is_level = isinstance(level, str) and level.upper() in logger.LEVELS
-        faults.check(is_level, "level", level, f"one of {', '.join(logger.LEVELS)}")
+        is_level = isinstance(level, str) and level.upper() in LEVELS
+        faults.check(is_level, "level", level, f"one of {', '.join(LEVELS)}")
         faults.choice("files", files, ("text", "json", None))
         faults.number("order_timeout", order_timeout, what="seconds", above=0, such_as=5)
         faults.raise_all()
@@ -87,7 +87,8 @@ class RankOrderedLogging(Callback):
         if self.warnings_once and self._sender is not None:
             handlers.append(WarningHandler(self._sender))
         if self.files is not None:
-            folder = communicator.broadcast(str(self.folder or Path(_run_folder(trainer), "logs")))
+            run_folder = trainer.log_dir or trainer.default_root_dir
+            folder = communicator.broadcast(str(self.folder or Path(run_folder, "logs")))
             self._file = self._open_file(communicator, Path(folder), self.files)
             handlers.append(self._file)
             logger.local_handlers.append(self._file)
@@ -154,7 +155,3 @@ class RankOrderedLogging(Callback):
 
 
 _active: RankOrderedLogging | None = None
-
-
-def _run_folder(trainer: Any) -> str:
-    return str(trainer.log_dir or trainer.default_root_dir)

@@ -12,22 +12,11 @@ from lightning_lockstep._doors.lightning import Callback, LightningModule, Train
 from lightning_lockstep._doors.lightning_internals import weigh_logged_values
 from lightning_lockstep._settings import settings_of
 from lightning_lockstep._text import say
+from lightning_lockstep.batch_size.split_step import tensors_in
 from lightning_lockstep.callbacks.auto_batch_size import AutoBatchSize
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.shapes.batches import (
-    Key,
-    StaticShapesSettings,
-    current,
-    mean_of_real,
-    real_samples,
-    tensors_of,
-)
-from lightning_lockstep.shapes.loaders import (
-    ShapedStages,
-    batch_size_in_use,
-    refuse_joined_batches,
-    stage_of,
-)
+from lightning_lockstep.shapes.batches import Key, StaticShapesSettings, current, mean_of_real, real_samples
+from lightning_lockstep.shapes.loaders import ShapedStages, batch_size_in_use, refuse_joined_batches, stage_of
 from lightning_lockstep.steps.patching import put_in_place
 
 _BATCH_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm)
@@ -240,7 +229,7 @@ class StaticShapes(Callback):
 
 def _with_mask(batch: Any) -> Any:
     """Put the mask of a batch next to it, on its device."""
-    tensors = tensors_of(batch)
+    tensors = tensors_in(batch)
     if current.mask is not None and tensors:
         current.mask = current.mask.to(tensors[0].device)
     return batch

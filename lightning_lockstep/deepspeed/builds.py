@@ -56,11 +56,8 @@ def prepare_ops(
     remove_stale_locks: bool = False,
     timeout: float = 1800.0,  # of a wait for another run's build, and for a build of this run [s]
 ) -> None:
-    """Load DeepSpeed's ops, which are built where that is needed: by the first rank of each node, before the others.
-
-    It says so when that takes longer than some seconds. All ranks call it and raise the same error; no collective is
-    open while a rank builds.
-    """
+    """Load DeepSpeed's ops on all ranks, built where needed by the first of each node; all raise the same error."""
+    # No collective is open while a rank builds.
     builders = _builders_of(names)
     if not builders:
         return

@@ -229,12 +229,13 @@ def run_values(
 ) -> TrainerValues:
     """Return the values of a Trainer whose fit begins, but for those that depend on the accumulation."""
     # The loader is asked only where the configuration needs it, since that calls the user's hooks.
+    sizes = {"train_micro_batch_size_per_gpu", "train_batch_size"}
     return TrainerValues(
         precision=precision,
         accumulate_grad_batches=accumulation,
         gradient_clip_val=trainer.gradient_clip_val,
         gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-        batch_size=_batch_size(trainer) if _names_batch_size(config) else None,
+        batch_size=_batch_size(trainer) if sizes & config.keys() else None,
         world_size=world_size,
         hidden_size=_hidden_size(trainer.lightning_module),
     )
@@ -244,10 +245,6 @@ def total_steps(trainer: Any) -> int | None:
     """Return the optimizer steps of a fit by the Trainer's accumulation; ``None`` where nobody knows."""
     steps = trainer.estimated_stepping_batches  # makes the loaders, on all ranks together
     return int(steps) if steps != float("inf") and steps > 0 else None
-
-
-def _names_batch_size(config: Mapping[str, Any]) -> bool:
-    return "train_micro_batch_size_per_gpu" in config or "train_batch_size" in config
 
 
 def _batch_size(trainer: Any) -> int | None:

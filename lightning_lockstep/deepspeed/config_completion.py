@@ -60,10 +60,7 @@ _AUTO_IS_DEFAULT = (
 
 
 def completed(config: Mapping[str, Any], values: TrainerValues) -> dict[str, Any]:
-    """Return a config that is complete: no ``"auto"``, and nothing left to defaults that differ from the Trainer's.
-
-    Where the config says something, it stays. Keys that begin with an underscore, which are comments, are left out.
-    """
+    """Return a config with no ``"auto"``, comments or defaults that differ from the Trainer's; what it says stays."""
     faults = Faults()
     full = _without(modern_spelling(config), lambda key, _: is_comment(key))
     _fill_precision(full, values.precision)

@@ -14,11 +14,11 @@ from lightning_lockstep._doors.deepspeed_internals import (
     make_op_builder,
     op_name,
 )
+from lightning_lockstep._doors.torch_internals import cpu_has_float16
 from lightning_lockstep._settings import is_number, is_whole
 from lightning_lockstep.deepspeed.build_tools import OPS, missing_tools
 from lightning_lockstep.deepspeed.config import modern_spelling, section, stage_of
 from lightning_lockstep.deepspeed.importing import import_deepspeed
-from lightning_lockstep.deepspeed.precision import cpu_has_float16
 from lightning_lockstep.errors import ConfigurationError
 
 # -- What a config asks for that DeepSpeed cannot do: refused by name, or replaced by what it can --
@@ -151,9 +151,8 @@ def is_offloaded(config: Mapping[str, Any]) -> bool:  # in today's spelling
 _FLOAT16 = ("fp16", "float16", "half", "torch.float16", "torch.half")
 
 
-def _on_any_device(config: Mapping[str, Any]) -> Iterator[Limit]:  # in today's spelling
-    """Yield what does not work under Lightning, or not at all."""
-    # The first ones work only where DeepSpeed's own loop, loader or model calls them.
+def _of_deepspeeds_loop(config: Mapping[str, Any]) -> Iterator[Limit]:  # in today's spelling
+    """Yield what works only where DeepSpeed's own loop, loader or model calls it."""
     if config.get("managed_gradient_accumulation") is False:
         yield Limit(
             "managed_gradient_accumulation",
@@ -198,6 +197,10 @@ def _on_any_device(config: Mapping[str, Any]) -> Iterator[Limit]:  # in today's 
                 None,
                 "Write 1, or leave it out; ZeRO's stage 3 divides a model that is too large for one device.",
             )
+
+
+def _on_any_device(config: Mapping[str, Any]) -> Iterator[Limit]:  # in today's spelling
+    """Yield what does not work under Lightning, or not at all."""
     writer = section(config, "checkpoint").get("writer")
     if writer is not None:
         yield Limit(
@@ -305,6 +308,7 @@ def limits(
     asked = modern_spelling(config)
     can_build = can_build_ops or partial(can_build_op, device_type=device_type)
     found = [
+        *_of_deepspeeds_loop(asked),
         *_on_any_device(asked),
         *_of_optimizer(asked, device_type, can_build),
         *_of_nvme(asked, can_build),

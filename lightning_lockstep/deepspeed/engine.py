@@ -24,6 +24,7 @@ from lightning_lockstep._doors.deepspeed_internals import (
     has_process_group,
     without_op_for_shared_memory,
 )
+from lightning_lockstep._settings import restore_variables
 from lightning_lockstep.deepspeed.config import for_evaluation
 from lightning_lockstep.deepspeed.precision import LossScaleHistory
 from lightning_lockstep.distributed import Communicator, at_shut_down
@@ -190,15 +191,7 @@ def adopt_process_group(
     ops, values = without_op_for_shared_memory()
     with replaced(ops, **values):
         deepspeed.init_distributed(auto_mpi_discovery=False, timeout=timeout, verbose=False)
-    return partial(_restore_environment, before)
-
-
-def _restore_environment(before: Mapping[str, str | None]) -> None:
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+    return partial(restore_variables, before)
 
 
 def evaluation_config(config: Mapping[str, Any]) -> dict[str, Any]:

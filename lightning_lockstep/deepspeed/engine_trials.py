@@ -28,11 +28,9 @@ from lightning_lockstep.steps.snapshot import StoredCopies
 
 @contextmanager
 def without_engine(strategy: Any, module: LightningModule, engine: Any) -> Iterator[None]:
-    """Let the strategy's forward and backward be those of torch, in the precision that the engine would use.
-
-    In stages 0 to 2 of ZeRO gradients are kept apart. In stage 3 parameters are gathered module by module as in
-    training, by all ranks together; their gradients are computed and let go. Either way none reaches the engine.
-    """
+    """Let the strategy's forward and backward be those of torch, in the precision that the engine would use."""
+    # In stages 0 to 2 of ZeRO gradients are kept apart. In stage 3 parameters are gathered module by module as in
+    # training, by all ranks together; their gradients are computed and let go. Either way none reaches the engine.
     divided = adapter_of(engine).divides_parameters()
     with (
         _divided_parameters(module, engine) if divided else gradients_apart(module.parameters(), hooks=False),
@@ -59,7 +57,11 @@ def _divided_parameters(module: LightningModule, engine: Any) -> Iterator[None]:
     def backward(loss: Tensor, *args: Any, gradient: Tensor | None = None, **kwargs: Any) -> None:
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         # After all other hooks of a parameter: so that whole gradients of all of them are never there together.
-        handles = [parameter.register_hook(_emptied) for parameter in parameters]  # type: ignore[no-untyped-call]
+        # Zeros of the same shape take no memory.
+        handles = [
+            parameter.register_hook(lambda gradient: gradient.new_zeros(()).expand_as(gradient))  # type: ignore[no-untyped-call]
+            for parameter in parameters
+        ]
         try:
             # Unlike backward() it runs none of the hooks by which gradients are reduced.
             torch.autograd.grad(loss, parameters, gradient, allow_unused=True)
@@ -70,11 +72,6 @@ def _divided_parameters(module: LightningModule, engine: Any) -> Iterator[None]:
     with replaced(module, backward=backward):
         yield
     engine.empty_partition_cache()  # what a module gathers that nothing runs backward through stays whole
-
-
-def _emptied(gradient: Tensor) -> Tensor:
-    """Return zeros of the same shape that take no memory."""
-    return gradient.new_zeros(()).expand_as(gradient)
 
 
 class PlainPrecision(Precision):

@@ -25,6 +25,7 @@ from lightning_lockstep._doors.deepspeed_internals import (
     lacks_cuda,
     make_accelerator,
 )
+from lightning_lockstep._settings import restore_variables
 from lightning_lockstep.errors import ConfigurationError, LaunchError, MissingExtraError
 
 _log = logging.getLogger(__name__)
@@ -95,16 +96,13 @@ def _accelerator(device_type: str | None) -> str | None:
 @contextmanager
 def _variable(wanted: str | None) -> Iterator[None]:
     """Tell DeepSpeed its accelerator; it looks once, so that other programs need not see it."""
-    before = os.environ.get(_VARIABLE)
+    before = {_VARIABLE: os.environ.get(_VARIABLE)}
     if wanted is not None:
         os.environ[_VARIABLE] = wanted
     try:
         yield
     finally:
-        if before is None:
-            os.environ.pop(_VARIABLE, None)
-        else:
-            os.environ[_VARIABLE] = before
+        restore_variables(before)
 
 
 def _ignore_names_that_torch_has_replaced() -> None:

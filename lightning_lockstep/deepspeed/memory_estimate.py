@@ -54,119 +54,138 @@ class MemoryEstimate:
     # Of a node while its ranks build the model: a float32 copy each, in stage 3 of the largest layer [bytes].
     host_at_start: int
 
+
+# -- What the states of a model take in a run --
+# With P parameters, N ranks, n of them on a node, b bytes of a weight in the precision (2 or 4), L
+# parameters in the largest layer and s bytes of optimizer state for each parameter, a rank has [bytes]::
+#
+#     part             stage 0          stage 1       stage 2       stage 3       where, if offloaded
+#     weights          b P              b P           b P           b P / N       offload_param
+#     gradients        b P + 4 P        b P + 4 P/N   (b + 4) P/N   (b + 4) P/N   offload_optimizer, see below
+#     master weights   4 P (0 if b=4)   4 P / N       4 P / N       4 P / N       offload_optimizer
+#     optimizer state  s P              s P / N       s P / N       s P / N       offload_optimizer
+#     buffers          -                b B           b B           b B           stay on the device
+#     largest layer    -                -             -             2 b L         stays on the device
+#
+# B is ``reduce_bucket_size``: DeepSpeed allocates all of it, however small the model; ``overlap_comm``
+# doubles it, which is not counted. The 4 bytes of a gradient are the float32 copy that the optimizer
+# reads; without offloading it lives during the step only and at stage 3 is made for one sub-group (10^9
+# parameters) at a time. In float32 (b=4) stage 0 has neither such a copy nor master weights; ZeRO has
+# both all the same.
+#
+# Offloading the optimizer leaves the b P of stage 1 on the device, and of stages 2 and 3 nothing; the
+# host gets 4 P/N, at stages 1 and 2 a buffer of b P/N to send the new weights through, at stage 3 the
+# gradients of b bytes too. Host and disk hold what all ranks of a node give them. With ``nvme`` the host
+# holds buffers for each rank: four times a sub-group in float32 for the optimizer, 5 x 10^8 weights for
+# the parameters.
+#
+# Not counted: activations, which grow with the batch and are often the most; layers that stage 3 keeps or
+# fetches ahead (``stage3_max_live_parameters``, up to b x 10^9 bytes); what CUDA and NCCL take (1 to 2
+# GiB); fragments.
+#
+# DeepSpeed's own estimators know neither stages 0 and 1 nor NVMe nor float32, leave out the gradients of
+# 16 bits in stage 3, and count the ranks of all nodes for the host of each.
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What :func:`estimate_memory` is given, checked."""
+
+    parameters: int
+    largest_layer: int | None = None  # parameters of it, for stage 3; None: a twentieth of the model
+    ranks: int
+    ranks_per_node: int
+    stage: int
+    offload_optimizer: str = "none"  # none, cpu or nvme: where gradients, master weights and state go
+    offload_param: str = "none"  # likewise the weights that are not used; stage 3 only
+    precision: str = "bf16-mixed"  # Lightning's name
+    optimizer_state_bytes: int = 8  # a parameter: 8 for Adam, 4 for SGD with momentum, 0 for plain SGD
+    bucket: int = BUCKET  # DeepSpeed's reduce_bucket_size [elements]
+
+    def __post_init__(self) -> None:
+        faults, given = Faults("estimate_memory"), {**vars(self), "largest_layer": self.layer}
+        for name in ("parameters", "largest_layer", "ranks", "ranks_per_node", "bucket"):
+            faults.whole(name, given[name])
+        faults.whole("optimizer_state_bytes", self.optimizer_state_bytes, least=0)
+        faults.choice("stage", self.stage, _STAGES)
+        faults.choice("precision", self.precision, list(_BYTES))
+        faults.choice("offload_optimizer", self.offload_optimizer, _PLACES)
+        faults.choice("offload_param", self.offload_param, _PLACES)
+        faults.raise_all()
+        least = {"none": 0, "cpu": 1, "nvme": 3}[self.offload_optimizer]
+        expected = f"stage {least} or higher for offload_optimizer={self.offload_optimizer!r}"
+        faults.check(self.stage >= least, "stage", self.stage, expected)
+        expected = f"3 for offload_param={self.offload_param!r}"
+        faults.check(self.offload_param == "none" or self.stage == 3, "stage", self.stage, expected)
+        expected = f"a multiple of {self.ranks_per_node}"
+        faults.check(self.ranks % self.ranks_per_node == 0, "ranks", self.ranks, expected)
+        faults.check(self.layer <= self.parameters, "largest_layer", self.layer, "part of the parameters")
+        faults.raise_all()
+
     @property
-    def host_peak(self) -> int:
-        """The most a node needs at once [bytes]."""
-        return max(self.host.total, self.host_at_start)
+    def layer(self) -> int:
+        """Parameters of the largest layer."""
+        return max(1, self.parameters // 20) if self.largest_layer is None else self.largest_layer
 
-
-def estimate_memory(
-    *,
-    parameters: int,
-    largest_layer: int | None = None,  # parameters of it, for stage 3; None: a twentieth of the model
-    ranks: int,
-    ranks_per_node: int,
-    stage: int,
-    offload_optimizer: str = "none",  # none, cpu or nvme: where gradients, master weights and state go
-    offload_param: str = "none",  # likewise the weights that are not used; stage 3 only
-    precision: str = "bf16-mixed",  # Lightning's name
-    optimizer_state_bytes: int = 8,  # a parameter: 8 for Adam, 4 for SGD with momentum, 0 for plain SGD
-    bucket: int = BUCKET,  # DeepSpeed's reduce_bucket_size [elements]
-) -> MemoryEstimate:
-    """Return how much memory the states of a model take."""
-    # With P parameters, N ranks, n of them on a node, b bytes of a weight in the precision (2 or 4), L
-    # parameters in the largest layer and s bytes of optimizer state for each parameter, a rank has [bytes]::
-    #
-    #     part             stage 0          stage 1       stage 2       stage 3       where, if offloaded
-    #     weights          b P              b P           b P           b P / N       offload_param
-    #     gradients        b P + 4 P        b P + 4 P/N   (b + 4) P/N   (b + 4) P/N   offload_optimizer, see below
-    #     master weights   4 P (0 if b=4)   4 P / N       4 P / N       4 P / N       offload_optimizer
-    #     optimizer state  s P              s P / N       s P / N       s P / N       offload_optimizer
-    #     buffers          -                b B           b B           b B           stay on the device
-    #     largest layer    -                -             -             2 b L         stays on the device
-    #
-    # B is ``reduce_bucket_size``: DeepSpeed allocates all of it, however small the model; ``overlap_comm``
-    # doubles it, which is not counted. The 4 bytes of a gradient are the float32 copy that the optimizer
-    # reads; without offloading it lives during the step only and at stage 3 is made for one sub-group (10^9
-    # parameters) at a time. In float32 (b=4) stage 0 has neither such a copy nor master weights; ZeRO has
-    # both all the same.
-    #
-    # Offloading the optimizer leaves the b P of stage 1 on the device, and of stages 2 and 3 nothing; the
-    # host gets 4 P/N, at stages 1 and 2 a buffer of b P/N to send the new weights through, at stage 3 the
-    # gradients of b bytes too. Host and disk hold what all ranks of a node give them. With ``nvme`` the host
-    # holds buffers for each rank: four times a sub-group in float32 for the optimizer, 5 x 10^8 weights for
-    # the parameters.
-    #
-    # Not counted: activations, which grow with the batch and are often the most; layers that stage 3 keeps or
-    # fetches ahead (``stage3_max_live_parameters``, up to b x 10^9 bytes); what CUDA and NCCL take (1 to 2
-    # GiB); fragments.
-    #
-    # DeepSpeed's own estimators know neither stages 0 and 1 nor NVMe nor float32, leave out the gradients of
-    # 16 bits in stage 3, and count the ranks of all nodes for the host of each.
-    layer = max(1, parameters // 20) if largest_layer is None else largest_layer
-    faults = Faults("estimate_memory")
-    faults.whole("parameters", parameters)
-    faults.whole("largest_layer", layer)
-    faults.whole("ranks", ranks)
-    faults.whole("ranks_per_node", ranks_per_node)
-    faults.whole("bucket", bucket)
-    faults.whole("optimizer_state_bytes", optimizer_state_bytes, least=0)
-    faults.choice("stage", stage, _STAGES)
-    faults.choice("precision", precision, list(_BYTES))
-    faults.choice("offload_optimizer", offload_optimizer, _PLACES)
-    faults.choice("offload_param", offload_param, _PLACES)
-    faults.raise_all()
-    least = {"none": 0, "cpu": 1, "nvme": 3}[offload_optimizer]
-    expected = f"stage {least} or higher for offload_optimizer={offload_optimizer!r}"
-    faults.check(stage >= least, "stage", stage, expected)
-    faults.check(
-        offload_param == "none" or stage == 3, "stage", stage, f"3 for offload_param={offload_param!r}"
-    )
-    faults.check(ranks % ranks_per_node == 0, "ranks", ranks, f"a multiple of {ranks_per_node}")
-    faults.check(layer <= parameters, "largest_layer", layer, "part of the parameters")
-    faults.raise_all()
-
-    def share(size: int) -> int:
+    def share(self, size: int) -> int:
         """Return the bytes of a rank's partition of all parameters, ``size`` bytes each."""
-        return -(-parameters * size // ranks)
+        return -(-self.parameters * size // self.ranks)
 
-    size = _BYTES[precision]
-    whole, copy, sub_group = size * parameters, share(_FLOAT32), min(share(_FLOAT32), _FLOAT32 * _SUB_GROUP)
-    if stage == 0:
-        copies = _FLOAT32 * parameters if size < _FLOAT32 else 0
-        device = MemoryParts(whole, whole + copies, copies, optimizer_state_bytes * parameters)
-    else:
-        device = MemoryParts(
-            weights=share(size) if stage == 3 else whole,
-            gradients=(whole if stage == 1 else share(size)) + (sub_group if stage == 3 else copy),
+    @property
+    def sub_group(self) -> int:
+        """Bytes of the largest sub-group of a rank's partition in float32."""
+        return min(self.share(_FLOAT32), _FLOAT32 * _SUB_GROUP)
+
+    def on_device(self) -> MemoryParts:
+        """Return what a rank's device holds where nothing is offloaded."""
+        size, copy = _BYTES[self.precision], self.share(_FLOAT32)
+        whole = size * self.parameters
+        if self.stage == 0:
+            copies = _FLOAT32 * self.parameters if size < _FLOAT32 else 0
+            return MemoryParts(whole, whole + copies, copies, self.optimizer_state_bytes * self.parameters)
+        return MemoryParts(
+            weights=self.share(size) if self.stage == 3 else whole,
+            gradients=(whole if self.stage == 1 else self.share(size))
+            + (self.sub_group if self.stage == 3 else copy),
             master_weights=copy,
-            optimizer_state=share(optimizer_state_bytes),
-            buffers=size * bucket,
-            largest_layer=2 * size * layer if stage == 3 else 0,
+            optimizer_state=self.share(self.optimizer_state_bytes),
+            buffers=size * self.bucket,
+            largest_layer=2 * size * self.layer if self.stage == 3 else 0,
         )
-    host, nvme = MemoryParts(), MemoryParts()
-    places = {"cpu": host, "nvme": nvme}
-    if offload_optimizer != "none":
-        away = places[offload_optimizer]
-        away.master_weights, device.master_weights = device.master_weights, 0
-        away.optimizer_state, device.optimizer_state = device.optimizer_state, 0
-        away.gradients, device.gradients = copy, whole if stage == 1 else 0
-        if stage == 3:
-            host.gradients += share(size)
-        else:
-            host.buffers += share(size)
-        if offload_optimizer == "nvme":
-            host.buffers += _SWAP_BUFFERS * sub_group
-    if offload_param != "none":
-        places[offload_param].weights, device.weights = device.weights, 0
-        if offload_param == "nvme":
-            host.buffers += size * _PARAM_BUFFERS
 
-    def of_node(parts: MemoryParts) -> MemoryParts:
-        return MemoryParts(**{name: ranks_per_node * size for name, size in vars(parts).items()})
+    def offload(self, device: MemoryParts) -> tuple[MemoryParts, MemoryParts]:
+        """Take from a rank's device what is offloaded; return what its host and its disk hold instead."""
+        size, host, nvme = _BYTES[self.precision], MemoryParts(), MemoryParts()
+        places = {"cpu": host, "nvme": nvme}
+        if self.offload_optimizer != "none":
+            away = places[self.offload_optimizer]
+            away.master_weights, device.master_weights = device.master_weights, 0
+            away.optimizer_state, device.optimizer_state = device.optimizer_state, 0
+            away.gradients = self.share(_FLOAT32)
+            device.gradients = size * self.parameters if self.stage == 1 else 0
+            if self.stage == 3:
+                host.gradients += self.share(size)
+            else:
+                host.buffers += self.share(size)
+            if self.offload_optimizer == "nvme":
+                host.buffers += _SWAP_BUFFERS * self.sub_group
+        if self.offload_param != "none":
+            places[self.offload_param].weights, device.weights = device.weights, 0
+            if self.offload_param == "nvme":
+                host.buffers += size * _PARAM_BUFFERS
+        return host, nvme
 
-    at_start = _FLOAT32 * (layer if stage == 3 else parameters) * ranks_per_node
-    return MemoryEstimate(device, of_node(host), of_node(nvme), at_start)
+
+def estimate_memory(**given: Any) -> MemoryEstimate:
+    """Return how much memory the states of a model take; the arguments are the fields of :class:`_Run`."""
+    run = _Run(**given)
+    device = run.on_device()
+    host, nvme = (
+        MemoryParts(**{name: run.ranks_per_node * size for name, size in vars(parts).items()})
+        for parts in run.offload(device)
+    )
+    at_start = _FLOAT32 * (run.layer if run.stage == 3 else run.parameters) * run.ranks_per_node
+    return MemoryEstimate(device, host, nvme, at_start)
 
 
 def estimate_table(**model: Any) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_lockstep._doors.deepspeed_engines import EngineAdapter, StepOutcome, adapter_of
 from lightning_lockstep._doors.lightning import DeepSpeedPrecision, Precision
-from lightning_lockstep._doors.torch_internals import cpu_computes_in_float16
+from lightning_lockstep._doors.torch_internals import cpu_has_float16
 from lightning_lockstep._text import say
 from lightning_lockstep.deepspeed.config import section, stage_of
 from lightning_lockstep.deepspeed.config_checks import PRECISIONS, precision_of
@@ -32,11 +32,6 @@ _SETTLED = 10
 _LOW_SCALE = 2.0**8
 # Scales that are shown.
 _SHOWN = 12
-
-
-def read_step(engine: Any) -> StepOutcome | None:  # after step(), at a boundary of accumulation
-    """Return what an engine says of its last optimizer step; ``None``: nothing checks or scales gradients."""
-    return adapter_of(engine).outcome()
 
 
 class LossScaleHistory:
@@ -232,11 +227,6 @@ class EnginePrecision(DeepSpeedPrecision):
 def _tell_boundary(adapter: EngineAdapter, steps: bool) -> None:
     if not adapter.has_own_boundaries():
         adapter.engine.set_gradient_accumulation_boundary(steps)
-
-
-def cpu_has_float16() -> bool:
-    """Return whether DeepSpeed trains in float16 on this CPU; it asks torch's oneDNN for it."""
-    return cpu_computes_in_float16()
 
 
 def supported_precisions(device_type: str) -> tuple[str, ...]:

@@ -153,10 +153,7 @@ def _name(given: Any) -> str:
 
 @contextmanager
 def noting_reductions() -> Iterator[None]:
-    """Have :func:`reduction_kind` know the kinds of what Python calls; nothing is done where torch can be asked.
-
-    Enter and leave it while no collective is being called.
-    """
+    """Have :func:`reduction_kind` know the kinds of what Python calls; to be entered and left outside collectives."""
     if _can_be_read():
         yield
         return

@@ -228,13 +228,11 @@ class LocalAnswers:
 
 @contextmanager
 def local_collectives() -> Iterator[LocalAnswers]:
-    """Answer every collective of ``torch.distributed`` on this rank, as if every rank held what this rank holds.
-
-    A gather gives copies of this rank's tensor, a sum gives it times the number of ranks. A broadcast leaves the tensor
-    of a receiving rank as it is; what another rank would scatter is zeros. This holds for the whole process, other
-    threads included. What only another rank knows raises :class:`UnansweredCollectiveError`: a send or
-    receive, objects from another rank, sizes that differ.
-    """
+    """Answer every collective of ``torch.distributed`` on this rank, as if every rank held what this rank holds."""
+    # A gather gives copies of this rank's tensor, a sum gives it times the number of ranks. A broadcast leaves the
+    # tensor of a receiving rank as it is; what another rank would scatter is zeros. This holds for the whole process,
+    # other threads included. What only another rank knows raises UnansweredCollectiveError: a send or receive, objects
+    # from another rank, sizes that differ.
     answers = LocalAnswers()
     with ExitStack() as stack:
         stack.enter_context(while_answered_locally())

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore
 
 from lightning_lockstep._doors.torch_internals import default_store
+from lightning_lockstep._settings import restore_variables
 from lightning_lockstep._text import first_line, say
 from lightning_lockstep.distributed.rendezvous import ANY, listening_address
 from lightning_lockstep.errors import LaunchError
@@ -231,12 +232,8 @@ def forget_rendezvous() -> None:
     # Whoever still holds a process group of this job keeps its store alive, and with it all its keys.
     _stores.clear()
     _made.clear()
-    while _place_before:
-        variable, value = _place_before.popitem()
-        if value is None:
-            os.environ.pop(variable, None)
-        else:
-            os.environ[variable] = value
+    restore_variables(_place_before)
+    _place_before.clear()
 
 
 # ------------------------------------------------------------------ torch's default process group
@@ -251,11 +248,6 @@ def default_backend(device: torch.device) -> str:
     """Return the name of the backend that torch uses for a device: ``nccl`` for CUDA, ``gloo`` for CPU."""
     # For another type of device it is the one that was registered for it, ``gloo`` where none was.
     return dist.Backend.default_device_backend_map.get(device.type, "gloo")
-
-
-def _serves(backend: str, device: torch.device) -> bool:
-    """Return whether a backend was registered for tensors on a device other than the CPU."""
-    return device.type != "cpu" and device.type in dist.Backend.backend_capability.get(backend, [])
 
 
 def has_backend(name: str) -> bool:
@@ -287,13 +279,14 @@ def start_process_group(
         # job on the same store; they must not be taken for its own.
         attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_made[address, port]}"
         _made[address, port] += 1
+        served = dist.Backend.backend_capability.get(backend, [])
         dist.init_process_group(
             backend,
             store=dist.PrefixStore(f"attempt/{attempt}", store),
             rank=rank,
             world_size=world_size,
             timeout=timeout,
-            device_id=device if _serves(backend, device) else None,
+            device_id=device if device.type != "cpu" and device.type in served else None,
         )
     except dist.DistError as error:
         raise LaunchError(

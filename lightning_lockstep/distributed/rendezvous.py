@@ -142,10 +142,7 @@ def new_job_token() -> str:
 
 
 def known_job_token() -> str | None:
-    """Return the token that this process was given, has made for the ranks it starts, or finds on its host.
-
-    ``None`` where each rank would find another, or none.
-    """
+    """Return the token that this process was given, has made for its ranks, or finds on its host, if any."""
     return job_token() or _made or (_derived_here() if on_one_host() else None)
 
 

@@ -142,10 +142,7 @@ class ChecksOnHosts:
 
 
 class ChecksOfRanks:
-    """The checks of ranks of torchrun, mpirun or srun; used as :class:`.check_runner.Checks`.
-
-    Every rank iterates over the results; rank 0 prints them.
-    """
+    """The checks of ranks of torchrun, mpirun or srun, as :class:`.check_runner.Checks`; every rank iterates."""
 
     def __init__(self, names: Sequence[str], options: CheckOptions, me: JoinedRank) -> None:
         self.names = tuple(names)

@@ -38,11 +38,9 @@ from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, current
 
 
 def watch_interrupts(on_stuck: Callable[[], None], *, patience: float) -> Callable[[], None]:
-    """Call ``on_stuck`` when Ctrl-C was pressed and ``patience`` [s] later this process is still about to end.
-
-    That is, when Python's handler was not reached, or was and the process is leaving because of a failure. A program
-    that handles the ``KeyboardInterrupt`` itself goes on. The function returned ends the watch.
-    """
+    """Call ``on_stuck`` when Ctrl-C has not ended this process after ``patience`` [s]; returns what ends the watch."""
+    # That is, when Python's handler was not reached, or was and the process is leaving because of a failure. A program
+    # that handles the ``KeyboardInterrupt`` itself goes on.
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
     reader, writer = socket.socketpair()

@@ -14,13 +14,12 @@ from typing import Any
 
 from lightning_lockstep import _settings
 from lightning_lockstep._doors.lightning import rank_zero_only
-from lightning_lockstep._settings import Faults, is_whole
+from lightning_lockstep._settings import LEVELS, Faults, is_whole
 from lightning_lockstep.distributed.guard.collective_call import is_torch_or_lightning
 from lightning_lockstep.distributed.side_channel.opening import known_rank
 from lightning_lockstep.logs.ordering import LogCall, call_of, format_message
 from lightning_lockstep.logs.sender import STDERR, connected_sender, send_level, with_sender
 
-LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _host = socket.gethostname()
 
 # Handlers of this rank's own files: they get a line where it is logged, not where it is printed.

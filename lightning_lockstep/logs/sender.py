@@ -105,7 +105,8 @@ class Collector:
 
     def _print(self, batch: Batch) -> None:
         for line in batch.lines:
-            self._print_record(record_of(line, prefix=_late_prefix(line) if batch.late else None))
+            prefix = f"[{ranks_in_words(line.ranks)}, late] " if batch.late else None
+            self._print_record(record_of(line, prefix=prefix))
         if batch.missing:
             self._print_record(_missing_note(batch))
 
@@ -117,10 +118,6 @@ class Collector:
             # A faulty handler must neither end the thread that prints nor keep the lines after this one.
             if logging.raiseExceptions and sys.stderr is not None:
                 traceback.print_exc(file=sys.stderr)
-
-
-def _late_prefix(line: Line) -> str:
-    return f"[{ranks_in_words(line.ranks)}, late] "
 
 
 def _missing_note(batch: Batch) -> logging.LogRecord:

@@ -56,10 +56,8 @@ class FirstBad:
             self._answer = torch.stack([self._common, self._here])
 
     def read(self) -> tuple[int | None, int | None]:
-        """Return the first step that all ranks know to be bad, and the first that this rank knows to be bad.
-
-        Waits for the last step noted; reads 8 bytes from the device.
-        """
+        """Return the first step that all ranks know to be bad, and the first that this rank knows to be bad."""
+        # Waits for the last step noted; reads 8 bytes from the device.
         common, here = self._answer.tolist()
         return (None if common < 0 else common), (None if here < 0 else here)
 

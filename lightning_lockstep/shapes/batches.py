@@ -13,6 +13,7 @@ from lightning_utilities import apply_to_collection
 from torch import Tensor
 
 from lightning_lockstep._settings import Faults, is_number, is_whole
+from lightning_lockstep.batch_size.split_step import tensors_in
 from lightning_lockstep.errors import ConfigurationError
 
 # -- The settings of StaticShapes, checked together --
@@ -78,16 +79,9 @@ def _are_values(given: object) -> bool:
 # -- Batches with more samples, or longer sequences, than they came with --
 
 
-def tensors_of(batch: Any) -> list[Tensor]:
-    """Return the tensors of a batch of any structure, in its order."""
-    found: list[Tensor] = []
-    apply_to_collection(batch, Tensor, found.append)
-    return found
-
-
 def samples_in(batch: Any) -> int | None:
     """Return how many samples a batch has, which is the first dimension of its first tensor that has one."""
-    return next((tensor.size(0) for tensor in tensors_of(batch) if tensor.dim()), None)
+    return next((tensor.size(0) for tensor in tensors_in(batch) if tensor.dim()), None)
 
 
 def padded_samples(batch: Any, size: int, fill_values: Mapping[Key, float]) -> Any:
@@ -110,10 +104,7 @@ def padded_samples(batch: Any, size: int, fill_values: Mapping[Key, float]) -> A
 
 
 def padded_sequences(batch: Any, lengths: Sequence[int], values: Mapping[Key, float], dim: int) -> Any:
-    """Return a batch whose sequences have one of the ``lengths``, which rise: the smallest that holds them.
-
-    Longer ones stay as they are. ``values`` has, for each key that holds sequences, what pads them.
-    """
+    """Return a batch whose sequences have the smallest of the rising ``lengths`` that holds them, if one does."""
 
     def padded(key: Key | None, tensor: Tensor) -> Tensor:
         if key is None or key not in values or tensor.dim() <= dim:
@@ -199,7 +190,7 @@ def real_samples(batch: Any) -> Tensor:
         )
     mask, current.was_asked = current.mask, True
     if mask is None:
-        return torch.ones(samples, dtype=torch.bool, device=tensors_of(batch)[0].device)
+        return torch.ones(samples, dtype=torch.bool, device=tensors_in(batch)[0].device)
     if mask.size(0) != samples:
         raise ConfigurationError(
             f"StaticShapes.real_samples of a batch of {samples} samples: expected the whole batch of the step, of"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_lockstep._doors.torch_internals import compilation_records
-from lightning_lockstep._text import listed
-from lightning_lockstep.shapes.batches import tensors_of
+from lightning_lockstep._text import counted, listed
+from lightning_lockstep.batch_size.split_step import tensors_in
 from lightning_lockstep.xla.runtime import compilations_so_far
 
 # -- Which option would have saved a compilation --
@@ -117,7 +117,7 @@ class XLACompilations:
 
 def shapes_of(batch: Any) -> Shapes:
     """Return the shapes of the tensors of a batch of any structure, in its order."""
-    return tuple(tuple(tensor.shape) for tensor in tensors_of(batch))
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(batch))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ class CompiledStep:
     def line(self) -> str:
         """Return what is said of it."""
         where = f"{self.stage} batch {self.batch_idx} (step {self.step})"
-        text = f"{where} compiled {_counted(self.count)} in {self.seconds:.1f} s"
+        text = f"{where} compiled {counted(self.count, 'graph')} in {self.seconds:.1f} s"
         if self.is_expected:
             return f"{text}, as the first batches do"
         if self.are_new:
@@ -219,11 +219,7 @@ class StepCompilations:
 
 def _graphs(found: Sequence[CompiledStep | Compilation]) -> str:
     graphs = sum(one.count if isinstance(one, CompiledStep) else one.graphs for one in found)
-    return f"{_counted(graphs)} compiled in {sum(one.seconds for one in found):.1f} s"
-
-
-def _counted(graphs: int) -> str:
-    return f"{graphs} graph" if graphs == 1 else f"{graphs} graphs"
+    return f"{counted(graphs, 'graph')} compiled in {sum(one.seconds for one in found):.1f} s"
 
 
 def _text(shapes: Shapes) -> str:

@@ -93,11 +93,8 @@ def from_a_state(
     *,
     answer_collectives: bool = True,
 ) -> Iterator[LocalAnswers]:
-    """Keep the body apart as :func:`isolated` does, begin it from a state, and put back what it changes.
-
-    Put back are gradients, buffers, random states, plain attributes of modules and ``requires_grad`` flags. What is
-    compiled runs as plain Python.
-    """
+    """Keep the body apart as :func:`isolated` does, begin it from a state, and put back what it changes."""
+    # Put back are gradients, buffers, random states, plain attributes of modules and ``requires_grad`` flags.
     with ExitStack() as stack:
         if may_be_compiled():
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -150,10 +147,7 @@ def run_forward_backward(
     optimizer_steps: int = 1,  # manual optimization stops there; those before run their closure only
     around_backward: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext,  # given the scaled loss
 ) -> None:
-    """Run a recorded ``training_step`` forward and backward by Lightning's own closure; no optimizer steps.
-
-    To be called in :func:`isolated`.
-    """
+    """Run a recorded ``training_step`` and its backward by Lightning's closure, in `isolated`; nothing steps."""
     strategy, done = trainer.strategy, 0
     original: Callable[..., None] = module.backward
 
@@ -192,11 +186,9 @@ def run_forward_backward(
 
 @contextmanager
 def gradients_apart(parameters: Iterable[nn.Parameter], *, hooks: bool) -> Iterator[None]:
-    """Let parameters (whole leaves) have gradients in the body that nothing outside it sees arrive.
-
-    They are the same objects with the same values in the same memory. With ``hooks``, those that a program has
-    registered on them act as usual.
-    """
+    """Let parameters (whole leaves) have gradients in the body that nothing outside it sees arrive."""
+    # They are the same objects with the same values in the same memory. With ``hooks``, those that a program has
+    # registered on them act as usual.
     # DDP's reducer and DeepSpeed's engine listen where autograd adds a gradient up. Even where nothing is to be
     # reduced, DDP notes there which parameters a step has used, and in the first step of a static graph how often.
     with ExitStack() as stack:

@@ -32,12 +32,10 @@ class _InItsPlace:
 
 
 def put_in_place(owner: object, name: str, value: object) -> Callable[[], None]:
-    """Give ``owner`` an attribute of its own, past any ``__setattr__`` and property; returns what undoes it.
-
-    What was found through the class, such as a method, is found again once the attribute is deleted; deep
-    copies and pickles of a module have it. For a place that runs in every step, where a context manager is too
-    dear; elsewhere use :func:`replaced`.
-    """
+    """Set an attribute on ``owner`` itself, past any ``__setattr__`` and property; returns what undoes it."""
+    # What was found through the class, such as a method, is found again once the attribute is deleted; deep copies and
+    # pickles of a module have it. For a place that runs in every step, where a context manager is too dear; elsewhere
+    # use `replaced`.
     attributes = vars(owner)
     before = attributes.get(name, _ABSENT)
     if isinstance(owner, nn.Module) and callable(value):

@@ -42,10 +42,7 @@ from lightning_lockstep.steps.patching import LoaderAround, length_of, replaced
 
 @contextmanager
 def every_rank_contributes(module: Any, is_padding_batch: Callable[[], bool]) -> Iterator[None]:
-    """Let a training step that returns ``None``, or whose batch is a padding batch, contribute gradients of zero.
-
-    The other ranks then get the reductions that they wait for.
-    """
+    """Let a step that returns ``None``, or has a padding batch, take part in the reductions with zero gradients."""
     original = module.training_step  # a callback may have put its own there, as OverflowDetector does
 
     def contributing(*args: Any, **kwargs: Any) -> Any:

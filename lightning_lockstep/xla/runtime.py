@@ -113,11 +113,9 @@ def check_xla_untouched() -> None:
 
 
 def num_xla_ranks() -> int | None:
-    """Return how many ranks torch-xla has devices for on this host, without initialising it.
-
-    0: XLA runs on the CPU, where any number will do. ``None``: nothing asks for XLA, as torch-xla is not
-    installed, or there is neither a TPU nor ``PJRT_DEVICE``.
-    """
+    """Return how many ranks torch-xla has devices for on this host, without initialising it."""
+    # 0: XLA runs on the CPU, where any number will do. ``None``: nothing asks for XLA, as torch-xla is not installed,
+    # or there is neither a TPU nor ``PJRT_DEVICE``.
     if importlib.util.find_spec("torch_xla") is None:
         return None
     given = os.environ.get("PJRT_DEVICE", "").upper()
@@ -129,10 +127,7 @@ def num_xla_ranks() -> int | None:
 
 
 def become_xla_rank(rank: int, world_size: int) -> None:  # of this host
-    """Set for torch-xla, before it is used here, which rank this process is.
-
-    On a TPU host this gives the rank its own chip.
-    """
+    """Set for torch-xla, before it is used here, which rank this process is; on a TPU host its chip."""
     chips = num_xla_ranks()
     if chips is None:
         return
@@ -157,18 +152,16 @@ class XLARuntime:
 
     def __init__(self, needed_for: str, *, num_devices: int | None = None) -> None:  # None: what there is
         check_torch_xla(needed_for)
-        self._choose_device_type()
+        if (
+            find_device_type() == "CPU"
+        ):  # where nothing else is there; torch-xla does the same, with a warning
+            os.environ["PJRT_DEVICE"] = "CPU"
         self._num_devices = num_devices
         if num_devices is not None and self.device_type == "CPU" and not has_devices():
             _set_cpu_devices(num_devices)
         self.torch_xla = importlib.import_module("torch_xla")
         self.runtime = importlib.import_module("torch_xla.runtime")
         self._sync = getattr(self.torch_xla, "sync", None) or self._module("core.xla_model").mark_step
-
-    def _choose_device_type(self) -> None:
-        """Name CPU where nothing else is there; torch-xla does the same, with a warning."""
-        if find_device_type() == "CPU":
-            os.environ["PJRT_DEVICE"] = "CPU"
 
     @property
     def device_type(self) -> str:

@@ -115,10 +115,8 @@ class CastPrecision(HalfPrecision):
             self._becomes[torch.float64] = torch.float32
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Let ``configure_model`` make what it makes in its own dtypes; :meth:`convert_module` casts it afterwards.
-
-        With bfloat16 as the default dtype, metrics that are made there would count in 16 bits.
-        """
+        """Let ``configure_model`` make what it makes in its own dtypes; :meth:`convert_module` casts it afterwards."""
+        # With bfloat16 as the default dtype, metrics that are made there would count in 16 bits.
         return nullcontext()
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:

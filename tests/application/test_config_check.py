@@ -268,6 +268,11 @@ def test_a_wrong_config_name_is_one_fault() -> None:
     assert "There is: lockstep_train." in only(faults_of("--config-name", "lockstep_trane"))
 
 
+def test_a_check_makes_no_run_folder() -> None:
+    assert faults_of("model=cnn") == []
+    assert list(Path.cwd().iterdir()) == []
+
+
 def test_the_message_numbers_the_faults_and_says_that_nothing_was_started() -> None:
     text = describe("lockstep-train", [Fault("a=1: wrong."), Fault("b=2: wrong\ntoo.", ValueError())])
     assert text.splitlines() == [

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import ConfigurationError, LockstepDeepSpeedStrategy
 from lightning_lockstep._doors.lightning import LightningModule, Trainer
-from lightning_lockstep.deepspeed.precision import cpu_has_float16
+from lightning_lockstep._doors.torch_internals import cpu_has_float16
 from tests.deepspeed.example_configs import OF_DEEPSPEED
 from tests.helpers import run_ranks
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_lockstep.deepspeed.precision import LossScaleHistory, StepOutcome, read_step
+from lightning_lockstep._doors.deepspeed_engines import StepOutcome, adapter_of
+from lightning_lockstep.deepspeed.precision import LossScaleHistory
 from tests.helpers import run_ranks
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
@@ -76,7 +77,7 @@ def feed_scaler(overflows: list[bool], options: dict[str, Any]) -> dict[str, Any
         except Exception as error:  # how DeepSpeed ends a run at the floor
             end = str(error)
             break
-        history.record(read_step(engine_of(scaler, overflow)))  # type: ignore[arg-type]
+        history.record(adapter_of(engine_of(scaler, overflow)).outcome())  # type: ignore[arg-type]
         verdicts.append(history.verdict())
     return {
         "verdicts": verdicts,
@@ -228,7 +229,7 @@ def train(
         before = weights_of(engine, stage)
         engine.backward(engine(torch.ones(1, FEATURES, dtype=dtype), factor))
         engine.step()
-        outcomes.append(read_step(engine))
+        outcomes.append(adapter_of(engine).outcome())
         changed.append(not torch.equal(before, weights_of(engine, stage)))
     history = LossScaleHistory()
     for outcome in outcomes:
@@ -385,7 +386,7 @@ def test_a_real_scaler_of_torch() -> None:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        history.record(read_step(engine))  # type: ignore[arg-type]
+        history.record(adapter_of(engine).outcome())  # type: ignore[arg-type]
     assert (history.steps, history.skips, list(history.scales)) == (3, 1, [1024.0, 512.0, 512.0])
 
 

@@ -60,8 +60,6 @@ def test_float32_has_copies_under_zero_too() -> None:
 def test_the_host_at_start_has_the_model_once_for_each_rank() -> None:
     assert estimate(2).host_at_start == 8 * 4 * P
     assert estimate(3).host_at_start == 8 * 4 * L
-    assert estimate(2).host_peak == 8 * 4 * P
-    assert estimate(3, offload_optimizer="cpu").host_peak == estimate(3, offload_optimizer="cpu").host.total
 
 
 def theirs() -> dict[str, tuple[int, int]]:
@@ -107,7 +105,7 @@ def test_against_deepspeeds_own() -> None:
     assert given["2 cpu"][0] == P * max(4 * 16, 16)
     offloaded = estimate(2, offload_optimizer="cpu")
     assert offloaded.host.total - offloaded.host.buffers == P * 16 // 2
-    assert offloaded.host_peak == 8 * 4 * P
+    assert offloaded.host.total < offloaded.host_at_start == 8 * 4 * P
     # Host at stage 3: they leave out the gradients of 16 bits again.
     assert estimate(3, offload_optimizer="cpu").host.total == given["3 cpu"][0] + 2 * P // 2
     both = estimate(3, offload_optimizer="cpu", offload_param="cpu")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_lockstep._doors.lightning import Precision
+from lightning_lockstep._doors.torch_internals import cpu_has_float16
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.deepspeed import precision as precision_module
 from lightning_lockstep.deepspeed.config import with_named_options
@@ -17,7 +18,7 @@ from lightning_lockstep.deepspeed.config_checks import TrainerValues, check_agai
 from lightning_lockstep.deepspeed.config_completion import completed
 from lightning_lockstep.deepspeed.engine import adopt_process_group
 from lightning_lockstep.deepspeed.importing import import_deepspeed
-from lightning_lockstep.deepspeed.precision import cpu_has_float16, resolve_deepspeed_precision
+from lightning_lockstep.deepspeed.precision import resolve_deepspeed_precision
 from lightning_lockstep.errors import ConfigurationError
 from tests.deepspeed.example_configs import EXAMPLES, OF_DEEPSPEED, OF_TRANSFORMERS
 from tests.helpers import run_ranks

@@ -90,12 +90,10 @@ def whole_folder(
     meet: Callable[[], object],  # a barrier of all ranks
     gather: Callable[[Any], Sequence[Any]],  # the values of all ranks, on all
 ) -> Iterator[str]:
-    """Give the name of a folder to write into, which takes the place of ``target`` once all ranks have written.
-
-    A run that is killed meanwhile leaves the folder that was there before. The nodes find out which of them
-    share the folder before anything is written: whether it is still there afterwards, a network file system
-    may answer from a cache. A node that cannot write there raises an OSError on all ranks.
-    """
+    """Give the name of a folder to write into, which takes the place of ``target`` once all ranks have written."""
+    # A run that is killed meanwhile leaves the folder that was there before. The nodes find out which of them share the
+    # folder before anything is written: afterwards a network file system may answer from a cache. A node that cannot
+    # write there raises an OSError on all ranks.
     if "://" in target:
         yield target
         return
@@ -240,10 +238,8 @@ def writers_differ(
     stage: int,  # of this run
     half: str | None,  # bf16 or fp16 where this run trains in it
 ) -> bool:
-    """Return whether a checkpoint folder was written by another number of ranks, or laid out in another way.
-
-    DeepSpeed itself resumes it where it was not; then each rank reads its own files, and they are looked for here.
-    """
+    """Return whether a checkpoint folder was written by another number of ranks, or laid out in another way."""
+    # If not, DeepSpeed itself resumes it; each rank then reads its own files, which are looked for here.
 
     def differ() -> bool:
         found = find_folder(folder)

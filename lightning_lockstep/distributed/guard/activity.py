@@ -71,10 +71,8 @@ class Activity:
         self._samples: deque[_Sample] = deque()
 
     def look(self, *, loads: bool = False) -> None:
-        """Take a sample, which takes milliseconds; what happens between two of them counts.
-
-        ``loads``: one of our threads has read files since the last one; what was read and written then does not count.
-        """
+        """Take a sample, which takes milliseconds; what happens between two of them counts."""
+        # ``loads``: a thread of ours has read files since the last one: what was read and written then is left out.
         now, pid = time.monotonic(), self._process.pid
         if loads and self._samples:
             _reads.total = _bytes(self._process) - self._samples[-1].bytes[pid]

@@ -315,10 +315,8 @@ class _Case:
         return None
 
     def _open_calls(self) -> set[Outstanding]:
-        """Return the calls that are not complete on some rank, and the one about which the backend has raised.
-
-        A backend may take a call for done that it has raised an error about.
-        """
+        """Return the calls that are not complete on some rank, and the one about which the backend has raised."""
+        # A backend may take a call for done that it has raised an error about.
         found = {one for state in self.states.values() for one in state.outstanding}
         if self.request.raised:
             calls = [one for state in self.states.values() for one in state.calls if not one.done]

@@ -366,11 +366,8 @@ def _in_short(calls: Mapping[int, CollectiveCall]) -> Mapping[int, CollectiveCal
 
 
 def verify_parameters(module: nn.Module, gather: Callable[[Any], list[Any]]) -> None:
-    """Raise on all ranks where they have other parameters, or the same ones in another order.
-
-    DDP compares their shapes alone: where two of one shape change places it adds the gradients of one to those of the
-    other. Ranks: all, together; a gather of a number each.
-    """
+    """Raise on all ranks where they have other parameters, or another order; all call it: a gather of a number each."""
+    # DDP compares shapes only: where two of one shape change places, it adds the gradients of one to the other's.
     own = parameters_in_words(module)
     if len(set(gather(fingerprint(tuple(own))))) == 1:
         return

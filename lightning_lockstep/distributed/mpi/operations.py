@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -283,45 +283,39 @@ def reduce_scatter(comm: Any, output: Tensor, inputs: Sequence[Tensor], op: str)
 def gather(comm: Any, outputs: Sequence[Tensor], source: Tensor, root: int) -> Body:
     """Put the input of rank ``i`` into ``outputs[i]`` of ``root``."""
     if comm.rank != root:
-        yield [
-            request for piece in counted(source) for request in [comm.Isend(typed_by_size(piece), root, _TAG)]
-        ]
+        yield _started(comm.Isend, {root: source})
         return
-    requests = []
-    for rank, output in enumerate(outputs):
-        if rank == root:
-            output.view(-1).copy_(source.view(-1))
-        else:
-            requests += [comm.Irecv(typed_by_size(piece), rank, _TAG) for piece in counted(output)]
-    yield requests
+    outputs[root].view(-1).copy_(source.view(-1))
+    yield _started(comm.Irecv, _others(outputs, root))
 
 
 def scatter(comm: Any, output: Tensor, inputs: Sequence[Tensor], root: int) -> Body:
     """Put ``inputs[i]`` of ``root`` into the output of rank ``i``."""
     if comm.rank != root:
-        yield [comm.Irecv(typed_by_size(piece), root, _TAG) for piece in counted(output)]
+        yield _started(comm.Irecv, {root: output})
         return
-    requests = []
-    for rank, source in enumerate(inputs):
-        if rank == root:
-            output.view(-1).copy_(source.view(-1))
-        else:
-            requests += [comm.Isend(typed_by_size(piece), rank, _TAG) for piece in counted(source)]
-    yield requests
+    output.view(-1).copy_(inputs[root].view(-1))
+    yield _started(comm.Isend, _others(inputs, root))
 
 
 def all_to_all(comm: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Body:
     """Put ``inputs[j]`` of rank ``i`` into ``outputs[i]`` of rank ``j``."""
-    requests = []
-    for rank, output in enumerate(outputs):
-        if rank != comm.rank:
-            requests += [comm.Irecv(typed_by_size(piece), rank, _TAG) for piece in counted(output)]
-    for rank, source in enumerate(inputs):
-        if rank == comm.rank:
-            outputs[rank].view(-1).copy_(source.view(-1))
-        else:
-            requests += [comm.Isend(typed_by_size(piece), rank, _TAG) for piece in counted(source)]
-    yield requests
+    requests = _started(comm.Irecv, _others(outputs, comm.rank))
+    outputs[comm.rank].view(-1).copy_(inputs[comm.rank].view(-1))
+    yield requests + _started(comm.Isend, _others(inputs, comm.rank))
+
+
+def _others(tensors: Sequence[Tensor], own: int) -> dict[int, Tensor]:
+    return {rank: tensor for rank, tensor in enumerate(tensors) if rank != own}
+
+
+def _started(transfer: Callable[..., Any], tensors: Mapping[int, Tensor]) -> list[Any]:
+    """Send or receive a tensor of each rank, in pieces; return the requests."""
+    return [
+        transfer(typed_by_size(piece), rank, _TAG)
+        for rank, tensor in tensors.items()
+        for piece in counted(tensor)
+    ]
 
 
 def _typed(flat: Tensor) -> list[Any]:
