@@ -53,7 +53,7 @@ class StatesCapabilities(Protocol):
 
 @runtime_checkable
 class RunsLater(Protocol):
-    """A strategy that collects operations and runs them later; its devices have a random state of their own."""
+    """A strategy that collects operations and runs them later; its devices have their own random state."""
 
     def sync(self) -> None:
         """Compile what was called and is pending, if it is new, and begin to run it; on every process."""
@@ -151,7 +151,7 @@ class EngineTrials(Protocol):
         """Let the engine make steps in the body whose collectives are answered on this rank."""
 
     def take_sizes(self, *, batch_size: int, accumulate: int) -> None:
-        """Let the engine go on with so many samples of a rank in a batch, batches in a step; all alike."""
+        """Let the engine go on with so many samples of a rank in a batch, batches in a step; the same on all."""
 
 
 class EngineState(Protocol):

@@ -90,7 +90,7 @@ def check_breakpoint(*, reset: bool = False) -> StopDecision | None:
     return decision
 
 
-def connect() -> StepAgreement:  # on every rank alike, the first time
+def connect() -> StepAgreement:  # on every rank, the first time
     """Return the agreement of the current process group, and pass on what was requested before it existed."""
     global _active, _process
     agreement = stop_agreement(current_communicator().side_channel)
@@ -155,7 +155,7 @@ class SignalWatch:
 
 
 class StopFileWatch:
-    """Looks for a file, on a thread of its own."""
+    """Looks for a file, on a separate thread."""
 
     def __init__(self, path: Path, request: Request, *, interval: float = 1.0) -> None:  # [s]
         self.path, self._request, self._interval = path, request, interval

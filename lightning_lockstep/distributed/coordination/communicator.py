@@ -178,7 +178,7 @@ class Communicator(ABC):
     def agree(self, flag: bool, reason: str = "") -> Agreement:
         """Find out together whether any rank raises its flag, and why.
 
-        This is how a fault on one rank becomes a decision of all: raise or branch on the answer, never on
+        This is how an error on one rank becomes a decision of all: raise or branch on the answer, never on
         one's own flag.
 
         Args:

@@ -13,7 +13,7 @@ from lightning_lockstep.errors import CollectiveStallError
 
 # -- One entry of every rank, collected without a collective --
 # Each rank posts its entry to the rank that collects. When all have come, or when that rank has waited long
-# enough, the collected entries are there: on every rank alike, or on the collecting rank alone. A rank may
+# enough, the collected entries are there: on every rank the same, or on the collecting rank alone. A rank may
 # wait for them at once (:meth:`Gather.collect`), or post now and read later (:meth:`Gather.post` and
 # :meth:`Gather.read`), when they have long arrived and nobody waits.
 
