@@ -97,7 +97,7 @@ def check_srun_is_used(num_nodes: int, environ: Mapping[str, str] | None = None)
         return
     raise LaunchError(
         f"num_nodes={num_nodes}, but the batch script of Slurm job {job} ({nodes} nodes) has started this program once,"
-        " on its first node, and nobody starts it on the others. Put srun in front of the command, and ask for"
+        " on its first node, and nothing starts it on the others. Put srun in front of the command, and ask for"
         " --ntasks-per-node=<devices>."
     )
 

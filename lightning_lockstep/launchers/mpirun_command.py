@@ -197,7 +197,7 @@ class _Stream(threading.Thread):
         while data:
             while not select.select([], [descriptor], [], _LOOK_EVERY)[1]:
                 if self.is_stuck():
-                    raise TimeoutError(errno.ETIMEDOUT, "it is full and nobody reads it")
+                    raise TimeoutError(errno.ETIMEDOUT, "it is full and is not read")
             # A pipe that is ready takes this much without blocking.
             data = data[os.write(descriptor, data[: select.PIPE_BUF]) :]
             self._moved = time.monotonic()

@@ -90,8 +90,8 @@ def missing_capabilities(strategy: Strategy, *needed: str) -> list[str]:  # name
 # -- What a strategy offers whose engine makes the steps and keeps gradients to itself (DeepSpeed, FSDP), as
 # protocols
 #
-# They let callbacks work with an engine that they know nothing of: the rooms of the callbacks do not import
-# its room.
+# They let callbacks work with an engine that they know nothing of: their subpackages do not
+# import its subpackage.
 
 
 @runtime_checkable

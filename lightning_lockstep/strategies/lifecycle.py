@@ -198,7 +198,7 @@ class RankLifecycle:
 
         Raises:
             ConfigurationError: The precision is not supported; no rank has been started yet.
-            LaunchError: Nobody starts the ranks of the other nodes, or more were started on this one than the Trainer
+            LaunchError: The ranks of the other nodes are not started, or more were started on this one than the Trainer
                 has devices, or than rank 0 may have connections.
         """
         strategy = self._strategy

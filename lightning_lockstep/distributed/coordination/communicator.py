@@ -404,7 +404,7 @@ def shut_down(timeout: float = 2.0, *, destroy_process_group: bool = False) -> N
         timeout: Longest wait of rank 0 for the others to close theirs [s]; 0 after a failure.
         destroy_process_group: Destroy the default process group too. Never do so after a failure.
 
-    Ranks: every rank, at its own end; waits for nobody longer than ``timeout``.
+    Ranks: every rank, at its own end; waits at most ``timeout``.
     """
     global _current
     close_side_channel(timeout)

@@ -103,8 +103,8 @@ class StepAgreement:
     def passed(self) -> StopDecision | None:
         """Count one step as done and return the decision if all ranks leave here.
 
-        Ranks: every rank, after each step, from one thread. Costs a fraction of a microsecond while nobody
-        has asked; once somebody has, waits for rank 0's decision at the step this rank has promised.
+        Ranks: every rank, after each step, from one thread. Costs a fraction of a microsecond while no rank
+        has asked; once one has, waits for rank 0's decision at the step this rank has promised.
         """
         # The order matters: the receiving thread raises the flag before it reads the count, so either it
         # sees this step counted, or this step sees the flag.

@@ -147,7 +147,7 @@ class FailurePropagation:
             RankFailedError: Another rank has failed, and this one had not noticed yet; or it has failed since, in the
                 fit that begins here.
 
-        Ranks: every rank, at the start of a fit; waits for nobody. Only a rank that had failed sends a message.
+        Ranks: every rank, at the start of a fit; does not wait. Only a rank that had failed sends a message.
         """
         with self._news:
             caught, told = self._raised_in, self._told

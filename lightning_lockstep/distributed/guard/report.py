@@ -72,7 +72,7 @@ class StallReport:
         did = "never came to"
         asked = self._asked()
         if 0 in self._silent and asked and 0 not in members(self._states, asked.group):
-            did = "does not answer, and nobody else can say what is wrong with"
+            did = "does not answer, and no other rank can say what is wrong with"
         text = f"{ranks_in_words(causes)} {did} {self._what()}: {waited}\n\n{self._table(causes)}"
         for rank in causes:
             if rank in self._states and self._states[rank].position.stack:

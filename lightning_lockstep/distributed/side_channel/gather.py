@@ -93,7 +93,7 @@ class Gather:
             entry: Anything that JSON can hold.
             to: The one rank that gets the entries; ``None`` collects them on rank 0 and gives them to all.
 
-        Ranks: every rank, once for each key; waits for nobody.
+        Ranks: every rank, once for each key; does not wait.
         """
         collector = to or 0
         if collector == self.channel.rank:

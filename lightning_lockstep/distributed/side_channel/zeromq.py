@@ -499,7 +499,7 @@ class ZeroMQSideChannel(SideChannel):
                 if self._suspects.pop(rank, None) is suspects[rank]:
                     self._note_end(self._lost_ranks, rank)
                     host, port = self._probe_at[rank]
-                    self._tell(self._on_lost, rank, f"nobody listens at {host} port {port} any more")
+                    self._tell(self._on_lost, rank, f"nothing listens at {host} port {port} any more")
             time.sleep(_PROBE_EVERY)
 
     def _is_gone(self, rank: int, suspect: _Suspect) -> bool:
