@@ -376,6 +376,7 @@ def test_what_other_packages_users_are_to_write_in_a_shell_runs(
         outcome = run_script(["train.py", *shlex.split(cell.text), "--cfg", "job"], cwd=app)
         assert outcome.returncode == 0, outcome.stderr
     else:
+        monkeypatch.chdir(tmp_path)
         assert faults_of(*shlex.split(cell.text)) == []
 
 
