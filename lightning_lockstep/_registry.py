@@ -17,7 +17,7 @@ from lightning_lockstep.errors import ConfigurationError
 # -- A public name stands in the stub of its package, ``__init__.pyi``; the package loads it when it is
 # first used
 #
-# What a stub names is public, and so is what a room's `__init__` imports. Everything else is private.
+# What a stub names is public, and so is what a subpackage's `__init__` imports. Everything else is private.
 
 
 def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -43,7 +43,7 @@ def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable
 
 
 def public(name: str) -> Any:
-    """Return what the package exports as ``name``, for a room below the one that defines it."""
+    """Return what the package exports as ``name``, for a subpackage below the one that defines it."""
     return getattr(sys.modules["lightning_lockstep"], name)
 
 

@@ -87,7 +87,7 @@ def restore_variables(before: Mapping[str, str | None]) -> None:
 
 # -- What is wrong with settings, collected and raised as one error --
 # Every settings class checks itself with a :class:`Faults` on construction, so that a user sees all that is
-# wrong at once, each fault in the same form: ``name=value: expected ... .``
+# wrong at once, each error in the same form: ``name=value: expected ... .``
 
 _Settings = TypeVar("_Settings")
 
@@ -100,7 +100,7 @@ class Faults:
         self.texts: list[str] = []
 
     def add(self, text: str) -> None:
-        """Add a fault in full: what was given, what was expected, how to fix it."""
+        """Add an error in full: what was given, what was expected, how to fix it."""
         self.texts.append(self._before + text)
 
     def check(self, is_right: bool, name: str, given: object, expected: str) -> bool:
@@ -174,7 +174,7 @@ class Faults:
         return self.check(is_right, name, given, "true or false" + (", or None" if optional else ""))
 
     def unknown(self, given: Iterable[str], known: Iterable[str], *, owner: str) -> None:
-        """Add a fault for each name that is not known, with the nearest right ones."""
+        """Add an error for each name that is not known, with the nearest right ones."""
         names = list(known)
         for name in given:
             if name not in names:
@@ -223,7 +223,7 @@ def plain_number(value: Any) -> Any:
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
-# What Lightning and other trainers call things whose names here do not look alike, and those names.
+# What Lightning and other trainers call things whose names here look different, and those names.
 _CALLED_ELSEWHERE = {
     "fp16 float16 half amp mixed": ("16-mixed", "precision"),
     "bf16 bfloat16": ("bf16-mixed",),

@@ -216,8 +216,7 @@ def text_of(file: IO[bytes], most: int = -1) -> str:  # most [bytes]; -1: all
     return os.pread(file.fileno(), size if most < 0 else min(most, size), 0).decode("utf-8", "replace")
 
 
-# -- Files beside a run, such as reports: there whole or not at all, and no run ends because one cannot be
-# written
+# -- Files that a run writes, such as reports: whole or not at all; a run goes on if one cannot be written
 
 
 def write_whole(path: Path, content: str | bytes) -> str | None:

@@ -371,10 +371,24 @@ def site_path(file: str) -> str:
         return file.removeprefix("docs/")
     if file == "README.md":
         return "index.md"
+    if file in CLASS_FILES:
+        return CLASS_FILES[file]
     if (ROOT / file).is_dir():
         return f"{file.rstrip('/')}/index.md"
     return file if file.endswith((".md", ".svg", ".png")) else f"{file}.md"
 
+
+def class_files() -> dict[str, str]:
+    """The options on the page of a class, by the file that a guide links to for them."""
+    found = {}
+    for folder, table in (("strategies", STRATEGIES), ("callbacks", CALLBACKS)):
+        for name in table:
+            path = definitions("__init__.pyi")[name].rpartition(".")[0].replace(".", "/")
+            found.setdefault(f"{path}.py", f"{folder}/{name}.md#options")
+    return found
+
+
+CLASS_FILES = class_files()
 
 LINK = re.compile(r"""(\]\(|<img src=")(?!\w+:|#|<)([^)#\s"]+)(#[^)\s]*)?(?=[)\s"])""")
 

@@ -3,9 +3,9 @@
     pip install '.[mpi,deepspeed,plot]'
     python examples/same_run/compare.py                     # all that can run here: a table, and same-run.png
     python examples/same_run/compare.py ddp fsdp --steps 10 # the set-ups whose names begin so
-    python examples/same_run/compare.py --xla-python .venv-xla/bin/python   # XLA needs an environment of its own
+    python examples/same_run/compare.py --xla-python .venv-xla/bin/python   # XLA needs its own environment
 
-Each set-up is `lockstep-train` with other choices of strategy and devices; see docs/same-run.md.
+Each set-up is `lockstep-train` with another strategy and other devices; see docs/same-run.md.
 """
 
 from __future__ import annotations

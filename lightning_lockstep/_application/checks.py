@@ -62,7 +62,7 @@ def find_checkpoint(
     if given == "auto":  # this run's newest from which a fit can go on, if there is one
         found = _newest_of_this_run(run_folder.absolute(), folders)
         return None if found is None else str(found)
-    if given == "last":  # the newest last.ckpt of this run folder or of those beside it
+    if given == "last":  # the newest last.ckpt of this run folder or of those next to it
         return str(_newest(run_folder))
     path = Path(started_in, given).absolute()
     if path.is_dir() and not is_checkpoint_folder(path):
@@ -104,7 +104,7 @@ def _can_be_resumed(path: Path) -> bool:
 
 def _newest(run_folder: Path) -> Path:
     run_folder = run_folder.absolute()
-    # Beside a run lie other runs; beside a job of a sweep lie its other jobs, beside the sweep other sweeps.
+    # Next to a run lie other runs; next to a job of a sweep its other jobs, next to the sweep other sweeps.
     own = run_folder / _LAST
     found = [own] if own.exists() else list(run_folder.parent.glob(f"*/{_LAST}"))
     if not found:
@@ -122,7 +122,7 @@ _WITHOUT_GPUS = ("cpu", "tpu")
 
 def preflight_faults(config: DictConfig) -> list[Fault]:
     """Run the checks if the configuration asks for them, print their table, and return what stops the run."""
-    # Rank 0 calls this before any other rank is started: it starts processes, and ranks of its own on this host
+    # Rank 0 calls this before any other rank is started: it starts processes, and its own ranks on this host
     # where the run would start its ranks here.
     return _run(*checks_for(config)) if config.get("preflight") else []
 
@@ -308,7 +308,7 @@ def _choice(config: DictConfig, group: str) -> str:
 
 
 def _fitting(group: str, attribute: str, samples: str) -> list[str]:
-    """The choices of this package in a group whose classes name these samples."""
+    """The options of this package in a group whose classes name these samples."""
     files = resources.files("lightning_lockstep.conf").joinpath(group).iterdir()
     return sorted(
         f"{group}={file.name.removesuffix('.yaml')}"

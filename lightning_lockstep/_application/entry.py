@@ -152,7 +152,7 @@ def _groups(loader: Loader, config: DictConfig, files: list[str], width: int) ->
         choices = loader.choices(group)
         if group == "hydra" or not choices:
             continue
-        # Hydra notes no choice for a group of which several were taken.
+        # Hydra notes no option for a group of which several were selected.
         several = [name.removeprefix(f"{group}/") for name in files if name.startswith(f"{group}/")]
         taken = single.get(group, several or None)
         yield from _entry(f"{group}={_plain(taken)}", ", ".join(choices), width)

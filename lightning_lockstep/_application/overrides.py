@@ -111,14 +111,14 @@ def variants(overrides: list[Override], *, multirun: bool) -> tuple[list[list[st
 
 
 class Names:
-    """All keys, those in a configuration and those that a choice which is not taken would bring, and all choices."""
+    """All keys, those in a configuration and those that an option not selected would bring, and all options."""
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
 
     @cached_property
     def _brought(self) -> list[tuple[str, str, str, str]]:
-        """Each key that a choice brings, its group, the choice, and the class if it names one."""
+        """Each key that an option brings, its group, the option, and the class if it names one."""
         return [
             (f"{group}.{key}", group, choice, _class_in(where) if name == "_target_" else "")
             for group, choice, content in self.loader.brought()
@@ -127,7 +127,7 @@ class Names:
         ]
 
     def _choices(self, config: DictConfig) -> dict[str, str]:
-        """All keys, each with the choice that brings it where it is not there."""
+        """All keys, each with the option that brings it where it is not there."""
         present = [key for key, where, _ in entries(config) if isinstance(where, DictConfig)]
         found = dict.fromkeys(sorted(present, key=lambda key: key.count(".")), "")
         for key, group, choice, _ in self._brought:
@@ -161,7 +161,7 @@ class Names:
         return f"{meant} It comes with the option {choice}: give that too."
 
     def near_choice(self, group: str, choice: str) -> str:
-        """The choice that makes what was named by its class, in whichever group; or the nearest in this one."""
+        """The option that makes what was named by its class, in whichever group; or the nearest in this one."""
         for _, other, name, made in self._brought:
             if made == choice != "":
                 return f" Did you mean {name if other == group else f'{other}={name}'!r}?"
@@ -222,29 +222,29 @@ def _split(key: str) -> list[str]:
 
 # A program's own checks of one job: from its configuration and its checks to what is wrong.
 JobCheck = Callable[[DictConfig, TargetChecks], list[Fault]]
-# What to add where a choice of these groups is missing: they come from packages of their own.
+# What to add where an option of these groups is missing: they come from other packages.
 _PLUGINS = dict.fromkeys(
     ("hydra/launcher", "hydra/sweeper"),
     " More come with plugins of Hydra: pip install 'lightning-lockstep[sweeps]' brings joblib, submitit and optuna.",
 )
-# What comes of choices and files that make no configuration.
+# What comes of options and files that make no configuration.
 REFUSED = (HydraException, OmegaConfBaseException, OSError, YAMLError)
 
 
 class Job:
-    """One job of a command line: what the overrides that are right lead to, with a fault for each that is wrong."""
+    """One job of a command line: what the overrides that are right lead to, with an error for each that is wrong."""
 
     def __init__(self, names: Names, lines: list[str]) -> None:
         self._names, self._loader = names, names.loader
         self.faults: list[Fault] = []
         self.config: DictConfig | None = None  # with its `hydra` node; None: Hydra could not compose it
         self.typed: dict[str, str] = {}  # the override as typed, by key
-        # Groups whose wrong choice was replaced by the nearest one; faults in its files are not reported.
+        # Groups whose wrong option was replaced by the nearest one; errors in its files are not reported.
         self._guessed: list[str] = []
         self._compose(OverridesParser.create().parse_overrides(lines))
 
     def _compose(self, overrides: list[Override]) -> None:
-        """Compose with the choices of groups, then apply the overrides of keys one by one."""
+        """Compose with the options of groups, then apply the overrides of keys one by one."""
         groups: list[str] = []
         keys: list[Override] = []
         unknown: list[str] = []  # groups whose keys cannot be judged
@@ -266,7 +266,7 @@ class Job:
                     self._apply(override, self.config)
 
     def _choice(self, override: Override) -> str | None:
-        """The override to go on with, the nearest choice in place of a wrong one; `None` where none is near."""
+        """The override to go on with, the nearest option in place of a wrong one; `None` where none is near."""
         group, line, value = override.key_or_group, str(override.input_line), override.value()
         if override.is_delete():
             return line
@@ -297,7 +297,7 @@ class Job:
         self._guessed.append(f"{group.replace('/', '.')}.")
 
     def _with_choices(self, lines: list[str]) -> DictConfig | None:
-        """What Hydra makes of the choices; else its first error, or the `+` that are too many."""
+        """What Hydra makes of the options; else its first error, or the `+` that are too many."""
         try:
             return self._loader.compose(lines)
         except REFUSED as error:
@@ -351,7 +351,7 @@ class Job:
         ]
 
     def _has_more(self) -> bool:
-        """Whether an override is without a fault so far, or there is none."""
+        """Whether an override has no error so far, or there is none."""
         wrong = [fault.text for fault in self.faults]
         right = [line for line in self.typed.values() if not any(text.startswith(line) for text in wrong)]
         return bool(right) or not self.typed
@@ -463,7 +463,7 @@ def _with_right_keys(
 
 
 def _quoted_numbers(loader: Loader, overrides: list[Override]) -> dict[str, str]:
-    """How to quote choices that Hydra takes for numbers: `precision='32'`, of a sweep `precision='32','64'`."""
+    """How to quote options that Hydra takes for numbers: `precision='32'`, of a sweep `precision='32','64'`."""
     lines = [str(one.input_line) for one in overrides if loader.is_group(one.key_or_group)]
     quoted = {line: re.sub(r"(?<=[=,])\d+(?![^,])", r"'\g<0>'", line) for line in lines if "'" not in line}
     return {line: form for line, form in quoted.items() if form != line}
@@ -482,7 +482,7 @@ def _launcher_faults(config: DictConfig) -> list[Fault]:
 
 
 def _in_order_typed(faults: list[Fault], lines: list[str]) -> list[Fault]:
-    """Each fault once, in the order of the command line, those of the config files last."""
+    """Each error once, in the order of the command line, those of the config files last."""
 
     def place(fault: Fault) -> int:
         return next((place for place, line in enumerate(lines) if fault.text.startswith(line)), len(lines))

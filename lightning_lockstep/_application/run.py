@@ -98,7 +98,7 @@ def leave_out_noise() -> None:
 
 # -- Builds what one training run consists of, and says everything that is wrong with its settings --
 
-# How alike two spellings of one name are, as `difflib` counts.
+# How similar two spellings of one name are, as `difflib` counts.
 _SAME_WORD = 0.8
 # What a user's settings lead to, as opposed to a bug, whose traceback is wanted.
 _ABOUT_SETTINGS = (ConfigurationError, MisconfigurationException, ValueError, ImportError)
@@ -281,7 +281,7 @@ def _left_out(config: DictConfig, model: Any, data: Any) -> dict[str, str]:
 
 
 def _defines(part: Any, method: str) -> bool:
-    """Whether a model or data module has a method of its own in the place of Lightning's empty one."""
+    """Whether a model or data module overrides a method that is empty in Lightning."""
     own = getattr(part, method, None)
     return own is not None and getattr(own, "__func__", own) is not getattr(LightningModule, method)
 
@@ -313,7 +313,7 @@ def _loops(
 
 
 def _keep_the_training_log(trainer: Any) -> None:
-    """Let evaluations in ranks of their own log no further: a new process would start the file or the run again."""
+    """Let evaluations in separate ranks log no further: a new process would start the file or the run again."""
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         once = (CSVLogger, MLFlowLogger, WandbLogger)
         trainer.loggers = [logger for logger in trainer.loggers if not isinstance(logger, once)]

@@ -77,8 +77,8 @@ _PLAIN: dict[Any, str] = {int: "a whole number", float: "a number", str: "text",
 
 
 def mismatch(value: Any, hint: Any, *, default: Any = inspect.Parameter.empty) -> str | None:
-    """Say in words what was expected, fixed choices in quotes, if `value` certainly does not fit the type `hint`."""
-    # Judged are numbers, text, true and false, null and fixed choices, and unions of them; for anything else,
+    """Say in words what was expected, fixed values in quotes, if `value` certainly does not fit the type `hint`."""
+    # Judged are numbers, text, true and false, null and fixed values, and unions of them; for anything else,
     # as for a value that fits, `None` is returned.
     if hint is None or hint is Any or (value is None and default is None):
         return None
@@ -156,7 +156,7 @@ class TargetChecks:
 
     def __init__(self, config: DictConfig, typed: dict[str, str]) -> None:
         self.config = config
-        self.typed = typed  # overrides by key: a fault of that key is reported as typed
+        self.typed = typed  # overrides by key: an error of that key is reported as typed
 
     def signature_faults(self) -> list[Fault]:
         """Settings that a target does not have, and values of a type that it does not take."""
@@ -170,7 +170,7 @@ class TargetChecks:
         return faults
 
     def _of_another(self, key: str, target: Callable[..., Any], faults: dict[str, Fault]) -> list[Fault]:
-        """The faults of a signature, those of what another target has left behind as one."""
+        """The errors of a signature, those of what another target has left behind as one."""
         known = _parameters(target) or {}
         left = [name for name in faults if f"{key}.{name}" not in self.typed and name not in known]
         choice = OmegaConf.select(self.config, f"hydra.runtime.choices.{key}")
@@ -386,7 +386,7 @@ def _say(value: Any) -> str:
 
 
 def _try_to_make(node: DictConfig, given: dict[str, Any]) -> list[tuple[str, BaseException]]:
-    """Make one component on the meta device and without logs, only for the faults that its constructor raises."""
+    """Make one component on the meta device and without logs, only for the errors that its constructor raises."""
     import torch
 
     from lightning_lockstep._doors.lightning import MisconfigurationException
@@ -420,7 +420,7 @@ def _without(node: DictConfig, names: Iterable[str]) -> DictConfig:
 
 
 def objections(error: BaseException) -> list[tuple[str, BaseException]]:
-    """What a failed instantiation says: all faults of a `ConfigurationError`, else its cause's first line."""
+    """What a failed instantiation says: all errors of a `ConfigurationError`, else its cause's first line."""
     cause: BaseException = error.__cause__ or error
     if isinstance(cause, ConfigurationError):
         return [(text, cause) for text in cause.faults]

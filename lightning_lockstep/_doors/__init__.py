@@ -30,7 +30,7 @@ class Door:
 
     def find(self, path: str) -> Any:
         """Return what ``path`` names; raise a `LockstepError` that says what it is needed for where it is missing."""
-        why = self.names[path]  # a name without a reason is a fault of ours
+        why = self.names[path]  # a name without a reason is our mistake
         try:
             return _look_up(path)
         except (ImportError, AttributeError) as error:

@@ -1,6 +1,6 @@
 """The door to what DeepSpeed keeps private or does not document, each name with its reason.
 
-What is private in its engines has a door of its own, `deepspeed_engines`.
+What is private in its engines has a separate door, `deepspeed_engines`.
 
 What its documentation names is public: ``initialize``, ``init_distributed``, ``zero.Init`` and ``GatheredParameters``,
 ``checkpointing.configure`` and ``reset``, ``utils.safe_set_*``, ``ds_shape`` and ``ds_tensor`` of a parameter; of the
@@ -285,7 +285,8 @@ def arguments_for_device(index: int) -> argparse.Namespace:
 
 
 @DEEPSPEED.touches(
-    f"{_ENGINE}.destroy", why="takes hooks off the module, which would run beside those of another engine"
+    f"{_ENGINE}.destroy",
+    why="takes hooks off the module, which would run in addition to those of another engine",
 )
 def destroy(engine: Any) -> None:
     """Take an engine apart; do nothing with what is none."""

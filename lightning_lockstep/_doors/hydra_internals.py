@@ -31,7 +31,7 @@ _UTILS = "hydra._internal.utils"
 _LOADER = "hydra._internal.config_loader_impl.ConfigLoaderImpl"
 _REPOSITORY = "hydra._internal.config_repository.ConfigRepository"
 _WHY_SEARCH_PATH = "the folder of a program's own configs, and its name, found as a run of Hydra finds them"
-_WHY_REPOSITORY = "which groups, choices and files a command line can choose from"
+_WHY_REPOSITORY = "which groups, options and files a command line can choose from"
 
 HYDRA = Door(
     "hydra-core",
@@ -105,12 +105,12 @@ class Loader:
 
     @HYDRA.touches(f"{_REPOSITORY}.config_exists", why=_WHY_REPOSITORY)
     def is_choice(self, group: str, choice: str) -> bool:
-        """Whether `group` has this choice; the group `""` holds the primary configs."""
+        """Whether `group` has this option; the group `""` holds the primary configs."""
         return bool(self._repository.config_exists(f"{group}/{choice}" if group else choice))
 
     @HYDRA.touches(f"{_REPOSITORY}.get_group_options", why=_WHY_REPOSITORY)
     def choices(self, group: str) -> list[str]:
-        """The choices of a group, or with `""` the primary configs."""
+        """The options of a group, or with `""` the primary configs."""
         return [name for name in self._repository.get_group_options(group) if not name.startswith("_")]
 
     def groups(self) -> list[str]:
@@ -122,7 +122,7 @@ class Loader:
 
     @HYDRA.touches(f"{_REPOSITORY}.load_config", why=_WHY_REPOSITORY)
     def brought(self) -> Iterator[tuple[str, str, DictConfig]]:
-        """Group, choice and content of each config that is put below the key of its group."""
+        """Group, option and content of each config that is put below the key of its group."""
         from yaml import YAMLError
 
         for group in self.groups():
@@ -144,7 +144,7 @@ class Loader:
 
     @HYDRA.touches(f"{_REPOSITORY}.load_config", why=_WHY_REPOSITORY)
     def files(self, overrides: list[str]) -> list[tuple[str, str, str]]:
-        """Name (`group/choice`), text and package of each config file of a job, in the order of composition."""
+        """Name (`group/option`), text and package of each config file of a job, in the order of composition."""
         from hydra.types import RunMode
 
         found = []
@@ -179,7 +179,7 @@ def _repository(loader: Any, config_name: str | None, overrides: list[str]) -> A
 
 @HYDRA.touches(
     f"{_LOADER}._apply_overrides_to_config",
-    why="applies one override to a composed configuration, so that a fault can be attributed to one of them",
+    why="applies one override to a composed configuration, so that an error can be attributed to one of them",
 )
 def _apply(overrides: list[Override], config: DictConfig) -> None:
     HYDRA.find(_LOADER)._apply_overrides_to_config(overrides, config)
@@ -213,7 +213,7 @@ def plain_value(node: Any) -> Any:
 
 @OMEGACONF.touches(
     "omegaconf.base.Node._get_parent",
-    why="Hydra keeps the program's part as the hidden parent of its own, for interpolations between the two",
+    why="Hydra keeps the program's part as the hidden parent of its part, for interpolations between the two",
 )
 def whole_config(hydra_part: Any) -> DictConfig:
     """Return the configuration of a job, the program's part and Hydra's own, of which this is Hydra's."""

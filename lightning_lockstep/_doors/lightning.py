@@ -1,7 +1,7 @@
 """The one door through which every Lightning name comes; the stub next to it, `lightning.pyi`, lists them.
 
 Lightning is published twice, as ``lightning`` (``lightning.pytorch``) and as ``pytorch_lightning``. Their
-classes are distinct, and a Trainer accepts only those of its own family. So this module takes the family
+classes are distinct, and a Trainer accepts only those of the same family. So this module takes the family
 that the program has already imported, and ``lightning`` where it has imported neither.
 
 Each private name says here why it is needed; the private attributes and methods of Lightning's objects are in

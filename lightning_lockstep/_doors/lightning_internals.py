@@ -45,7 +45,7 @@ def _subclasses(cls: type) -> Iterator[type]:
 
 
 def _without_notes(method: Any) -> Any:
-    """Return the class's own method; of two runs that failed, each has put a layer of its own around it."""
+    """Return the class's own method; of two runs that failed, each has put a layer around it."""
     while getattr(method, "__globals__", {}).get("__name__", "").endswith("fabric.utilities.data"):
         method = method.__wrapped__
     return method
@@ -438,7 +438,7 @@ def read_progress_values_when(trainer: Any, is_due: Callable[[], bool]) -> Calla
 )
 def keep_counts_of_step_values(trainer: Any) -> Callable[[], None]:
     """Have a reset of logged values leave alone what is logged at training steps only and has no mean."""
-    # The new epoch's first step would otherwise have a tensor of its own, and torch-xla would compile the
+    # The new epoch's first step would otherwise have another tensor, and torch-xla would compile the
     # step anew. Returns what undoes it.
     results: Any = trainer.fit_loop.epoch_loop._results
     reset_all = results.reset

@@ -95,7 +95,7 @@ def keys_after(key: str) -> Any:
     return torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
 
 
-@TORCH.touches("torch.library.Library._destroy", why="takes kernels away at a moment of our choice")
+@TORCH.touches("torch.library.Library._destroy", why="takes kernels away when we say so")
 def destroy_library(library: Any) -> None:
     """Take away the kernels that a library has registered."""
     library._destroy()

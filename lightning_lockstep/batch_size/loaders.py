@@ -151,7 +151,7 @@ class BatchLoaders:
             strategy.engine_trials.take_sizes(
                 batch_size=size, accumulate=self._trainer.accumulate_grad_batches
             )
-        # All ranks, alike: in an evaluation this is as collective as the first making of the loaders.
+        # All ranks together: in an evaluation this is as collective as the first making of the loaders.
         if drop_loaders(self._loop):
             self._loop.setup_data()
             if fits:

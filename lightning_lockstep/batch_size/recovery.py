@@ -109,7 +109,7 @@ class Recovery:
         self._notices: dict[int, dict[int, tuple[bool, str]]] = {}
         self._news = threading.Condition()
         self._acknowledged: set[int] = set()  # ranks that have the last notice of this one
-        # Topics of its own: where an error has ended a fit, the guard of that one still listens in the next.
+        # Separate topics: where an error has ended a fit, the guard of that one still listens in the next.
         number = next(_guards)
         self._notice_topic = f"batch_size/{number}/notice"
         self._answer_topic = f"batch_size/{number}/acknowledged"

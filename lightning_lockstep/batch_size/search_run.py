@@ -352,7 +352,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _picture(result: SearchResult) -> bytes:
-    """Return a PNG of peak memory over batch size, with the limit and the choice."""
+    """Return a PNG of peak memory over batch size, with the limit and the size that was taken."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -102,7 +102,7 @@ class RankOrderedLogging(Callback):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Print what is held back and restore the console.
 
-        Ranks: every rank; waits for nobody.
+        Ranks: every rank; does not wait.
         """
         self._end()
 

@@ -40,7 +40,7 @@ class StragglerMonitor(Callback):
             to 1).
 
     Attributes:
-        verdict: On rank 0: whom the others wait for now; after the fit: on the whole of it.
+        verdict: On rank 0: the rank that the others wait for now; after the fit, over all of it.
 
     Raises:
         ConfigurationError: One message with every argument that cannot be used.
@@ -71,7 +71,7 @@ class StragglerMonitor(Callback):
             self._stop()
             self.verdict = NOBODY
             if current_communicator().world_size == 1:
-                say("StragglerMonitor: there is one rank, so nobody waits for another; nothing is measured.")
+                say("StragglerMonitor: there is one rank, so no rank waits for another; nothing is measured.")
             else:
                 _ = current_communicator().side_channel
 
@@ -102,7 +102,7 @@ class StragglerMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End the step. Ranks: every rank, after every batch; waits for nobody."""
+        """End the step. Ranks: every rank, after every batch; does not wait."""
         if self._exchange is None:
             return
         self._exchange.step_done(self._steps, self._timer.end(self._steps))

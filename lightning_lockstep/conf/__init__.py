@@ -27,7 +27,7 @@ from lightning_lockstep.launchers.hydra import RESOLVERS
 
 
 class _Group(dict[str, Any]):
-    """A group of Hydra's ConfigStore whose choices are read when they are taken: all of them take 0.07 s."""
+    """A group of Hydra's ConfigStore whose options are read when they are selected: all of them take 0.07 s."""
 
     def __getitem__(self, name: str) -> ConfigNode:
         group = super().__getitem__(name)
@@ -37,7 +37,7 @@ class _Group(dict[str, Any]):
             name=name,
             node=node,
             group=f"lockstep/{group}",
-            # What choices share goes where the choice goes, wherever `@` puts that.
+            # What options share goes where the option goes, wherever `@` puts that.
             package=None if name.startswith("_") else group,
             provider="lightning-lockstep",
         )

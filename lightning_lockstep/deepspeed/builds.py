@@ -222,7 +222,7 @@ def prepared_where_loaded(prepare: Callable[[list[str]], None]) -> Iterator[None
         within = next((one for one in _causes(error) if one in failed), error)
         if within is error:
             raise
-        raise within from None  # DeepSpeed's optimizers hide it behind an error of their own
+        raise within from None  # DeepSpeed's optimizers hide it behind another error
     finally:
         put_load_of_ops(load)
 

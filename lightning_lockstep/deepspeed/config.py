@@ -12,7 +12,7 @@ from lightning_lockstep._settings import Faults, is_whole
 from lightning_lockstep.errors import ConfigurationError
 
 # -- The config of DeepSpeed as the user has written it: read, copied, in today's spelling --
-# What DeepSpeed finds wrong it says on the ranks, one fault at a time, and much it does not say at all.
+# What DeepSpeed finds wrong it says on the ranks, one error at a time, and much it does not say at all.
 # Here it is said before any rank starts, all at once. See https://www.deepspeed.ai/docs/config-json for the
 # keys.
 

@@ -36,7 +36,7 @@ class BatchSizes:
         return BatchSizes(self.whole, micro or None, accumulation or None, self.ranks)
 
 
-# -- The config of DeepSpeed and the Trainer say the same: what contradicts is a fault, what is open is
+# -- The config of DeepSpeed and the Trainer say the same: a contradiction is an error, what is open is
 # filled in
 #
 # Both know the precision, the accumulation, the clipping and the batch size. Lightning's own strategy lets
@@ -95,7 +95,7 @@ def batch_of(config: Mapping[str, Any], values: TrainerValues) -> BatchSizes:
 
 
 def check_against_trainer(config: Mapping[str, Any], values: TrainerValues, faults: Faults) -> None:
-    """Add a fault for each thing that the config and the Trainer say differently, with both values."""
+    """Add an error for each thing that the config and the Trainer say differently, with both values."""
     # ``"auto"`` agrees with everything.
     config = modern_spelling(config)
     _check_precision(config, values.precision, faults)

@@ -181,7 +181,7 @@ def _instead_of_auto(path: str) -> str:
     )
 
 
-# -- What ``configure_optimizers`` of a module returns, beside an optimizer or a scheduler of the config --
+# -- What ``configure_optimizers`` of a module returns, with an optimizer or a scheduler of the config --
 # DeepSpeed makes one optimizer and one scheduler. Where the config names its own, Lightning never asks the
 # module for an optimizer, and DeepSpeed takes the module's scheduler silently: learning rates and schedules
 # would be lost.
@@ -216,7 +216,7 @@ def optimizer_of(module: Any) -> ModuleOptimizer:  # its layers are made
 
 
 def check_module_optimizer(config: Mapping[str, Any], made: ModuleOptimizer, faults: Faults) -> None:
-    """Add a fault for what a module makes and the config says otherwise."""
+    """Add an error for what a module makes and the config says otherwise."""
     own, scheduler = section(config, "optimizer"), section(config, "scheduler")
     if made.scheduler is not None and scheduler:
         faults.add(

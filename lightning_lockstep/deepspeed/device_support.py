@@ -46,7 +46,7 @@ class Limit:
         return " and ".join(f"{path}={value!r}" for path, value in self.changes.items())
 
     def refusal(self, adapt: bool) -> str:
-        """Return the fault, with the option that would replace the key."""
+        """Return the error, with the option that would replace the key."""
         text = f"{self.path}={self.given!r}: {self.why}. {self.advice}"
         if not adapt and self.instead is not None:
             text += f" adapt=True of the strategy writes {self.written}."

@@ -52,7 +52,7 @@ def configure_activation_checkpointing(config: Mapping[str, Any]) -> None:
     )
 
 
-# -- Work that each rank does alone, and whose faults are those of all --
+# -- Work that each rank does alone, and whose errors are those of all --
 
 _Result = TypeVar("_Result")
 
@@ -108,7 +108,7 @@ def forget_mark(folder: Path) -> None:
 
 # -- Gradients of this rank, and optimizer steps that are skipped, as OverflowDetector needs them
 # DeepSpeed has public functions for one whole gradient, which gather it from all ranks. What each step
-# needs is the part of all gradients that lies on this rank, which its optimizers keep in places of their own.
+# needs is the part of all gradients that lies on this rank, which each of its optimizers keeps in another place.
 
 
 class GradientsOfEngine:
@@ -136,7 +136,7 @@ class GradientsOfEngine:
         return self._adapter.has_local_overflow()
 
     def skip_step(self, optimizer: Any = None) -> None:
-        """Have the engine skip its next optimizer step as after an overflow of its own."""
+        """Have the engine skip its next optimizer step as after an overflow that it found itself."""
         # Weights and the optimizer's state stay, gradients are let go, the skip is counted, a dynamic loss
         # scale falls.
         if self._history is not None:

@@ -42,7 +42,7 @@ def import_deepspeed(device_type: str | None) -> ModuleType:  # None: DeepSpeed 
     """Import DeepSpeed with the accelerator of this run, and return it."""
     wanted = _accelerator(device_type)
     is_first = "deepspeed" not in sys.modules
-    with warnings.catch_warnings(), _variable(wanted):  # urllib3, which comes along, has filters of its own
+    with warnings.catch_warnings(), _variable(wanted):  # urllib3, which comes along, has its own filters
         try:
             deepspeed = importlib.import_module("deepspeed")
         except Exception as error:  # DeepSpeed's own errors of CUDA derive from Exception

@@ -44,7 +44,7 @@ _SECTIONS: Mapping[str, Any] = {
     "timers": {},
     "torch_autocast": {},
 }
-# Keys that DeepSpeed reads beside certain others only, or not with the rest; the last one up to 0.19.6.
+# Keys that DeepSpeed reads together with certain others only, or not with the rest; the last one up to 0.19.6.
 _BESIDE_OTHERS = ("allgather_size", "data_parallel_size", "sequence_parallel_size", "quantize_training")
 _OF_DYNAMIC_BATCHING = ("max_tokens", "metrics_path")
 
@@ -102,7 +102,7 @@ def _keys_of(model: Any) -> Keys:
     return known
 
 
-# -- A key that DeepSpeed does not know is a fault, with the nearest right ones --
+# -- A key that DeepSpeed does not know is an error, with the nearest right ones --
 # DeepSpeed itself ignores such a key in most sections, and refuses it on every rank in the others.
 
 # Types of optimizers of DeepSpeed's own as they are usually written; it takes them in any spelling. Releases before
@@ -111,12 +111,12 @@ _OPTIMIZERS = ("Adagrad", "Adam", "AdamW", "Lamb", "Lion", "MuAdam", "MuAdamW", 
 # Parameters that its engine takes out before it makes the optimizer, and those that the engine gives or refuses.
 _OF_ENGINE = {"adam_w_mode", "fp32_optimizer_states", "torch_adam"}
 _NOT_OURS = {"params", "model_params", "optimizer", "adamw_mode", "decoupled_weight_decay", "max_grad_norm"}
-# Those of Muon, from which the engine makes two groups with parameters of their own.
+# Those of Muon, from which the engine makes two groups, each with its parameters.
 _OF_MUON = {"adam_lr", "betas", "eps", "foreach", "lr", "momentum", "muon_lr", "ns_method", "per_head_muon"}
 
 
 def check_keys(config: Mapping[str, Any], faults: Faults) -> None:
-    """Add a fault for each key that DeepSpeed does not know, at every level, with the nearest right ones."""
+    """Add an error for each key that DeepSpeed does not know, at every level, with the nearest right ones."""
     # Keys that begin with an underscore are comments. Parameters of optimizers and schedulers that are not
     # DeepSpeed's own, and the other places where names are chosen freely, are not looked at.
     _check_section(config, known_keys(), "", faults)

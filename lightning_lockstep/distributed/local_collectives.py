@@ -165,7 +165,7 @@ def _copy(call: LocalCall, place: Tensor, source: Tensor) -> None:
             f"it was given room for {place.numel()} values of another rank, but this rank's own tensor, which stands"
             f" for that rank's, has {source.numel()}"
         )
-    # `data` has a version of its own: a backend does not raise the version of what it writes to, either.
+    # `data` has a separate version: a backend does not raise the version of what it writes to, either.
     place.data.copy_(source.data.reshape(place.shape))
 
 
@@ -203,7 +203,7 @@ def _sends_objects() -> bool:
 
 # -- Collectives answered on this rank alone, for a step that one rank runs without the others --
 # Torch calls its process groups through the dispatcher, from Python, from autograd, from compiled code and
-# for functional collectives alike; so the kernels of the ``c10d`` operators are replaced, and whatever does
+# for functional collectives; so the kernels of the ``c10d`` operators are replaced, and whatever does
 # not communicate runs exactly as before. A process group that is written in Python (the backend ``mpi4py``)
 # is called past the dispatcher; there the methods are replaced.
 

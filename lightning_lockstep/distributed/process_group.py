@@ -139,8 +139,8 @@ def rendezvous_store(
             if "EADDRINUSE" not in str(error):
                 raise
             raise LaunchError(
-                f"Rank 0 is to listen at {address}:{port}, and another program has that port, perhaps a job beside"
-                " this one. Set MASTER_PORT to a free port, the same on all ranks, or leave it out."
+                f"Rank 0 is to listen at {address}:{port}, and another program has that port, perhaps another"
+                " job. Set MASTER_PORT to a free port, the same on all ranks, or leave it out."
             ) from error
         if rank > 0 and name is not None and not by_agent:
             _check_name(store, rank, name, f"{address}:{port}")
@@ -175,7 +175,7 @@ def _check_name(store: Store, rank: int, name: str, place: str) -> None:
     if found != name:
         raise LaunchError(
             f"Rank {rank} of {name!r} found {found!r} at {place}, the place where it should meet rank 0. Two jobs"
-            " were given the same MASTER_ADDR and MASTER_PORT: give each a port of its own, or leave both out."
+            " were given the same MASTER_ADDR and MASTER_PORT: give each a different port, or leave both out."
         )
 
 

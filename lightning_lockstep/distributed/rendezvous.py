@@ -115,7 +115,7 @@ def _is_own(address: str) -> bool:
 # Whoever starts the ranks makes the token and hands it on in their environment, where only processes of the
 # same user can read it. Where none of ours starts them (``torchrun``, ``srun``) and all are on one host,
 # each derives it from a file that only its user can read. On several hosts, rank 0 makes it and leaves it
-# beside its address in the store of the process group: as safe as that store is. ``docs/security.md`` has
+# next to its address in the store of the process group: as safe as that store is. ``docs/security.md`` has
 # the table.
 
 _SIGNATURE = hashlib.sha256().digest_size
@@ -180,7 +180,7 @@ def verified(data: bytes) -> bytes:
         raise LaunchError(
             "A message that claims to come from rank 0 is not signed with this job's token. Either two jobs meet at the"
             f" same MASTER_ADDR and MASTER_PORT, or the ranks were given different values of {JOB_TOKEN}: give each"
-            " job a port of its own, and all its ranks the same token, or none."
+            " job a different port, and all its ranks the same token, or none."
         )
     return content
 

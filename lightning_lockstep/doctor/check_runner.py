@@ -83,7 +83,7 @@ _LOOK_EVERY = 0.02
 _GRACE = 0.5
 # So long a process may take to end the programs of its check [s].
 _TO_END = 2.0
-# What a check waits in is of no interest, but which of its own lines called it.
+# What a check waits in is of no interest, but which line of the check called it.
 _STANDARD_LIBRARY = str(Path(os.__file__).parent)
 _WHAT_RUNS_PROGRAMS = ("lightning_lockstep/_system.py", "doctor/machine.py")
 # Lines of a check's own output that are shown when it fails.

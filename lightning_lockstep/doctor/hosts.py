@@ -168,7 +168,7 @@ class ChecksOfRanks:
 
 # -- The process of a host's ranks, at the other end of ssh --
 
-_LONGEST = 900  # beside its checks, after which it ends in any case [s]
+_LONGEST = 900  # in addition to its checks, after which it ends in any case [s]
 
 
 def main() -> None:

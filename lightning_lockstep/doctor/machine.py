@@ -24,7 +24,7 @@ from lightning_lockstep._text import exit_in_words
 
 @dataclass(frozen=True)
 class Probed:
-    """What a probe has printed. A probe is a process of its own that may import torch, DeepSpeed or mpi4py."""
+    """What a probe has printed. A probe is a separate process that may import torch, DeepSpeed or mpi4py."""
 
     facts: Mapping[str, Any] = field(default_factory=dict)  # empty where the probe failed
     error: str = ""  # why it failed, in one line

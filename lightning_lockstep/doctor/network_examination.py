@@ -44,7 +44,7 @@ _NAMES = {
     "memory": "memory allocation",
     "speed": "large all-reduce",
 }
-# Of faults: a process that ended, a host that does not answer, an error, a step that did not end in time.
+# Of errors: a process that ended, a host that does not answer, an error, a step that did not end in time.
 _KINDS = ("ended", "silent", "error", "late")
 
 
@@ -84,7 +84,7 @@ class BackendResult:
 
     @property
     def blamed(self) -> dict[int, Answer]:
-        """The faults that explain the others: a dead process before an error, an error before a wait."""
+        """The errors that explain the others: a dead process before an error, an error before a wait."""
         kinds = {rank: kind_of(fault) for rank, fault in self.faults.items()}
         first = min(kinds.values(), key=_KINDS.index, default="")
         return {rank: fault for rank, fault in self.faults.items() if kinds[rank] == first}
@@ -144,7 +144,7 @@ def try_backend(
 
 # Where in its sources a backend writes from, which is long and of no use here.
 _SOURCE = re.compile(r"\[/?[\w./-]+\.(cc|cpp|h):\d+\] ?")
-_SHOWN = 4  # faults of ranks that are shown in full
+_SHOWN = 4  # errors of ranks that are shown in full
 
 
 def backend_finding(group: RankGroup, result: BackendResult) -> Finding:
@@ -268,7 +268,7 @@ _SMALL_SHARED_MEMORY = 2**28  # per rank of a host, below which NCCL or loaders 
 
 
 def examine(group: RankGroup, *, mpi: bool) -> Iterator[Finding]:
-    """Yield what each stage finds, in the order in which ranks would meet the fault."""
+    """Yield what each stage finds, in the order in which ranks would meet the error."""
     # mpi: the ranks are those of an MPI job, so MPI can be tested on them
     yield from reported_ranks(group)
     if len(group.ranks) < 2:

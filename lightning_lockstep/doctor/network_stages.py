@@ -189,7 +189,7 @@ class Probe:
     def __init__(
         self, backend: str, arguments: Sequence[object] = (), environ: Mapping[str, str] | None = None
     ) -> None:
-        # environ: beside the variables of this process
+        # environ: in addition to the variables of this process
         self._backend = backend
         self._answers: dict[str, dict[str, Any]] = {}
         self._errors, self._nccl = memory_file(), memory_file()

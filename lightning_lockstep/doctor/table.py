@@ -73,7 +73,7 @@ _NARROWEST = 80
 
 def console(*, is_error: bool = False, of_a_rank: bool = False) -> Console:
     """Return a console that wraps at the width of the terminal, and at a fixed one in a file."""
-    # mpirun gives its ranks a terminal of its own, and passes on what they print.
+    # mpirun gives its ranks its own terminal, and passes on what they print.
     made = Console(stderr=is_error, highlight=False, force_terminal=False if of_a_rank else None)
     made.width = max(_NARROWEST, made.width) if made.is_terminal else _WIDTH_OF_A_FILE
     return made

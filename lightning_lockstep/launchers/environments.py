@@ -64,7 +64,7 @@ class _StartedOutside(ClusterEnvironment):
 
 
 # -- Ranks that srun has started, and jobs of Slurm in which srun was left out --
-# srun sets variables for each step beside those of the job. Lightning reads those of the job, which are
+# srun sets variables for each step in addition to those of the job. Lightning reads those of the job, which are
 # wrong where a step has fewer tasks than the job, or a job holds several steps at a time; here the step's
 # are read.
 
@@ -97,7 +97,7 @@ def check_srun_is_used(num_nodes: int, environ: Mapping[str, str] | None = None)
         return
     raise LaunchError(
         f"num_nodes={num_nodes}, but the batch script of Slurm job {job} ({nodes} nodes) has started this program once,"
-        " on its first node, and nobody starts it on the others. Put srun in front of the command, and ask for"
+        " on its first node, and nothing starts it on the others. Put srun in front of the command, and ask for"
         " --ntasks-per-node=<devices>."
     )
 
@@ -227,7 +227,7 @@ class MPIEnvironment(_StartedOutside):
 
     @property
     def rendezvous(self) -> MPIRendezvous:
-        # The first access must happen on every rank alike: it starts MPI where mpi4py is installed.
+        # The first access must happen on every rank: it starts MPI where mpi4py is installed.
         return agree_on_rendezvous(**asdict(self.mpi_rank))
 
     @property

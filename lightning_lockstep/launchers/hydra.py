@@ -159,7 +159,7 @@ def _function_sent_here() -> FunctionType | None:
 
 
 def _program_of(function: FunctionType, started_in: str) -> tuple[list[str], str | None]:
-    # A function that was sent by its code has no file of its own, from cloudpickle 3.1.3 on; its module has.
+    # A function that was sent by its code has no file, from cloudpickle 3.1.3 on; its module has.
     module, names = function.__module__, function.__globals__
     file, package = names.get("__file__"), names.get("__package__")
     if module != "__main__":
@@ -178,7 +178,7 @@ def _program_of(function: FunctionType, started_in: str) -> tuple[list[str], str
 
 # -- The command that starts one more rank of a Hydra program, with the configuration that rank 0 has --
 # Running the same command line again on every rank composes the configuration once per rank: `${now:...}`
-# gives each rank a folder of its own, quotes are lost on the way, and in a sweep a rank does not know which
+# gives each rank its own folder, quotes are lost on the way, and in a sweep a rank does not know which
 # of the jobs it belongs to. So the configuration is resolved once, on rank 0, and passed on as a file:
 # every `@hydra.main` program accepts `--experimental-rerun FILE`, which runs the program on a finished
 # configuration and creates no folder.
@@ -387,7 +387,7 @@ def without_claiming() -> Iterator[None]:
 
 
 def forget_run_folders() -> None:
-    """Let the next run of this process have folders of its own."""
+    """Let the next run of this process have its own folders."""
     _claimed.clear()
 
 
@@ -417,7 +417,7 @@ def _former(wanted: Path) -> str | None:
 
 
 def _is_of(note: Path, run: str) -> bool:
-    # Checkpoints of that folder may be loaded: others may be able to make one beside it.
+    # Checkpoints of that folder may be loaded: others may be able to make one next to it.
     with suppress(OSError, ValueError):
         own = note.stat().st_uid == note.parent.stat().st_uid == os.geteuid()
         return own and run in note.read_text(encoding="utf-8").splitlines()
@@ -426,7 +426,7 @@ def _is_of(note: Path, run: str) -> bool:
 
 def _leave_note(folder: Path) -> None:
     if names := run_names():
-        # Where it cannot be written, a later attempt has a folder of its own.
+        # Where it cannot be written, a later attempt has its own folder.
         write_whole(folder / _NOTE, "".join(f"{name}\n" for name, _ in names))
 
 

@@ -96,7 +96,7 @@ def read_hostfile(path: Path, given: str = "The hostfile") -> list[Host]:  # giv
 
 
 def _name_and_count(word: str) -> tuple[str, str]:
-    """Part ``host:slots``; an address of IPv6 has colons of its own, and is followed by slots only in brackets."""
+    """Part ``host:slots``; an address of IPv6 has colons itself, and is followed by slots only in brackets."""
     if word.startswith("["):
         name, _, rest = word[1:].partition("]")
         return name, rest.removeprefix(":")

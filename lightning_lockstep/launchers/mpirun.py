@@ -98,7 +98,7 @@ class MPIRunWatch:
     def wait(self, process: subprocess.Popen[bytes], on_end: Callable[[], None] = lambda: None) -> int:
         """Wait for mpirun to end; return its exit code."""
         # Signals are passed on. Ctrl-C goes to mpirun, which ends the ranks; a second one kills it. mpirun is
-        # in a session of its own: what is sent to this process group does not reach it.
+        # in a separate session: what is sent to this process group does not reach it.
 
         def send(number: int) -> None:
             if number in ASKS_TO_END:

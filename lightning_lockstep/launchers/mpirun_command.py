@@ -23,7 +23,7 @@ from lightning_lockstep.errors import ConfigurationError, LaunchError
 # -- Which mpirun to use, and the command line and environment with which it starts ranks --
 
 _VERSION = 20  # how long mpirun may take to say what it is [s]
-# Variables that ranks on other hosts need as they are here; mpirun passes the rest of its own.
+# Variables that ranks on other hosts need as they are here; mpirun passes the rest of its variables.
 _PASSED_ON = (
     *("PATH", "PYTHON", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "OMP_", "MKL_"),
     *("LOCKSTEP_", "HYDRA_", "HF_", "CUDA_"),
@@ -85,7 +85,7 @@ def mpirun_command(
     *,
     num_processes: int,  # per node
     num_nodes: int,
-    variables: Sequence[str] = (),  # names of those that ranks on other hosts get beside the usual ones
+    variables: Sequence[str] = (),  # names that ranks on other hosts get with the usual ones
 ) -> list[str]:
     """Return the command that starts the ranks, up to the program."""
     size = str(num_processes * num_nodes)
@@ -197,7 +197,7 @@ class _Stream(threading.Thread):
         while data:
             while not select.select([], [descriptor], [], _LOOK_EVERY)[1]:
                 if self.is_stuck():
-                    raise TimeoutError(errno.ETIMEDOUT, "it is full and nobody reads it")
+                    raise TimeoutError(errno.ETIMEDOUT, "it is full and is not read")
             # A pipe that is ready takes this much without blocking.
             data = data[os.write(descriptor, data[: select.PIPE_BUF]) :]
             self._moved = time.monotonic()
@@ -211,7 +211,7 @@ class _Stream(threading.Thread):
 
 
 class OutputRelay:
-    """Relays standard output and standard error of one mpirun, each in a thread of its own."""
+    """Relays standard output and standard error of one mpirun, each in a separate thread."""
 
     def __init__(self, out: tuple[IO[bytes], TextIO | None], err: tuple[IO[bytes], TextIO | None]) -> None:
         self._err = _Stream("standard error", *err, self.say)

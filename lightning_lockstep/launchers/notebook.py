@@ -31,7 +31,7 @@ from lightning_lockstep.distributed.process_group import (
 from lightning_lockstep.errors import LaunchError
 
 # -- What is checked and put in order in the kernel of a notebook before its process is forked into ranks
-# A fork copies memory, not threads. Whatever works with threads of its own must not have been started, or
+# A fork copies memory, not threads. Whatever starts threads must not have been started, or
 # must be stopped before: CUDA cannot, XLA cannot, OpenMP can.
 
 _PAUSE_HARD = 2  # omp_pause_hard of OpenMP 5: end the threads, keep nothing
@@ -73,7 +73,7 @@ def prepare_fork() -> None:
 def _end_openmp_threads() -> None:
     """End the threads of GNU OpenMP, which starts new ones when it needs them."""
     # After a fork its record of them is there, the threads are not, and the first operation that wants to
-    # work on several cores waits for them for ever. The libraries of Intel and LLVM look after this
+    # work on several cores waits for them forever. The libraries of Intel and LLVM look after this
     # themselves.
     loaded: list[Any] = []
     with suppress(psutil.Error, OSError, AttributeError):  # psutil has maps of memory on Linux
@@ -162,7 +162,7 @@ def _kernel() -> Any:
 
 
 # -- What the ranks of a notebook print, shown in the cell in the order of the ranks --
-# Each rank writes into files of its own, so it never waits for the kernel, and what it had written is there
+# Each rank writes into its own files, so it never waits for the kernel, and what it had written is there
 # after it was killed. The kernel shows rank 0 as it goes. What the others print is kept until all ranks
 # before them have ended, and carries their number.
 

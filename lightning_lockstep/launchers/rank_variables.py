@@ -36,7 +36,7 @@ class SlurmStep:
     node: int  # its number among those of the step
     tasks_per_node: tuple[int, ...]
     nodes: str  # as Slurm abbreviates their names, such as ``node[5-9,12]``
-    cluster: str = ""  # two clusters on one host number their jobs alike
+    cluster: str = ""  # two clusters on one host may give their jobs the same number
 
     @property
     def local_size(self) -> int:

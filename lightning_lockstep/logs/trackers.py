@@ -26,7 +26,7 @@ _NOT_YET = "http://127.0.0.1:9"
 
 
 class WandbLogger(_WandbLogger):
-    """Lightning's logger for Weights & Biases, offline where nobody has logged in."""
+    """Lightning's logger for Weights & Biases, offline without a login."""
 
     def __init__(
         self,

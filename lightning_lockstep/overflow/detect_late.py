@@ -48,7 +48,7 @@ class FirstBad:
         return self._common >= 0
 
     def note(self, here: Tensor, common: Tensor) -> None:
-        """Note a step: whether it is bad on this rank, and in a way that all ranks see alike (bools on the device)."""
+        """Note a step: whether it is bad on this rank, and in a way that all ranks see (bools on the device)."""
         with torch.no_grad():
             self._here = torch.where((self._here < 0) & here, self._count, self._here)
             self._common = torch.where((self._common < 0) & common, self._count, self._common)

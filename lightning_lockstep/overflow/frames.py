@@ -23,7 +23,7 @@ from lightning_lockstep.numerics.statistics import (
 )
 from lightning_lockstep.overflow.settings import OverflowSettings
 
-# -- ``detect_overflow``: a tensor checked at a place of the user's own choice inside a forward --
+# -- ``detect_overflow``: a tensor checked at any place inside a forward --
 
 _log = logging.getLogger(__name__)
 

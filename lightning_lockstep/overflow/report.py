@@ -242,7 +242,7 @@ _SINGLE = "overflow/single-rank"
 # Ranks that replay together are at most a step apart from each other [s].
 _PATIENCE = 30.0
 
-# Counts the runs of this process, alike on every rank, so that no two runs share a topic.
+# Counts the runs of this process, the same on every rank, so that no two runs share a topic.
 _runs = 0
 
 

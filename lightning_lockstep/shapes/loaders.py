@@ -92,7 +92,7 @@ def _is_plain(loader: DataLoader[Any]) -> bool:
     return loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler
 
 
-# -- The loaders of a run: what they say of their batches, and how they are changed alike on all ranks --
+# -- The loaders of a run: what they say of their batches, and how they are changed, the same on all ranks --
 
 
 def stage_of(trainer: Trainer) -> str:

@@ -75,7 +75,7 @@ class DynamoCompilations:
         records = compilation_records()
         new = [one for one in records if _begun(one) > self._last]
         self._last = max([self._last, *map(_begun, new)])
-        # The backward of a graph has a record of its own, without the function's name.
+        # The backward of a graph has a separate record, without the function's name.
         named = {one.compile_id: one for one in records if one.co_filename}
         parts: dict[Any, list[Any]] = {}
         for one in new:

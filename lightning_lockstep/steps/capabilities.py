@@ -53,7 +53,7 @@ class StatesCapabilities(Protocol):
 
 @runtime_checkable
 class RunsLater(Protocol):
-    """A strategy that collects operations and runs them later; its devices have a random state of their own."""
+    """A strategy that collects operations and runs them later; its devices have their own random state."""
 
     def sync(self) -> None:
         """Compile what was called and is pending, if it is new, and begin to run it; on every process."""
@@ -90,8 +90,8 @@ def missing_capabilities(strategy: Strategy, *needed: str) -> list[str]:  # name
 # -- What a strategy offers whose engine makes the steps and keeps gradients to itself (DeepSpeed, FSDP), as
 # protocols
 #
-# They let callbacks work with an engine that they know nothing of: the rooms of the callbacks do not import
-# its room.
+# They let callbacks work with an engine that they know nothing of: their subpackages do not
+# import its subpackage.
 
 
 @runtime_checkable
@@ -151,7 +151,7 @@ class EngineTrials(Protocol):
         """Let the engine make steps in the body whose collectives are answered on this rank."""
 
     def take_sizes(self, *, batch_size: int, accumulate: int) -> None:
-        """Let the engine go on with so many samples of a rank in a batch, batches in a step; all alike."""
+        """Let the engine go on with so many samples of a rank in a batch, batches in a step; the same on all."""
 
 
 class EngineState(Protocol):

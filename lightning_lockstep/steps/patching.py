@@ -27,12 +27,12 @@ class _InItsPlace:
     def __reduce__(self) -> tuple[Any, ...]:
         owner, name, before = self._former
         if before is _ABSENT:
-            return getattr, (owner, name)  # where it is made again, it has no attributes of its own yet
+            return getattr, (owner, name)  # where it is made again, it has no attributes yet
         return max, ((before,),)  # the thing itself, by what every Python has
 
 
 def put_in_place(owner: object, name: str, value: object) -> Callable[[], None]:
-    """Set an attribute on ``owner`` itself, past any ``__setattr__`` and property; returns what undoes it."""
+    """Set an attribute of ``owner`` itself, past any ``__setattr__`` and property; returns what undoes it."""
     # What was found through the class, such as a method, is found again once the attribute is deleted; deep copies and
     # pickles of a module have it. For a place that runs in every step, where a context manager is too dear; elsewhere
     # use `replaced`.

@@ -102,7 +102,7 @@ class ModuleAttributes:
 
     # Containers and tensors are put back in place, where others may hold them.
 
-    # Parameters are never exchanged, buffers' values are a matter of their own, and the rest is Lightning's.
+    # Parameters are never exchanged, buffers' values are kept separately, and the rest is Lightning's.
     _OTHERS = frozenset({PARAMETERS, MODULES, "_trainer", "_fabric", "trainer"})
 
     def __init__(self, module: nn.Module) -> None:
@@ -234,7 +234,7 @@ def whole_run(
     optimizers: Iterable[Optimizer] = (),
     *,
     scaler: object | None = None,  # of the precision plugin
-    generators: Iterable[torch.Generator] = (),  # of loaders and samplers, beside the global ones
+    generators: Iterable[torch.Generator] = (),  # of loaders and samplers, in addition to the global ones
 ) -> Snapshot:
     """Return a snapshot of all that training steps change."""
     parts: list[Part] = [RandomState.capture(), Generators(generators)]

@@ -41,7 +41,7 @@ def set_breakpoint(reason: str = "a breakpoint was set") -> None:
     Args:
         reason: Why; every rank receives it, with the number of this one.
 
-    Ranks: any rank, alone. One message to rank 0; waits for nobody. Before the ranks are connected the
+    Ranks: any rank, alone. One message to rank 0; does not wait. Before the ranks are connected the
     request is kept until they are.
     """
     if os.getpid() != _process and _active is not None and _active.channel.world_size > 1:
@@ -77,7 +77,7 @@ def check_breakpoint(*, reset: bool = False) -> StopDecision | None:
     Returns:
         Who asked and why, equal on every rank, from the agreed batch on; ``None`` before.
 
-    Ranks: every rank, after every batch. Costs about a microsecond while nobody asks.
+    Ranks: every rank, after every batch. Costs about a microsecond without a request.
     """
     agreement = _active
     if agreement is None or not _is_current(agreement):
@@ -90,7 +90,7 @@ def check_breakpoint(*, reset: bool = False) -> StopDecision | None:
     return decision
 
 
-def connect() -> StepAgreement:  # on every rank alike, the first time
+def connect() -> StepAgreement:  # on every rank, the first time
     """Return the agreement of the current process group, and pass on what was requested before it existed."""
     global _active, _process
     agreement = stop_agreement(current_communicator().side_channel)
@@ -155,7 +155,7 @@ class SignalWatch:
 
 
 class StopFileWatch:
-    """Looks for a file, on a thread of its own."""
+    """Looks for a file, on a separate thread."""
 
     def __init__(self, path: Path, request: Request, *, interval: float = 1.0) -> None:  # [s]
         self.path, self._request, self._interval = path, request, interval

@@ -41,7 +41,8 @@ class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
             one, unless a loader gives fewer than its length says), ``truncate`` stops all ranks when the first
             runs out, ``join`` gives ranks that have run out padding batches (their last one again, with a loss
             of zero) until the last rank is done.
-        threads_per_rank: CPU threads per rank; ``auto`` is usable cores / ranks of the node.
+        threads_per_rank: CPU threads per rank; ``auto`` is usable cores / ranks of the node, unless
+            ``OMP_NUM_THREADS`` is set.
         bind_cores: Whether each rank is pinned to its own cores.
         timeout: Longest wait for another rank in a collective [s].
         guard: ``watch`` finds out why a collective does not complete, and all ranks raise the same error;

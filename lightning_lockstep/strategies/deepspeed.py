@@ -310,7 +310,7 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         engine: Any = self.model
         super().teardown()
         self._let_go()
-        destroy(engine)  # or its hooks would run beside those of the next engine
+        destroy(engine)  # or its hooks would run together with those of the next engine
 
     # -- training steps, and what other features can do with them -------------------------------------
 
@@ -348,7 +348,7 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         # Stages 0 to 2 send nothing; in stage 3 all ranks do it together, since the parameters are gathered.
         return without_engine(self, module, module.trainer.model)
 
-    # -- checkpoints, whole folders and plain files alike ---------------------------------------------
+    # -- checkpoints: folders and plain files ----------------------------------------------------------
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None

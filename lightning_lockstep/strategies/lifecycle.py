@@ -198,7 +198,7 @@ class RankLifecycle:
 
         Raises:
             ConfigurationError: The precision is not supported; no rank has been started yet.
-            LaunchError: Nobody starts the ranks of the other nodes, or more were started on this one than the Trainer
+            LaunchError: The ranks of the other nodes are not started, or more were started on this one than the Trainer
                 has devices, or than rank 0 may have connections.
         """
         strategy = self._strategy
@@ -321,7 +321,7 @@ _STATE = "lockstep_environment"
 class GivenEnvironment:
     """The attribute ``cluster_environment`` of a strategy that detects its environment itself."""
 
-    # Lightning sets a strategy's environment only where it has none, and refuses a plugin beside one. So
+    # Lightning sets a strategy's environment only where it has none, and refuses a plugin otherwise. So
     # while a Trainer with such a plugin is under construction, a detected environment is not shown, and the
     # plugin takes its place. One that was given to the strategy stays, and Lightning says that there are two.
 
@@ -381,7 +381,7 @@ class LifecycleHooks(ParallelStrategy):
         return self.lifecycle.startup.backend
 
     def _configure_launcher(self) -> None:
-        # The Trainer is under construction here: the last moment at which a fault stops it before any rank.
+        # The Trainer is under construction here: the last moment at which an error stops it before any rank.
         GivenEnvironment.settle(self)
         self._launcher = self.lifecycle.launcher()
 

@@ -248,7 +248,7 @@ class AgreeingLoader(LoaderAround):
         return self._steps
 
     def __iter__(self) -> Iterator[Any]:
-        if self._epoch != self._trainer.current_epoch:  # else it begins again beside a longer one
+        if self._epoch != self._trainer.current_epoch:  # else it begins again while a longer one goes on
             self._epoch, self.own_batches = self._trainer.current_epoch, None
         if self._steps is None:  # Lightning looks a batch ahead itself, for the last one
             yield from self._agreed()

@@ -164,7 +164,7 @@ class LockstepXLAStrategy(XLASteps, LifecycleHooks):
     # -- start and end ----------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
-        # The Trainer is under construction here: the last moment at which a fault stops it before any rank.
+        # The Trainer is under construction here: the last moment at which an error stops it before any rank.
         self.use_xla_accelerator()
         count = self.num_nodes * self.num_processes
         check_replicas(count)
@@ -339,14 +339,14 @@ class LockstepXLASPMDStrategy(XLASteps, SingleDeviceStrategy):
         super().__init__(checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
 
     def _configure_launcher(self) -> None:
-        # The Trainer is under construction here: the last moment at which a fault stops it before any work.
+        # The Trainer is under construction here: the last moment at which an error stops it before any work.
         self.use_xla_accelerator()
         if self.num_nodes > 1:
             raise ConfigurationError(
                 f"num_nodes={self.num_nodes} with strategy='lockstep_xla_spmd': expected 1, one process over the"
                 " devices of one host. Use strategy='lockstep_xla' on several hosts."
             )
-        if given_to_trainer("devices") not in (None, "auto"):  # of which Lightning makes a number of its own
+        if given_to_trainer("devices") not in (None, "auto"):  # of which Lightning makes its own number
             self._num_devices = len(self.parallel_devices or ()) or None
         self.precision_plugin = self.resolve_precision(self.precision_plugin, requested_precision())
 

@@ -137,7 +137,7 @@ class XLASteps(XLAPending, Strategy):
         return moved
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Run what a batch without an optimizer step has left, so that each batch is a graph of its own."""
+        """Run what a batch without an optimizer step has left, so that each batch is a separate graph."""
         self.sync()
         super().on_train_batch_start(batch, batch_idx)
 

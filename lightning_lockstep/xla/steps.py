@@ -80,7 +80,7 @@ def _floating(tensors: Iterable[Tensor]) -> set[str]:
 
 
 def own_memory(module: torch.nn.Module) -> None:
-    """Give each gradient of a module memory of its own, so that it can be changed in place."""
+    """Give each gradient of a module its own memory, so that it can be changed in place."""
     # The gradient of a sum is one number seen many times, and torch-xla does not show that by strides;
     # autograd keeps it as it is, and clipping it in place would then change the one number many times.
     for parameter in module.parameters():
@@ -229,7 +229,7 @@ def where_in_run(trainer: Trainer, steps_made: int) -> str:  # of this fit, not 
 
 
 class CompilationAnnouncer:
-    """Announces compilations that take more than a second, from a thread of its own; rank 0 prints."""
+    """Announces compilations that take more than a second, from a separate thread; rank 0 prints."""
 
     def __init__(
         self,

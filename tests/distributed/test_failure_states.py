@@ -232,8 +232,8 @@ def test_a_lost_rank_0_is_noticed_by_every_rank_alone_and_one_of_them_prints(
 ) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     for rank in ranks[1:]:
-        rank.crash.channel._on_lost(0, "nobody listens")  # type: ignore[misc]
-        assert rank.stopped() == "its process has ended without reporting an error (nobody listens)"
+        rank.crash.channel._on_lost(0, "nothing listens")  # type: ignore[misc]
+        assert rank.stopped() == "its process has ended without reporting an error (nothing listens)"
         assert rank.begins() is not None, "it will never come"
     assert [rank.crash.prints_report for rank in ranks[1:]] == [True, False]
 
@@ -241,7 +241,7 @@ def test_a_lost_rank_0_is_noticed_by_every_rank_alone_and_one_of_them_prints(
 def test_a_lost_rank_0_that_has_said_what_it_raises_is_known_by_that(ranks: list[Rank]) -> None:
     ranks[0].raises(ConfigurationError("on rank 0"))
     wires_of(ranks).deliver()
-    ranks[1].crash.channel._on_lost(0, "nobody listens")  # type: ignore[misc]
+    ranks[1].crash.channel._on_lost(0, "nothing listens")  # type: ignore[misc]
     assert ranks[1].stopped() == "ConfigurationError: on rank 0"
     assert not ranks[1].crash.prints_report, "rank 0 has printed it"
 
@@ -254,7 +254,7 @@ def test_a_rank_that_is_lost_while_the_cause_is_waited_for_gets_a_better_report(
     def wait_for(news: Any, arrived: Callable[[], bool], timeout: float, *, needs_main: bool = True) -> bool:
         waits.append(timeout)
         if len(waits) == 1:
-            ranks[0].crash.channel._on_lost(2, "nobody listens")  # type: ignore[misc]
+            ranks[0].crash.channel._on_lost(2, "nothing listens")  # type: ignore[misc]
         else:
             ranks[0].wait("_report")
         return arrived()
@@ -267,7 +267,7 @@ def test_a_rank_that_is_lost_while_the_cause_is_waited_for_gets_a_better_report(
 
 def test_of_many_ranks_that_are_lost_at_once_one_is_reported(ranks: list[Rank]) -> None:
     for rank in (1, 2):
-        ranks[0].crash.channel._on_lost(rank, "nobody listens")  # type: ignore[misc]
+        ranks[0].crash.channel._on_lost(rank, "nothing listens")  # type: ignore[misc]
     assert len(ranks[0].timers) == 1
     ranks[0].wait("_report")
     assert ranks[0].stopped() is not None

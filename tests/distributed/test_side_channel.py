@@ -175,7 +175,7 @@ def test_the_end_of_rank_zero_is_noticed_at_once() -> None:
     for outcome in outcomes[1:]:
         assert outcome.ok, outcome.traceback
         (reason,) = outcome.value
-        assert reason.startswith("0: nobody listens at 127.0.0.1"), reason
+        assert reason.startswith("0: nothing listens at 127.0.0.1"), reason
 
 
 def orderly_end() -> list[str]:

@@ -85,7 +85,7 @@ def full_disk() -> Iterator[TextIO]:
 
 @pytest.mark.parametrize(
     ("place", "why"),
-    [(closed_pipe, "Broken pipe"), (full_disk, "No space left"), (full_pipe, "full and nobody reads it")],
+    [(closed_pipe, "Broken pipe"), (full_disk, "No space left"), (full_pipe, "full and is not read")],
 )
 def test_output_that_cannot_be_written_is_said_once_and_holds_nobody_up(
     place: object, why: str, monkeypatch: pytest.MonkeyPatch

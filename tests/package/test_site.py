@@ -174,6 +174,9 @@ def test_the_search_finds_a_callback(site: Path) -> None:
         page.goto(address, wait_until="load")
         page.click("input.md-search__input")
         page.fill("input.md-search__input", "OverflowDetector")
+        # The theme reads the field when its worker is ready, on a change of focus and when a key is released. `fill`
+        # releases none, so it is read only if the worker was not ready before.
+        page.press("input.md-search__input", "End")
         found = page.locator(".md-search-result__link").first
         found.wait_for(state="visible")
         links = [link.get_attribute("href") for link in page.locator(".md-search-result__link").all()]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import re
 import shlex
 import sys
@@ -286,6 +287,97 @@ check_LOCKSTEP_TEST_TORCH = check_scripts
 def check_export(command: Snippet, program: str, arguments: list[str]) -> None:
     outcome = run_script(["bash", "-ec", command.text], cwd=Path.cwd())
     assert (outcome.returncode, outcome.stderr) == (0, "")
+
+
+# -- Tables of what to write --
+
+
+def cells_to_write() -> list[tuple[Snippet, str]]:
+    """What the right columns of docs/coming-from.md have in backquotes, and the part of the page it is in."""
+    page, part, found = ROOT / "docs" / "coming-from.md", "", []
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        part = line.removeprefix("## ") if line.startswith("## ") else part
+        if line.startswith("| ") and not line.startswith(("| you have", "| ---")):
+            cell = line.rsplit(" | ", 1)[1]
+            found += [
+                (Snippet("docs/coming-from.md", number, "", text), part)
+                for text in re.findall("`(.+?)`", cell)
+            ]
+    return found
+
+
+def kind_of(text: str) -> str:
+    """How what stands in such a cell is checked."""
+    if text.split()[0] in PROGRAMS:
+        return "command"
+    if re.match(r"[+~]?[a-z][\w/]*(@[\w.]+)?[\w.]*=[^\"]*$", text) and not re.fullmatch(r"\w+=(\d+|)", text):
+        return "overrides"
+    with contextlib.suppress(SyntaxError):
+        if isinstance(ast.parse(text.removeprefix("@")).body[0], (ast.Import, ast.ImportFrom)):
+            return "python"
+        expression = ast.parse(text.removeprefix("@"), mode="eval").body
+        if isinstance(expression, ast.Call) and not text.startswith("self."):
+            return "python"
+        if isinstance(expression, ast.Constant) and str(expression.value).startswith("lockstep_"):
+            return "strategy"
+    return "words"
+
+
+CELLS = cells_to_write()
+
+
+def without_dots(text: str) -> str:
+    """An expression without the arguments that are `...`; a call that has no others is the name that it calls."""
+    call = ast.parse(text, mode="eval").body
+    assert isinstance(call, ast.Call)
+    arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+    left_out = [node for node in arguments if isinstance(node, ast.Constant) and node.value is ...]
+    call.args = [argument for argument in call.args if argument not in left_out]
+    call.keywords = [keyword for keyword in call.keywords if keyword.value not in left_out]
+    return ast.unparse(call.func if left_out and not call.args and not call.keywords else call)
+
+
+def test_what_other_packages_users_are_to_write_in_python_runs(tmp_path: Path) -> None:
+    lines = [
+        "from lightning_lockstep import *",
+        "from lightning_lockstep.train import hydra_main",
+        GIVEN["trainer"],
+    ]
+    lines += [GIVEN["model"], GIVEN["module"], GIVEN["Trainer"]]
+    for cell, _ in CELLS:
+        text, kind = cell.text.removeprefix("@"), kind_of(cell.text)
+        if (
+            "XLA" in text or "scale_batch_size" in text
+        ):  # another environment; docs/batch-size.md has it with data
+            continue
+        if kind == "python":
+            lines.append(f"{text if text.startswith(('import', 'from')) else without_dots(text)}  # {cell}")
+        elif kind == "strategy":
+            lines.append(f"Trainer(strategy={text}, accelerator='cpu')  # {cell}")
+    assert len(lines) > 30
+    (tmp_path / "ds_config.json").write_text(READERS_FILES["ds_config.json"])
+    (tmp_path / "all.py").write_text("\n".join(lines))
+    outcome = run_script([tmp_path / "all.py"], cwd=tmp_path, timeout=120)
+    assert outcome.returncode == 0, outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("cell", "part"),
+    [found for found in CELLS if kind_of(found[0].text) in ("command", "overrides")],
+    ids=str,
+)
+def test_what_other_packages_users_are_to_write_in_a_shell_runs(
+    cell: Snippet, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind_of(cell.text) == "command":
+        test_a_command_can_be_given(cell, tmp_path, monkeypatch)
+    elif part == "lightning-hydra-template" and not cell.text.startswith("ckpt_path"):
+        app = ROOT / "examples" / "foreign_app"
+        outcome = run_script(["train.py", *shlex.split(cell.text), "--cfg", "job"], cwd=app)
+        assert outcome.returncode == 0, outcome.stderr
+    else:
+        monkeypatch.chdir(tmp_path)
+        assert faults_of(*shlex.split(cell.text)) == []
 
 
 # -- Configuration --

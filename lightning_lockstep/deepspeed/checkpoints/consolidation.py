@@ -52,13 +52,13 @@ class Values:
         return replace(self, dtype=dtype)
 
     def copy_to(self, allocate: Allocate) -> Tensor:
-        """Return the whole tensor in memory of its own."""
+        """Return the whole tensor in its own memory."""
         whole = allocate(self.shape, self.dtype)
         _fill(whole.view(-1), self.parts)
         return whole
 
     def part(self, start: int, length: int) -> Tensor:
-        """Return a part of the flat parameter in memory of its own, zeros where it has no more values."""
+        """Return a part of the flat parameter in its own memory, zeros where it has no more values."""
         vector = torch.zeros(length, dtype=self.dtype)
         _fill(vector, _cut(self.parts, start, length))
         return vector
@@ -138,7 +138,7 @@ def _in_order(parts: Sequence[Tensor], saved: Mapping[str, Tensor]) -> dict[str,
 
 
 def _fits(parts: Sequence[Tensor], start: int, tensor: Tensor) -> bool:
-    for length in (min(16, tensor.numel()), tensor.numel()):  # most do not even begin alike
+    for length in (min(16, tensor.numel()), tensor.numel()):  # most do not even begin with the same letters
         found = _cut(parts, start, length)
         if _count(found) < length or not torch.equal(
             torch.cat(found).to(tensor.dtype), _flat(tensor)[:length]
@@ -300,7 +300,7 @@ def _mismatch(folder: Path, where: str, held: int, needed: int) -> Configuration
 # -- One plain Lightning checkpoint from the folder that DeepSpeed has written, without DeepSpeed --
 
 _DTYPES = ("float32", "as_saved")
-#: What DeepSpeed itself puts beside Lightning's entries.
+#: What DeepSpeed itself adds to Lightning's entries.
 OWN_KEYS = frozenset(
     (
         *("module", "buffer_names", "optimizer", "lr_scheduler", "data_sampler", "random_ltd"),
@@ -313,7 +313,7 @@ OWN_KEYS = frozenset(
 
 
 def consolidated(
-    folder: str | Path | Sequence[Path],  # several: of nodes that wrote to disks of their own
+    folder: str | Path | Sequence[Path],  # several: of nodes that wrote to their own disks
     *,
     tag: str | None = None,  # which checkpoint, where the folder holds several
 ) -> dict[str, Any]:

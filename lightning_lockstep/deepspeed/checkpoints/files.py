@@ -203,7 +203,7 @@ def save(content: dict[str, Any], file: IO[bytes]) -> None:
     try:
         torch.save(content, file)
     except RuntimeError as error:
-        # torch's writer says only at which position it stood; the fault itself came before.
+        # torch's writer says only at which position it stood; the error itself came before.
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise

@@ -86,7 +86,7 @@ def whole_folder(
     target: str,  # an address such as s3://... is written to directly
     *,
     rank: int,
-    is_first_of_node: bool,  # a node may have a folder of its own
+    is_first_of_node: bool,  # each node may have its own folder
     meet: Callable[[], object],  # a barrier of all ranks
     gather: Callable[[Any], Sequence[Any]],  # the values of all ranks, on all
 ) -> Iterator[str]:

@@ -178,7 +178,7 @@ class Communicator(ABC):
     def agree(self, flag: bool, reason: str = "") -> Agreement:
         """Find out together whether any rank raises its flag, and why.
 
-        This is how a fault on one rank becomes a decision of all: raise or branch on the answer, never on
+        This is how an error on one rank becomes a decision of all: raise or branch on the answer, never on
         one's own flag.
 
         Args:
@@ -404,7 +404,7 @@ def shut_down(timeout: float = 2.0, *, destroy_process_group: bool = False) -> N
         timeout: Longest wait of rank 0 for the others to close theirs [s]; 0 after a failure.
         destroy_process_group: Destroy the default process group too. Never do so after a failure.
 
-    Ranks: every rank, at its own end; waits for nobody longer than ``timeout``.
+    Ranks: every rank, at its own end; waits at most ``timeout``.
     """
     global _current
     close_side_channel(timeout)

@@ -24,7 +24,7 @@ from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationErro
 # -- Tensors of any dtype and shape, side by side in one row of bytes, and the two collectives that move
 # such rows
 #
-# Bytes go through every backend alike, whatever it knows of bfloat16, bool or complex numbers, and one
+# Bytes go through every backend unchanged, whatever it knows of bfloat16, bool or complex numbers, and one
 # collective moves any number of tensors.
 
 # Each tensor begins at a multiple of it, so that its bytes can be viewed as its dtype [bytes].
@@ -95,7 +95,7 @@ def exchange_rows(
     lengths: Sequence[int],  # of each rank's row, the same on every rank
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Send each rank a row of its own length, and return what each rank has sent to this one."""
+    """Send each rank a row, of any length, and return what each rank has sent to this one."""
     size, own = dist.get_world_size(group), lengths[dist.get_rank(group)]
     received = rows.new_empty(size * own)
     if any(lengths):
@@ -136,7 +136,7 @@ class Arguments:
 
 
 def compared_arguments(own: Arguments, group: dist.ProcessGroup) -> list[Arguments]:
-    """Return the arguments of every rank of the group; raises on all alike where they do not fit together."""
+    """Return the arguments of every rank of the group; raises the same on all where they do not fit together."""
     everyone = [Arguments.decoded(data) for data in _gathered(own.encoded(), group)]
     if all(arguments.call.note for arguments in everyone):
         raise ConfigurationError(own.call.note)
@@ -231,14 +231,14 @@ def gather_uneven(tensor: _Tensors, *, group: dist.ProcessGroup | None = None) -
 
     Returns:
         One entry per rank, in the order of the group, on the device of this rank's tensor and in the containers of
-        this rank. Each is memory of its own. Without other ranks, ``[tensor]``, the same object.
+        this rank. Each has its own memory. Without other ranks, ``[tensor]``, the same object.
 
         Where a tensor requires a gradient on some rank, its entries do on every rank, and each rank gets the sum
         over the ranks of the gradients of its own tensor, once.
 
     Raises:
         CollectiveMismatchError: Dtypes, numbers of dimensions, kinds of device or structures differ, or autograd is
-            off on some ranks; on every rank alike, before data moves.
+            off on some ranks; on every rank, before data moves.
         ConfigurationError: ``group`` is not a group of this rank, or every rank gives something else than tensors.
 
     Ranks: all of the group, together; an all-gather of 1 KiB per rank, and one of the data (memory: group size times
@@ -383,7 +383,7 @@ class _Plan:
         )
 
     def gather(self, own: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the tensors of rank 0, then those of rank 1, and so on, each with memory of its own."""
+        """Return the tensors of rank 0, then those of rank 1, and so on, each with its own memory."""
         longest = max(layout.nbytes for layout in self.layouts)
         row = torch.zeros(longest, dtype=torch.uint8, device=self.carrier)
         self.layouts[dist.get_rank(self.group)].pack(own, row)

@@ -39,7 +39,7 @@ class Request:
 
 @dataclass(frozen=True)
 class StopDecision:
-    """What all ranks know alike when they leave."""
+    """What all ranks know when they leave, the same on each."""
 
     step: int  # number of steps after which all leave
     requests: tuple[Request, ...]  # in the order in which rank 0 received them
@@ -103,8 +103,8 @@ class StepAgreement:
     def passed(self) -> StopDecision | None:
         """Count one step as done and return the decision if all ranks leave here.
 
-        Ranks: every rank, after each step, from one thread. Costs a fraction of a microsecond while nobody
-        has asked; once somebody has, waits for rank 0's decision at the step this rank has promised.
+        Ranks: every rank, after each step, from one thread. Costs a fraction of a microsecond while no rank
+        has asked; once one has, waits for rank 0's decision at the step this rank has promised.
         """
         # The order matters: the receiving thread raises the flag before it reads the count, so either it
         # sees this step counted, or this step sees the flag.
@@ -119,7 +119,7 @@ class StepAgreement:
         Args:
             keep_requests: Ask again for what this rank has asked for and no decision has answered.
 
-        Ranks: every rank, alike: at the same step, or before the first one.
+        Ranks: every rank, at the same step, or before the first one.
         """
         with self._news:
             answered = set(self.decision.requests) if self.decision is not None else set()

@@ -4,12 +4,12 @@ A launcher of ours that is no rank itself gives its ranks a folder, and each ran
 
 =================== ============================================================================================
 ``<pid>.failed``    a rank failed; the record of the first one, the same from every rank
-``<pid>.preempted`` all ranks left together on purpose, with an exit code of their own
+``<pid>.preempted`` all ranks left together on purpose, with their exit code
 ``<pid>.ended``     this rank came to its end in good order
 ``<pid>.error``     this rank ends with an error that was no failure of one rank, such as one that all raise
 =================== ============================================================================================
 
-``torchrun`` has a file of its own for a failure, which is written beside.
+``torchrun`` has its own file for a failure, which is written too.
 """
 
 from __future__ import annotations

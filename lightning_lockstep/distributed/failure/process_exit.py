@@ -255,7 +255,7 @@ class Outcome:
         on_force: Callable[[], None] | None = None,  # called before it is ended
     ) -> None:
         """If nobody catches ``error``, end this process by force a while after Python has printed it."""
-        # A thread that is no daemon, or a blocking function of :mod:`atexit`, could hold it for ever.
+        # A thread that is no daemon, or a blocking function of :mod:`atexit`, could hold it forever.
         self._on_force = on_force  # not kept by the error, which may be pickled
         outcome_of(error).deadline = seconds, exit_code
 

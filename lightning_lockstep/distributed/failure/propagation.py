@@ -134,7 +134,7 @@ class FailurePropagation:
         return self.record is not None
 
     def has_raised(self, rank: int) -> bool:
-        """Return whether an error of this package is known that another rank may raise, or have raised, alike."""
+        """Return whether an error of this package is known that another rank may raise, or have raised, too."""
         told = self._told
         return rank != self.channel.rank and told is not None and told.of_all and told.fit > self._over
 
@@ -147,7 +147,7 @@ class FailurePropagation:
             RankFailedError: Another rank has failed, and this one had not noticed yet; or it has failed since, in the
                 fit that begins here.
 
-        Ranks: every rank, at the start of a fit; waits for nobody. Only a rank that had failed sends a message.
+        Ranks: every rank, at the start of a fit; does not wait. Only a rank that had failed sends a message.
         """
         with self._news:
             caught, told = self._raised_in, self._told
@@ -185,7 +185,7 @@ class FailurePropagation:
         """Turn an error that ended this rank's work into the one it should raise.
 
         The first rank to fail informs the others and keeps its own error, and so does a rank that raises an error
-        of the same type: all raise it alike. A rank whose collective broke because of a failure gets a
+        of the same type: each raises its own. A rank whose collective broke because of a failure gets a
         :class:`RankFailedError` that carries the first one's report.
 
         Args:
@@ -480,7 +480,7 @@ class FailurePropagation:
     def _describe(self, error: BaseException) -> FailureRecord:
         return describe_error(error, self.channel.rank, self.channel.world_size, self.where)
 
-    # -- after a while, each on a thread of its own -----------------------------------------------------
+    # -- after a while, each on a separate thread --------------------------------------------------------
 
     def _later(self, seconds: float, function: Callable[..., None], *args: Any) -> None:
         timer = threading.Timer(seconds, function, args)
@@ -504,7 +504,7 @@ class FailurePropagation:
             if record.kind == "interrupt":
                 return  # Ctrl-C came here too, and the program has handled it
         elif self._keeps is not None and not self.parent_prints:
-            return  # this rank has an error of its own, and ends by it unless the program has caught it
+            return  # this rank has its own error, and ends by it unless the program has caught it
         note_failure(record)
         if self.on_force is not None:
             self.on_force()

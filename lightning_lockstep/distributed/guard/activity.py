@@ -85,7 +85,7 @@ class Activity:
             spent[0] = sum(self._process.cpu_times()[2:4])  # of child processes that have ended
             for child in self._children():
                 with suppress(psutil.Error):
-                    spent[child.pid] = sum(child.cpu_times()[:4])  # with those of its own that have ended
+                    spent[child.pid] = sum(child.cpu_times()[:4])  # with its own children that have ended
                     counted[child.pid] = _bytes(child)
             self._samples.append(_Sample(now, spent, counted, waits))
 

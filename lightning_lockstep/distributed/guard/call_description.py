@@ -31,7 +31,7 @@ from lightning_lockstep.distributed.guard.collective_call import CollectiveCall
 
 # -- Sees each operation of torch.distributed before it runs --
 # Torch calls its process groups through operators of its dispatcher: from Python, from DDP's reducer, from
-# autograd's threads, for functional collectives and in inference mode alike. A kernel in front of those of
+# autograd's threads, for functional collectives, and in inference mode. A kernel in front of those of
 # the backends sees them all, whatever the backend. Process groups that are written in Python are called
 # past the dispatcher.
 
@@ -176,7 +176,7 @@ def _kernel(name: str) -> Callable[..., Any]:
 
 
 # -- What must be equal on all ranks of a group when they call a collective --
-# A tensor that stands for one rank, beside a list with one tensor per rank, is left out where the list says
+# A tensor that stands for one rank, next to a list with one tensor per rank, is left out where the list says
 # the same. What a rank alone gives (the list of a root) is left out where it fits what all ranks give;
 # where it does not fit, it is shown, and so differs from the others.
 

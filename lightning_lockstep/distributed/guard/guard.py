@@ -27,7 +27,7 @@ from lightning_lockstep.distributed.side_channel.channel import SideChannel
 from lightning_lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 
 # -- A last word before C++ ends this process --
-# gloo throws in a thread of its own when a peer sends more than was expected; nobody can catch that, and
+# gloo throws in one of its threads when a peer sends more than was expected; nobody can catch that, and
 # the C++ library aborts the process. It calls a function before, which may be set.
 
 # std::set_terminate of the C++ library that torch is linked with.

@@ -113,7 +113,7 @@ def _may_move_unseen() -> bool:
     """Return whether a thread is where nobody says whether it moves; what trains may wait for that one."""
     ours = {one.ident for one in threading.enumerate() if one.name.startswith(OURS)}
     return any(
-        # One that accepts connections waits for ever, as that of multiprocessing does.
+        # One that accepts connections waits forever, as that of multiprocessing does.
         frame.f_globals.get("__name__") in _UNKNOWN and frame.f_code.co_name != "accept"
         for ident, frame in sys._current_frames().items()
         if ident not in ours

@@ -75,7 +75,7 @@ class CallRecorder(Protocol):
     def arrivals(self, since: float) -> Sequence[Arrival]: ...
 
 
-# -- What process groups are called in reports, alike on all of their ranks --
+# -- What process groups are called in reports, the same on all of their ranks --
 
 #: The default process group.
 WORLD = "world"

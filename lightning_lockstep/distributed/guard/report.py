@@ -56,7 +56,7 @@ class StallReport:
         asker = self._states[self._request.rank]
         return (
             f"rank {asker.rank} has waited {self._request.seconds:.0f} s in {self._what()} at {asker.position.site}."
-            " All its ranks have called it alike, and data moves between them. No error is raised as long as it"
+            " All its ranks have made the same call, and data moves between them. No error is raised as long as it"
             " does."
         )
 
@@ -72,7 +72,7 @@ class StallReport:
         did = "never came to"
         asked = self._asked()
         if 0 in self._silent and asked and 0 not in members(self._states, asked.group):
-            did = "does not answer, and nobody else can say what is wrong with"
+            did = "does not answer, and no other rank can say what is wrong with"
         text = f"{ranks_in_words(causes)} {did} {self._what()}: {waited}\n\n{self._table(causes)}"
         for rank in causes:
             if rank in self._states and self._states[rank].position.stack:
@@ -90,11 +90,11 @@ class StallReport:
         return f"{text}\n\n{remedy}"
 
     def does_not_complete(self, ranks: Sequence[int]) -> str:
-        """Return the report of a collective that its ranks have called alike."""
+        """Return the report of a collective for which all ranks have made the same call."""
         return (
-            f"{self._what()} does not complete though {ranks_in_words(ranks)} have called it alike,"
+            f"{self._what()} does not complete though {ranks_in_words(ranks)} have made the same call,"
             f" {self._request.seconds:.0f} s ago\n\n{self._table(())}\n\n"
-            "Look at the network between the hosts, or at what runs beside it on other threads. A transfer that only"
+            "Look at the network between the hosts, or at what else runs on other threads. A transfer that only"
             " needs longer can be given time by a larger stall_timeout."
         )
 

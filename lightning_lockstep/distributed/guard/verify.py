@@ -110,7 +110,7 @@ def _identity(group: dist.ProcessGroup) -> GroupIdentity:
     return GroupIdentity(title, ranks, group.rank())
 
 
-# -- A gloo group beside a process group, over which its ranks compare what they are about to call --
+# -- A second gloo group of a process group, over which its ranks compare what they are about to call --
 # It is built by the ranks of the group alone, and torch.distributed does not know of it: what is sent over
 # it goes past torch's dispatcher, and is not seen by whoever watches that. Its connections are TCP
 # connections of this process like those of the backend, and are ended with them when the guard has found
@@ -124,7 +124,7 @@ class ComparisonGroup:
     """Compares numbers and exchanges texts between the ranks of a group; used by one thread at a time."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, *, timeout: float) -> None:
-        # A connection of its own, so that nobody else has to wait for the store meanwhile.
+        # A separate connection, so that nobody else has to wait for the store meanwhile.
         own = dist.PrefixStore(_PREFIX, store.clone() if hasattr(store, "clone") else store)
         number = _wait_for_all(own, size, timeout)  # DistStoreError: not all came in time
         self._rank, self._size = rank, size
@@ -314,7 +314,7 @@ class _GroupVerifier(GroupMessages):
         return known
 
     def _difference(self, described: Description, number: int, timeout: float) -> str | None:
-        """Return what is wrong beside the call itself where the ranks disagree, ``None`` where they agree."""
+        """Return what else than the call itself is wrong where the ranks disagree, ``None`` where they agree."""
         if self._comparison is None:
             size = len(self._identity.ranks)
             self._comparison = ComparisonGroup(self._store, self._identity.rank, size, timeout=timeout)
@@ -336,7 +336,7 @@ class _GroupVerifier(GroupMessages):
 
 
 def _in_short(calls: Mapping[int, CollectiveCall]) -> Mapping[int, CollectiveCall]:
-    """Return the calls with those tensors alone that differ, where they are alike but for some of many tensors."""
+    """Return the calls with those tensors alone that differ, where they are equal but for some of many tensors."""
     counts = {len(call.shapes) for call in calls.values()}
     if len({call.title for call in calls.values()}) > 1 or len(counts) > 1 or max(counts) <= _SHOWN:
         return calls

@@ -96,7 +96,7 @@ class Waits:
 
 # -- Watches this rank's collectives, and asks about one that does not complete --
 #
-# Nothing is sent while collectives complete in time. Everything here runs on a thread of its own, so that
+# Nothing is sent while collectives complete in time. Everything here runs on a separate thread, so that
 # it works while the main thread waits in a collective, in C++.
 
 _log = logging.getLogger(__name__)
@@ -211,7 +211,7 @@ class CollectiveWatch:
                 to_do()
                 self.stall.work()
             except Exception:
-                if self.channel.usable:  # the watch must not end because of one fault
+                if self.channel.usable:  # the watch must not end because of one error
                     _log.exception("the watch of the collectives failed")
             if self.stall.error is not None and not has_given:
                 has_given = True

@@ -4,7 +4,7 @@
     register_mpi_backend()
     torch.distributed.init_process_group("mpi4py", rank=..., world_size=..., store=...)
 
-A group is an MPI communicator of its own. What its operations do is in :mod:`operations`, how they wait
+Each group is a separate MPI communicator. What its operations do is in :mod:`operations`, how they wait
 in :mod:`progress`, how ranks are compared in :mod:`rank_check`. mpi4py is imported when the first group is
 made, not before.
 
@@ -48,7 +48,7 @@ _defaults = MPIBackendOptions()
 
 
 def default_options(options: MPIBackendOptions) -> None:
-    """Set the options of groups that are made without any, sub-groups included; on all ranks alike."""
+    """Set the options of groups that are made without any, sub-groups included; the same on all ranks."""
     global _defaults
     _defaults = options
 

@@ -23,7 +23,7 @@ from lightning_lockstep.errors import CollectiveMismatchError
 
 # -- From the tensors of a caller to memory that MPI can use, and back --
 # Contiguous tensors on the CPU are used as they are. Others are copied: strided ones into a contiguous one,
-# CUDA ones into pinned host memory on a stream of their own, so that the caller's stream never waits for
+# CUDA ones into pinned host memory on a separate stream, so that the caller's stream never waits for
 # MPI. Where the MPI library takes CUDA memory, contiguous CUDA tensors are used as they are, too.
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -257,7 +257,7 @@ class GroupEngine:
                 self.runtime.call(comm.Free)
 
     def _compared(self, call: Call, number: int, site: str, inner: Body, here: bool) -> Body:
-        # What the ranks must know alike: whether they carry out MPI's collectives blocking or polled.
+        # What must be the same on all ranks: whether they carry out MPI's collectives blocking or polled.
         large = call.nbytes > LIMITS.polled
         owner = object()
         together = False

@@ -119,7 +119,7 @@ def parts_by_sizes(name: str, whole: Tensor, sizes: Sequence[int], count: int) -
 # Each operation is a generator as :mod:`progress` describes. It also yields :class:`Collective`, an MPI
 # collective that whoever runs the operation carries out in one of two ways, the same on all ranks:
 # blocking, which is faster for large tensors, or started and polled. Which MPI collectives an operation
-# consists of depends only on what all ranks know alike, never on where a rank's tensors lie. Memory is
+# consists of depends only on what is the same on all ranks, never on where a rank's tensors lie. Memory is
 # handed to MPI by address.
 #
 # Two numbers steer large messages. A reduction goes in pieces that stay in the cache of the CPU, which on

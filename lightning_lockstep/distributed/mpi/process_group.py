@@ -22,7 +22,7 @@ from lightning_lockstep.errors import CollectiveMismatchError
 
 # -- Messages between two ranks --
 # MPI compares neither dtype nor, when the message is the shorter one, size. So each message is announced: a
-# header with its dtype, its number of elements and a tag of its own goes ahead, on the tag that the user
+# header with its dtype, its number of elements and a separate tag goes ahead, on the tag that the user
 # chose. The receiver reads the header first, from whichever rank it is, and knows what follows.
 
 _MESSAGE_DTYPES = [

@@ -101,7 +101,7 @@ class Task:
         *,
         timeout: float,  # longest wait for the other ranks [s]
         timed_out: Callable[[float], BaseException],  # makes the error, from the seconds waited
-        lane: Any = None,  # tasks of one lane run one after another; None: beside all others
+        lane: Any = None,  # tasks of one lane run one after another; None: at the same time as all others
         cannot_complete: Callable[[], bool],  # a rank that it needs has exited
     ) -> None:
         self._body, self._requests, self.lane, self.timed_out = body, (), lane, timed_out
@@ -128,7 +128,7 @@ class Task:
         return False
 
     def step_some(self, times: int) -> bool:
-        """Step up to so many times; return whether the operation is over, also by an error of its own."""
+        """Step up to so many times; return whether the operation is over, also if it failed."""
         try:
             return any(self.step() for _ in range(times))
         except BaseException as error:  # belongs to whoever waits for the operation

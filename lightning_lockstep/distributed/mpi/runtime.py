@@ -95,7 +95,7 @@ class MPIRuntime:
         """Finalise MPI, which waits for the other ranks, or abort the job if this process has failed."""
         if self.failed is not None:
             flush_everything()
-            # MPI asks this host's daemon to end the job, and waits for ever if that is frozen or has just died.
+            # MPI asks this host's daemon to end the job, and waits forever if that is frozen or has just died.
             self._nowhere = open(os.devnull, "w")  # noqa: SIM115 - stays open until the end
             faulthandler.dump_traceback_later(_ABORTED, exit=True, file=self._nowhere)
             self.MPI.COMM_WORLD.Abort(self.failed)
@@ -303,7 +303,7 @@ def _over_mpi(rank: int, size: int, local_rank: int, local_size: int, started_by
         raise LaunchError(
             f"The environment variables and MPI disagree about the number of ranks:\n\n{table}\n\n"
             "The ranks were started by a launcher of another MPI than the one mpi4py loads, so each is alone."
-            " Use the mpirun of that MPI (for the wheels: the one beside this Python), set MPI4PY_LIBMPI to"
+            " Use the mpirun of that MPI (for the wheels: the one next to this Python), set MPI4PY_LIBMPI to"
             " the libmpi.so of your launcher, or give `srun` --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)."
         )
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()

@@ -213,7 +213,7 @@ class SideChannel(ABC):
                 is allowed.
             make: Makes what is sent out of ``body``, off the caller's thread and in the order of the posts.
 
-        Ranks: any rank, alone. Costs the caller a few microseconds and waits for nobody; a message to a
+        Ranks: any rank, alone. Costs the caller a few microseconds and does not wait; a message to a
         rank that has exited is lost.
         """
         self._put(Post(topic, body, to if to is None or isinstance(to, int) else tuple(to), make))

@@ -13,7 +13,7 @@ from lightning_lockstep.errors import CollectiveStallError
 
 # -- One entry of every rank, collected without a collective --
 # Each rank posts its entry to the rank that collects. When all have come, or when that rank has waited long
-# enough, the collected entries are there: on every rank alike, or on the collecting rank alone. A rank may
+# enough, the collected entries are there: on every rank the same, or on the collecting rank alone. A rank may
 # wait for them at once (:meth:`Gather.collect`), or post now and read later (:meth:`Gather.post` and
 # :meth:`Gather.read`), when they have long arrived and nobody waits.
 
@@ -93,7 +93,7 @@ class Gather:
             entry: Anything that JSON can hold.
             to: The one rank that gets the entries; ``None`` collects them on rank 0 and gives them to all.
 
-        Ranks: every rank, once for each key; waits for nobody.
+        Ranks: every rank, once for each key; does not wait.
         """
         collector = to or 0
         if collector == self.channel.rank:

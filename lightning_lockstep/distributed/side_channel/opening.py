@@ -121,7 +121,7 @@ def _open_on(group: RankGroup, timeout: float, broadcast: Callable[[Any], Any] |
     if fingerprint(given or token or "") != print_of_main:
         raise LaunchError(
             f"Rank {group.rank} of {group.world_size} has another {JOB_TOKEN} than rank 0, or none. Give every rank of"
-            " the job the same, or none, and every job a MASTER_PORT of its own."
+            " the job the same, or none, and every job a different MASTER_PORT."
         )
     main_host = host_of(address)
     channel = ZeroMQSideChannel(

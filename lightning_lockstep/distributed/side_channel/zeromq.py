@@ -57,7 +57,7 @@ HELLO, POST, FLUSH, ARRIVED, CLOSING = b"hello", b"post", b"flush", b"arrived", 
 _WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 # Messages for a rank that is not connected yet, or not at the moment; older ones are dropped beyond this number.
 _KEPT_UNSENT = 10_000
-# Descriptors of rank 0 beside those that are open and its connections: files, loaders, further process groups.
+# Descriptors of rank 0 on top of those that are open and its connections: files, loaders, process groups.
 _SPARE_DESCRIPTORS = 200
 # How many messages are received before those are sent that were posted here meanwhile.
 _RECEIVED_AT_ONCE = 100
@@ -71,7 +71,7 @@ _STOPPED = "its process is there and does not run: it was stopped, or its host h
 _HANDLED_FOR = 1.0
 # So often in a row a connection is refused before that counts: a full queue of the listener refuses, too.
 _REFUSALS = 2
-# Contexts of channels whose end took too long: collected as garbage, one would wait for its sockets for ever.
+# Contexts of channels whose end took too long: collected as garbage, one would wait for its sockets forever.
 _unfinished: list[Any] = []
 
 _log = logging.getLogger(__name__)
@@ -242,7 +242,7 @@ class ZeroMQSideChannel(SideChannel):
         self._arrived.put(None)
         self._calls.join(max(timeout, 0.5))
         if not self._sockets.is_alive():
-            # It waits for what was sent last to leave; a thread of its own keeps that wait bounded in any case.
+            # It waits for what was sent last to leave; a separate thread keeps that wait bounded in any case.
             ending = threading.Thread(target=self._context.term, name="lockstep-term", daemon=True)
             ending.start()
             ending.join(max(timeout, 1.0))
@@ -499,7 +499,7 @@ class ZeroMQSideChannel(SideChannel):
                 if self._suspects.pop(rank, None) is suspects[rank]:
                     self._note_end(self._lost_ranks, rank)
                     host, port = self._probe_at[rank]
-                    self._tell(self._on_lost, rank, f"nobody listens at {host} port {port} any more")
+                    self._tell(self._on_lost, rank, f"nothing listens at {host} port {port} any more")
             time.sleep(_PROBE_EVERY)
 
     def _is_gone(self, rank: int, suspect: _Suspect) -> bool:
@@ -588,7 +588,7 @@ def probe(host: str, port: int) -> str | None:
 
 def sender_of(identity: Any) -> bytes:
     """Return the identity under which a peer has connected, of the first frame of a message."""
-    # Once it has connected again, ZeroMQ names its former connection by a number of its own that begins with
+    # Once it has connected again, ZeroMQ names its former connection by a new number that begins with
     # a zero byte; what has come by that connection is read all the same.
     name: bytes = identity.bytes
     return str(identity.get("Identity")).encode() if name.startswith(b"\0") else name

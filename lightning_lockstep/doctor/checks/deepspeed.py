@@ -26,7 +26,7 @@ from lightning_lockstep.doctor.registry import (
     warning,
 )
 
-# What an operation is linked with, beside Python; those that begin with `fused` are compiled by nvcc.
+# What an operation is linked with, in addition to Python; those that begin with `fused` are compiled by nvcc.
 _NEEDS = {
     "async_io": ("aio",),
     "pin_memory": ("aio",),

@@ -20,11 +20,11 @@ from lightning_lockstep.doctor.registry import (
 )
 
 _MIB = 2**20
-# Clocks, and the speed of a matrix product, that differ by less than this are alike.
+# Clocks, and the speed of a matrix product, that differ by less than this count as equal.
 _ALIKE_CLOCKS, _ALIKE_SPEED = 0.95, 0.9
 _LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 
-# With these srun gives each task devices of its own.
+# With these srun gives each task its own devices.
 _BOUND_BY_SLURM = (
     "SLURM_GPUS_PER_TASK",
     "SLURM_GPU_BIND",

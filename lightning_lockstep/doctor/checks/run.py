@@ -307,7 +307,7 @@ def _against_overflow(producer: Mapping[str, Any], remedy: Mapping[str, Any]) ->
 
 
 def _reports(folder: RunFolder) -> list[str]:
-    """Return the reports of the overflow detector; without a folder of its own, it writes to that of the logger."""
+    """Return the reports of the overflow detector; without its own folder, it writes to that of the logger."""
     names = folder.glob("overflow/*.json", "*/overflow/*.json", "*/*/overflow/*.json")
     return [name for name in names if not folder.is_of_earlier_attempt(name)]
 

@@ -199,7 +199,7 @@ def test_a_wait_for_others_than_a_frozen_rank_0_is_no_error_until_it_breaks() ->
         work(stall)
         process.kill()
     assert str(stall.error).startswith(
-        "rank 0 does not answer, and nobody else can say what is wrong with collective #1 of group"
+        "rank 0 does not answer, and no other rank can say what is wrong with collective #1 of group"
         " '1 (ranks 1, 2)' ((not recorded)): the wait of rank 1 was ended by Connection closed"
     )
 

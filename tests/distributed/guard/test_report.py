@@ -273,7 +273,7 @@ def test_a_root_that_a_rank_does_not_tell_any_more_is_no_difference_but_two_are(
     gone_on = rank(2, call(done=True, **kinds), of=3)
     found = verdict(inside(0, "0"), inside(1, "0"), gone_on)
     assert found is not None and found.kind == "stall"
-    assert "though ranks 0-2 have called it alike" in found.text
+    assert "though ranks 0-2 have made the same call" in found.text
     found = verdict(inside(0, "0"), inside(1, "1"), gone_on)
     assert lines(found)[0] == "ranks disagree on collective #1 of group 'world'"
     assert found is not None and found.ranks == (1,), "of rank 2 nothing else is known"
@@ -432,14 +432,14 @@ def test_a_receive_and_a_collective_that_wait_for_each_other() -> None:
 def test_a_collective_that_all_have_called_alike_and_that_does_not_complete() -> None:
     found = verdict(rank(0, call()), rank(1, call()))
     assert lines(found) == [
-        "collective #1 of group 'world' (all_reduce) does not complete though ranks 0-1 have called it alike,"
+        "collective #1 of group 'world' (all_reduce) does not complete though ranks 0-1 have made the same call,"
         " 61 s ago",
         "",
         "  rank  operation   dtype    shape  called from / now at",
         "  0     all_reduce  float32  (4,)   train.py:1 in step",
         "  1     all_reduce  float32  (4,)   train.py:1 in step",
         "",
-        "Look at the network between the hosts, or at what runs beside it on other threads. A transfer that only"
+        "Look at the network between the hosts, or at what else runs on other threads. A transfer that only"
         " needs longer can be given time by a larger stall_timeout.",
     ]
     assert found is not None and (found.kind, found.ranks) == ("stall", ())
@@ -499,7 +499,7 @@ def test_a_silent_rank_whose_process_computes_is_a_remark() -> None:
 def test_a_collective_whose_data_is_still_on_its_way_is_a_remark() -> None:
     found = verdict(rank(0, call()), rank(1, call(), moves=True))
     assert found is not None and (found.kind, found.ranks) == ("slow", ())
-    assert "All its ranks have called it alike, and data moves between them." in found.text
+    assert "All its ranks have made the same call, and data moves between them." in found.text
     # What differs does so whatever moves.
     found = verdict(rank(0, call()), rank(1, call(operation="barrier"), moves=True))
     assert found is not None and found.kind == "mismatch"
