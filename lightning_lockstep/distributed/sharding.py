@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 )
 
 from lightning_lockstep._doors.lightning import find_shared_parameters, set_shared_parameters
-from lightning_lockstep._doors.torch_internals import unreduced_holders
+from lightning_lockstep._doors.torch_internals import gathered_parameter, unreduced_holders
 from lightning_lockstep.distributed.sharded_state import is_divided
 from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
 
@@ -155,10 +155,7 @@ def own_gradients(module: nn.Module) -> list[Tensor]:
     with torch.no_grad():
         parts: list[Tensor] = [g.to_local() if is_divided(g) else g for g in found if g is not None]
     for one in _holders(module):
-        whole = (
-            one.unsharded_accumulated_grad,
-            getattr(getattr(one, "_unsharded_param", None), "grad", None),
-        )
+        whole = (one.unsharded_accumulated_grad, getattr(gathered_parameter(one), "grad", None))
         parts += [gradient for gradient in whole if gradient is not None]
     return parts
 
@@ -173,12 +170,13 @@ def drop_step(module: nn.Module) -> None:
     parts: list[Any] = divided_parts(module)
     inner = {part for one in parts for part in divided_parts(one) if part is not one}
     for part in parts:
-        if part not in inner and any(hasattr(one, "_unsharded_param") for one in _holders(part)):
+        if part not in inner and any(gathered_parameter(one) is not None for one in _holders(part)):
             part.reset_iter_state()
     for one in _holders(module):
         one.unsharded_accumulated_grad = None
-        if hasattr(one, "_unsharded_param"):
-            one.unsharded_param.grad = None
+        parameter = gathered_parameter(one)
+        if parameter is not None:
+            parameter.grad = None
 
 
 def _holders(module: nn.Module) -> list[Any]:
