@@ -180,6 +180,16 @@ def gathered_parameter(holder: Any) -> Tensor | None:
     return getattr(holder, "_unsharded_param", None)
 
 
+# As a pickle names it.
+GET_LAYOUT = (
+    "torch.serialization",
+    _noted(
+        "torch.serialization._get_layout",
+        "by it torch's distributed checkpoint writes the layout of a tensor",
+    ),
+)
+
+
 @TORCH.touches(
     "torch.distributed.distributed_c10d._get_default_store",
     why="the ranks meet at the store of the default group",
