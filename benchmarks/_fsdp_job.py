@@ -20,6 +20,8 @@ from benchmarks._fit import BARE, StepTimes
 from lightning_lockstep import LockstepDDPStrategy, LockstepDeepSpeedStrategy, LockstepFSDPStrategy
 
 BATCH, CONTEXT, VOCABULARY = 4, 32, 256
+#: Width, layers and steps of a run before the one that is measured: what a process loads and starts once comes with it.
+FIRST = (128, 2, 2)
 
 
 class Layer(nn.TransformerEncoderLayer):
@@ -81,19 +83,20 @@ def fitted(
 ) -> dict[str, float]:
     """Fit with a strategy; median step [s] and peak memory above the start [bytes]."""
     _prepare()
-    times = StepTimes()
-    strategy = make()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        max_epochs=1,
-        use_distributed_sampler=False,
-        **BARE,
-        callbacks=[times],
-    )
-    before = psutil.Process().memory_info().rss
-    trainer.fit(net(width, layers), torch.utils.data.DataLoader(batches(steps), batch_size=None))  # type: ignore[arg-type]
+    for size in (FIRST, (width, layers, steps)):
+        times = StepTimes()
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=make(),
+            max_epochs=1,
+            use_distributed_sampler=False,
+            **BARE,
+            callbacks=[times],
+        )
+        before = psutil.Process().memory_info().rss
+        data = torch.utils.data.DataLoader(batches(size[2]), batch_size=None)  # type: ignore[arg-type]
+        trainer.fit(net(*size[:2]), data)
     return {"seconds": times.median(skip=5), "bytes": _peak() - before}
 
 
@@ -120,7 +123,16 @@ def bare(width: int, layers: int, steps: int) -> dict[str, float]:
     """The same by ``fully_shard`` and a loop."""
     _prepare()
     dist.init_process_group("gloo")
-    before = psutil.Process().memory_info().rss
+    for size in (FIRST, (width, layers, steps)):
+        before = psutil.Process().memory_info().rss
+        starts = looped(*size)
+    gaps = [after - begun for begun, after in itertools.pairwise(starts)]
+    dist.destroy_process_group()
+    return {"seconds": statistics.median(gaps[5:]), "bytes": _peak() - before}
+
+
+def looped(width: int, layers: int, steps: int) -> list[float]:
+    """When each step began [s]."""
     data = batches(steps)
     net = Transformer(width, layers)
     for tensor in (*net.parameters(), *net.buffers()):
@@ -134,6 +146,4 @@ def bare(width: int, layers: int, steps: int) -> dict[str, float]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    gaps = [after - begun for begun, after in itertools.pairwise(starts)]
-    dist.destroy_process_group()
-    return {"seconds": statistics.median(gaps[5:]), "bytes": _peak() - before}
+    return starts

@@ -75,7 +75,8 @@ def run(quick: bool) -> Report:
     notes = [
         "Each sample is the median step of a run of its own in two fresh processes; all variants have the same model,"
         " data and optimizer, and those that divide it the same units: a layer each.",
-        "Memory is the highest resident size of the process less that before the model is made, so it has the whole"
-        " model that every rank makes at first, the activations, the batches, and what the libraries allocate.",
+        "Memory is the highest resident size of the process less that before the model is made, after a run of a small"
+        " model: so it has the whole model that every rank makes at first, activations and batches, and not what"
+        " a process loads once.",
     ]
     return Report("LockstepFSDPStrategy over a fully_shard loop, 2 ranks, gloo", tables, notes)

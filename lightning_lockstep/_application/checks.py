@@ -20,7 +20,7 @@ from lightning_lockstep._application.values import Fault, TargetChecks, mismatch
 from lightning_lockstep._doors.lightning import LightningEnvironment
 from lightning_lockstep._settings import is_whole
 from lightning_lockstep._text import counted
-from lightning_lockstep.deepspeed.checkpoints.files import is_checkpoint_folder, read_file
+from lightning_lockstep.deepspeed.checkpoints.files import BEFORE, is_checkpoint_folder, read_file, saved_at
 from lightning_lockstep.deepspeed.checkpoints.resuming import CONSOLIDATED
 from lightning_lockstep.demo.data import batch_size_per_rank
 from lightning_lockstep.doctor.check_runner import Checks
@@ -67,6 +67,7 @@ def find_checkpoint(
     path = Path(started_in, given).absolute()
     if path.is_dir() and not is_checkpoint_folder(path):
         path = path / _LAST
+    path = saved_at(path)
     if not (path.is_file() or is_checkpoint_folder(path)):
         raise ConfigurationError(f"ckpt_path={given}: there is no checkpoint {path}")
     return str(path)
@@ -74,7 +75,12 @@ def find_checkpoint(
 
 def _newest_of_this_run(run_folder: Path, folders: Sequence[Path]) -> Path | None:
     """Return the newest checkpoint of a run from which a fit can go on, of whatever callback, or of a requeue."""
-    found = {path for folder in (run_folder / "checkpoints", *folders) for path in folder.glob("*.ckpt")}
+    found = {
+        saved_at(Path(str(path).removesuffix(BEFORE)), says=False)
+        for folder in (run_folder / "checkpoints", *folders)
+        for pattern in ("*.ckpt", f"*.ckpt{BEFORE}")
+        for path in folder.glob(pattern)
+    }
     found |= set(run_folder.glob("hpc_ckpt_*.ckpt"))
     ages = {path: path.stat().st_mtime for path in found if _belongs(path, run_folder)}
     return next(filter(_can_be_resumed, sorted(ages, key=ages.__getitem__, reverse=True)), None)
@@ -105,8 +111,9 @@ def _can_be_resumed(path: Path) -> bool:
 def _newest(run_folder: Path) -> Path:
     run_folder = run_folder.absolute()
     # Next to a run lie other runs; next to a job of a sweep its other jobs, next to the sweep other sweeps.
-    own = run_folder / _LAST
-    found = [own] if own.exists() else list(run_folder.parent.glob(f"*/{_LAST}"))
+    own = saved_at(run_folder / _LAST)
+    others = (saved_at(folder / _LAST, says=False) for folder in run_folder.parent.glob("*"))
+    found = [own] if own.exists() else [path for path in others if path.exists()]
     if not found:
         raise ConfigurationError(
             f"ckpt_path=last: no run under {run_folder.parent} has a {_LAST} yet; name a file or a run folder"

@@ -158,6 +158,19 @@ def show_accelerator(accelerator: Any) -> None:
         frame = frame.f_back  # type: ignore[assignment]
 
 
+@touches(
+    "Trainer._run", why="Lightning forgets weights_only of a run in which weights are loaded after setup"
+)
+def weights_only_of_run(given: bool | None) -> bool | None:
+    """Return ``weights_only`` as it was given to a strategy, or else to the run of the Trainer."""
+    frame = sys._getframe(1)
+    while given is None and frame is not None:
+        if frame.f_code is Trainer._run.__code__:
+            return frame.f_locals.get("weights_only")
+        frame = frame.f_back  # type: ignore[assignment]
+    return given
+
+
 @touches("LightningModule._device_mesh", why="what a module's own configure_model divides it over")
 def give_device_mesh(module: Any, mesh: Any) -> None:
     """Let a module know the mesh of the ranks, as ``module.device_mesh``."""

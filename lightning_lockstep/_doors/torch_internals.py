@@ -171,6 +171,26 @@ def unreduced_holders(part: Any) -> list[Any]:
 
 
 @TORCH.touches(
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._unsharded_param",
+    why="whole gradients of a step that was broken off are kept there, and asking by the public name fails before the"
+    " first gather",
+)
+def gathered_parameter(holder: Any) -> Tensor | None:
+    """Return the whole parameter of such a holder; ``None`` before it is gathered for the first time."""
+    return getattr(holder, "_unsharded_param", None)
+
+
+# As a pickle names it.
+GET_LAYOUT = (
+    "torch.serialization",
+    _noted(
+        "torch.serialization._get_layout",
+        "by it torch's distributed checkpoint writes the layout of a tensor",
+    ),
+)
+
+
+@TORCH.touches(
     "torch.distributed.distributed_c10d._get_default_store",
     why="the ranks meet at the store of the default group",
 )

@@ -6,14 +6,24 @@ checkpoint. It is read on any number of ranks, and by one process without any.
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import pickle
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from lightning_lockstep._doors.torch_internals import (
+    GET_LAYOUT,
+    set_versions_of_modules,
+    versions_of_modules,
+)
+from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.errors import ConfigurationError
 
 #: The file of a folder that holds what is no divided tensor, and the entry there that says where those belong.
@@ -36,7 +46,7 @@ def is_divided(value: object) -> bool:
 def gathered(tree: Any, *, keep: bool) -> Any:
     """Return nested dicts and lists with whole tensors on the host for divided ones, or ``None``; ranks: all."""
     if isinstance(tree, dict):
-        return {key: gathered(value, keep=keep) for key, value in tree.items()}
+        return _with_versions_of(tree, {key: gathered(value, keep=keep) for key, value in tree.items()})
     if isinstance(tree, list):
         return [gathered(value, keep=keep) for value in tree]
     if not is_divided(tree):
@@ -44,6 +54,16 @@ def gathered(tree: Any, *, keep: bool) -> Any:
     on_device: Any = tree.detach().to(tree.device_mesh.device_type)
     whole = on_device.full_tensor()
     return whole.cpu() if keep else None
+
+
+def _with_versions_of(tree: Mapping[str, Any], content: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a state dict with the versions of modules, by which they load what older ones have saved."""
+    versions = versions_of_modules(tree)
+    if versions is None:
+        return content
+    content = OrderedDict(content)  # which takes attributes
+    set_versions_of_modules(content, versions)
+    return content
 
 
 def _divided_like(value: Any, like: Any) -> Any:
@@ -58,19 +78,37 @@ def _divided_like(value: Any, like: Any) -> Any:
 def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
     """Load weights, whole or divided, into a module. Ranks: each, alone."""
     own = module.state_dict()
-    module.load_state_dict(
-        {name: _divided_like(value, own.get(name)) for name, value in state.items()}, strict
-    )
+    divided = {name: _divided_like(value, own.get(name)) for name, value in state.items()}
+    module.load_state_dict(_with_versions_of(state, divided), strict)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load the state of an optimizer, whole or divided. Ranks: each, alone."""
+    _check_groups(optimizer, state)
     parameters = parameters_of(optimizer)
     loaded = {}
     for number, values in state["state"].items():
         parameter = parameters[number]
         loaded[number] = {key: _fitting(optimizer, value, parameter) for key, value in values.items()}
     optimizer.load_state_dict({**state, "state": loaded})
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    saved, own = (
+        [len(group["params"]) for group in groups]
+        for groups in (state["param_groups"], optimizer.param_groups)
+    )
+    if saved != own:
+        raise ConfigurationError(
+            f"The checkpoint has the state of an optimizer for {_in_groups(saved)}, and {type(optimizer).__name__} is"
+            f" for {_in_groups(own)}: expected as many parameters in the same groups. Let configure_optimizers make"
+            " them as in the run that saved the checkpoint, or load its weights alone (`load_from_checkpoint`)."
+        )
+
+
+def _in_groups(sizes: Sequence[int]) -> str:
+    groups = "" if len(sizes) == 1 else f" in {len(sizes)} groups of {', '.join(map(str, sizes))}"
+    return f"{sum(sizes)} parameters{groups}"
 
 
 def _fitting(optimizer: torch.optim.Optimizer, value: Any, parameter: Tensor) -> Any:
@@ -95,6 +133,22 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def is_parts_folder(path: str | Path) -> bool:
     """Return whether a path is such a folder; no file is read."""
     return (Path(path) / REST).is_file() and (Path(path) / _TABLE).is_file()
+
+
+def all_see_parts(path: str | Path, gather: Callable[[Any], Sequence[Any]]) -> bool:
+    """Return whether a path is such a folder; raise on all ranks where they see different things. Ranks: all."""
+    kind = "a folder of parts" if is_parts_folder(path) else "another checkpoint"
+    kinds, paths = zip(*gather((kind if Path(path).exists() else "nothing", str(path))), strict=True)
+    if len(set(kinds)) > 1:
+        seen = [
+            f"{kind} on {ranks_in_words(rank for rank, one in enumerate(kinds) if one == kind)}"
+            for kind in dict.fromkeys(kinds)
+        ]
+        raise ConfigurationError(
+            f"{paths[0]}: there is {', '.join(seen)}: expected one checkpoint that all ranks see. Put it on a disk that"
+            " all nodes share, and give its absolute path."
+        )
+    return kinds[0] == "a folder of parts"
 
 
 def save_parts(checkpoint: dict[str, Any], folder: Path, *, is_main: bool) -> None:
@@ -123,7 +177,8 @@ def _divided(tree: Any, place: Place) -> Iterator[tuple[Place, Tensor]]:
 def _without(tree: Any, left_out: Mapping[Place, Any], place: Place) -> Any:
     if isinstance(tree, dict):
         kept = {key: value for key, value in tree.items() if (*place, key) not in left_out}
-        return {key: _without(value, left_out, (*place, key)) for key, value in kept.items()}
+        rest = {key: _without(value, left_out, (*place, key)) for key, value in kept.items()}
+        return _with_versions_of(tree, rest)
     if isinstance(tree, list):
         return [_without(value, left_out, (*place, number)) for number, value in enumerate(tree)]
     return tree
@@ -137,18 +192,32 @@ def load_parts(
     weights_only: bool,  # whether only plain data may be read
 ) -> dict[str, Any]:
     """Return a checkpoint with this rank's parts of divided tensors. Ranks: all, together."""
+    try:
+        rest = torch.load(folder / REST, map_location="cpu", weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        what = str(error).rpartition("WeightsUnpickler error: ")[2].partition(" Please use")[0].strip()
+        raise ConfigurationError(f"{folder / REST}: {what} {_TRUST}") from error
+    for optimizer, state in zip(optimizers, rest.get("optimizer_states", ()), strict=False):
+        _check_groups(optimizer, state)
     own = module.state_dict()
 
     def like(place: Place) -> object:
-        if place[0] != "optimizer_states":
-            return own.get(str(place[1]))
-        number, parameter = int(place[1]), int(place[3])  # optimizer_states, 0, state, 5, exp_avg
-        return parameters_of(optimizers[number])[parameter] if number < len(optimizers) else _LEFT_OUT
+        match place:
+            case ("state_dict", name):
+                return own.get(str(name))
+            case ("optimizer_states", int(number), "state", int(parameter), _):
+                known = number < len(optimizers)
+                return parameters_of(optimizers[number])[parameter] if known else _LEFT_OUT
+        return None  # what the program itself has added
 
-    return read_parts(folder, torch.load(folder / REST, map_location="cpu", weights_only=weights_only), like)
+    return read_parts(folder, rest, like, weights_only=weights_only)
 
 
 _LEFT_OUT = object()
+_TRUST = (
+    "Expected plain data, as anything else could run code when it is read; none of it was run. If you trust the file,"
+    " give weights_only=False to fit, validate, test or predict."
+)
 
 
 def read_parts(
@@ -157,10 +226,14 @@ def read_parts(
     like: Callable[[Place], object] = lambda place: (
         None
     ),  # a divided tensor like the one at a place; else a whole one
+    *,
+    weights_only: bool = True,
 ) -> dict[str, Any]:
     """Return the checkpoint of a folder. Ranks: all, together; or a process without others."""
     import torch.distributed.checkpoint as dcp
 
+    if weights_only:
+        _check_table(folder / _TABLE)
     places = {name: tuple(place) for name, place in rest.pop(PLACES).items()}
     stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     wanted: dict[str, Any] = {}
@@ -184,3 +257,29 @@ def read_parts(
             target = target[key]
         target[last] = value
     return rest
+
+
+class _Table(pickle.Unpickler):
+    """Makes nothing but what torch writes into its table of contents, which it reads as any pickle."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in _MODULES or module.startswith(_MODULES[-1]):
+            found = super().find_class(module, name)
+            is_record = isinstance(found, type) and (
+                dataclasses.is_dataclass(found) or issubclass(found, (enum.Enum, PurePath, torch.Size))
+            )
+            if is_record or isinstance(found, torch.dtype) or (module, name) == GET_LAYOUT:
+                return found
+        raise pickle.UnpicklingError(f"names {module}.{name}")
+
+
+# Where torch has what is in its table, the path of the folder included.
+_MODULES = ("pathlib", "pathlib._local", "torch", "torch.serialization", "torch.distributed.checkpoint.")
+
+
+def _check_table(path: Path) -> None:
+    try:
+        with open(path, "rb") as file:
+            _Table(file).load()
+    except pickle.UnpicklingError as error:
+        raise ConfigurationError(f"{path}: {error}, which torch does not write there. {_TRUST}") from None

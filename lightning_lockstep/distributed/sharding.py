@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 )
 
 from lightning_lockstep._doors.lightning import find_shared_parameters, set_shared_parameters
-from lightning_lockstep._doors.torch_internals import unreduced_holders
+from lightning_lockstep._doors.torch_internals import gathered_parameter, unreduced_holders
 from lightning_lockstep.distributed.sharded_state import is_divided
 from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
 
@@ -106,19 +106,31 @@ def _own(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers(recurse=False)
 
 
-def broadcast(tensors: Sequence[Tensor]) -> None:
-    """Give tensors the values of rank 0, in place. Ranks: all, together; a broadcast a tensor."""
+def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Give tensors the values of the first rank, in place. Ranks: all, together; a broadcast a tensor."""
     for tensor in tensors:
         row = tensor.detach().contiguous()
         if row.numel():
             # As bytes: whatever the backend knows of the dtype.
-            dist.broadcast(row.view(-1).view(torch.uint8), 0)
+            dist.broadcast(row.view(-1).view(torch.uint8), group=group, group_src=0)
             tensor.detach().copy_(row)
+
+
+def make_copies_equal(module: nn.Module) -> None:
+    """Give all copies of a divided model the values of the first. Ranks: all, together; a broadcast a parameter."""
+    for parameter in filter(is_divided, module.parameters()):
+        divided: Any = parameter.detach()
+        for dimension, placement in enumerate(divided.placements):
+            if placement.is_replicate():
+                broadcast([divided.to_local()], divided.device_mesh.get_group(dimension))
 
 
 def check_same_model(module: nn.Module, gather: Callable[[Any], Sequence[Any]]) -> None:
     """Raise on all ranks where the ranks have different models. Ranks: all, together; one gather of a number."""
-    ours = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
+    ours = [
+        (name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    ]
     digests = gather(hashlib.sha256(repr(ours).encode()).digest())
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
@@ -126,7 +138,7 @@ def check_same_model(module: nn.Module, gather: Callable[[Any], Sequence[Any]]) 
         differing = sorted(set(everyone[0]) ^ set(everyone[other]))[:4]
         raise CollectiveMismatchError(
             f"The ranks have different models: rank {other} and rank 0 differ in {differing}: expected the same"
-            " parameters, in the same order, on every rank, of which each keeps a part."
+            " parameters and buffers, in the same order, on every rank, of which each keeps a part."
         )
 
 
@@ -155,10 +167,7 @@ def own_gradients(module: nn.Module) -> list[Tensor]:
     with torch.no_grad():
         parts: list[Tensor] = [g.to_local() if is_divided(g) else g for g in found if g is not None]
     for one in _holders(module):
-        whole = (
-            one.unsharded_accumulated_grad,
-            getattr(getattr(one, "_unsharded_param", None), "grad", None),
-        )
+        whole = (one.unsharded_accumulated_grad, getattr(gathered_parameter(one), "grad", None))
         parts += [gradient for gradient in whole if gradient is not None]
     return parts
 
@@ -173,12 +182,13 @@ def drop_step(module: nn.Module) -> None:
     parts: list[Any] = divided_parts(module)
     inner = {part for one in parts for part in divided_parts(one) if part is not one}
     for part in parts:
-        if part not in inner and any(hasattr(one, "_unsharded_param") for one in _holders(part)):
+        if part not in inner and any(gathered_parameter(one) is not None for one in _holders(part)):
             part.reset_iter_state()
     for one in _holders(module):
         one.unsharded_accumulated_grad = None
-        if hasattr(one, "_unsharded_param"):
-            one.unsharded_param.grad = None
+        parameter = gathered_parameter(one)
+        if parameter is not None:
+            parameter.grad = None
 
 
 def _holders(module: nn.Module) -> list[Any]:

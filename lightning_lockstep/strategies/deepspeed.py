@@ -22,11 +22,12 @@ from lightning_lockstep._doors.lightning import (
     Precision,
     TrainerFn,
 )
+from lightning_lockstep._doors.lightning_internals import weights_only_of_run
 from lightning_lockstep._registry import public
 from lightning_lockstep._settings import settings_of
 from lightning_lockstep._text import say
 from lightning_lockstep.deepspeed.builds import prepare_ops, prepared_where_loaded
-from lightning_lockstep.deepspeed.checkpoints.files import is_deepspeed_checkpoint
+from lightning_lockstep.deepspeed.checkpoints.files import is_deepspeed_checkpoint, saved_at
 from lightning_lockstep.deepspeed.checkpoints.resuming import (
     load_plain_weights,
     resume_redivided,
@@ -379,6 +380,8 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint folder of DeepSpeed, or a plain Lightning checkpoint, which has whole weights."""
+        checkpoint_path = saved_at(str(checkpoint_path), says=self.is_global_zero)
+        weights_only = weights_only_of_run(weights_only)
         if not is_deepspeed_checkpoint(checkpoint_path):
             return DDPStrategy.load_checkpoint(self, checkpoint_path, weights_only)
         stage, communicator = self._complete_config["zero_optimization"]["stage"], current_communicator()
@@ -394,7 +397,7 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
             folder,
             communicator,
             strict=self._module.strict_loading,
-            plain_only=bool(weights_only),
+            plain_only=weights_only is not False,
         )
 
     @property

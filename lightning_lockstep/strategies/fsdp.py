@@ -20,20 +20,21 @@ from lightning_lockstep._doors.lightning import (
     DDPStrategy,
     LightningModule,
     Precision,
-    StochasticWeightAveraging,
     TrainerFn,
-    WeightAveraging,
 )
-from lightning_lockstep._doors.lightning_internals import give_device_mesh, given_to_trainer
-from lightning_lockstep._registry import public
+from lightning_lockstep._doors.lightning_internals import (
+    give_device_mesh,
+    given_to_trainer,
+    weights_only_of_run,
+)
 from lightning_lockstep._settings import settings_of
+from lightning_lockstep.deepspeed.checkpoints.files import saved_at
 from lightning_lockstep.deepspeed.checkpoints.resuming import whole_folder
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions
 from lightning_lockstep.distributed.sharded_state import (
+    all_see_parts,
     gathered,
-    is_divided,
-    is_parts_folder,
     load_optimizer,
     load_parts,
     load_weights,
@@ -48,23 +49,30 @@ from lightning_lockstep.distributed.sharding import (
     divided_parts,
     gather_around_steps,
     give_up_gathered,
+    make_copies_equal,
     make_mesh,
     make_real,
     set_reductions,
 )
 from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
 from lightning_lockstep.launchers.mpirun_command import MPIRunSettings
-from lightning_lockstep.numerics.precision import resolve_precision, runs_in_fp32
+from lightning_lockstep.numerics.precision import resolve_precision
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.fsdp_steps import DividedGradients, TrialsOfParts
-from lightning_lockstep.strategies.fsdp_units import roots_of, units_of
+from lightning_lockstep.strategies.fsdp_units import (
+    check_divided,
+    refuse_address,
+    refuse_callbacks,
+    roots_of,
+    units_in_precision,
+    units_of,
+)
 from lightning_lockstep.strategies.lifecycle import LifecycleHooks, RankLifecycle, RankStartup
 from lightning_lockstep.strategies.mpi import MPIStartup
 from lightning_lockstep.strategies.options import FSDPSettings, OptionsOfLightning, reject_unknown
 
+_BOTH = "cpu:gloo,cuda:nccl"
 _COMPUTES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-# Their kernels take no weights of 16 bits beside statistics of 32.
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", *_COMPUTES)
 
 
@@ -172,19 +180,18 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
 
     def _configure_launcher(self) -> None:
         # The Trainer is under construction here: the last moment at which a fault stops it before any rank.
-        device_type = self.root_device.type
-        if (
-            self.settings.offload == "cpu"
-            and device_type == "cuda"
-            and self.lifecycle.startup.backend is None
-        ):
-            self.lifecycle.startup.backend = (
-                "cpu:gloo,cuda:nccl"  # norms of gradients are reduced on the host
-            )
+        device_type, startup = self.root_device.type, self.lifecycle.startup
+        if self.settings.offload == "cpu" and device_type == "cuda":
+            startup.backend = startup.backend or _BOTH
+            if "nccl" in startup.backend and "cpu:" not in startup.backend:
+                raise ConfigurationError(
+                    f"process_group_backend={startup.backend!r} with offload='cpu': expected {_BOTH!r} (the default),"
+                    " as the ranks also reduce norms of gradients, which are in the memory of the host."
+                )
         super()._configure_launcher()
         self._mesh_sizes()
         given = given_to_trainer("callbacks") or ()
-        _refuse_averages(given if isinstance(given, Sequence) else [given])
+        refuse_callbacks(given if isinstance(given, Sequence) else [given], parts=self._saves_parts)
         if self._layer_sync is not None and device_type == "cpu":
             raise ConfigurationError(
                 "sync_batchnorm=True on CPU: expected False, as torch has SyncBatchNorm for CUDA alone. Use layers that"
@@ -230,41 +237,27 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         """Divide the module unless that has been done, and make its optimizers. Ranks: all, together."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        _refuse_averages(trainer.callbacks)
+        refuse_callbacks(trainer.callbacks, parts=self._saves_parts)
         module, precision = self._module, str(self.precision_plugin.precision)
         fits = trainer.state.fn == TrainerFn.FITTING
+        check_same_model(module, current_communicator().gather)
         if divided_parts(module):  # by its own configure_model, or for an earlier run
-            _check_divided(module, precision)
+            check_divided(module, precision, before=_precision_of.get(module, precision))
             give_up_gathered(module)
-            make_real(module, self.root_device)
+            broadcast(make_real(module, self.root_device))
+            make_copies_equal(module)
         else:
             if self._layer_sync is not None:
                 self._layer_sync.apply(module)
             self.precision_plugin.convert_module(module)
-            check_same_model(module, current_communicator().gather)
             self._divide(module, precision)
         if fits:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
     def _divide(self, module: LightningModule, precision: str) -> None:
-        settings = self.settings
-        units = units_of(module, settings.shard)
-        if not units and settings.shard != "auto" and not callable(settings.shard):
-            classes = sorted({type(one).__name__ for one in module.modules()} - {type(module).__name__})
-            raise ConfigurationError(
-                f"shard={settings.shard!r}: expected names of classes among the modules of {type(module).__name__}: "
-                + ", ".join(classes)
-            )
-        whole = self._float32_modules(module)
-        inside = {part for one in whole for part in one.modules() if part is not one}
-        units = [unit for unit in units if unit not in inside]  # they compute as the module around them
-        full = [one for one in whole if any(one in unit.modules() for unit in units)]
-        compute = _COMPUTES.get(precision)
-        if compute is not None:  # in a unit that computes in 16 bits: one that does not is a unit by itself
-            norms = {part for unit in units for part in unit.modules() if isinstance(part, _NORMS)}
-            full += [one for one in norms if one not in inside and next(one.parameters(), None) is not None]
-            units = [one for one in module.modules() if one in units or one in full][::-1]
+        settings, compute = self.settings, _COMPUTES.get(precision)
+        units, full = units_in_precision(module, settings.shard, halves=compute is not None)
         if settings.activation_checkpointing:
             for unit in units:
                 unit.forward = partial(recomputed, unit.forward, use_reentrant=False)
@@ -285,13 +278,6 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         )
         gather_around_steps(module)
         _precision_of[module] = precision
-
-    @staticmethod
-    def _float32_modules(module: LightningModule) -> list[nn.Module]:
-        """Return the modules that are to compute in float32 whatever the precision."""
-        given = [one for one in module.trainer.callbacks if isinstance(one, public("FP32Modules"))]  # type: ignore[attr-defined]
-        chosen = [part for callback in given for part in callback.chosen(module)]
-        return chosen + [part for part in module.modules() if runs_in_fp32(part) and part not in chosen]
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers, of this rank's parts of the parameters. Ranks: each, alone."""
@@ -392,8 +378,11 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         return self._as_saved(super().optimizer_state(optimizer))
 
     def _as_saved(self, state: dict[str, Any]) -> dict[str, Any]:
-        whole = self.settings.state_dict == "full"
-        return gathered(state, keep=self.is_global_zero) if whole else state
+        return state if self._saves_parts else gathered(state, keep=self.is_global_zero)
+
+    @property
+    def _saves_parts(self) -> bool:
+        return self.settings.state_dict == "sharded"
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
@@ -402,16 +391,17 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
 
         Ranks: all, together.
         """
-        if self.settings.state_dict == "full":
+        if not self._saves_parts:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        communicator = current_communicator()
+        target = self.broadcast(str(filepath)).removeprefix("file://")
+        refuse_address(target)
         with whole_folder(
-            self.broadcast(str(filepath)),
+            target,
             rank=self.global_rank,
             is_first_of_node=self.local_rank == 0,
             meet=self._meet,
-            gather=communicator.gather,
+            gather=current_communicator().gather,
         ) as draft:
             save_parts(checkpoint, Path(draft), is_main=self.is_global_zero)
 
@@ -420,13 +410,13 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         self.lifecycle.check()  # a barrier does not wait once a rank has failed
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a plain checkpoint, or this rank's parts of a folder. Ranks: each, alone, and all for a folder."""
-        if not is_parts_folder(checkpoint_path):
-            return super().load_checkpoint(checkpoint_path, weights_only)
+        """Read a plain checkpoint, or this rank's parts of a folder. Ranks: all, together."""
+        path = saved_at(str(checkpoint_path).removeprefix("file://"), says=self.is_global_zero)
+        weights_only = weights_only_of_run(weights_only)
+        if not all_see_parts(path, current_communicator().gather):
+            return super().load_checkpoint(path, weights_only)
         optimizers = [getattr(one, "optimizer", one) for one in self.optimizers]
-        return load_parts(
-            Path(checkpoint_path), self._module, optimizers, weights_only=weights_only is not False
-        )
+        return load_parts(Path(path), self._module, optimizers, weights_only=weights_only is not False)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights, whole or divided. Ranks: each, alone."""
@@ -447,29 +437,3 @@ def _resolve_precision(plugin: Precision, requested: str | None, device_type: st
     if name not in _PRECISIONS:
         raise ConfigurationError(f"precision={name!r}: expected one of {', '.join(_PRECISIONS)}.")
     return resolve_precision(plugin, requested, device_type)
-
-
-def _refuse_averages(callbacks: Sequence[Any]) -> None:
-    for callback in callbacks:
-        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
-            raise ConfigurationError(
-                f"{type(callback).__name__} keeps a whole copy of the model, of which a rank has a part under"
-                " LockstepFSDPStrategy: expected no such callback. Use it with strategy='lockstep_ddp', or average"
-                " self.parameters() in the module itself, part by part."
-            )
-
-
-def _check_divided(module: LightningModule, precision: str) -> None:
-    before = _precision_of.get(module, precision)
-    if before != precision:
-        raise ConfigurationError(
-            f"precision={precision!r} for a module that was divided for {before!r} in an earlier run and stays so:"
-            " expected the same, or a new module."
-        )
-    left = [name for name, p in module.named_parameters() if p.requires_grad and not is_divided(p)]
-    if left:
-        raise ConfigurationError(
-            f"configure_model of {type(module).__name__} calls fully_shard and leaves out {', '.join(left[:4])}:"
-            " expected all parameters that are trained in a part, as nothing else reduces their gradients. Call"
-            " fully_shard for the module around them last, or not at all."
-        )

@@ -1,19 +1,69 @@
-"""Which modules of a model are units, that are gathered by themselves, and whether the model can be divided so."""
+"""Which modules of a model are units, that are gathered by themselves, and what cannot be divided, or used with it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
-from lightning_lockstep._doors.lightning import LightningModule
+from lightning_lockstep._doors.lightning import (
+    Checkpoint,
+    LightningModule,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning_lockstep._registry import public
 from lightning_lockstep._settings import Faults
+from lightning_lockstep.distributed.sharded_state import is_divided
 from lightning_lockstep.distributed.sharding import divided_parts
+from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.numerics.precision import runs_in_fp32
 
 #: Number of values from which ``shard="auto"`` takes a repeated block for a unit; less is not worth a message.
 LEAST_UNIT = 100_000
 _ONLY_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
+# Their kernels take no weights of 16 bits beside statistics of 32.
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def units_in_precision(
+    module: LightningModule, rule: Any, *, halves: bool
+) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return the units of a module, inner ones first, and of them those that compute in float32 all the same."""
+    units = units_of(module, rule)
+    if not units and rule != "auto" and not callable(rule):
+        classes = sorted({type(one).__name__ for one in module.modules()} - {type(module).__name__})
+        raise ConfigurationError(
+            f"shard={rule!r}: expected names of classes among the modules of {type(module).__name__}: "
+            + ", ".join(classes)
+        )
+    whole = _float32_modules(module)
+    inside = {part for one in whole for part in one.modules() if part is not one}
+    units = [unit for unit in units if unit not in inside]  # they compute as the module around them
+    if not halves:
+        return units, []
+    # In a unit that computes in 16 bits, one that does not is a unit by itself.
+    full = [one for one in whole if any(one in unit.modules() for unit in units)]
+    norms = {part for unit in units for part in unit.modules() if isinstance(part, _NORMS)}
+    full += [one for one in norms if one not in inside and next(one.parameters(), None) is not None]
+    units = [one for one in module.modules() if one in units or one in full][::-1]
+    holders = _holders(module, {*units, *roots_of(module)})
+    for name, parameter in module.named_parameters():
+        if len(holders[parameter]) > 1:
+            raise ConfigurationError(
+                f"{name} is shared by {_kinds(holders[parameter])}, of which one computes in float32 (FP32Modules, or"
+                " batch normalization) and is a part by itself: expected all that share a parameter in one part. Let"
+                " FP32Modules name a module that has them all in it, or none of them."
+            )
+    return units, full
+
+
+def _float32_modules(module: LightningModule) -> list[nn.Module]:
+    """Return the modules that are to compute in float32 whatever the precision."""
+    given = [one for one in module.trainer.callbacks if isinstance(one, public("FP32Modules"))]  # type: ignore[attr-defined]
+    chosen = [part for callback in given for part in callback.chosen(module)]
+    return chosen + [part for part in module.modules() if runs_in_fp32(part) and part not in chosen]
 
 
 def units_of(module: LightningModule, rule: Any) -> list[nn.Module]:
@@ -38,10 +88,9 @@ def units_of(module: LightningModule, rule: Any) -> list[nn.Module]:
         elif len(parts) > 1 and rule == "auto" and module.automatic_optimization:
             units = [unit for unit in units if unit not in parts]
         elif len(parts) > 1:
-            kinds = " and ".join(sorted(type(part).__name__ for part in parts if part is not None))
             faults.add(
-                f"{names[parameter]} is shared by {kinds}, which are parts by themselves: expected all that share a"
-                " parameter in one part. Let `shard` name neither, or a module that has both in it."
+                f"{names[parameter]} is shared by {_kinds(parts)}, which are parts by themselves: expected all that"
+                " share a parameter in one part. Let `shard` name neither, or a module that has both in it."
             )
     faults.raise_all()
     return units
@@ -85,17 +134,61 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 
 def _holders(module: nn.Module, parts: Collection[nn.Module]) -> dict[nn.Parameter, set[nn.Module | None]]:
     """Return the parts that each parameter would be divided with."""
+    # Without a function that calls itself: the cycle of it would keep whole parameters until Python collects it.
     found: dict[nn.Parameter, set[nn.Module | None]] = {}
     seen: set[tuple[nn.Module, nn.Module | None]] = set()
-
-    def visit(one: nn.Module, part: nn.Module | None) -> None:
+    waiting: list[tuple[nn.Module, nn.Module | None]] = [(module, None)]
+    while waiting:
+        one, part = waiting.pop()
         part = one if one in parts else part
         if (one, part) not in seen:
             seen.add((one, part))
             for parameter in one.parameters(recurse=False):
                 found.setdefault(parameter, set()).add(part)
-            for child in one.children():
-                visit(child, part)
-
-    visit(module, None)
+            waiting += [(child, part) for child in one.children()]
     return found
+
+
+def _kinds(parts: Iterable[nn.Module | None]) -> str:
+    return " and ".join(sorted(type(part).__name__ for part in parts if part is not None))
+
+
+# -- What a divided model cannot be used with --
+
+
+def check_divided(module: LightningModule, precision: str, *, before: str) -> None:
+    """Raise where a module that is divided already cannot be trained as it is."""
+    if before != precision:
+        raise ConfigurationError(
+            f"precision={precision!r} for a module that was divided for {before!r} in an earlier run and stays so:"
+            " expected the same, or a new module."
+        )
+    left = [name for name, p in module.named_parameters() if p.requires_grad and not is_divided(p)]
+    if left:
+        raise ConfigurationError(
+            f"configure_model of {type(module).__name__} calls fully_shard and leaves out {', '.join(left[:4])}:"
+            " expected all parameters that are trained in a part, as nothing else reduces their gradients. Call"
+            " fully_shard for the module around them last, or not at all."
+        )
+
+
+def refuse_callbacks(callbacks: Sequence[Any], *, parts: bool) -> None:
+    """Raise where a callback needs a whole model, or is to save the parts of one where ranks cannot write them."""
+    for callback in callbacks:
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            raise ConfigurationError(
+                f"{type(callback).__name__} keeps a whole copy of the model, of which a rank has a part under"
+                " LockstepFSDPStrategy: expected no such callback. Use it with strategy='lockstep_ddp', or average"
+                " self.parameters() in the module itself, part by part."
+            )
+        if parts and isinstance(callback, (Checkpoint, public("StopTogether"))):
+            refuse_address(getattr(callback, "dirpath", None), f"{type(callback).__name__} with dirpath=")
+
+
+def refuse_address(folder: object, what: str = "") -> None:
+    """Raise where the parts of a model are to go to another place than a disk."""
+    if "://" in str(folder):
+        raise ConfigurationError(
+            f"{what}{folder} and state_dict='sharded': expected a folder on a disk, in which each rank writes its"
+            " parts. Save to a disk that all nodes share, or with state_dict='full', which writes one file anywhere."
+        )

@@ -88,6 +88,16 @@ def test_neither_an_unfinished_folder_nor_a_consolidated_file_is_resumed(tmp_pat
     assert find_checkpoint("auto", run_folder=tmp_path, started_in=tmp_path) == str(whole)
 
 
+def test_what_a_killed_save_has_put_aside_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    aside = make_folder(path.with_name("last.ckpt.before"), age=10)
+    make_folder(path.with_name("last.ckpt.writing"), age=1)
+    for given, own in (("auto", "run"), ("last", "run"), ("last", "new"), ("run", "new"), (str(path), "new")):
+        assert find_checkpoint(given, run_folder=tmp_path / own, started_in=tmp_path) == str(aside)
+    make_folder(path, age=50)
+    assert find_checkpoint("auto", run_folder=tmp_path / "run", started_in=tmp_path) == str(path)
+
+
 def save(path: Path, *, age: float, **content: object) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"state_dict": {}, **content}, path)

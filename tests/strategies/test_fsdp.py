@@ -3,8 +3,11 @@ refused before a rank starts, with its reason."""
 
 from __future__ import annotations
 
+import gc
 import os
+import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,10 +16,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_lockstep import CollectiveMismatchError, ConfigurationError, FP32Modules, LockstepError
 from lightning_lockstep._doors.lightning import (
+    ModelCheckpoint,
     Precision,
     Trainer,
     WeightAveraging,
@@ -25,7 +30,7 @@ from lightning_lockstep.launchers import subprocess_script
 from lightning_lockstep.strategies import fsdp_units
 from lightning_lockstep.strategies.fsdp import _resolve_precision
 from tests.helpers import run_ranks
-from tests.strategies.fsdp_models import QUIET, Block, Net, difference, fit, fsdp, loader, weights
+from tests.strategies.fsdp_models import QUIET, Block, Net, difference, fit, fsdp, loader, rows, weights
 
 # -- What works: the weights after a fit on two ranks are those of one process with the same batches --
 
@@ -274,6 +279,21 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "shard=3: expected 'auto'.*offload='disk'.*state_dict='whole'.*activation_checkpointing='yes'.*mesh=",
     ),
+    "parts to an address": (
+        lambda: start(
+            Net,
+            fsdp(state_dict="sharded"),
+            callbacks=[ModelCheckpoint("memory://bucket")],
+            enable_checkpointing=True,
+        ),
+        "ModelCheckpoint with dirpath=memory://bucket and state_dict='sharded': expected a folder on a disk",
+    ),
+    "offload over nccl alone": (
+        lambda: fsdp(
+            offload="cpu", process_group_backend="nccl", parallel_devices=[torch.device("cuda", 0)]
+        )._configure_launcher(),
+        "process_group_backend='nccl' with offload='cpu': expected 'cpu:gloo,cuda:nccl'",
+    ),
     "parts from ranks that were forked": (
         lambda: fsdp(state_dict="sharded", start_method="fork"),
         "start_method='fork' with state_dict='sharded': expected 'popen'",
@@ -332,6 +352,22 @@ class OtherOnRank1(Net):
         super().__init__(blocks=2 + int(os.environ["RANK"]))
 
 
+class OtherBuffersOnRank1(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(2 + int(os.environ["RANK"])))
+
+
+class SharedInABlock(Net):
+    """Two layers of a block have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = self.blocks[0]
+        block.other = nn.Linear(8, 8, bias=False)
+        block.other.weight = block.linear.weight
+
+
 def late_refusals() -> dict[str, str]:
     answers = {}
     plain = Net()
@@ -341,6 +377,13 @@ def late_refusals() -> dict[str, str]:
         ("left out", LeavesOut, {}, {}),
         ("no reset", NoReset, {}, {}),
         ("other model", OtherOnRank1, {}, {}),
+        ("other buffers", OtherBuffersOnRank1, {}, {}),
+        (
+            "shared with float32",
+            SharedInABlock,
+            {},
+            {"callbacks": [FP32Modules(["blocks.0.linear"])], "precision": "bf16-mixed"},
+        ),
         ("no such class", Net, {"shard": "Blokc"}, {}),
         ("other precision", lambda: plain, {}, {"precision": "bf16-mixed"}),
         ("no such module", Net, {}, {"callbacks": [FP32Modules(["bloks.0"])], "precision": "bf16-mixed"}),
@@ -361,11 +404,56 @@ def test_what_cannot_work_is_refused_on_all_ranks_alike() -> None:
         "left out": "calls fully_shard and leaves out temperature, first.weight",
         "no reset": "Bare was made on the device 'meta' and has no reset_parameters",
         "other model": "The ranks have different models: rank 1 and rank 0 differ in",
+        "other buffers": "rank 1 and rank 0 differ in [('table', (2,), 'torch.float32', False), ('table', (3,)",
+        "shared with float32": "blocks.0.linear.weight is shared by Block and Linear, of which one computes in",
         "no such class": "shard='Blokc': expected names of classes among the modules of Net: Block, LayerNorm",
         "other precision": "precision='bf16-mixed' for a module that was divided for '32-true'",
         "no such module": "modules='bloks.0': expected the name of a module of Net",
     }.items():
         assert expected in first[name], (name, first[name])
+
+
+# -- Copies of a model: HSDP --
+
+
+class Drawn(nn.Linear):
+    """Each rank draws the first values of its part."""
+
+    def reset_parameters(self) -> None:
+        for parameter in self.parameters():
+            local: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local.detach().normal_(0, 0.3)
+
+
+class DividesCopies(MadeLater):
+    """Made on ``meta`` and divided by itself, with other first values on each rank."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.first, self.head = Drawn(8, 8, device="meta"), Drawn(8, 4, device="meta")
+        for block in self.blocks:
+            block.linear = Drawn(8, 8, device="meta")
+        for part in (*self.blocks, self):
+            fully_shard(part, mesh=self.device_mesh)
+        torch.manual_seed(self.global_rank)
+
+
+def fits_of_copies() -> Any:
+    mesh = {"shard": 2, "replicate": 2}
+    found = weights(fit(Net, 4, fsdp(mesh=mesh)))
+    digests = []
+    net = DividesCopies()
+    fit(lambda: net, 4, fsdp(mesh=mesh), max_epochs=1)
+    digests = [float(p.to_local().double().sum()) for p in net.parameters()]  # type: ignore[attr-defined]
+    rank = int(os.environ["RANK"])
+    return (found, weights(fit(Net, 1))) if rank == 0 else None, digests
+
+
+def test_copies_of_a_model_have_the_weights_of_one_process() -> None:
+    answers = run_ranks(4, fits_of_copies, backend=None, timeout=120)
+    assert difference(*answers[0][0]) < 1e-5
+    digests = [digest for _, digest in answers]  # of ranks 0 and 1 of the first copy, 2 and 3 of the second
+    assert digests[0] == digests[2] and digests[1] == digests[3]
 
 
 def accumulating_fits() -> list[int]:
@@ -536,6 +624,55 @@ def uneven_fits() -> dict[str, Any]:
 def test_ranks_with_different_amounts_of_data() -> None:
     first, second = run_ranks(2, uneven_fits, backend=None, timeout=120)
     assert first == second == {"truncate": (2, True), "join": (3, True)}
+
+
+def uneven_validation() -> str:
+    """Rank 1 has a batch more."""
+    rank = int(os.environ["RANK"])
+    trainer = Trainer(**QUIET, devices=2, strategy=fsdp(stall_timeout=2.0))
+    try:
+        trainer.validate(Net(), DataLoader(rows(16 + 4 * rank), 4), verbose=False)
+    except LockstepError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_uneven_evaluation_ends_with_an_error() -> None:
+    for message in run_ranks(2, uneven_validation, backend=None, timeout=60):
+        assert message.startswith("ranks disagree on collective #")
+
+
+# -- Memory --
+
+
+class Weighed(Net):
+    """Counts which of its whole parameters are still in memory when training begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = [weakref.ref(parameter) for parameter in self.parameters()]
+
+    def on_train_start(self) -> None:
+        for _ in range(500):  # gloo lets go of what it has sent a moment later
+            self.kept = sum(parameter() is not None for parameter in self.whole)
+            if not self.kept:
+                break
+            time.sleep(0.01)
+
+
+def whole_parameters_kept() -> int:
+    fit(Net, 2, fsdp(), max_epochs=1)  # torch keeps some for a while when it divides for the first time
+    net = Weighed()
+    gc.disable()
+    try:
+        fit(lambda: net, 2, fsdp(), max_epochs=1)
+    finally:
+        gc.enable()
+    return net.kept
+
+
+def test_whole_parameters_are_freed_when_the_model_is_divided() -> None:
+    assert run_ranks(2, whole_parameters_kept, backend=None, timeout=60) == [0, 0]
 
 
 class NoLoss(Net):

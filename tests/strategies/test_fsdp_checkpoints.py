@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import os
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_lockstep import LockstepDDPStrategy
+from lightning_lockstep import ConfigurationError, LockstepDDPStrategy
 from lightning_lockstep._doors.lightning import ModelCheckpoint, Trainer
+from lightning_lockstep.deepspeed.checkpoints import resuming
 from lightning_lockstep.deepspeed.checkpoints.command import main as consolidate
 from tests.helpers import kill_self, run_ranks, run_ranks_raw
 from tests.strategies.fsdp_models import QUIET, Net, difference, fit, fsdp, loader, rows, weights
 
 
-def resumed(ranks: int, path: Path, strategy: Any = None, **options: Any) -> Trainer:
+def resumed(
+    ranks: int, path: Path, strategy: Any = None, make: Callable[[], Net] = Net, **options: Any
+) -> Trainer:
     """Go on with a checkpoint for a third epoch."""
-    net = Net()
     trainer = Trainer(
-        **{**QUIET, "max_epochs": 3, "devices": ranks, **options},
-        strategy=strategy if strategy is not None else "auto",
+        **{**QUIET, "max_epochs": 3, "devices": ranks}, strategy=strategy if strategy is not None else "auto"
     )
-    trainer.fit(net, loader(ranks), ckpt_path=path)
+    trainer.fit(make(), loader(ranks), ckpt_path=path, **options)
     return trainer
 
 
@@ -64,25 +68,34 @@ def test_a_fit_goes_on_under_any_strategy(tmp_path: Path) -> None:
         assert {name: value for name, value in rank.items() if value > 1e-5} == {}
 
 
-def parts_of_one_run(folder: Path, path: Path | None) -> Any:
-    """Save parts on as many ranks as there are, or go on with those of others."""
-    ranks = int(os.environ["WORLD_SIZE"])
-    if path is None:
-        fit(Net, ranks, fsdp(state_dict="sharded")).save_checkpoint(folder / "parts.ckpt")
-        return None
-    trainer = resumed(ranks, path, fsdp())
+#: Two copies of the model, each divided in two.
+HSDP = {"shard": 2, "replicate": 2}
+
+
+def saved_on_four(folder: Path) -> Any:
+    fit(Net, 4, fsdp(state_dict="sharded")).save_checkpoint(folder / "parts.ckpt")
+    trainer = fit(Net, 4, fsdp(mesh=HSDP))
+    trainer.save_checkpoint(folder / "copies.ckpt")
     found = weights(trainer)
+    fit(Net, 4, fsdp(mesh=HSDP, state_dict="sharded")).save_checkpoint(folder / "parts of copies.ckpt")
     return found if trainer.is_global_zero else None
 
 
-def test_parts_are_read_on_another_number_of_ranks_and_joined(tmp_path: Path) -> None:
-    run_ranks(4, parts_of_one_run, tmp_path, None, backend=None, timeout=120)
-    path = tmp_path / "parts.ckpt"
-    found = run_ranks(2, parts_of_one_run, tmp_path, path, backend=None, timeout=120)[0]
-    assert consolidate([str(path)]) == 0
+def gone_on_with(paths: list[Path]) -> Any:
+    trainers = [resumed(2, path, fsdp()) for path in paths]
+    found = [weights(trainer) for trainer in trainers]
+    return found if trainers[0].is_global_zero else None
+
+
+def test_what_four_ranks_save_is_read_on_two_and_joined(tmp_path: Path) -> None:
+    of_copies = run_ranks(4, saved_on_four, tmp_path, backend=None, timeout=120)[0]
+    paths = [tmp_path / f"{name}.ckpt" for name in ("parts", "copies", "parts of copies")]
+    found = run_ranks(2, gone_on_with, paths, backend=None, timeout=120)[0]
+    assert consolidate([str(paths[0])]) == 0
     plain = tmp_path / "parts.consolidated.ckpt"
     two_epochs, three_epochs, gone_on = run_ranks(1, alone, plain, backend=None, timeout=120)[0]
-    assert difference(three_epochs, found) < 1e-5
+    assert difference(two_epochs, of_copies) < 1e-5
+    assert [difference(three_epochs, one) < 1e-5 for one in found] == [True] * 3
     assert difference(two_epochs, torch.load(plain, weights_only=True)["state_dict"]) < 1e-5
     assert difference(three_epochs, gone_on) < 1e-5, "the optimizer's state is in it"
 
@@ -156,3 +169,209 @@ def test_a_save_that_is_killed_leaves_the_last_one_whole(tmp_path: Path) -> None
     assert consolidate([str(tmp_path / "last.ckpt"), "--output", str(plain)]) == 0
     _, three_epochs, gone_on = run_ranks(1, alone, plain, backend=None, timeout=120)[0]
     assert difference(three_epochs, gone_on) < 1e-5
+
+
+def killed_while_replacing(folder: Path, exchanges: bool) -> None:
+    """Rank 0 ends when the new folder has, or has not yet, taken the name."""
+    trainer = fit(Net, 2, fsdp(state_dict="sharded"))
+    trainer.save_checkpoint(folder / "last.ckpt")
+    rename = Path.rename
+
+    def renamed(path: Path, target: Path) -> Path:
+        return kill_self() if path.suffix == ".writing" else rename(path, target)  # type: ignore[func-returns-value]
+
+    if trainer.is_global_zero and exchanges:
+        resuming._remove = lambda path: kill_self()
+    elif trainer.is_global_zero:  # a disk that cannot exchange names
+        resuming._exchange = lambda one, other: False
+        Path.rename = renamed  # type: ignore[method-assign,assignment]
+    trainer.save_checkpoint(folder / "last.ckpt")
+
+
+def read_and_replaced(path: Path) -> Any:
+    trainer = resumed(2, path, fsdp(state_dict="sharded"))
+    found = whole(trainer)
+    trainer.save_checkpoint(path)
+    return found
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_replacement_that_is_killed_leaves_one_that_is_found(
+    exchanges: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, plain = tmp_path / "last.ckpt", tmp_path / "plain.ckpt"
+    outcomes = run_ranks_raw(2, killed_while_replacing, tmp_path, exchanges, backend=None, timeout=60)
+    assert not any(outcome.ok for outcome in outcomes)
+    assert sorted(os.listdir(tmp_path)) == [
+        path.name if exchanges else "last.ckpt.before",
+        "last.ckpt.writing",
+    ]
+    assert consolidate([str(path), "--output", str(plain)]) == 0
+    assert (
+        "last.ckpt.before, as a save that was to replace it was killed" in capsys.readouterr().err
+    ) != exchanges
+    found = run_ranks(2, read_and_replaced, path, backend=None, timeout=120)[0]
+    _, three_epochs, gone_on = run_ranks(1, alone, plain, backend=None, timeout=120)[0]
+    assert difference(three_epochs, found) < 1e-5 and difference(three_epochs, gone_on) < 1e-5
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "plain.ckpt"]
+
+
+# -- What a folder may not hold, or is not read for --
+
+
+class Fewer(Net):
+    """Its optimizer is for some of the parameters."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.head.parameters(), 0.01)
+
+
+class Grouped(Net):
+    def configure_optimizers(self) -> Any:
+        first, *others = self.parameters()
+        return torch.optim.Adam([{"params": [first]}, {"params": others}], 0.01)
+
+
+def refused(folder: Path) -> dict[str, str]:
+    rank = int(os.environ["RANK"])
+    sharded = {"state_dict": "sharded"}
+    trainer = fit(Net, 2, fsdp(**sharded))
+    trainer.save_checkpoint(folder / "parts.ckpt")
+    fit(Net, 2, fsdp()).save_checkpoint(folder / "full.ckpt")
+    of_this_rank = (folder / "parts.ckpt", folder / "elsewhere.ckpt")[rank]
+    answers = {}
+    for name, act in {
+        "seen by one rank": lambda: resumed(2, of_this_rank, fsdp()),
+        "an address": lambda: trainer.save_checkpoint("memory://bucket/last.ckpt"),
+        "an address by default": lambda: fit(
+            Net, 2, fsdp(**sharded), enable_checkpointing=True, default_root_dir="memory://bucket"
+        ),
+        "fewer, parts": lambda: resumed(2, folder / "parts.ckpt", fsdp(), Fewer),
+        "fewer, full": lambda: resumed(2, folder / "full.ckpt", fsdp(), Fewer),
+        "grouped, parts": lambda: resumed(2, folder / "parts.ckpt", fsdp(), Grouped),
+        "grouped, full": lambda: resumed(2, folder / "full.ckpt", fsdp(), Grouped),
+    }.items():
+        try:
+            act()
+            answers[name] = "nothing"
+        except ConfigurationError as error:  # noqa: PERF203
+            answers[name] = str(error)
+    return answers
+
+
+def test_what_cannot_be_read_or_written_is_refused_on_all_ranks_alike(tmp_path: Path) -> None:
+    first, second = run_ranks(2, refused, tmp_path, backend=None, timeout=120)
+    assert first == second
+    for name, expected in {
+        "seen by one rank": "parts.ckpt: there is a folder of parts on rank 0, nothing on rank 1: expected one",
+        "an address": "memory://bucket/last.ckpt and state_dict='sharded': expected a folder on a disk",
+        "an address by default": "ModelCheckpoint with dirpath=memory://bucket",
+        "fewer, parts": "an optimizer for 12 parameters, and Adam is for 1 parameters: expected as many",
+        "fewer, full": "an optimizer for 12 parameters, and Adam is for 1 parameters: expected as many",
+        "grouped, parts": "for 12 parameters, and Adam is for 12 parameters in 2 groups of 1, 11: expected",
+        "grouped, full": "for 12 parameters, and Adam is for 12 parameters in 2 groups of 1, 11: expected",
+    }.items():
+        assert expected in first[name], (name, first[name])
+
+
+class Thing:
+    """An object that only pickled code can make."""
+
+
+class Planted:
+    """Leaves a file when it is read, and is what was there before."""
+
+    def __init__(self, marker: Path, table: bytes) -> None:
+        self.found = marker, table
+
+    def __reduce__(self) -> Any:
+        return plant, self.found
+
+
+def plant(marker: Path, table: bytes) -> Any:
+    marker.touch()
+    return pickle.loads(table)
+
+
+class Keeps(Net):
+    """Puts an object into its checkpoints, and a divided tensor at the top of them."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint.update(thing=Thing(), mine=self.head.weight)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.found = type(checkpoint["thing"]).__name__, checkpoint["mine"].shape
+
+
+def with_pickles(folder: Path) -> dict[str, Any]:
+    answers: dict[str, Any] = {}
+    trusted = {"weights_only": False}
+    fit(Keeps, 2, fsdp(state_dict="sharded")).save_checkpoint(folder / "object.ckpt")
+    fit(Net, 2, fsdp(state_dict="sharded")).save_checkpoint(folder / "table.ckpt")
+    table = folder / "table.ckpt" / ".metadata"
+    if os.environ["RANK"] == "0":
+        table.write_bytes(pickle.dumps(Planted(folder / "marker", table.read_bytes())))
+    torch.distributed.barrier()
+    for name, make in (("object", Keeps), ("table", Net)):
+        try:
+            resumed(2, folder / f"{name}.ckpt", fsdp(), make)
+        except ConfigurationError as error:  # noqa: PERF203
+            answers[name] = str(error)
+    torch.distributed.barrier()
+    answers["run"] = (folder / "marker").exists()
+    trainer = resumed(2, folder / "object.ckpt", fsdp(), Keeps, **trusted)
+    answers["object, trusted"] = trainer.lightning_module.found
+    answers["table, trusted"] = resumed(2, folder / "table.ckpt", fsdp(), Net, **trusted).global_step
+    return answers
+
+
+def test_pickled_code_runs_only_where_it_is_trusted(tmp_path: Path) -> None:
+    for found in run_ranks(2, with_pickles, tmp_path, backend=None, timeout=120):
+        assert "tests.strategies.test_fsdp_checkpoints.Thing" in found["object"]
+        assert ".metadata: names tests.strategies.test_fsdp_checkpoints.plant, which torch" in found["table"]
+        assert found["run"] is False
+        assert found["object, trusted"] == ("Thing", (4, 8)) and found["table, trusted"] == 12
+    assert (tmp_path / "marker").exists()
+
+
+# -- Versions of modules, by which they load what older ones have saved --
+
+
+class Versioned(nn.Linear):
+    """In its first version it kept the opposite of its weight."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
+        if metadata.get("version") != 2:
+            state[f"{prefix}weight"] = -state[f"{prefix}weight"]
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+class OfVersion2(Net):
+    def make_layers(self, blocks: int = 2) -> None:
+        super().make_layers(blocks)
+        self.first = Versioned(8, 8)
+
+
+def versions(folder: Path) -> dict[str, bool]:
+    paths = {"full": folder / "full.ckpt", "parts": folder / "parts.ckpt"}
+    fit(OfVersion2, 2, fsdp()).save_checkpoint(paths["full"])
+    fit(OfVersion2, 2, fsdp(state_dict="sharded")).save_checkpoint(paths["parts"])
+    saved = torch.load(paths["full"], weights_only=True)["state_dict"]
+    answers = {}
+    for kind, strategy in (("full", fsdp()), ("parts", fsdp()), ("full", LockstepDDPStrategy())):
+        trainer = Trainer(**QUIET, devices=2, strategy=strategy)
+        trainer.validate(OfVersion2(), DataLoader(rows(16), 4), ckpt_path=paths[kind], verbose=False)
+        found = weights(trainer).get("first.weight")  # None: this is not rank 0
+        same = found is None or torch.equal(found, saved["first.weight"])
+        answers[f"{kind}, {type(strategy).__name__}"] = same
+    return answers
+
+
+def test_checkpoints_keep_the_versions_of_modules(tmp_path: Path) -> None:
+    first, _ = run_ranks(2, versions, tmp_path, backend=None, timeout=120)
+    assert len(first) == 3 and all(first.values()), first
+    assert consolidate([str(tmp_path / "parts.ckpt")]) == 0
+    plain = torch.load(tmp_path / "parts.consolidated.ckpt", weights_only=True)["state_dict"]
+    assert plain._metadata["first"] == {"version": 2}

@@ -15,7 +15,7 @@ import torch
 
 from lightning_lockstep._text import say, size_in_words
 from lightning_lockstep.deepspeed.checkpoints.consolidation import consolidate
-from lightning_lockstep.deepspeed.checkpoints.files import is_checkpoint_folder
+from lightning_lockstep.deepspeed.checkpoints.files import BEFORE, is_checkpoint_folder, saved_at
 from lightning_lockstep.errors import ConfigurationError
 
 _PROGRAM = "lockstep-consolidate"
@@ -84,13 +84,13 @@ def _folders_and_output(paths: Sequence[Path], output: Path | None) -> tuple[lis
 
 def _checkpoint_of(folder: Path) -> Path:
     """Return the checkpoint that a folder is, or the last one of the run that it is."""
-    last = folder / _LAST
+    folder, last = saved_at(folder), saved_at(folder / _LAST)
     return last if not is_checkpoint_folder(folder) and is_checkpoint_folder(last) else folder
 
 
 def _default_output(folder: Path) -> Path:
-    name = folder.absolute().name
-    return folder.absolute().with_name(f"{name.removesuffix('.ckpt')}.consolidated.ckpt")
+    name = folder.absolute().name.removesuffix(BEFORE).removesuffix(".ckpt")
+    return folder.absolute().with_name(f"{name}.consolidated.ckpt")
 
 
 def _summary(output: Path) -> str:

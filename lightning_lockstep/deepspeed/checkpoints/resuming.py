@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import pickle
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,6 +23,7 @@ from lightning_lockstep._settings import is_whole
 from lightning_lockstep._text import say
 from lightning_lockstep.deepspeed.checkpoints.consolidation import OWN_KEYS, Values, consolidated, find_values
 from lightning_lockstep.deepspeed.checkpoints.files import (
+    BEFORE,
     find_folder,
     in_memory,
     is_plain,
@@ -126,15 +130,29 @@ def _marked(draft: Path) -> tuple[str, str]:
 
 def _replace(draft: Path, target: Path) -> None:
     forget_mark(draft)
-    before = Path(f"{target}.before")
-    shutil.rmtree(before, ignore_errors=True)
-    if target.exists():
+    before = Path(f"{target}{BEFORE}")
+    if not target.exists():  # BEFORE is whole then, if it is there
+        draft.rename(target)
+    elif not _exchange(draft, target):
+        _remove(before)
         target.rename(before)
-    draft.rename(target)
-    if before.is_dir():
-        shutil.rmtree(before, ignore_errors=True)
+        draft.rename(target)
+    _remove(draft)
+    _remove(before)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one step, and return whether the system and its disk can do that."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
     else:
-        before.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
 # -- Whole weights on their way into a model, which may be divided among the ranks --
