@@ -177,7 +177,7 @@ class _Run:
 
     def begin(self) -> None:
         if self._contents.left_out and self._communicator.is_main:
-            say(f"ReplicaCheck: {self._contents.left_out}; weights are not compared.")
+            say(f"ReplicaCheck: weights are not compared: {self._contents.left_out}.")
         if self._differing:
             table, is_fault = start_table(self._differing)
             self._act(
@@ -205,7 +205,7 @@ class _Run:
 
     def take_gradients(self, optimizer: Any) -> None:
         # A step that ends after the check is none of its; one that is not the last before it is replaced.
-        if self._contents.whole_steps and self._until_check() <= self._trainer.accumulate_grad_batches:
+        if self._contents.sees_gradients and self._until_check() <= self._trainer.accumulate_grad_batches:
             named = self._contents.gradients(optimizer)
             self._gradients[id(optimizer)] = named.names, named.checksums()
 
@@ -247,6 +247,7 @@ class _Run:
             hyperparameters(self._trainer.optimizers),
             self._evidence(),
             [*self._gradients.values()],
+            self._contents.held,
             row,
         )
         self._gradients = {}
@@ -259,7 +260,8 @@ class _Run:
             "steps": list(self._steps),
             "statistics": self._contents.may_be_statistics(),
             "automatic": self._module.automatic_optimization,
-            "sees_gradients": self._contents.whole_steps,
+            "sees_gradients": self._contents.sees_gradients,
+            "divided": self._contents.divided,
             "wrapped": ddp is not None,
             "synchronizes": ddp is None or ddp.require_backward_grad_sync,
             "outside": sorted(self._contents.trained() - self._trained | ignored),

@@ -2,10 +2,13 @@
 
     every rank, after its n-th batch              rank 0, receiving thread
     --------------------------------              ------------------------
-    check: a number for each kind     --------->  all have come: equal, or request a stop (`stop_agreement`)
-           of tensors                             with the groups of ranks that agree
+    check: a number for all that      --------->  all have come: equal, or request a stop (`stop_agreement`)
+           is to be equal                         with the groups of ranks that agree
     after the same batch on all ranks: the first rank of each group sends a number for each tensor to all; every rank
     judges, measures the largest differences, and acts, as all others do
+
+What is divided, as in hybrid sharding, has a number for itself, with the ranks that hold the same; those alone are
+compared, and only they answer.
 
 Nobody waits before there is a difference. A rank that is late delays the comparison of that check, and nothing else;
 one that is gone ends the run by other means. Where rank 0 is frozen nothing is compared.
@@ -54,9 +57,11 @@ class Check:
         settings: Mapping[str, str],
         evidence: Mapping[str, Any],  # see `judge`
         gradients: Sequence[tuple[list[str], Checksums]],  # of each optimizer
+        held: Mapping[str, tuple[int, ...]],  # by name the ranks that hold the same, of what is divided
         row: Row,
     ) -> None:
         self.count, self.settings, self.evidence, self.row = count, settings, evidence, row
+        self._held = held
         self._sums = {section: (named.names, named.checksums()) for section, named in sections.items()}
         self._gradients = gradients
 
@@ -76,15 +81,23 @@ class Check:
         }
 
     def coarse(self, own_buffers: Collection[str]) -> dict[str, Any]:
-        shared = [
-            (number for name, number in self.numbers[section].items() if name not in own_buffers)
-            for section in SECTIONS
-        ]
-        folds = [*map(folded, shared), folded(self.settings.items())]
+        values: dict[tuple[int, ...], list[Any]] = {(): [*self.settings.items()]}  # by who holds the same
+        for numbers in self.numbers.values():
+            for name, number in numbers.items():
+                if name not in own_buffers:
+                    values.setdefault(self._held.get(name, ()), []).append(number)
+        folds = [(ranks, folded(of_ranks)) for ranks, of_ranks in values.items()]
         return {"count": self.count, "folds": folds, "row": self.row}
 
-    def fine(self, before: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
-        own = {"sums": self.numbers, "before": before, "settings": self.settings, "gradients": self.gradients}
+    def fine(self, before: Mapping[str, Mapping[str, int]], held: Sequence[int]) -> dict[str, Any]:
+        """Return the numbers of what these ranks hold; of what is whole on each rank where there are none."""
+        ranks = tuple(held)
+
+        def chosen(numbers: Mapping[str, int]) -> dict[str, int]:
+            return {name: one for name, one in numbers.items() if self._held.get(name, ()) == ranks}
+
+        sums = {section: chosen(numbers) for section, numbers in self.numbers.items()}
+        own = {"sums": sums, "before": before, "settings": self.settings, "gradients": chosen(self.gradients)}
         return {**own, **self.evidence}
 
 
@@ -124,16 +137,17 @@ class RankChecks:
     def meet(self, question: str) -> Finding | None:
         """Return the difference that rank 0 has asked about, unless it is none or was told. Ranks: all, together."""
         asked = json.loads(question)
-        count, groups = asked["count"], asked["groups"]
+        count, groups, held = asked["count"], asked["groups"], asked["held"]
         finding: Finding | None = Finding(count=count, data=asked["data"])
         is_equal = False
         if groups:
-            fine = next((check.fine(before) for check, before in self._done if check.count == count), None)
+            done = ((check, before) for check, before in self._done if check.count == count)
+            fine = next((check.fine(before, held) for check, before in done), None)
             told = {group[0]: self._communicator.broadcast(fine, group[0]) for group in groups}
             answers = {rank: answer for rank, answer in told.items() if answer is not None}
             # One that is so late that a rank has forgotten the numbers: the next check will find it too.
             is_there = len(answers) == len(groups)
-            finding = judge(count, asked["good"], groups, answers, self._statistics) if is_there else None
+            finding = judge(count, asked["good"], groups, answers, self._statistics, held) if is_there else None
             is_equal = is_there and finding is None
         if self._comparison is not None:
             self._comparison.answered(count if is_equal else None)
@@ -193,10 +207,11 @@ class Comparison:
     def answered(self, equal: int | None) -> None:  # a check that has turned out to be equal
         """Note that all ranks have met for the first question, and ask the next one."""
         with self.news:
-            self._good = self._good if equal is None else max(equal, self._good or 0)
             del self.questions[:1]
             if self.questions:
                 self._agreement.request(self.questions[0], kind="replica")
+            elif equal is not None:
+                self._good = max(equal, self._good or 0)
 
     def missing(self, count: int) -> list[int]:
         """Return the ranks whose check has not come."""
@@ -213,22 +228,26 @@ class Comparison:
 
     def _compare(self, count: int, checks: Mapping[int, Any]) -> None:
         self.compared = count
+        wrong: list[dict[str, Any]] = []
         same = self._data.compare({rank: check["row"] for rank, check in checks.items()})
         if same is not None and (text := self._same_batches(*same)):
-            self._ask(count, data=text)
-        ranks_of: dict[tuple[int, ...], list[int]] = {}
+            wrong.append({"data": text})
+        ranks_of: dict[tuple[int, ...], dict[int, list[int]]] = {}  # by who holds the same, and the number for it
         for rank in sorted(checks):
-            ranks_of.setdefault(tuple(checks[rank]["folds"]), []).append(rank)
-        if len(ranks_of) == 1:
+            for held, fold in checks[rank]["folds"]:
+                ranks_of.setdefault(tuple(held), {}).setdefault(fold, []).append(rank)
+        differing = sorted(held for held, by_fold in ranks_of.items() if len(by_fold) > 1)
+        for held in differing[:_ASKED]:  # first what is whole on all ranks
+            groups = sorted(ranks_of[held].values(), key=lambda ranks: (-len(ranks), ranks))
+            wrong.append({"groups": groups[:_ASKED], "held": held})
+        if not differing:
             self._good = count
-        else:
-            self._ask(count, sorted(ranks_of.values(), key=lambda ranks: (-len(ranks), ranks))[:_ASKED])
-
-    def _ask(self, count: int, groups: Sequence[Sequence[int]] = (), data: str = "") -> None:
-        question = json.dumps({"count": count, "good": self._good, "groups": groups, "data": data})
-        self.questions[1:] = [question]
-        if len(self.questions) == 1:
-            self._agreement.request(question, kind="replica")
+        if wrong:
+            known = {"count": count, "good": self._good, "data": "", "groups": (), "held": ()}
+            is_idle = not self.questions
+            self.questions[1:] = [json.dumps({**known, **one}) for one in wrong]
+            if is_idle:
+                self._agreement.request(self.questions[0], kind="replica")
 
 
 def differing_facts(
@@ -258,8 +277,10 @@ def largest_differences(
     own: dict[str, Difference] = {}
     for section, names in finding.tensors.items():
         tensors = dict(zip(sections[section].names, sections[section].tensors, strict=True))
-        for name in list(names)[:NAMED]:
-            difference = _difference(communicator, tensors.get(name), finding.reference)
+        for name, parts in list(names.items())[:NAMED]:
+            # Other ranks may have another part by this name.
+            own_tensor = tensors.get(name) if any(communicator.rank in part for part in parts) else None
+            difference = _difference(communicator, own_tensor, finding.reference)
             if difference is not None:
                 own[name] = difference
     found: dict[str, dict[int, Difference]] = {}

@@ -30,6 +30,7 @@ class Finding:
     suspects: Sequence[int] = ()  # ranks in the minority, as far as there is one
     reference: int = 0  # a rank that is none
     reasons: Sequence[str] = ()
+    held: Sequence[int] = ()  # ranks that hold the same part of the model, if it is one that differs
     data: str = ""  # what is wrong with the data, if that is the finding
 
     @property
@@ -56,7 +57,12 @@ Differences = Mapping[str, Mapping[int, Difference]]  # by the name of a tensor 
 
 
 def judge(
-    count: int, good: int | None, groups: Parts, answers: Answers, statistics: set[str]
+    count: int,
+    good: int | None,
+    groups: Parts,
+    answers: Answers,
+    statistics: set[str],
+    held: Sequence[int] = (),
 ) -> Finding | None:
     """Return what differs between groups of ranks, by what the first rank of each has answered.
 
@@ -93,6 +99,7 @@ def judge(
         suspects=suspects,
         reference=reference,
         reasons=_reasons(tensors, differing, suspects, answers, members) if count else [_BEFORE],
+        held=held,
     )
 
 
@@ -229,9 +236,11 @@ def _reason_apart_from_steps(
 
 def _reason_for_gradients(names: Sequence[str], compared: int, answers: Answers) -> str:
     told = list(answers.values())
+    if told[0]["divided"]:
+        return f"The gradients of {listed(names, 3)} differed in the last step: {_CHANGED}."
     if len(names) < compared:
         outside = [name for name in names if name in told[0]["outside"]]
-        why = _UNKNOWN.format(listed(outside, 3)) if outside else _CHANGED
+        why = _UNKNOWN.format(listed(outside, 3)) if outside else f"{_CHANGED}, {_OR_UNKNOWN}"
         return f"The gradients of {listed(names, 3)} differed in the last step, those of the others did not: {why}"
     why = _PAST_DDP
     if not all(answer["wrapped"] for answer in told):
@@ -253,10 +262,8 @@ _UNKNOWN = (
     "DDP does not know {}: it was told to ignore that, or it was frozen or not there when the model was wrapped."
     " Unfreeze and add parameters before the fit begins (configure_model)."
 )
-_CHANGED = (
-    "they are changed on some ranks after the reduction, as by a hook, or DDP does not know them, as what"
-    " configure_optimizers adds to the model."
-)
+_CHANGED = "they are changed on some ranks after the reduction, as by a hook"
+_OR_UNKNOWN = "or DDP does not know them, as what configure_optimizers adds to the model."
 _NOT_WRAPPED = "no DistributedDataParallel wraps the model, and the strategy has not reduced them."
 _NOT_SYNCHRONIZED = (
     "DDP is told not to synchronize: no_sync() was never left, or require_backward_grad_sync is False."
@@ -285,7 +292,8 @@ def report(finding: Finding, differences: Differences) -> str:
         return f"{finding.data} Seen in the last batches up to batch {finding.count} of this fit."
     kinds = [*finding.tensors, *(["settings"] if finding.settings else [])]
     when = f"after batch {finding.count} of this fit" if finding.count else "before the first batch"
-    lines = [f"the ranks differ in their {' and '.join(kinds)}, found {when}", ""]
+    who = f"{ranks_in_words(finding.held)}, which hold the same part of the model," if finding.held else "the ranks"
+    lines = [f"{who} differ in their {' and '.join(kinds)}, found {when}", ""]
     rows = [
         (name, _in_words(parts), *_difference(differences.get(name, {})))
         for names in finding.tensors.values()

@@ -21,6 +21,7 @@ def answer(**changes: Any) -> dict[str, Any]:
         "statistics": [],
         "automatic": True,
         "sees_gradients": True,
+        "divided": False,
         "wrapped": True,
         "synchronizes": True,
         "outside": [],

@@ -6,7 +6,9 @@ import warnings
 import torch.distributed as dist
 
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
+from tests.distributed.guard.test_verify import other_buckets
 from tests.distributed.guard.test_verify_agrees import PARTS
+from tests.distributed.mpi.program_behaviour import caught
 from tests.distributed.mpi.ranks_meet import hand_back, meet
 
 warnings.simplefilter("ignore")
@@ -21,6 +23,7 @@ def main():
     state = supervisor.guard.watch.state()
     seen["operations"] = sorted({one.call.operation for one in state.calls if one.call.number})
     seen["outstanding"] = [list(one) for one in state.outstanding]
+    seen["buckets"] = caught(other_buckets, rank)
     dist.barrier()
     supervisor.guard.stop()
     hand_back(rank, seen)
