@@ -159,7 +159,10 @@ class _Run:
         )
         fit, self._differing = differing_facts(self._communicator, facts(trainer, module))
         self._checks = RankChecks(
-            self._communicator, fit, lambda loader, ranks: same_batches_text(trainer, loader, ranks)
+            self._communicator,
+            fit,
+            trainer.strategy.root_device,
+            lambda loader, ranks: same_batches_text(trainer, loader, ranks),
         )
         self._batches = BatchRecorder(trainer, settings.every_n_steps) if settings.data else None
         # Of rank 0, should another one have another setting: all audit together.
@@ -265,8 +268,6 @@ class _Run:
             "wrapped": ddp is not None,
             "synchronizes": ddp is None or ddp.require_backward_grad_sync,
             "outside": sorted(self._contents.trained() - self._trained | ignored),
-            "host": self._communicator.host,
-            "device": str(self._trainer.strategy.root_device),
         }
 
     def _stepped(self, number: int) -> None:

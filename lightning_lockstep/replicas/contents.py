@@ -56,6 +56,7 @@ class Contents:
         self._views = {section: BitViews() for section in SECTIONS}
         #: The ranks that hold the same as this one, by name, of what is divided; the rest is whole on each rank.
         self.held: dict[str, tuple[int, ...]] = {}
+        self._ranks: dict[Any, tuple[int, ...]] = {}  # the same, by mesh and placements
         # An engine that keeps gradients divides the optimizer's state too.
         self._whole_steps = capabilities_of(trainer.strategy).whole_gradients
         parts = [ranks_of_part(p) for p in module.parameters() if is_divided(p)]
@@ -82,8 +83,8 @@ class Contents:
         for name, parameter in self._module.named_parameters():
             self._add(found["parameters"], name, parameter)
         if self._optimizer_state:
-            for name, value, parameter in self._states():
-                self._add(found["optimizer state"], name, value, parameter)
+            for name, value, of in self._states():
+                self._add(found["optimizer state"], name, value, of)
         return found
 
     def gradients(self, optimizer: Optimizer) -> Named:
@@ -131,7 +132,7 @@ class Contents:
                     yield f"{label}{key} of {name}", value, parameter
 
     def _parameters(self, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters of an optimizer that steps with what can be compared, as none may have another's name."""
+        """Yield the parameters of an optimizer with names, unless an engine keeps their state."""
         names: dict[Tensor, str] = {parameter: name for name, parameter in self._module.named_parameters()}
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         for number, parameter in enumerate(parameters):
@@ -141,17 +142,21 @@ class Contents:
     def _add(self, named: Named, name: str, value: Any, of: Tensor | None = None) -> None:
         """Add a value, such as the state of a parameter, if it is a tensor that other ranks hold too."""
         # What is kept for a part, such as a count of steps, may differ from that of other parts.
-        part = value if is_divided(value) else of
-        if not is_divided(part):
-            self.held.pop(name, None)
-        elif name not in self.held:
-            self.held[name] = ranks_of_part(part)
-        if name in self.held and len(self.held[name]) < 2:
-            return
+        part: Any = value if is_divided(value) else of
+        self.held.pop(name, None)
+        if is_divided(part):
+            kind = part.device_mesh, part.placements
+            if kind not in self._ranks:
+                self._ranks[kind] = ranks_of_part(part)
+            self.held[name] = self._ranks[kind]
+            if len(self.held[name]) < 2:
+                return
         if is_divided(value):
             with torch.no_grad():
                 value = value.to_local()
-        if isinstance(value, Tensor) and can_be_read(value) and not hasattr(value, "ds_tensor"):  # ZeRO stage 3
+        if (
+            isinstance(value, Tensor) and can_be_read(value) and not hasattr(value, "ds_tensor")
+        ):  # ZeRO stage 3
             named.names.append(name)
             named.tensors.append(value)
 

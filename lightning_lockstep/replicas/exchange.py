@@ -105,9 +105,14 @@ class RankChecks:
     """Sends the checks of this rank, and meets the others where there is a difference; one object for each fit."""
 
     def __init__(
-        self, communicator: Communicator, fit: int, same_batches: Callable[[int, Sequence[int]], str]
+        self,
+        communicator: Communicator,
+        fit: int,
+        device: torch.device,
+        same_batches: Callable[[int, Sequence[int]], str],
     ) -> None:
         self._communicator, self._channel = communicator, communicator.side_channel
+        self._place = f"{communicator.host}, {device}"
         self._pending: deque[Check] = deque()
         self._done: deque[tuple[Check, Mapping[str, Mapping[str, int]]]] = deque(maxlen=_KEPT)
         self._before: Mapping[str, Mapping[str, int]] = {section: {} for section in SECTIONS}
@@ -143,12 +148,13 @@ class RankChecks:
         if groups:
             done = ((check, before) for check, before in self._done if check.count == count)
             fine = next((check.fine(before, held) for check, before in done), None)
-            told = {group[0]: self._communicator.broadcast(fine, group[0]) for group in groups}
-            answers = {rank: answer for rank, answer in told.items() if answer is not None}
-            # One that is so late that a rank has forgotten the numbers: the next check will find it too.
-            is_there = len(answers) == len(groups)
-            finding = judge(count, asked["good"], groups, answers, self._statistics, held) if is_there else None
-            is_equal = is_there and finding is None
+            told: list[Any] = [self._communicator.broadcast(fine, group[0]) for group in groups]
+            places = self._communicator.gather(self._place)
+            answers = {rank: answer for group, answer in zip(groups, told, strict=True) for rank in group}
+            finding = None
+            if None not in told:  # else a rank is so late that one has forgotten: the next check finds it too
+                finding = judge(count, asked["good"], answers, places, self._statistics, held)
+                is_equal = finding is None
         if self._comparison is not None:
             self._comparison.answered(count if is_equal else None)
         if finding is None or finding.names <= self._known:
@@ -232,7 +238,9 @@ class Comparison:
         same = self._data.compare({rank: check["row"] for rank, check in checks.items()})
         if same is not None and (text := self._same_batches(*same)):
             wrong.append({"data": text})
-        ranks_of: dict[tuple[int, ...], dict[int, list[int]]] = {}  # by who holds the same, and the number for it
+        ranks_of: dict[
+            tuple[int, ...], dict[int, list[int]]
+        ] = {}  # by who holds the same, and the number for it
         for rank in sorted(checks):
             for held, fold in checks[rank]["folds"]:
                 ranks_of.setdefault(tuple(held), {}).setdefault(fold, []).append(rank)
@@ -283,10 +291,10 @@ def largest_differences(
             difference = _difference(communicator, own_tensor, finding.reference)
             if difference is not None:
                 own[name] = difference
-    found: dict[str, dict[int, Difference]] = {}
-    for rank, of_rank in enumerate(communicator.gather(own)):
+    found: dict[str, Difference] = {}
+    for of_rank in communicator.gather(own):
         for name, difference in of_rank.items():
-            found.setdefault(name, {})[rank] = difference
+            found[name] = max(difference, found.get(name, difference))
     return found
 
 
