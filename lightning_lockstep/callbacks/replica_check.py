@@ -16,7 +16,7 @@ from lightning_lockstep.errors import ReplicaMismatchError
 from lightning_lockstep.replicas.audit import Audit, refuse_audit
 from lightning_lockstep.replicas.checksums import Checksums, folded
 from lightning_lockstep.replicas.contents import Buffers, Contents, facts, hyperparameters
-from lightning_lockstep.replicas.data import PROBED, BatchRecorder, same_batches_text
+from lightning_lockstep.replicas.data import PROBED, BatchRecorder
 from lightning_lockstep.replicas.exchange import (
     Check,
     RankChecks,
@@ -158,12 +158,7 @@ class _Run:
             trainer, module, optimizer_state=settings.optimizer_state, buffers=settings.buffers
         )
         fit, self._differing = differing_facts(self._communicator, facts(trainer, module))
-        self._checks = RankChecks(
-            self._communicator,
-            fit,
-            trainer.strategy.root_device,
-            lambda loader, ranks: same_batches_text(trainer, loader, ranks),
-        )
+        self._checks = RankChecks(self._communicator, fit, trainer)
         self._batches = BatchRecorder(trainer, settings.every_n_steps) if settings.data else None
         # Of rank 0, should another one have another setting: all audit together.
         self._audit_every = self._communicator.broadcast(settings.audit_every_n_steps)

@@ -154,9 +154,8 @@ class Contents:
         if is_divided(value):
             with torch.no_grad():
                 value = value.to_local()
-        if (
-            isinstance(value, Tensor) and can_be_read(value) and not hasattr(value, "ds_tensor")
-        ):  # ZeRO stage 3
+        # One with `ds_tensor` is divided by ZeRO stage 3.
+        if isinstance(value, Tensor) and can_be_read(value) and not hasattr(value, "ds_tensor"):
             named.names.append(name)
             named.tensors.append(value)
 

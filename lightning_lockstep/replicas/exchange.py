@@ -21,7 +21,7 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from lightning_lockstep.distributed.coordination.stop_agreement import StepAgree
 from lightning_lockstep.distributed.side_channel.channel import Message, SideChannel
 from lightning_lockstep.replicas.checksums import Checksums, folded
 from lightning_lockstep.replicas.contents import SECTIONS, Named
-from lightning_lockstep.replicas.data import BatchComparison, Row
+from lightning_lockstep.replicas.data import BatchComparison, Row, same_batches_text
 from lightning_lockstep.replicas.report import NAMED, Difference, Differences, Finding, judge
 
 _log = logging.getLogger(__name__)
@@ -104,15 +104,9 @@ class Check:
 class RankChecks:
     """Sends the checks of this rank, and meets the others where there is a difference; one object for each fit."""
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        fit: int,
-        device: torch.device,
-        same_batches: Callable[[int, Sequence[int]], str],
-    ) -> None:
+    def __init__(self, communicator: Communicator, fit: int, trainer: Any) -> None:
         self._communicator, self._channel = communicator, communicator.side_channel
-        self._place = f"{communicator.host}, {device}"
+        self._place = f"{communicator.host}, {trainer.strategy.root_device}"
         self._pending: deque[Check] = deque()
         self._done: deque[tuple[Check, Mapping[str, Mapping[str, int]]]] = deque(maxlen=_KEPT)
         self._before: Mapping[str, Mapping[str, int]] = {section: {} for section in SECTIONS}
@@ -123,7 +117,7 @@ class RankChecks:
         self._agreement = StepAgreement(self._channel, name=self._topic)
         self._comparison: Comparison | None = None
         if communicator.is_main:
-            self._comparison = Comparison(self._channel, self._topic, self._agreement, same_batches)
+            self._comparison = Comparison(self._channel, self._topic, self._agreement, trainer)
 
     def add(self, check: Check) -> None:
         """Send a check as soon as its numbers are there."""
@@ -193,18 +187,12 @@ class RankChecks:
 class Comparison:
     """On rank 0: takes the checks of all ranks, in whatever order they come, and compares each once."""
 
-    def __init__(
-        self,
-        channel: SideChannel,
-        topic: str,
-        agreement: StepAgreement,
-        same_batches: Callable[[int, Sequence[int]], str],  # what to say of a loader and ranks, or nothing
-    ) -> None:
+    def __init__(self, channel: SideChannel, topic: str, agreement: StepAgreement, trainer: Any) -> None:
         self.news = threading.Condition(threading.RLock())  # notified of each check that is compared
         self.compared = -1  # batches before the last check that all ranks have sent
         #: For what the ranks are to meet, as JSON: now, and next; what comes later takes the place of the last one.
         self.questions: list[str] = []
-        self._world_size, self._agreement, self._same_batches = channel.world_size, agreement, same_batches
+        self._world_size, self._agreement, self._trainer = channel.world_size, agreement, trainer
         self._checks: dict[int, dict[int, Any]] = {}  # by count and rank
         self._good: int | None = None  # batches before the last check without a difference
         self._data = BatchComparison()
@@ -236,7 +224,7 @@ class Comparison:
         self.compared = count
         wrong: list[dict[str, Any]] = []
         same = self._data.compare({rank: check["row"] for rank, check in checks.items()})
-        if same is not None and (text := self._same_batches(*same)):
+        if same is not None and (text := same_batches_text(self._trainer, *same)):
             wrong.append({"data": text})
         ranks_of: dict[
             tuple[int, ...], dict[int, list[int]]

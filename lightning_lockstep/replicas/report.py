@@ -155,7 +155,7 @@ def _suspects(
     fewer = [rank for rank, of_rank in steps.items() if sum(of_rank) == fewest]
     if len(fewer) < len(steps):
         return fewer
-    return next(filter(None, (changed for _, changed in _changed_alone(tensors, answers))), [])
+    return next((changed for _, changed in _changed_alone(tensors, answers)), [])
 
 
 def _steps(answers: Answers) -> dict[int, tuple[int, ...]]:
@@ -277,11 +277,9 @@ def report(finding: Finding, differences: Differences) -> str:
         return f"{finding.data} Seen in the last batches up to batch {finding.count} of this fit."
     kinds = [*finding.tensors, *(["settings"] if finding.settings else [])]
     when = f"after batch {finding.count} of this fit" if finding.count else "before the first batch"
-    who = (
-        f"{ranks_in_words(finding.held)}, which hold the same part of the model,"
-        if finding.held
-        else "the ranks"
-    )
+    who = "the ranks"
+    if finding.held:
+        who = f"{ranks_in_words(finding.held)}, which hold the same part of the model,"
     lines = [f"{who} differ in their {' and '.join(kinds)}, found {when}", ""]
     rows = [
         (name, _in_words(parts), *_difference(differences.get(name)))
