@@ -32,7 +32,7 @@ from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement
 from lightning_lockstep.distributed.side_channel.channel import Message, SideChannel
 from lightning_lockstep.replicas.checksums import Checksums, folded
-from lightning_lockstep.replicas.contents import SECTIONS, Named
+from lightning_lockstep.replicas.contents import Named
 from lightning_lockstep.replicas.data import BatchComparison, Row, same_batches_text
 from lightning_lockstep.replicas.report import NAMED, Difference, Differences, Finding, judge
 
@@ -61,24 +61,27 @@ class Check:
         row: Row,
     ) -> None:
         self.count, self.settings, self.evidence, self.row = count, settings, evidence, row
-        self._held = held
+        self._held = dict(held)
         self._sums = {section: (named.names, named.checksums()) for section, named in sections.items()}
         self._gradients = gradients
 
     def ready(self) -> bool:
         return all(sums.ready() for _, sums in self._sums.values())
 
-    def read(self) -> None:
-        """Take the numbers from the device."""
+    def read(self, before: Mapping[str, int]) -> dict[str, int]:
+        """Take the numbers from the device, see which changed since the last check, and return all."""
         self.numbers = {
             section: dict(zip(names, sums.numbers(), strict=True))
             for section, (names, sums) in self._sums.items()
         }
+        now = {name: number for numbers in self.numbers.values() for name, number in numbers.items()}
+        self._changed = [name for name, number in now.items() if before.get(name) != number]
         self.gradients = {
             name: number
             for names, sums in self._gradients
             for name, number in zip(names, sums.numbers(), strict=True)
         }
+        return now
 
     def coarse(self, own_buffers: Collection[str]) -> dict[str, Any]:
         values: dict[tuple[int, ...], list[Any]] = {(): [*self.settings.items()]}  # by who holds the same
@@ -89,7 +92,7 @@ class Check:
         folds = [(ranks, folded(of_ranks)) for ranks, of_ranks in values.items()]
         return {"count": self.count, "folds": folds, "row": self.row}
 
-    def fine(self, before: Mapping[str, Mapping[str, int]], held: Sequence[int]) -> dict[str, Any]:
+    def fine(self, held: Sequence[int]) -> dict[str, Any]:
         """Return the numbers of what these ranks hold; of what is whole on each rank where there are none."""
         ranks = tuple(held)
 
@@ -97,8 +100,8 @@ class Check:
             return {name: one for name, one in numbers.items() if self._held.get(name, ()) == ranks}
 
         sums = {section: chosen(numbers) for section, numbers in self.numbers.items()}
-        own = {"sums": sums, "before": before, "settings": self.settings, "gradients": chosen(self.gradients)}
-        return {**own, **self.evidence}
+        seen = {"sums": sums, "changed": self._changed, "gradients": chosen(self.gradients)}
+        return {**seen, "settings": self.settings, **self.evidence}
 
 
 class RankChecks:
@@ -108,8 +111,8 @@ class RankChecks:
         self._communicator, self._channel = communicator, communicator.side_channel
         self._place = f"{communicator.host}, {trainer.strategy.root_device}"
         self._pending: deque[Check] = deque()
-        self._done: deque[tuple[Check, Mapping[str, Mapping[str, int]]]] = deque(maxlen=_KEPT)
-        self._before: Mapping[str, Mapping[str, int]] = {section: {} for section in SECTIONS}
+        self._done: deque[Check] = deque(maxlen=_KEPT)
+        self._before: dict[str, int] = {}  # the numbers of the last check
         self._statistics: set[str] = set()  # buffers in which each rank has its own
         self._known: set[str] = set()  # tensors and settings that were told
         # What belongs to an earlier fit has another topic.
@@ -140,8 +143,7 @@ class RankChecks:
         finding: Finding | None = Finding(count=count, data=asked["data"])
         is_equal = False
         if groups:
-            done = ((check, before) for check, before in self._done if check.count == count)
-            fine = next((check.fine(before, held) for check, before in done), None)
+            fine = next((check.fine(held) for check in self._done if check.count == count), None)
             told: list[Any] = [self._communicator.broadcast(fine, group[0]) for group in groups]
             places = self._communicator.gather(self._place)
             answers = {rank: answer for group, answer in zip(groups, told, strict=True) for rank in group}
@@ -160,7 +162,7 @@ class RankChecks:
         """Send all; on rank 0 wait until they are compared, and return for what the ranks are still to meet."""
         while self._pending:
             self._send(self._pending.popleft())
-        comparison, last = self._comparison, self._done[-1][0].count
+        comparison, last = self._comparison, self._done[-1].count
         if comparison is None:
             return []
         with comparison.news:
@@ -178,9 +180,8 @@ class RankChecks:
             self._comparison.close()
 
     def _send(self, check: Check) -> None:
-        check.read()
-        self._done.append((check, self._before))
-        self._before = check.numbers
+        self._before = check.read(self._before)
+        self._done.append(check)
         self._channel.post(f"{self._topic}/check", check.coarse(self._statistics), to=0)
 
 

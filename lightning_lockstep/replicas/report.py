@@ -128,14 +128,7 @@ def _minority(parts: Parts) -> list[int]:
 
 def _is_own_statistic(name: str, answers: Answers) -> bool:
     """Return whether a buffer is what each rank has found in its own batches, as far as can be seen."""
-    return all(
-        name in answer["statistics"] and _changed(answer, "buffers", name) for answer in answers.values()
-    )
-
-
-def _changed(answer: Mapping[str, Any], section: str, name: str) -> bool:
-    before = answer["before"][section].get(name)
-    return before is None or before != answer["sums"][section].get(name)
+    return all(name in answer["statistics"] and name in answer["changed"] for answer in answers.values())
 
 
 def _suspects(
@@ -166,11 +159,10 @@ def _changed_alone(
     tensors: Mapping[str, Mapping[str, Parts]], answers: Answers
 ) -> Iterator[tuple[str, list[int]]]:
     """Yield what has changed since the last check on some ranks only, with those."""
-    for section, names in tensors.items():
-        for name in names:
-            changed = [rank for rank in sorted(answers) if _changed(answers[rank], section, name)]
-            if 0 < len(changed) < len(answers):
-                yield name, changed
+    for name in (name for names in tensors.values() for name in names):
+        changed = [rank for rank in sorted(answers) if name in answers[rank]["changed"]]
+        if 0 < len(changed) < len(answers):
+            yield name, changed
 
 
 def _reasons(

@@ -14,7 +14,7 @@ def answer(**changes: Any) -> dict[str, Any]:
     """What a rank tells of which nothing is wrong."""
     told = {
         "sums": {"parameters": {"w": 1, "b": 2}, "buffers": {}, "optimizer state": {"exp_avg of w": 3}},
-        "before": {"parameters": {"w": 0, "b": 2}, "buffers": {}, "optimizer state": {"exp_avg of w": 0}},
+        "changed": ["w", "exp_avg of w"],
         "settings": {"optimizer 0, group 0, lr": "0.1"},
         "gradients": {"w": 5, "b": 6},
         "steps": [4],
@@ -78,10 +78,7 @@ def test_a_parameter_that_ddp_does_not_know_is_named() -> None:
 
 
 def test_of_two_ranks_the_one_that_changed_alone_is_named_else_none() -> None:
-    before = {"parameters": {"w": 1, "b": 2}}
-    finding = judge(
-        10, 5, {0: answer(before=before), 1: answer(before=before, sums=OTHER["sums"])}, PLACES, set()
-    )
+    finding = judge(10, 5, {0: answer(changed=[]), 1: answer(sums=OTHER["sums"])}, PLACES, set())
     assert finding is not None and list(finding.suspects) == [1]
     assert "changed on some ranks only" in finding.reasons[0]
     finding = judge(10, 5, {0: answer(), 1: answer(sums=OTHER["sums"])}, PLACES, set())
@@ -92,7 +89,7 @@ def test_of_two_ranks_the_one_that_changed_alone_is_named_else_none() -> None:
 def test_buffers_that_all_ranks_change_are_their_own_statistics() -> None:
     def of(number: int, before: int, **changes: Any) -> dict[str, Any]:
         sums = {"buffers": {"average": number}, "parameters": {}, "optimizer state": {}}
-        return answer(sums=sums, before={**sums, "buffers": {"average": before}}, **changes)
+        return answer(sums=sums, changed=["average"] if number != before else [], **changes)
 
     each = {rank: of(10 + rank, rank, statistics=["average"]) for rank in range(3)}
     seen: set[str] = set()
