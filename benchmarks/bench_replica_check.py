@@ -22,6 +22,7 @@ from tests.helpers import on_device, run_ranks
 
 NONE, WITH = "none", "every 100 steps"
 STEP, CHECK = "a step", "a check of it, with Adam's state"
+AUDIT = "an audit"
 SHA, OURS = "SHA-1 of each parameter, gathered", "checksums, to rank 0"
 
 
@@ -125,14 +126,14 @@ def steps_in_turn(name: str, stretch: int, cycles: int) -> tuple[list[float], li
 
 
 def one_check(name: str, rounds: int) -> dict[str, list[float]]:
-    """Train on this rank, then time a step, all that a check does in the step it falls on, and hashes of parameters."""
+    """Train on this rank, then time a step, all that a check or an audit adds to it, and hashes of parameters."""
     import torch.distributed as dist
 
     from lightning_lockstep import LockstepDDPStrategy, ReplicaCheck
 
     quiet()
-    check = ReplicaCheck(every_n_steps=10)
-    samples: dict[str, list[float]] = {STEP: [], CHECK: [], SHA: [], OURS: []}
+    check = ReplicaCheck(every_n_steps=10, audit_every_n_steps=10**6)
+    samples: dict[str, list[float]] = {STEP: [], CHECK: [], AUDIT: [], SHA: [], OURS: []}
 
     class Times(Callback):
         """Times the check by itself, with all that it does in the batch on which it falls."""
@@ -155,6 +156,13 @@ def one_check(name: str, rounds: int) -> dict[str, list[float]]:
             run._check()
             run._checks._send(run._checks._pending.popleft())
             samples[CHECK].append(time.perf_counter() - began)
+            run._audit_every = run._count + 1
+            dist.barrier()
+            began = time.perf_counter()
+            run.audit(batch, batch_idx)
+            samples[AUDIT].append(time.perf_counter() - began)
+            assert run._audit is not None  # it has not given up
+            run._audit_every = 10**6
             only = run._contents._optimizer_state
             run._contents._optimizer_state = False
             dist.barrier()
@@ -218,6 +226,8 @@ def run(quick: bool) -> Report:
         of_a_step = {key: samples[key] for key in (STEP, CHECK)}
         goal = {} if name == SMALL else {CHECK: 0.1}
         tables.append(Comparison(f"one check, {name}", of_a_step, peer=STEP, at_most=goal))
+        of_a_step = {key: samples[key] for key in (STEP, AUDIT)}
+        tables.append(Comparison(f"one audit, {name}", of_a_step, peer=STEP))
         worked_out = {
             NONE: samples[STEP],
             WITH: [step + check / 100 for step, check in zip(samples[STEP], samples[CHECK], strict=True)],
@@ -234,6 +244,8 @@ def run(quick: bool) -> Report:
         " stretch, which has one check.",
         "A check is all that a rank does for it but gradients: checksums of parameters and Adam's state, the message."
         " The hashes are what NeMo's DdpParityChecker computes: SHA-1 of each parameter, gathered.",
+        "An audit is all that it adds to a step: the checksum of the weights, the way of a batch to the next rank, the"
+        " passes of two micro-batches forward and backward, a gather.",
         "On a CPU the checksums of a large model take as long as reading it from memory, so that 0.02 of the time of a"
         " hash is out of reach there; a GPU reads 100 times as fast, and the hashes are computed on the CPU.",
     ]

@@ -16,7 +16,7 @@ from lightning_lockstep.errors import ReplicaMismatchError
 from lightning_lockstep.replicas.audit import Audit, refuse_audit
 from lightning_lockstep.replicas.checksums import Checksums, folded
 from lightning_lockstep.replicas.contents import Buffers, Contents, facts, hyperparameters
-from lightning_lockstep.replicas.data import PROBED, BatchRecorder, same_batches_text
+from lightning_lockstep.replicas.data import PROBED, BatchRecorder
 from lightning_lockstep.replicas.exchange import (
     Check,
     RankChecks,
@@ -158,9 +158,7 @@ class _Run:
             trainer, module, optimizer_state=settings.optimizer_state, buffers=settings.buffers
         )
         fit, self._differing = differing_facts(self._communicator, facts(trainer, module))
-        self._checks = RankChecks(
-            self._communicator, fit, lambda loader, ranks: same_batches_text(trainer, loader, ranks)
-        )
+        self._checks = RankChecks(self._communicator, fit, trainer)
         self._batches = BatchRecorder(trainer, settings.every_n_steps) if settings.data else None
         # Of rank 0, should another one have another setting: all audit together.
         self._audit_every = self._communicator.broadcast(settings.audit_every_n_steps)
@@ -177,7 +175,7 @@ class _Run:
 
     def begin(self) -> None:
         if self._contents.left_out and self._communicator.is_main:
-            say(f"ReplicaCheck: {self._contents.left_out}; weights are not compared.")
+            say(f"ReplicaCheck: weights are not compared: {self._contents.left_out}.")
         if self._differing:
             table, is_fault = start_table(self._differing)
             self._act(
@@ -205,7 +203,7 @@ class _Run:
 
     def take_gradients(self, optimizer: Any) -> None:
         # A step that ends after the check is none of its; one that is not the last before it is replaced.
-        if self._contents.whole_steps and self._until_check() <= self._trainer.accumulate_grad_batches:
+        if self._contents.sees_gradients and self._until_check() <= self._trainer.accumulate_grad_batches:
             named = self._contents.gradients(optimizer)
             self._gradients[id(optimizer)] = named.names, named.checksums()
 
@@ -247,6 +245,7 @@ class _Run:
             hyperparameters(self._trainer.optimizers),
             self._evidence(),
             [*self._gradients.values()],
+            self._contents.held,
             row,
         )
         self._gradients = {}
@@ -259,12 +258,11 @@ class _Run:
             "steps": list(self._steps),
             "statistics": self._contents.may_be_statistics(),
             "automatic": self._module.automatic_optimization,
-            "sees_gradients": self._contents.whole_steps,
+            "sees_gradients": self._contents.sees_gradients,
+            "divided": self._contents.divided,
             "wrapped": ddp is not None,
             "synchronizes": ddp is None or ddp.require_backward_grad_sync,
             "outside": sorted(self._contents.trained() - self._trained | ignored),
-            "host": self._communicator.host,
-            "device": str(self._trainer.strategy.root_device),
         }
 
     def _stepped(self, number: int) -> None:

@@ -43,6 +43,15 @@ def is_divided(value: object) -> bool:
     return isinstance(value, Tensor) and hasattr(value, "placements")
 
 
+def ranks_of_part(divided: Any) -> tuple[int, ...]:
+    """Return the ranks that hold what this rank holds of a ``DTensor``; none where this one is not in its mesh."""
+    mesh, place = divided.device_mesh, divided.device_mesh.get_coordinate()
+    if place is None:
+        return ()
+    index = [slice(None) if p.is_replicate() else at for p, at in zip(divided.placements, place, strict=True)]
+    return tuple(sorted(mesh.mesh[tuple(index)].flatten().tolist()))
+
+
 def gathered(tree: Any, *, keep: bool) -> Any:
     """Return nested dicts and lists with whole tensors on the host for divided ones, or ``None``; ranks: all."""
     if isinstance(tree, dict):

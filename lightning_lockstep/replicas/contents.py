@@ -8,12 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_lockstep._doors.lightning import PYTORCH, LightningModule, Trainer
 from lightning_lockstep._doors.lightning_internals import averages_models
 from lightning_lockstep.distributed.c10d_operators import parameters_in_words
+from lightning_lockstep.distributed.sharded_state import is_divided, ranks_of_part
 from lightning_lockstep.replicas.checksums import BitViews, Checksums, can_be_read
 from lightning_lockstep.steps.capabilities import capabilities_of
 
@@ -44,42 +46,52 @@ class Named(NamedTuple):
 
 
 class Contents:
-    """The tensors of a run on this rank that are whole on each rank, looked up anew each time they are asked for."""
+    """The tensors of a run on this rank that others hold too, looked up anew each time they are asked for."""
 
     def __init__(
         self, trainer: Trainer, module: LightningModule, *, optimizer_state: bool, buffers: Buffers
     ) -> None:
         self._trainer, self._module, self._buffers = trainer, module, buffers
-        # An engine that keeps gradients divides the optimizer's state too.
-        self.whole_steps = capabilities_of(trainer.strategy).whole_gradients
-        self._optimizer_state = optimizer_state and self.whole_steps
+        self._optimizer_state = optimizer_state
         self._views = {section: BitViews() for section in SECTIONS}
+        #: The ranks that hold the same as this one, by name, of what is divided; the rest is whole on each rank.
+        self.held: dict[str, tuple[int, ...]] = {}
+        self._ranks: dict[Any, tuple[int, ...]] = {}  # the same, by mesh and placements
+        # An engine that keeps gradients divides the optimizer's state too.
+        self._whole_steps = capabilities_of(trainer.strategy).whole_gradients
+        parts = [ranks_of_part(p) for p in module.parameters() if is_divided(p)]
+        #: Whether some parameters are divided by torch itself, as by ``fully_shard``.
+        self.divided = bool(parts)
+        self.sees_gradients = self._whole_steps or self.divided
         #: Why weights and the state of optimizers are not compared, or nothing.
         self.left_out = ""
         if averages_models(trainer.strategy):
             self.left_out = "the strategy averages the models of the ranks only now and then"
-        elif _divides_weights(trainer, module):
+        elif _is_fsdp(trainer):
             self.left_out = "the strategy divides them"
+        self._buffers_alone = bool(self.left_out)
+        if any(len(ranks) < 2 for ranks in parts):
+            self.left_out = "the strategy divides them, and other ranks hold other parts"
 
     def sections(self) -> dict[str, Named]:
         """Return the tensors of each kind."""
         found = {section: Named([], [], views) for section, views in self._views.items()}
         for name, buffer in self._chosen_buffers():
-            _add(found["buffers"], name, buffer)
-        if self.left_out:
+            self._add(found["buffers"], name, buffer)
+        if self._buffers_alone:
             return found
         for name, parameter in self._module.named_parameters():
-            _add(found["parameters"], name, parameter)
+            self._add(found["parameters"], name, parameter)
         if self._optimizer_state:
-            for name, value in self._states():
-                _add(found["optimizer state"], name, value)
+            for name, value, of in self._states():
+                self._add(found["optimizer state"], name, value, of)
         return found
 
     def gradients(self, optimizer: Optimizer) -> Named:
         """Return the gradients with which an optimizer is about to step."""
         found = Named([], [], BitViews())  # they are other tensors in each step
         for name, parameter in self._parameters(optimizer):
-            _add(found, name, parameter.grad)
+            self._add(found, name, parameter.grad, parameter)
         return found
 
     def may_be_statistics(self) -> list[str]:
@@ -109,7 +121,7 @@ class Contents:
                     own |= {f"{path}.{name}".lstrip(".") for name, _ in module.named_buffers(recurse=False)}
         yield from ((name, buffer) for name, buffer in self._module.named_buffers() if name not in own)
 
-    def _states(self) -> Iterator[tuple[str, Any]]:
+    def _states(self) -> Iterator[tuple[str, Any, Tensor]]:
         optimizers: Sequence[Any] = self._trainer.optimizers
         for number, optimizer in enumerate(optimizers):
             if hasattr(optimizer, "consolidate_state_dict"):
@@ -117,29 +129,41 @@ class Contents:
             label = f"optimizer {number}: " if len(optimizers) > 1 else ""
             for name, parameter in self._parameters(optimizer):
                 for key, value in sorted(optimizer.state.get(parameter, {}).items()):
-                    yield f"{label}{key} of {name}", value
+                    yield f"{label}{key} of {name}", value, parameter
 
     def _parameters(self, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters of an optimizer with names, as none may have another's."""
+        """Yield the parameters of an optimizer with names, unless an engine keeps their state."""
         names: dict[Tensor, str] = {parameter: name for name, parameter in self._module.named_parameters()}
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         for number, parameter in enumerate(parameters):
-            yield names.get(parameter, f"parameter {number} of the optimizer, in no module"), parameter
+            if self._whole_steps or is_divided(parameter):
+                yield names.get(parameter, f"parameter {number} of the optimizer, in no module"), parameter
+
+    def _add(self, named: Named, name: str, value: Any, of: Tensor | None = None) -> None:
+        """Add a value, such as the state of a parameter, if it is a tensor that other ranks hold too."""
+        # What is kept for a part, such as a count of steps, may differ from that of other parts.
+        part: Any = value if is_divided(value) else of
+        self.held.pop(name, None)
+        if is_divided(part):
+            kind = part.device_mesh, part.placements
+            if kind not in self._ranks:
+                self._ranks[kind] = ranks_of_part(part)
+            self.held[name] = self._ranks[kind]
+            if len(self.held[name]) < 2:
+                return
+        if is_divided(value):
+            with torch.no_grad():
+                value = value.to_local()
+        # One with `ds_tensor` is divided by ZeRO stage 3.
+        if isinstance(value, Tensor) and can_be_read(value) and not hasattr(value, "ds_tensor"):
+            named.names.append(name)
+            named.tensors.append(value)
 
 
-def _divides_weights(trainer: Any, module: nn.Module) -> bool:
+def _is_fsdp(trainer: Any) -> bool:
+    """Return whether the model is wrapped by FSDP's first version, whose parts are plain tensors."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # to import it takes long, and few use it
-    if fsdp is not None and isinstance(trainer.strategy.model, fsdp.FullyShardedDataParallel):
-        return True
-    # Each a DTensor, as of `fully_shard`.
-    return any(hasattr(parameter, "device_mesh") for parameter in module.parameters())
-
-
-def _add(named: Named, name: str, value: Any) -> None:
-    """Add a value if it is a tensor that each rank has whole."""
-    if isinstance(value, Tensor) and can_be_read(value) and not hasattr(value, "ds_tensor"):  # ZeRO stage 3
-        named.names.append(name)
-        named.tensors.append(value)
+    return fsdp is not None and isinstance(trainer.strategy.model, fsdp.FullyShardedDataParallel)
 
 
 # -- Settings and structure, as text by what they are about --
@@ -163,7 +187,7 @@ REMARKS = ("hparams", "version")
 def facts(trainer: Any, module: LightningModule) -> dict[str, str]:
     """Return all that must be the same on the ranks before the first step."""
     found: dict[str, str] = {}
-    if not _divides_weights(trainer, module):
+    if not _is_fsdp(trainer):
         found = {f"parameter {number}": text for number, text in enumerate(parameters_in_words(module))}
     for number, optimizer in enumerate(trainer.optimizers):
         sizes = [len(group["params"]) for group in optimizer.param_groups]

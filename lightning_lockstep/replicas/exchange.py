@@ -2,10 +2,13 @@
 
     every rank, after its n-th batch              rank 0, receiving thread
     --------------------------------              ------------------------
-    check: a number for each kind     --------->  all have come: equal, or request a stop (`stop_agreement`)
-           of tensors                             with the groups of ranks that agree
+    check: a number for all that      --------->  all have come: equal, or request a stop (`stop_agreement`)
+           is to be equal                         with the groups of ranks that agree
     after the same batch on all ranks: the first rank of each group sends a number for each tensor to all; every rank
     judges, measures the largest differences, and acts, as all others do
+
+What is divided, as in hybrid sharding, has a number for itself, with the ranks that hold the same; those alone are
+compared, and only they answer.
 
 Nobody waits before there is a difference. A rank that is late delays the comparison of that check, and nothing else;
 one that is gone ends the run by other means. Where rank 0 is frozen nothing is compared.
@@ -18,7 +21,7 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +32,8 @@ from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement
 from lightning_lockstep.distributed.side_channel.channel import Message, SideChannel
 from lightning_lockstep.replicas.checksums import Checksums, folded
-from lightning_lockstep.replicas.contents import SECTIONS, Named
-from lightning_lockstep.replicas.data import BatchComparison, Row
+from lightning_lockstep.replicas.contents import Named
+from lightning_lockstep.replicas.data import BatchComparison, Row, same_batches_text
 from lightning_lockstep.replicas.report import NAMED, Difference, Differences, Finding, judge
 
 _log = logging.getLogger(__name__)
@@ -54,50 +57,62 @@ class Check:
         settings: Mapping[str, str],
         evidence: Mapping[str, Any],  # see `judge`
         gradients: Sequence[tuple[list[str], Checksums]],  # of each optimizer
+        held: Mapping[str, tuple[int, ...]],  # by name the ranks that hold the same, of what is divided
         row: Row,
     ) -> None:
         self.count, self.settings, self.evidence, self.row = count, settings, evidence, row
+        self._held = dict(held)
         self._sums = {section: (named.names, named.checksums()) for section, named in sections.items()}
         self._gradients = gradients
 
     def ready(self) -> bool:
         return all(sums.ready() for _, sums in self._sums.values())
 
-    def read(self) -> None:
-        """Take the numbers from the device."""
+    def read(self, before: Mapping[str, int]) -> dict[str, int]:
+        """Take the numbers from the device, see which changed since the last check, and return all."""
         self.numbers = {
             section: dict(zip(names, sums.numbers(), strict=True))
             for section, (names, sums) in self._sums.items()
         }
+        now = {name: number for numbers in self.numbers.values() for name, number in numbers.items()}
+        self._changed = [name for name, number in now.items() if before.get(name) != number]
         self.gradients = {
             name: number
             for names, sums in self._gradients
             for name, number in zip(names, sums.numbers(), strict=True)
         }
+        return now
 
     def coarse(self, own_buffers: Collection[str]) -> dict[str, Any]:
-        shared = [
-            (number for name, number in self.numbers[section].items() if name not in own_buffers)
-            for section in SECTIONS
-        ]
-        folds = [*map(folded, shared), folded(self.settings.items())]
+        values: dict[tuple[int, ...], list[Any]] = {(): [*self.settings.items()]}  # by who holds the same
+        for numbers in self.numbers.values():
+            for name, number in numbers.items():
+                if name not in own_buffers:
+                    values.setdefault(self._held.get(name, ()), []).append(number)
+        folds = [(ranks, folded(of_ranks)) for ranks, of_ranks in values.items()]
         return {"count": self.count, "folds": folds, "row": self.row}
 
-    def fine(self, before: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
-        own = {"sums": self.numbers, "before": before, "settings": self.settings, "gradients": self.gradients}
-        return {**own, **self.evidence}
+    def fine(self, held: Sequence[int]) -> dict[str, Any]:
+        """Return the numbers of what these ranks hold; of what is whole on each rank where there are none."""
+        ranks = tuple(held)
+
+        def chosen(numbers: Mapping[str, int]) -> dict[str, int]:
+            return {name: one for name, one in numbers.items() if self._held.get(name, ()) == ranks}
+
+        sums = {section: chosen(numbers) for section, numbers in self.numbers.items()}
+        seen = {"sums": sums, "changed": self._changed, "gradients": chosen(self.gradients)}
+        return {**seen, "settings": self.settings, **self.evidence}
 
 
 class RankChecks:
     """Sends the checks of this rank, and meets the others where there is a difference; one object for each fit."""
 
-    def __init__(
-        self, communicator: Communicator, fit: int, same_batches: Callable[[int, Sequence[int]], str]
-    ) -> None:
+    def __init__(self, communicator: Communicator, fit: int, trainer: Any) -> None:
         self._communicator, self._channel = communicator, communicator.side_channel
+        self._place = f"{communicator.host}, {trainer.strategy.root_device}"
         self._pending: deque[Check] = deque()
-        self._done: deque[tuple[Check, Mapping[str, Mapping[str, int]]]] = deque(maxlen=_KEPT)
-        self._before: Mapping[str, Mapping[str, int]] = {section: {} for section in SECTIONS}
+        self._done: deque[Check] = deque(maxlen=_KEPT)
+        self._before: dict[str, int] = {}  # the numbers of the last check
         self._statistics: set[str] = set()  # buffers in which each rank has its own
         self._known: set[str] = set()  # tensors and settings that were told
         # What belongs to an earlier fit has another topic.
@@ -105,7 +120,7 @@ class RankChecks:
         self._agreement = StepAgreement(self._channel, name=self._topic)
         self._comparison: Comparison | None = None
         if communicator.is_main:
-            self._comparison = Comparison(self._channel, self._topic, self._agreement, same_batches)
+            self._comparison = Comparison(self._channel, self._topic, self._agreement, trainer)
 
     def add(self, check: Check) -> None:
         """Send a check as soon as its numbers are there."""
@@ -124,17 +139,18 @@ class RankChecks:
     def meet(self, question: str) -> Finding | None:
         """Return the difference that rank 0 has asked about, unless it is none or was told. Ranks: all, together."""
         asked = json.loads(question)
-        count, groups = asked["count"], asked["groups"]
+        count, groups, held = asked["count"], asked["groups"], asked["held"]
         finding: Finding | None = Finding(count=count, data=asked["data"])
         is_equal = False
         if groups:
-            fine = next((check.fine(before) for check, before in self._done if check.count == count), None)
-            told = {group[0]: self._communicator.broadcast(fine, group[0]) for group in groups}
-            answers = {rank: answer for rank, answer in told.items() if answer is not None}
-            # One that is so late that a rank has forgotten the numbers: the next check will find it too.
-            is_there = len(answers) == len(groups)
-            finding = judge(count, asked["good"], groups, answers, self._statistics) if is_there else None
-            is_equal = is_there and finding is None
+            fine = next((check.fine(held) for check in self._done if check.count == count), None)
+            told: list[Any] = [self._communicator.broadcast(fine, group[0]) for group in groups]
+            places = self._communicator.gather(self._place)
+            answers = {rank: answer for group, answer in zip(groups, told, strict=True) for rank in group}
+            finding = None
+            if None not in told:  # else a rank is so late that one has forgotten: the next check finds it too
+                finding = judge(count, asked["good"], answers, places, self._statistics, held)
+                is_equal = finding is None
         if self._comparison is not None:
             self._comparison.answered(count if is_equal else None)
         if finding is None or finding.names <= self._known:
@@ -146,7 +162,7 @@ class RankChecks:
         """Send all; on rank 0 wait until they are compared, and return for what the ranks are still to meet."""
         while self._pending:
             self._send(self._pending.popleft())
-        comparison, last = self._comparison, self._done[-1][0].count
+        comparison, last = self._comparison, self._done[-1].count
         if comparison is None:
             return []
         with comparison.news:
@@ -164,27 +180,20 @@ class RankChecks:
             self._comparison.close()
 
     def _send(self, check: Check) -> None:
-        check.read()
-        self._done.append((check, self._before))
-        self._before = check.numbers
+        self._before = check.read(self._before)
+        self._done.append(check)
         self._channel.post(f"{self._topic}/check", check.coarse(self._statistics), to=0)
 
 
 class Comparison:
     """On rank 0: takes the checks of all ranks, in whatever order they come, and compares each once."""
 
-    def __init__(
-        self,
-        channel: SideChannel,
-        topic: str,
-        agreement: StepAgreement,
-        same_batches: Callable[[int, Sequence[int]], str],  # what to say of a loader and ranks, or nothing
-    ) -> None:
+    def __init__(self, channel: SideChannel, topic: str, agreement: StepAgreement, trainer: Any) -> None:
         self.news = threading.Condition(threading.RLock())  # notified of each check that is compared
         self.compared = -1  # batches before the last check that all ranks have sent
         #: For what the ranks are to meet, as JSON: now, and next; what comes later takes the place of the last one.
         self.questions: list[str] = []
-        self._world_size, self._agreement, self._same_batches = channel.world_size, agreement, same_batches
+        self._world_size, self._agreement, self._trainer = channel.world_size, agreement, trainer
         self._checks: dict[int, dict[int, Any]] = {}  # by count and rank
         self._good: int | None = None  # batches before the last check without a difference
         self._data = BatchComparison()
@@ -193,10 +202,11 @@ class Comparison:
     def answered(self, equal: int | None) -> None:  # a check that has turned out to be equal
         """Note that all ranks have met for the first question, and ask the next one."""
         with self.news:
-            self._good = self._good if equal is None else max(equal, self._good or 0)
             del self.questions[:1]
             if self.questions:
                 self._agreement.request(self.questions[0], kind="replica")
+            elif equal is not None:
+                self._good = max(equal, self._good or 0)
 
     def missing(self, count: int) -> list[int]:
         """Return the ranks whose check has not come."""
@@ -213,22 +223,28 @@ class Comparison:
 
     def _compare(self, count: int, checks: Mapping[int, Any]) -> None:
         self.compared = count
+        wrong: list[dict[str, Any]] = []
         same = self._data.compare({rank: check["row"] for rank, check in checks.items()})
-        if same is not None and (text := self._same_batches(*same)):
-            self._ask(count, data=text)
-        ranks_of: dict[tuple[int, ...], list[int]] = {}
+        if same is not None and (text := same_batches_text(self._trainer, *same)):
+            wrong.append({"data": text})
+        ranks_of: dict[
+            tuple[int, ...], dict[int, list[int]]
+        ] = {}  # by who holds the same, and the number for it
         for rank in sorted(checks):
-            ranks_of.setdefault(tuple(checks[rank]["folds"]), []).append(rank)
-        if len(ranks_of) == 1:
+            for held, fold in checks[rank]["folds"]:
+                ranks_of.setdefault(tuple(held), {}).setdefault(fold, []).append(rank)
+        differing = sorted(held for held, by_fold in ranks_of.items() if len(by_fold) > 1)
+        for held in differing[:_ASKED]:  # first what is whole on all ranks
+            groups = sorted(ranks_of[held].values(), key=lambda ranks: (-len(ranks), ranks))
+            wrong.append({"groups": groups[:_ASKED], "held": held})
+        if not differing:
             self._good = count
-        else:
-            self._ask(count, sorted(ranks_of.values(), key=lambda ranks: (-len(ranks), ranks))[:_ASKED])
-
-    def _ask(self, count: int, groups: Sequence[Sequence[int]] = (), data: str = "") -> None:
-        question = json.dumps({"count": count, "good": self._good, "groups": groups, "data": data})
-        self.questions[1:] = [question]
-        if len(self.questions) == 1:
-            self._agreement.request(question, kind="replica")
+        if wrong:
+            known = {"count": count, "good": self._good, "data": "", "groups": (), "held": ()}
+            is_idle = not self.questions
+            self.questions[1:] = [json.dumps({**known, **one}) for one in wrong]
+            if is_idle:
+                self._agreement.request(self.questions[0], kind="replica")
 
 
 def differing_facts(
@@ -258,14 +274,16 @@ def largest_differences(
     own: dict[str, Difference] = {}
     for section, names in finding.tensors.items():
         tensors = dict(zip(sections[section].names, sections[section].tensors, strict=True))
-        for name in list(names)[:NAMED]:
-            difference = _difference(communicator, tensors.get(name), finding.reference)
+        for name, parts in list(names.items())[:NAMED]:
+            # Other ranks may have another part by this name.
+            own_tensor = tensors.get(name) if any(communicator.rank in part for part in parts) else None
+            difference = _difference(communicator, own_tensor, finding.reference)
             if difference is not None:
                 own[name] = difference
-    found: dict[str, dict[int, Difference]] = {}
-    for rank, of_rank in enumerate(communicator.gather(own)):
+    found: dict[str, Difference] = {}
+    for of_rank in communicator.gather(own):
         for name, difference in of_rank.items():
-            found.setdefault(name, {})[rank] = difference
+            found[name] = max(difference, found.get(name, difference))
     return found
 
 

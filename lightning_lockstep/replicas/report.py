@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +15,9 @@ NAMED = 5
 _SETTINGS_NAMED = 12
 
 Parts = list[list[int]]  # ranks that have the same, the most first
-Answers = Mapping[int, Mapping[str, Any]]  # what each rank has told, see `RankChecks`
+Answers = Mapping[
+    int, Mapping[str, Any]
+]  # by rank, what one of those that agree with it has told, see `Check`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +28,11 @@ class Finding:
     good: int | None = None  # batches after which there was none
     # By kind the names of the tensors, and for each the ranks that have the same.
     tensors: Mapping[str, Mapping[str, Parts]] = field(default_factory=dict)
-    settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by name and rank, what differs
+    settings: Mapping[str, Mapping[int, str]] = field(default_factory=dict)  # by name and rank, what differs
     suspects: Sequence[int] = ()  # ranks in the minority, as far as there is one
     reference: int = 0  # a rank that is none
     reasons: Sequence[str] = ()
+    held: Sequence[int] = ()  # ranks that hold the same part of the model, if it is one that differs
     data: str = ""  # what is wrong with the data, if that is the finding
 
     @property
@@ -49,25 +52,28 @@ class Difference(NamedTuple):
     is_all: bool  # else no more than a part of a large tensor was compared
 
 
-Differences = Mapping[str, Mapping[int, Difference]]  # by the name of a tensor and a rank
+Differences = Mapping[str, Difference]  # the largest of any rank, by the name of a tensor
 
 
 # -- What differs, who is in the minority, why: decided by every rank, from the same answers --
 
 
 def judge(
-    count: int, good: int | None, groups: Parts, answers: Answers, statistics: set[str]
+    count: int,
+    good: int | None,
+    answers: Answers,
+    places: Sequence[str],  # host and device of each rank
+    statistics: set[str],
+    held: Sequence[int] = (),  # the ranks that are compared, where they are not all
 ) -> Finding | None:
-    """Return what differs between groups of ranks, by what the first rank of each has answered.
+    """Return what differs between ranks.
 
     Adds to ``statistics`` the buffers in which each rank has its own: they may stay as they are between two checks,
     such as those of a validation.
     """
-    members = {group[0]: group for group in groups}
     tensors: dict[str, dict[str, Parts]] = {}
     for section in SECTIONS:
-        sums = {rank: answer["sums"][section] for rank, answer in answers.items()}
-        found = _differing(sums, members)
+        found = _differing({rank: answer["sums"][section] for rank, answer in answers.items()})
         if section == "buffers":
             statistics |= {name for name in found if _is_own_statistic(name, answers)}
             found = {name: parts for name, parts in found.items() if name not in statistics}
@@ -75,41 +81,43 @@ def judge(
             tensors[section] = found
     settings = {rank: answer["settings"] for rank, answer in answers.items()}
     differing = {
-        name: {
-            str(rank): settings[first].get(name, "-") for first, group in members.items() for rank in group
-        }
-        for name in _differing(settings, members)
+        name: {rank: of_rank.get(name, "-") for rank, of_rank in settings.items()}
+        for name in _differing(settings)
     }
     if not tensors and not differing:
         return None
-    suspects = _suspects(tensors, settings, members, answers)
-    everyone = sorted(rank for group in groups for rank in group)
-    reference = next((rank for rank in everyone if rank not in suspects and rank in members), groups[0][0])
+    suspects = _suspects(tensors, differing, answers)
+    reasons = [_BEFORE]
+    if count:
+        named = [f"rank {rank} (host {places[rank]})" for rank in suspects or sorted(answers)]
+        reasons = _reasons(tensors, differing, answers) or [
+            _reason_apart_from_steps(tensors, answers),
+            f"Memory or arithmetic of a device that fails: {listed(named, 4)}.",
+        ]
     return Finding(
         count=count,
         good=good,
         tensors=tensors,
         settings=differing,
         suspects=suspects,
-        reference=reference,
-        reasons=_reasons(tensors, differing, suspects, answers, members) if count else [_BEFORE],
+        reference=min({*answers} - {*suspects}),
+        reasons=reasons,
+        held=held,
     )
 
 
-def _differing(values: Mapping[int, Mapping[str, Any]], members: Mapping[int, list[int]]) -> dict[str, Parts]:
+def _differing(values: Mapping[int, Mapping[str, Any]]) -> dict[str, Parts]:
     """Return by name the ranks that have the same value, where not all have."""
     names = dict.fromkeys(name for of_rank in values.values() for name in of_rank)
-    parts = {
-        name: _parts({rank: of_rank.get(name) for rank, of_rank in values.items()}, members) for name in names
-    }
+    parts = {name: _parts({rank: of_rank.get(name) for rank, of_rank in values.items()}) for name in names}
     return {name: found for name, found in parts.items() if len(found) > 1}
 
 
-def _parts(values: Mapping[int, Any], members: Mapping[int, list[int]]) -> Parts:
+def _parts(values: Mapping[int, Any]) -> Parts:
     found: dict[Any, list[int]] = {}
-    for rank, value in values.items():
-        found.setdefault(value, []).extend(members[rank])
-    return sorted((sorted(ranks) for ranks in found.values()), key=lambda ranks: (-len(ranks), ranks))
+    for rank in sorted(values):
+        found.setdefault(values[rank], []).append(rank)
+    return sorted(found.values(), key=lambda ranks: (-len(ranks), ranks))
 
 
 def _minority(parts: Parts) -> list[int]:
@@ -120,91 +128,71 @@ def _minority(parts: Parts) -> list[int]:
 
 def _is_own_statistic(name: str, answers: Answers) -> bool:
     """Return whether a buffer is what each rank has found in its own batches, as far as can be seen."""
-    return all(
-        name in answer["statistics"] and _changed(answer, "buffers", name) for answer in answers.values()
-    )
-
-
-def _changed(answer: Mapping[str, Any], section: str, name: str) -> bool:
-    before = answer["before"][section].get(name)
-    return before is None or before != answer["sums"][section].get(name)
+    return all(name in answer["statistics"] and name in answer["changed"] for answer in answers.values())
 
 
 def _suspects(
-    tensors: Mapping[str, Mapping[str, Parts]],
-    settings: Mapping[int, Mapping[str, str]],
-    members: Mapping[int, list[int]],
-    answers: Answers,
+    tensors: Mapping[str, Mapping[str, Parts]], settings: Mapping[str, Mapping[int, str]], answers: Answers
 ) -> list[int]:
     """Return the ranks in the minority: of the settings, of the optimizer steps, else of most tensors."""
-    steps = _parts({rank: tuple(answer["steps"]) for rank, answer in answers.items()}, members)
-    votes = [_minority(parts) for parts in _differing(settings, members).values()] + [_minority(steps)]
-    found = next(filter(None, votes), [])
+    steps = _steps(answers)
+    for parts in (*map(_parts, settings.values()), _parts(steps)):
+        if found := _minority(parts):
+            return found
     counts = Counter(tuple(_minority(parts)) for names in tensors.values() for parts in names.values())
     del counts[()]
-    if not found and counts:
-        found = list(counts.most_common(1)[0][0])
-    if not found and len(steps) > 1:  # two ranks: who has left out a step
-        fewest = min(sum(answer["steps"]) for answer in answers.values())
-        found = [
-            r for rank, answer in answers.items() if sum(answer["steps"]) == fewest for r in members[rank]
-        ]
-    if not found:  # two ranks: who alone has changed what stays as it is
-        for section, names in tensors.items():
-            for name in names:
-                changed = [rank for rank, answer in answers.items() if _changed(answer, section, name)]
-                if 0 < len(changed) < len(answers):
-                    return sorted(r for rank in changed for r in members[rank])
-    return found
+    if counts:
+        return list(counts.most_common(1)[0][0])
+    # Two ranks: who has left out a step, or alone has changed what stays as it is.
+    fewest = min(map(sum, steps.values()))
+    fewer = [rank for rank, of_rank in steps.items() if sum(of_rank) == fewest]
+    if len(fewer) < len(steps):
+        return fewer
+    return next((changed for _, changed in _changed_alone(tensors, answers)), [])
+
+
+def _steps(answers: Answers) -> dict[int, tuple[int, ...]]:
+    return {rank: tuple(answer["steps"]) for rank, answer in sorted(answers.items())}
+
+
+def _changed_alone(
+    tensors: Mapping[str, Mapping[str, Parts]], answers: Answers
+) -> Iterator[tuple[str, list[int]]]:
+    """Yield what has changed since the last check on some ranks only, with those."""
+    for name in (name for names in tensors.values() for name in names):
+        changed = [rank for rank in sorted(answers) if name in answers[rank]["changed"]]
+        if 0 < len(changed) < len(answers):
+            yield name, changed
 
 
 def _reasons(
-    tensors: Mapping[str, Mapping[str, Parts]],
-    settings: Mapping[str, Mapping[str, str]],
-    suspects: Sequence[int],
-    answers: Answers,
-    members: Mapping[int, list[int]],
+    tensors: Mapping[str, Mapping[str, Parts]], settings: Mapping[str, Mapping[int, str]], answers: Answers
 ) -> list[str]:
-    """Return the likely reasons, those with evidence first."""
+    """Return the reasons for which there is evidence."""
     reasons = [
         f"{name} is {_who_has_what(values)}." for name, values in list(settings.items())[:_SETTINGS_NAMED]
     ]
-    steps = _parts({rank: tuple(answer["steps"]) for rank, answer in answers.items()}, members)
-    if len(steps) > 1:
-        told = {str(r): str(answers[rank]["steps"]) for rank, ranks in members.items() for r in ranks}
+    steps = _steps(answers)
+    if len({*steps.values()}) > 1:
+        told = {rank: str([*of_rank]) for rank, of_rank in steps.items()}
         reasons.append(
             f"An optimizer has stepped on some ranks only: steps of each optimizer are {_who_has_what(told)}. Let"
             " all ranks step the same number of times, also a rank that has no loss for its batch."
         )
     gradients = {rank: answer["gradients"] for rank, answer in answers.items() if answer["gradients"]}
-    differing = _differing(gradients, members)
-    if differing:
+    if differing := _differing(gradients):
         reasons.append(_reason_for_gradients(list(differing), len(next(iter(gradients.values()))), answers))
     if tensors.keys() == {"buffers"}:
         reasons.append(
             "Only buffers differ: something writes them from what one rank alone has seen, and nothing sends them to"
             " the others. Reduce what is written, or compare none with buffers='none'."
         )
-    if reasons:
-        return reasons
-    where = {rank: f"{answers[rank]['host']}, {answers[rank]['device']}" for rank in answers}
-    named = [f"rank {rank} (host {where[rank]})" for rank in where if rank in suspects or not suspects]
-    return [
-        _reason_apart_from_steps(tensors, bool(gradients), answers),
-        f"Memory or arithmetic of a device that fails: {listed(named, 4)}.",
-    ]
+    return reasons
 
 
-def _reason_apart_from_steps(
-    tensors: Mapping[str, Mapping[str, Parts]], saw_gradients: bool, answers: Answers
-) -> str:
+def _reason_apart_from_steps(tensors: Mapping[str, Mapping[str, Parts]], answers: Answers) -> str:
     """Return the likely reason where settings and steps are equal, and gradients as far as they were seen."""
-    unchanged = [
-        name
-        for section, names in tensors.items()
-        for name in names
-        if len({_changed(answer, section, name) for answer in answers.values()}) > 1
-    ]
+    unchanged = [name for name, _ in _changed_alone(tensors, answers)]
     has_state = any(answer["sums"]["optimizer state"] for answer in answers.values())
     if unchanged:
         return (
@@ -216,7 +204,7 @@ def _reason_apart_from_steps(
             "Settings, optimizer steps and the state of optimizers are equal, so gradients always were: a hook or a"
             " callback wrote weights on some ranks only, or a checkpoint was loaded there alone."
         )
-    if saw_gradients or not all(answer["sees_gradients"] for answer in answers.values()):
+    if any(answer["gradients"] or not answer["sees_gradients"] for answer in answers.values()):
         return (
             "Settings and optimizer steps are equal, as are the gradients of the last step if this strategy shows"
             " them: a hook or a callback wrote on some ranks only, or gradients of an earlier step were not reduced."
@@ -229,9 +217,11 @@ def _reason_apart_from_steps(
 
 def _reason_for_gradients(names: Sequence[str], compared: int, answers: Answers) -> str:
     told = list(answers.values())
+    if told[0]["divided"]:
+        return f"The gradients of {listed(names, 3)} differed in the last step: {_CHANGED}."
     if len(names) < compared:
         outside = [name for name in names if name in told[0]["outside"]]
-        why = _UNKNOWN.format(listed(outside, 3)) if outside else _CHANGED
+        why = _UNKNOWN.format(listed(outside, 3)) if outside else f"{_CHANGED}, {_OR_UNKNOWN}"
         return f"The gradients of {listed(names, 3)} differed in the last step, those of the others did not: {why}"
     why = _PAST_DDP
     if not all(answer["wrapped"] for answer in told):
@@ -253,10 +243,8 @@ _UNKNOWN = (
     "DDP does not know {}: it was told to ignore that, or it was frozen or not there when the model was wrapped."
     " Unfreeze and add parameters before the fit begins (configure_model)."
 )
-_CHANGED = (
-    "they are changed on some ranks after the reduction, as by a hook, or DDP does not know them, as what"
-    " configure_optimizers adds to the model."
-)
+_CHANGED = "they are changed on some ranks after the reduction, as by a hook"
+_OR_UNKNOWN = "or DDP does not know them, as what configure_optimizers adds to the model."
 _NOT_WRAPPED = "no DistributedDataParallel wraps the model, and the strategy has not reduced them."
 _NOT_SYNCHRONIZED = (
     "DDP is told not to synchronize: no_sync() was never left, or require_backward_grad_sync is False."
@@ -268,12 +256,8 @@ _PAST_DDP = (
 )
 
 
-def _who_has_what(values: Mapping[str, str]) -> str:
-    ranks_of: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        ranks_of.setdefault(value, []).append(int(rank))
-    most_first = sorted(ranks_of.items(), key=lambda item: (-len(item[1]), item[1]))
-    return ", ".join(f"{value} on {ranks_in_words(ranks)}" for value, ranks in most_first)
+def _who_has_what(values: Mapping[int, str]) -> str:
+    return ", ".join(f"{values[ranks[0]]} on {ranks_in_words(ranks)}" for ranks in _parts(values))
 
 
 # -- The text, the same on every rank --
@@ -285,9 +269,12 @@ def report(finding: Finding, differences: Differences) -> str:
         return f"{finding.data} Seen in the last batches up to batch {finding.count} of this fit."
     kinds = [*finding.tensors, *(["settings"] if finding.settings else [])]
     when = f"after batch {finding.count} of this fit" if finding.count else "before the first batch"
-    lines = [f"the ranks differ in their {' and '.join(kinds)}, found {when}", ""]
+    who = "the ranks"
+    if finding.held:
+        who = f"{ranks_in_words(finding.held)}, which hold the same part of the model,"
+    lines = [f"{who} differ in their {' and '.join(kinds)}, found {when}", ""]
     rows = [
-        (name, _in_words(parts), *_difference(differences.get(name, {})))
+        (name, _in_words(parts), *_difference(differences.get(name)))
         for names in finding.tensors.values()
         for name, parts in list(names.items())[:NAMED]
     ]
@@ -322,8 +309,7 @@ def _in_words(parts: Parts) -> str:
     return listed(texts, 4) if len(parts) < 5 else f"none of {counted(len(parts), 'group')}"
 
 
-def _difference(by_rank: Mapping[int, Difference]) -> tuple[str, str]:
-    most = max(by_rank.values(), default=None)
+def _difference(most: Difference | None) -> tuple[str, str]:
     if most is None or not most.values:
         return "-", "-"
     return f"{most.largest:.3g}", f"{'' if most.is_all else 'at least '}{most.values:,} of {most.size:,}"
@@ -332,8 +318,7 @@ def _difference(by_rank: Mapping[int, Difference]) -> tuple[str, str]:
 def _of_differences(finding: Finding, differences: Differences) -> list[str]:
     """Return the reason that the values themselves suggest, if they do."""
     names = [name for of_kind in finding.tensors.values() for name in of_kind]
-    found = [one for name in names for one in differences.get(name, {}).values() if one.values]
-    if len(names) == len(found) == 1 and found[0].bits == 1:
+    if len(names) == 1 and names[0] in differences and differences[names[0]].bits == 1:
         return [f"One bit of one value of {names[0]} differs, which is what memory that fails leaves behind."]
     return []
 
@@ -343,7 +328,7 @@ def _of_differences(finding: Finding, differences: Differences) -> list[str]:
 
 def start_table(facts: Mapping[int, Mapping[str, str]]) -> tuple[str, bool]:
     """Return a table of what differs at the start, and whether any of it must not; facts by rank."""
-    differing = _differing(facts, {rank: [rank] for rank in facts})
+    differing = _differing(facts)
     rows: list[tuple[str, str, str]] = []
     shown = list(differing.items())[:_SETTINGS_NAMED]
     for what, parts in shown:

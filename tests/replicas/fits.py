@@ -6,7 +6,7 @@ import logging
 import random
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from lightning_lockstep import LockstepDDPStrategy, ReplicaCheck, ReplicaMismatchError
+from lightning_lockstep import (
+    LockstepDDPStrategy,
+    LockstepFSDPStrategy,
+    ReplicaCheck,
+    ReplicaMismatchError,
+)
 from lightning_lockstep.distributed import current_communicator
 from tests.helpers import on_device
 
@@ -38,6 +43,7 @@ class Case:
     trainer: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)  # of the callback
+    hsdp: bool = False  # two copies of the model, each divided between two ranks
     # What goes wrong, see `Fault`; on which rank, after which batch, in which tensor and value.
     fault: str = ""
     rank: int = 1
@@ -166,12 +172,12 @@ class Fault(Callback):
         case = self.case
         optimizer = trainer.optimizers[0]
         if case.fault == "bit":
-            parameters = [*module.parameters()]
+            parameters = held(module.parameters())
             flip(parameters[case.target % len(parameters)], case.position)
         elif case.fault == "bit of state":
-            states = [
+            states = held(
                 v for p in module.parameters() for k, v in sorted(optimizer.state[p].items()) if k != "step"
-            ]
+            )
             flip(states[case.target % len(states)], case.position)
         elif case.fault == "rate":
             optimizer.param_groups[0]["lr"] *= 2
@@ -180,7 +186,7 @@ class Fault(Callback):
         elif case.fault == "buffer of integers":
             module.batches += 1
         elif case.fault == "layer":
-            [*module.parameters()][case.target % 4].mul_(1.5)
+            held(module.parameters())[case.target % 4].mul_(1.5)
 
 
 class OwnBatches:
@@ -198,6 +204,12 @@ class OwnBatches:
 
     def __len__(self) -> int:
         return -(-(self.samples // current_communicator().world_size) // self.batch)
+
+
+def held(tensors: Iterable[Any]) -> list[Tensor]:
+    """Return what this rank holds of tensors, without those of which it has nothing."""
+    own = [one.to_local() if hasattr(one, "to_local") else one for one in tensors]
+    return [one for one in own if one.numel()]
 
 
 def flip(tensor: Tensor, position: int) -> None:
@@ -244,7 +256,7 @@ def fit(case: Case, **more: Any) -> dict[str, Any]:
     handler = Kept(lines)
     logger = logging.getLogger("lightning_lockstep.callbacks.replica_check")
     logger.addHandler(handler)
-    module, check = Net(case), ReplicaCheck(every_n_steps=case.every, **case.options)
+    module, check = more.pop("make", Net)(case), ReplicaCheck(every_n_steps=case.every, **case.options)
     if case.fault == "device" and current_communicator().rank == case.rank:
         module.middle[0].register_forward_hook(off_by_a_bit)
     callbacks: list[Any] = [Fault(case), *more.pop("callbacks", []), check]
@@ -254,7 +266,11 @@ def fit(case: Case, **more: Any) -> dict[str, Any]:
         callbacks.insert(0, StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=1))
     if "unfreezes" in case.traits:
         module.first.requires_grad_(False)
-    strategy = more.pop("plain_strategy", None) or LockstepDDPStrategy(threads_per_rank=1, **case.strategy)
+    strategy = more.pop("plain_strategy", None)
+    if case.hsdp:
+        mesh = {"shard": 2, "replicate": 2}
+        strategy = strategy or LockstepFSDPStrategy(threads_per_rank=1, shard="Linear", mesh=mesh)
+    strategy = strategy or LockstepDDPStrategy(threads_per_rank=1, **case.strategy)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             **on_device(more.pop("devices", current_communicator().world_size)),

@@ -8,8 +8,8 @@ from typing import Any
 from lightning_lockstep._text import ranks_in_words
 from tests.replicas.fits import Case
 
-#: Ranks of these runs: with two nobody can say which one is right.
-RANKS = 3
+#: Ranks of these runs: with two nobody can say which one is right; and of those with copies of a divided model.
+RANKS, HSDP_RANKS = 3, 4
 FAULTS = (
     *("bit", "bit of state", "skipped step", "rate", "buffer", "buffer of integers", "layer", "sampler"),
     "device",
@@ -51,11 +51,18 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "compression": {"strategy": {"ddp_comm_hook": "bf16_compress"}},
     "static graph": {"strategy": {"static_graph": True}},
 }
+# Without options of DDP, averages, data of which ranks get other numbers of batches.
+HEALTHY_UNDER_HSDP = (
+    *("plain", "dropout", "accumulation", "gradient checkpointing", "frozen", "resume", "overfit_batches"),
+    *("batchnorm", "statistics", "constant", "shuffled", "few samples", "clipping", "16 bits", "schedule"),
+)
 
 
-def divergences(count: int, seed: int) -> list[Case]:
+def divergences(count: int, seed: int, *, hsdp: bool = False) -> list[Case]:
     """Return random cases that go wrong on one rank."""
     draw = random.Random(seed)
+    faults = FAULTS[:-1] if hsdp else FAULTS  # no rank alone can make a step of a divided model
+    ranks = HSDP_RANKS if hsdp else RANKS
     return [
         Case(
             name=f"{number}: {fault}",
@@ -66,22 +73,23 @@ def divergences(count: int, seed: int) -> list[Case]:
             loader="stream" if fault == "sampler" else "indexed",
             # Else DDP sends rank 0's to all before the next forward.
             strategy={"broadcast_buffers": False} if fault.startswith("buffer") else {},
-            rank=draw.randrange(RANKS),
+            rank=draw.randrange(ranks),
             step=draw.randrange(1, 11),
             every=draw.choice((1, 3, 5, 20)),
             target=draw.randrange(1000),
             position=draw.randrange(10_000),
             options={"audit_every_n_steps": draw.choice((1, 3, 5)) if fault == "device" else 0},
+            hsdp=hsdp,
         )
         for number in range(count)
-        for fault in [FAULTS[number % len(FAULTS)]]
+        for fault in [faults[number % len(faults)]]
     ]
 
 
-def healthy(count: int, seed: int) -> list[Case]:
+def healthy(count: int, seed: int, *, hsdp: bool = False) -> list[Case]:
     """Return random cases in which nothing goes wrong."""
     draw = random.Random(seed)
-    kinds = list(HEALTHY)
+    kinds = [kind for kind in HEALTHY if not hsdp or kind in HEALTHY_UNDER_HSDP]
     return [
         Case(
             name=f"{number}: {kind}",
@@ -89,7 +97,8 @@ def healthy(count: int, seed: int) -> list[Case]:
             optimizer=draw.choice(("AdamW", "SGD", "Adagrad")),
             every=draw.choice((1, 3, 5)),
             steps=draw.randrange(8, 16),
-            options={"audit_every_n_steps": draw.choice((0, 1, 3))},
+            options={"audit_every_n_steps": 0 if hsdp else draw.choice((0, 1, 3))},
+            hsdp=hsdp,
             **HEALTHY[kind],
         )
         for number in range(count)
@@ -109,25 +118,29 @@ def what_is_wrong(case: Case, outcomes: list[dict[str, Any]]) -> str:
     if error is None:
         return "not found"
     if case.fault == "sampler":
-        pair = ranks_in_words([case.rank, (case.rank + 1) % RANKS])
+        pair = ranks_in_words([case.rank, (case.rank + 1) % (HSDP_RANKS if case.hsdp else RANKS)])
         return "" if f"{pair} work on the same batches" in error else f"not named: {error}"
     if case.fault == "device":
         return (
             "" if error.startswith(f"rank {case.rank} (host ") and "computes other values" in error else error
         )
-    missing = [
-        text for text in (*expected_names(case), f"In the minority: rank {case.rank}.") if text not in error
-    ]
+    who = f"In the minority: rank {case.rank}."
+    if case.hsdp and case.fault in ("bit", "bit of state", "layer"):  # of two, unless the evidence is there
+        part = ranks_in_words([case.rank % 2, case.rank % 2 + 2])
+        who = f"{part}, which hold the same part of the model, differ in their "
+    missing = [text for text in (*expected_names(case), who) if text not in error]
     return f"{missing} not in: {error}" if missing else ""
 
 
 def expected_names(case: Case) -> list[str]:
     """Return what the report of a case must name."""
+    # Of a tensor of one row the second rank of two has nothing.
+    parameters = PARAMETERS[:-2] if case.hsdp and case.rank % 2 else PARAMETERS
     if case.fault == "bit":
-        return [PARAMETERS[case.target % len(PARAMETERS)]]
+        return [parameters[case.target % len(parameters)]]
     if case.fault == "bit of state":
         per = {"AdamW": 2, "SGD": 1, "Adagrad": 1}[case.optimizer]
-        return [f" of {PARAMETERS[case.target % (per * len(PARAMETERS)) // per]}"]
+        return [f" of {parameters[case.target % (per * len(parameters)) // per]}"]
     if case.fault == "skipped step":
         return ["An optimizer has stepped on some ranks only"]
     if case.fault == "rate":

@@ -14,7 +14,13 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-from lightning_lockstep.distributed.guard.collective_call import CollectiveCall, call_site, call_title
+from lightning_lockstep.distributed.c10d_operators import parameters_in_bucket
+from lightning_lockstep.distributed.guard.collective_call import (
+    BACKWARD,
+    CollectiveCall,
+    call_site,
+    call_title,
+)
 from lightning_lockstep.distributed.mpi.operations import LIMITS, Collective
 from lightning_lockstep.distributed.mpi.progress import AllWork, Body, FinishedWork, MPIWork, Task, run_here
 from lightning_lockstep.distributed.mpi.rank_check import CallRecords, Peers, RankCheck, may_all_block
@@ -297,6 +303,7 @@ class GroupEngine:
             raise self._failed(error, title) from error
 
     def _described(self, call: Call, number: int, site: str) -> CollectiveCall:
+        is_bucket = site == BACKWARD and len(call.shown) == 1
         return CollectiveCall(
             operation=call.operation,
             group=self.settings.name,
@@ -307,6 +314,7 @@ class GroupEngine:
             root=self._root(call),
             site=site,
             note=call.note,
+            parameters=tuple(parameters_in_bucket(call.shown[0])) if is_bucket else (),
         )
 
     def _root(self, call: Call) -> int | None:

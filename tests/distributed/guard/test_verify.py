@@ -107,11 +107,11 @@ def unused_parameters(rank: int) -> None:
     dist.all_reduce(loss.detach())
 
 
-def other_buckets(rank: int) -> None:
+def other_buckets(rank: int, group: Any = None) -> None:
     """Rank 0 has a bucket for each parameter, rank 1 one for all."""
     # Where no parameter can be unused, the first backward has one bucket, and later ones those of rank 0.
     options = {"find_unused_parameters": True, "bucket_cap_mb": 25 if rank else 0.000001}
-    model = DistributedDataParallel(Half(), gradient_as_bucket_view=True, **options)
+    model = DistributedDataParallel(Half(), process_group=group, gradient_as_bucket_view=True, **options)
     model(torch.ones(1, 2), 0).backward()
 
 

@@ -3,10 +3,13 @@
 import sys
 import warnings
 
+import torch
 import torch.distributed as dist
 
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
+from tests.distributed.guard.test_verify import other_buckets
 from tests.distributed.guard.test_verify_agrees import PARTS
+from tests.distributed.mpi.program_behaviour import caught
 from tests.distributed.mpi.ranks_meet import hand_back, meet
 
 warnings.simplefilter("ignore")
@@ -21,6 +24,10 @@ def main():
     state = supervisor.guard.watch.state()
     seen["operations"] = sorted({one.call.operation for one in state.calls if one.call.number})
     seen["outstanding"] = [list(one) for one in state.outstanding]
+    group = dist.new_group()
+    seen["buckets"] = caught(other_buckets, rank, group)
+    for _ in range(3 * rank):  # what rank 0 has begun with its other buckets
+        caught(dist.all_reduce, torch.ones(7), group=group)
     dist.barrier()
     supervisor.guard.stop()
     hand_back(rank, seen)

@@ -32,3 +32,8 @@ def test_every_operation_over_mpi4py_under_the_guard(guard: str, tmp_path: Path)
         assert found[rank]["guarded"] == expected
         assert found[rank]["outstanding"] == []
         assert {"all_reduce", "broadcast", "all_gather", "reduce_scatter"} <= set(found[rank]["operations"])
+        _, error = found[rank]["buckets"]
+        assert "\n  rank 0: gradients of two.bias\n" in error, "the parameters in each bucket are named"
+        assert (
+            "rank 1: gradients of one.weight, one.bias, two.weight, two.bias; only there one.weight" in error
+        )
