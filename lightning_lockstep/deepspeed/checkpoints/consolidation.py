@@ -138,7 +138,7 @@ def _in_order(parts: Sequence[Tensor], saved: Mapping[str, Tensor]) -> dict[str,
 
 
 def _fits(parts: Sequence[Tensor], start: int, tensor: Tensor) -> bool:
-    for length in (min(16, tensor.numel()), tensor.numel()):  # most do not even begin with the same letters
+    for length in (min(16, tensor.numel()), tensor.numel()):  # most differ in their first values
         found = _cut(parts, start, length)
         if _count(found) < length or not torch.equal(
             torch.cat(found).to(tensor.dtype), _flat(tensor)[:length]
