@@ -42,7 +42,7 @@ class ReplicaCheck(Callback):
     Args:
         every_n_steps: Batches between two checks.
         action: ``"raise"`` raises on all ranks; ``"warn"`` reports each difference once and goes on.
-        optimizer_state: Whether the state of optimizers is compared too, where each rank has all of it.
+        optimizer_state: Whether the state of optimizers is compared too, where several ranks hold the same.
         buffers: ``"auto"`` compares those that the ranks share: not the statistics of BatchNorm without
             synchronization, nor others that each rank computes from its own batches; ``"all"``; ``"none"``.
         data: Whether the batches of the ranks are compared.
@@ -175,7 +175,7 @@ class _Run:
 
     def begin(self) -> None:
         if self._contents.left_out and self._communicator.is_main:
-            say(f"ReplicaCheck: weights are not compared: {self._contents.left_out}.")
+            say(f"ReplicaCheck: {self._contents.left_out}.")
         if self._differing:
             table, is_fault = start_table(self._differing)
             self._act(

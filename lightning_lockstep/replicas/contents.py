@@ -63,15 +63,15 @@ class Contents:
         #: Whether some parameters are divided by torch itself, as by ``fully_shard``.
         self.divided = bool(parts)
         self.sees_gradients = self._whole_steps or self.divided
-        #: Why weights and the state of optimizers are not compared, or nothing.
+        #: Which weights, and the state of optimizers for them, are not compared, and why; or nothing.
         self.left_out = ""
         if averages_models(trainer.strategy):
-            self.left_out = "the strategy averages the models of the ranks only now and then"
+            self.left_out = "weights are not compared: the strategy averages the models only now and then"
         elif _is_fsdp(trainer):
-            self.left_out = "the strategy divides them"
+            self.left_out = "weights are not compared: the strategy divides them"
         self._buffers_alone = bool(self.left_out)
         if any(len(ranks) < 2 for ranks in parts):
-            self.left_out = "the strategy divides them, and other ranks hold other parts"
+            self.left_out = "weights that one rank alone holds are not compared: the strategy divides them"
 
     def sections(self) -> dict[str, Named]:
         """Return the tensors of each kind."""

@@ -89,10 +89,8 @@ def of_divided_weights() -> tuple[str, int]:
 
 
 def test_of_weights_that_fully_shard_divides_none_is_compared() -> None:
-    assert (
-        run_ranks(2, of_divided_weights)
-        == [("the strategy divides them, and other ranks hold other parts", 0)] * 2
-    )
+    said = "weights that one rank alone holds are not compared: the strategy divides them"
+    assert run_ranks(2, of_divided_weights) == [(said, 0)] * 2
 
 
 def of_large_tensors() -> dict[str, Any]:

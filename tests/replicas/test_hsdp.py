@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.sharded_state import ranks_of_part
@@ -42,6 +44,21 @@ class DividesItself(Net):
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
             for part in (self.middle, self):
                 fully_shard(part, mesh=mesh)
+
+
+class DividesTensors(Net):
+    """Two copies; within each one, two ranks share the work of a layer, of which both have the last bias."""
+
+    def configure_model(self) -> None:
+        if not isinstance(self, FSDPModule):
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(self.middle, self.device_mesh["tensor_parallel"], plan)
+            fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.case.fault == "shared" and batch_idx == 2 and on(1):
+            held([self.middle[2].bias])[0][0] += 1
 
 
 class Late(Callback):
@@ -87,9 +104,16 @@ def test_which_ranks_hold_the_same() -> None:
     ]
 
 
+def under_tensor_parallelism(case: Case) -> dict[str, Any]:
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)
+    return fit(case, make=DividesTensors, plain_strategy=strategy)
+
+
 def cases() -> dict[str, Any]:
     """Fits one after the other, on the same ranks."""
     return {
+        "healthy, tensors": under_tensor_parallelism(Case(every=1)),
+        "tensors": under_tensor_parallelism(Case(every=1, fault="shared")),
         "healthy": fit(Case(hsdp=True, **RESUMED)),
         "healthy, late": fit(Case(hsdp=True, every=1), callbacks=[Late()]),
         "healthy, own": fit(Case(hsdp=True, every=1), make=DividesItself),
@@ -114,7 +138,7 @@ def found() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["healthy", "healthy, late", "healthy, own"])
+@pytest.mark.parametrize("name", ["healthy", "healthy, late", "healthy, own", "healthy, tensors"])
 def test_healthy_runs_give_no_alarm(name: str, found: dict[str, Any]) -> None:
     assert found[name]["error"] is None and found[name]["lines"] == []
     assert found[name]["steps"] == (24 if name == "healthy" else 12)
@@ -137,6 +161,7 @@ PAIR = "which hold the same part of the model, differ in their"
         ("late", [f"ranks 0,2, {PAIR} parameters", "first.weight", "64 of 64"]),
         ("own", [f"ranks 0,2, {PAIR} parameters", "middle.0.weight", "One bit of one value"]),
         ("gradient", [f"ranks 1,3, {PAIR}", "gradients of first.weight differed", "as by a hook."]),
+        ("tensors", [f"ranks 0-1, {PAIR} parameters", "middle.2.bias  rank 0, rank 1"]),
         ("start", [f"ranks 1,3, {PAIR} parameters, found before the first batch", "first.weight"]),
         (
             "rate",
