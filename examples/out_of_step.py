@@ -4,7 +4,7 @@ python examples/out_of_step.py backward     # loss.backward() in manual optimiza
 python examples/out_of_step.py data         # an iterable data set that gives both ranks the same batches
 python examples/out_of_step.py step         # an optimizer that one rank does not step with
 python examples/out_of_step.py weights      # a hook that writes weights on one rank
-python examples/out_of_step.py backward --without --strategy ddp    # nobody says anything: exit code 0
+python examples/out_of_step.py backward --without --strategy ddp    # no message: exit code 0
 """
 
 from __future__ import annotations

@@ -11,5 +11,5 @@
 set -euo pipefail
 
 source "${VENV:-$HOME/venv}/bin/activate"
-# Tasks that start in the same second have run folders of their own.
+# Tasks that start in the same second have separate run folders.
 srun --kill-on-bad-exit lockstep-train strategy=ddp seed="$SLURM_ARRAY_TASK_ID" ckpt_path=auto "$@"

@@ -6,7 +6,7 @@ compare the lengths of their loaders before the first batch. Loaders that have n
 than theirs says, agree before each batch whether all still have one; that reduction runs while the batch before it
 is computed.
 
-What the loop takes counts, not what the loaders have: a limit of the Trainer may end an epoch everywhere at the same
+Only batches that the loop will use are compared: a limit of the Trainer may end an epoch everywhere at the same
 batch, and of several loaders a longer one may decide, which is known only once Lightning has asked for all of them.
 """
 
