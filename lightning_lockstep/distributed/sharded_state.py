@@ -126,7 +126,7 @@ def _fitting(optimizer: torch.optim.Optimizer, value: Any, parameter: Tensor) ->
     if value.shape != parameter.shape:
         raise ConfigurationError(
             f"The checkpoint has a tensor of shape {tuple(value.shape)} that {type(optimizer).__name__} keeps for a"
-            f" parameter of shape {tuple(parameter.shape)}: expected equal shapes, which can be divided alike."
+            f" parameter of shape {tuple(parameter.shape)}: expected equal shapes, which are divided in the same way."
         )
     return _divided_like(value, parameter)
 

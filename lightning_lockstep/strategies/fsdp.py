@@ -116,8 +116,8 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
     Raises:
         ConfigurationError: One message with everything that cannot be used.
 
-    Ranks: construct it alike in every process. In a step each unit is gathered once or twice and its gradients are
-        reduced once: 1.5 times what DDP sends with ``reshard_after_forward``, as much without.
+    Ranks: construct it in every process with the same arguments. In a step each unit is gathered once or twice and its
+        gradients are reduced once: 1.5 times what DDP sends with ``reshard_after_forward``, as much without.
     """
 
     # Not on Lightning's ModelParallelStrategy: its Trainer refuses 16-mixed and 64-true under that, and all in it that

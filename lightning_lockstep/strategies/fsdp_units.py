@@ -23,7 +23,7 @@ from lightning_lockstep.numerics.precision import runs_in_fp32
 #: Number of values from which ``shard="auto"`` takes a repeated block for a unit; less is not worth a message.
 LEAST_UNIT = 100_000
 _ONLY_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
-# Their kernels take no weights of 16 bits beside statistics of 32.
+# Their kernels take no weights of 16 bits together with statistics of 32.
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 

@@ -178,6 +178,7 @@ def fit(
     ckpt_path: str | None = None,
     net: Net | None = None,
     save: str = "",
+    weights_only: bool | None = None,
 ) -> tuple[Look, Trainer]:
     stage, precision, optimizer = CASES[case]
     look = Look()
@@ -197,7 +198,7 @@ def fit(
         enable_model_summary=False,
     )
     shuffled = DataLoader(loader(ranks).dataset, GLOBAL_BATCH // ranks, shuffle=False)
-    trainer.fit(net or Net(optimizer), shuffled, ckpt_path=ckpt_path)
+    trainer.fit(net or Net(optimizer), shuffled, ckpt_path=ckpt_path, weights_only=weights_only)
     if save:
         trainer.save_checkpoint(save)
     return look, trainer
@@ -294,6 +295,29 @@ def test_a_fit_goes_on_with_all_that_it_had(ranks: int, written: Path) -> None:
         )
         assert "this run is of stage 0 of ZeRO and the checkpoint is not" in refused["stage 0 on one side"]
         assert "another optimizer than this run's SGD" in refused["another optimizer"]
+
+
+class Thing:
+    """An object that only pickled code can make."""
+
+
+class Keeps(Net):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.found = type(checkpoint.get("thing")).__name__
+
+
+def objects_found(path: str) -> list[str]:
+    nets = Keeps("AdamW"), Keeps("AdamW")
+    for net, weights_only in zip(nets, (None, False), strict=True):
+        fit(1, "stage 2", epochs=2, ckpt_path=path, net=net, weights_only=weights_only)
+    return [net.found for net in nets]
+
+
+def test_objects_are_made_only_where_the_checkpoint_is_trusted(written: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(written / "stage 2.ckpt", tmp_path / "object.ckpt"))
+    file = folder / "checkpoint" / "mp_rank_00_model_states.pt"
+    torch.save({**torch.load(file, weights_only=False), "thing": Thing()}, file)
+    assert run_ranks(1, objects_found, str(folder), timeout=60) == [["NoneType", "Thing"]]
 
 
 def test_a_checkpoint_without_a_state_of_the_optimizer(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lightning_lockstep.deepspeed.checkpoints import resuming
 from lightning_lockstep.deepspeed.checkpoints.resuming import consolidated_name, whole_folder
 
 
@@ -84,8 +85,14 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.parametrize("exchanges", [True, False])
 @pytest.mark.parametrize("before", ["nothing", "folder", "file"])
-def test_a_new_folder_takes_the_place_of_the_old_one(before: str, tmp_path: Path) -> None:
+def test_a_new_folder_takes_the_place_of_the_old_one(
+    before: str, exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a disk that exchanges names in one step, and on one that cannot."""
+    if not exchanges:
+        monkeypatch.setattr(resuming, "_exchange", lambda one, other: False)
     target = tmp_path / "last.ckpt"
     if before == "folder":
         target.mkdir()

@@ -87,22 +87,36 @@ def gone_on_with(paths: list[Path]) -> Any:
     return found if trainers[0].is_global_zero else None
 
 
-def test_what_four_ranks_save_is_read_on_two_and_joined(tmp_path: Path) -> None:
+def test_what_four_ranks_save_is_read_on_two_and_joined(straight: Any, tmp_path: Path) -> None:
     of_copies = run_ranks(4, saved_on_four, tmp_path, backend=None, timeout=120)[0]
     paths = [tmp_path / f"{name}.ckpt" for name in ("parts", "copies", "parts of copies")]
     found = run_ranks(2, gone_on_with, paths, backend=None, timeout=120)[0]
     assert consolidate([str(paths[0])]) == 0
     plain = tmp_path / "parts.consolidated.ckpt"
-    two_epochs, three_epochs, gone_on = run_ranks(1, alone, plain, backend=None, timeout=120)[0]
+    gone_on = run_ranks(1, gone_on_alone, plain, backend=None, timeout=120)[0]
+    two_epochs, three_epochs = straight
     assert difference(two_epochs, of_copies) < 1e-5
     assert [difference(three_epochs, one) < 1e-5 for one in found] == [True] * 3
-    assert difference(two_epochs, torch.load(plain, weights_only=True)["state_dict"]) < 1e-5
+    assert difference(two_epochs, saved_weights(plain)) < 1e-5
     assert difference(three_epochs, gone_on) < 1e-5, "the optimizer's state is in it"
 
 
-def alone(plain: Path) -> Any:
-    """Weights of one process after two epochs, after three, and after a third one from a file."""
-    return weights(fit(Net, 1)), weights(fit(Net, 1, max_epochs=3)), weights(resumed(1, plain))
+def alone() -> Any:
+    return [weights(fit(Net, 1, max_epochs=epochs)) for epochs in (2, 3)]
+
+
+@pytest.fixture(scope="module")
+def straight() -> Any:
+    """Weights of one process after two epochs and after three."""
+    return run_ranks(1, alone, backend=None, timeout=120)[0]
+
+
+def gone_on_alone(plain: Path) -> Any:
+    return weights(resumed(1, plain))
+
+
+def saved_weights(plain: Path) -> Any:
+    return torch.load(plain, weights_only=True)["state_dict"]
 
 
 def evaluated(folder: Path) -> dict[str, Any]:
@@ -162,13 +176,12 @@ def killed_while_saving(folder: Path) -> None:
     trainer.save_checkpoint(folder / "last.ckpt")
 
 
-def test_a_save_that_is_killed_leaves_the_last_one_whole(tmp_path: Path) -> None:
+def test_a_save_that_is_killed_leaves_the_last_one_whole(straight: Any, tmp_path: Path) -> None:
     outcomes = run_ranks_raw(2, killed_while_saving, tmp_path, backend=None, timeout=60)
     assert not any(outcome.ok for outcome in outcomes)
     plain = tmp_path / "plain.ckpt"
     assert consolidate([str(tmp_path / "last.ckpt"), "--output", str(plain)]) == 0
-    _, three_epochs, gone_on = run_ranks(1, alone, plain, backend=None, timeout=120)[0]
-    assert difference(three_epochs, gone_on) < 1e-5
+    assert difference(straight[0], saved_weights(plain)) < 1e-5
 
 
 def killed_while_replacing(folder: Path, exchanges: bool) -> None:
@@ -197,23 +210,21 @@ def read_and_replaced(path: Path) -> Any:
 
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_a_replacement_that_is_killed_leaves_one_that_is_found(
-    exchanges: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exchanges: bool, straight: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, plain = tmp_path / "last.ckpt", tmp_path / "plain.ckpt"
     outcomes = run_ranks_raw(2, killed_while_replacing, tmp_path, exchanges, backend=None, timeout=60)
     assert not any(outcome.ok for outcome in outcomes)
-    assert sorted(os.listdir(tmp_path)) == [
-        path.name if exchanges else "last.ckpt.before",
-        "last.ckpt.writing",
-    ]
+    kept = "last.ckpt" if exchanges else "last.ckpt.before"
+    assert sorted(os.listdir(tmp_path)) == [kept, "last.ckpt.writing"]
     assert consolidate([str(path), "--output", str(plain)]) == 0
-    assert (
-        "last.ckpt.before, as a save that was to replace it was killed" in capsys.readouterr().err
-    ) != exchanges
-    found = run_ranks(2, read_and_replaced, path, backend=None, timeout=120)[0]
-    _, three_epochs, gone_on = run_ranks(1, alone, plain, backend=None, timeout=120)[0]
-    assert difference(three_epochs, found) < 1e-5 and difference(three_epochs, gone_on) < 1e-5
-    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "plain.ckpt"]
+    said = "last.ckpt.before, as a save that was to replace it was killed" in capsys.readouterr().err
+    assert said != exchanges
+    assert difference(straight[0], saved_weights(plain)) < 1e-5
+    if not exchanges:
+        found = run_ranks(2, read_and_replaced, path, backend=None, timeout=120)[0]
+        assert difference(straight[1], found) < 1e-5
+        assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "plain.ckpt"]
 
 
 # -- What a folder may not hold, or is not read for --
