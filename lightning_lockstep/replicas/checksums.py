@@ -99,7 +99,7 @@ class Checksums:
 
 
 def can_be_read(tensor: Tensor) -> bool:
-    """Return whether a tensor lies in memory as a whole, in values of its own."""
+    """Return whether a tensor itself holds its values, in memory."""
     return not (
         is_lazy(tensor)
         or tensor.layout is not torch.strided

@@ -180,7 +180,7 @@ def hyperparameters(optimizers: Sequence[Any]) -> dict[str, str]:
     }
 
 
-#: What may differ between ranks that train rightly; it is said, and ends no run.
+#: What may differ between ranks that train rightly; it is said, and the run goes on.
 REMARKS = ("hparams", "version")
 
 
