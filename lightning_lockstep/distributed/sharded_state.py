@@ -157,7 +157,7 @@ def all_see_parts(path: str | Path, gather: Callable[[Any], Sequence[Any]]) -> b
             f"{paths[0]}: there is {', '.join(seen)}: expected one checkpoint that all ranks see. Put it on a disk that"
             " all nodes share, and give its absolute path."
         )
-    return kinds[0] == "a folder of parts"
+    return bool(kinds[0] == "a folder of parts")
 
 
 def save_parts(checkpoint: dict[str, Any], folder: Path, *, is_main: bool) -> None:
