@@ -194,9 +194,9 @@ def test_a_goodbye_of_rank_zero_is_no_loss() -> None:
 
 
 def frozen_rank(frozen: int, for_good: bool, folder: Path) -> list[Any]:
-    """One rank is stopped; a process beside it lets it go on after a while, or not at all."""
+    """One rank is stopped; another process lets it go on after a while, or not at all."""
     communicator = current_communicator()
-    channel = open_with(heartbeat_timeout=0.6, silence_limit=3.0 if not for_good else 1.0)
+    channel = open_with(heartbeat_timeout=0.6, silence_limit=1.0 if for_good else 10.0)
     noticed: list[Any] = []
     heard = threading.Event()
     channel.watch_peers(
