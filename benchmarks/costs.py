@@ -48,6 +48,7 @@ def line(cost: Cost) -> str:
     return f"| {cost.what} | {cost.peer} | {figures} | [{cost.topic}](benchmarks/results/{cost.topic}.md) |"
 
 
+_CHECK = "a check of it, with Adam's state"
 _T5 = "T5 9.4 M, batch 8 x 64, AdamW, 2 threads"
 COSTS = [
     Cost(
@@ -71,6 +72,20 @@ COSTS = [
         "deepspeed",
         "step, stage 2, 10 M parameters, batch 32 per rank, 1 thread per rank",
         "lockstep_deepspeed",
+    ),
+    Cost(
+        "a step with `lockstep_fsdp`, 10 M parameters",
+        "a `fully_shard` loop",
+        "fsdp",
+        "step, 10.5 M parameters, 4 x 32 bytes per rank, 1 thread",
+        "lockstep_fsdp",
+    ),
+    Cost(
+        "one check of `ReplicaCheck`, T5",
+        "a step",
+        "replica_check",
+        "one check, T5 9.4 M, batch 8 x 64",
+        _CHECK,
     ),
     Cost("a step with `OverflowDetector`, T5", "no detector", "overflow", _T5, "replay"),
     Cost(
