@@ -224,6 +224,8 @@ def frozen_rank(frozen: int, for_good: bool, folder: Path) -> list[Any]:
             os.kill(pids[frozen], signal.SIGKILL)  # nothing else would end it
     else:
         assert heard.wait(20)
+    if not for_good:
+        communicator.barrier()  # a channel that is closed without waiting may leave before its goodbye
     channel.close(0.0)
     return noticed[:1] if for_good else noticed  # the end of the stopped rank is noticed, too
 
