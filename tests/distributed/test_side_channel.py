@@ -210,9 +210,10 @@ def frozen_rank(frozen: int, for_good: bool, folder: Path) -> list[Any]:
         if not for_good:
             subprocess.Popen(["sh", "-c", f"sleep 1.5; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
-        channel.post("awake")
-        channel.flush()
-        time.sleep(0.5)
+        for _ in range(3):  # what it posts before it has seen that its connection has ended may be lost
+            channel.post("awake")
+            channel.flush()
+            time.sleep(0.3)
     elif for_good:
         watchers = watchers_of(frozen)
         if communicator.rank in watchers:
