@@ -20,9 +20,10 @@ from lightning_lockstep._application.values import Fault, TargetChecks, mismatch
 from lightning_lockstep._doors.lightning import LightningEnvironment
 from lightning_lockstep._settings import is_whole
 from lightning_lockstep._text import counted
-from lightning_lockstep.deepspeed.checkpoints.files import BEFORE, is_checkpoint_folder, read_file, saved_at
+from lightning_lockstep.deepspeed.checkpoints.files import is_checkpoint_folder, read_file
 from lightning_lockstep.deepspeed.checkpoints.resuming import CONSOLIDATED
 from lightning_lockstep.demo.data import batch_size_per_rank
+from lightning_lockstep.distributed.checkpoint_folder import BEFORE, saved_at
 from lightning_lockstep.doctor.check_runner import Checks
 from lightning_lockstep.doctor.registry import CheckOptions, CheckResult, Status
 from lightning_lockstep.doctor.table import console, print_fixes, print_heading, print_result, print_verdict

@@ -124,10 +124,7 @@ class SyncedEarlyStopping(EarlyStopping):
         return f"EarlyStopping{ {'monitor': self.monitor, 'mode': self.mode}!r}"
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Prepare for a run.
-
-        Ranks: all, together.
-        """
+        """Prepare for a run. Ranks: all, together."""
         super().setup(trainer, pl_module, stage)
         communicator = current_communicator()
         if self.check_every_n_steps is None or stage != "fit":
@@ -145,30 +142,21 @@ class SyncedEarlyStopping(EarlyStopping):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Post this rank's value and decide on the one of the step before.
-
-        Ranks: every rank.
-        """
+        """Post this rank's value and decide on the one of the step before. Ranks: every rank."""
         if self._step_metric is None or trainer.fast_dev_run:
             return
         for entries in self._step_metric.after_batch(trainer.global_step, lambda: self._read(trainer)):
             self._check(trainer, entries)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Check, or decide on the values that are still in flight.
-
-        Ranks: all, together.
-        """
+        """Check, or decide on the values that are still in flight. Ranks: all, together."""
         if self._step_metric is None:
             super().on_train_epoch_end(trainer, pl_module)
         else:
             self._drain()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Check unless that is done after the training epoch, or inside it.
-
-        Ranks: all, together.
-        """
+        """Check unless that is done after the training epoch, or inside it. Ranks: all, together."""
         if self._step_metric is None:
             super().on_validation_end(trainer, pl_module)
 

@@ -100,10 +100,7 @@ class RankOrderedLogging(Callback):
             self._captured = True
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Print what is held back and restore the console.
-
-        Ranks: every rank; does not wait.
-        """
+        """Print what is held back and restore the console. Ranks: every rank; does not wait."""
         self._end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

@@ -101,11 +101,7 @@ class StaticShapes(Callback):
         ]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """From here on batches are those of the run, not of a search for a batch size. Ranks: all ranks.
-
-        Raises:
-            ConfigurationError: Padding would change what the module learns, or is not possible.
-        """
+        """From here on batches are those of the run; raises where padding is not possible. Ranks: all."""
         # Not at the start of an epoch, which Lightning leaves out where a run resumes in the middle of one.
         self._in_loop.add("training")
         self._stages.training_size = batch_size_in_use(trainer, "training", 0)

@@ -78,10 +78,7 @@ class StopTogether(Callback):
         self._minimum: tuple[Any, Any] | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Connect to the other ranks and begin to count batches from zero.
-
-        Ranks: all, together.
-        """
+        """Connect to the other ranks and begin to count batches from zero. Ranks: all, together."""
         if stage != "fit":
             return
         self._watches.close()
@@ -113,10 +110,7 @@ class StopTogether(Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Leave if all ranks leave after this batch.
-
-        Ranks: every rank, after every batch.
-        """
+        """Leave if all ranks leave after this batch. Ranks: every rank, after every batch."""
         if self._agreement is None:
             return
         self.decision = self._agreement.passed() or self.decision

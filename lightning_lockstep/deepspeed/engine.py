@@ -6,12 +6,10 @@ import io
 import logging
 import os
 import socket
-import uuid
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -77,33 +75,6 @@ def agreed(communicator: Communicator, work: Callable[[], _Result]) -> _Result:
             for rank, (host, *lines) in ((rank, text.splitlines()) for rank, text in failed.reasons.items())
         ]
     )
-
-
-# -- Which ranks see one and the same folder: those of a node, and those of several on a common file system
-
-_MARK = ".lockstep-folder"
-
-
-def mark_of(folder: Path) -> str:
-    """Return what tells this folder from all others, also from those of the same path on other hosts."""
-    # The first one leaves a file there that the others read. It is made by a link, which a file system makes
-    # once for all hosts, whatever they have in their caches.
-    mark = folder / _MARK
-    own = folder / f"{_MARK}.{uuid.uuid4().hex}"
-    own.write_text(own.name)
-    try:
-        with suppress(FileExistsError):
-            os.link(own, mark)  # unlike open(), it never shows a file that is still empty
-        return mark.read_text()
-    except OSError:
-        return f"{socket.gethostname()}:{folder}"  # a file system without links
-    finally:
-        own.unlink()
-
-
-def forget_mark(folder: Path) -> None:
-    """Remove what :func:`mark_of` has left."""
-    (folder / _MARK).unlink(missing_ok=True)
 
 
 # -- Gradients of this rank, and optimizer steps that are skipped, as OverflowDetector needs them

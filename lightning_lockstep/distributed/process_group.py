@@ -31,14 +31,7 @@ from lightning_lockstep.errors import LaunchError
 
 @dataclass(frozen=True, eq=False)
 class RankGroup:
-    """The ranks of a run. A group that is made anew is another object, which equals no earlier one.
-
-    Attributes:
-        rank: This rank.
-        world_size: Number of ranks.
-        store: Where the ranks find each other's addresses; ``None`` where a process group has none, as with
-            some MPI backends.
-    """
+    """The ranks of a run and the store where they meet, if any; one that is made anew equals no earlier one."""
 
     rank: int
     world_size: int
@@ -99,28 +92,10 @@ def rendezvous_store(
     timeout: float = 300.0,
     name: str | None = None,
 ) -> Store:
-    """Return the store at which all ranks of this job can meet before any process group exists.
-
-    There is one for each address, made when first asked for. Rank 0 hosts it, except under ``torchrun``, whose
-    agent already does.
-
-    Args:
-        rank: This rank.
-        world_size: Number of ranks.
-        address: Host name or address of rank 0; by default ``MASTER_ADDR``.
-        port: Its port; by default ``MASTER_PORT``.
-        timeout: Longest wait for rank 0 to answer, and for a key to be set [s].
-        name: What all ranks of the job have in common, and those of no other job that could meet here.
-
-    Returns:
-        The store. The process group of a strategy is built on the same one.
-
-    Raises:
-        LaunchError: No address or port is known, the address cannot be resolved, another program has the port, or
-            rank 0 there is of another job.
-
-    Ranks: any rank; all but the one that hosts it wait for that one to answer.
-    """
+    """Return the store at which all ranks of this job can meet before any process group exists."""
+    # There is one for each address, made when first asked for. Rank 0 hosts it, except under torchrun, whose agent
+    # does; all others wait up to `timeout` [s] for it to answer. `name`: what the ranks of this job have in common, and
+    # no other job.
     address = address or os.environ.get("MASTER_ADDR")
     port = port or int(os.environ.get("MASTER_PORT", 0))
     if not address or not port:

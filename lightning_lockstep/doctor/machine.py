@@ -105,29 +105,16 @@ class Machine:
         )
 
     def run(self, command: Sequence[str], timeout: float = 10.0) -> Completed:
-        """Run a program and wait for it; its messages are in English; nothing of it is left when its time is over.
-
-        Args:
-            command: Program and arguments.
-            timeout: Longest time [s].
-        """
+        """Run a program for at most ``timeout`` [s], messages in English; nothing of it is left after that."""
         return run_program(command, timeout, {**os.environ, "LC_ALL": "C"})
 
     def which(self, program: str) -> str | None:
-        """Return the path under which ``PATH`` finds a program, ``None`` if it does not.
-
-        Args:
-            program: Its name, or a path.
-        """
+        """Return the path under which ``PATH`` finds a program, ``None`` if it does not."""
         return shutil.which(program)
 
     def read_text(self, path: str, *, whole: bool = False) -> str | None:
-        """Return what a file holds, ``None`` if it cannot be read; undecodable bytes are replaced.
-
-        Args:
-            path: Absolute.
-            whole: Read it to its end; by default only its first million characters, since what is larger was not meant.
-        """
+        """Return what a file holds, ``None`` if it cannot be read; undecodable bytes are replaced."""
+        # By default its first million characters: what is larger was not meant.
         try:
             with open(path, encoding="utf-8", errors="replace") as file:
                 return file.read(-1 if whole else _MOST)
@@ -135,40 +122,22 @@ class Machine:
             return None
 
     def exists(self, path: str) -> bool:
-        """Return whether there is such a file or folder.
-
-        Args:
-            path: Absolute.
-        """
+        """Return whether there is such a file or folder."""
         try:
             return Path(path).exists()
         except (OSError, ValueError):
             return False
 
     def glob(self, pattern: str) -> list[str]:
-        """Return the paths that match a pattern, sorted.
-
-        Args:
-            pattern: Absolute, with ``*`` within one name.
-        """
+        """Return the paths that match an absolute pattern, sorted."""
         return sorted(str(path) for path in Path("/").glob(pattern.lstrip("/")))
 
     def real_path(self, path: str) -> str:
-        """Return a path with all links followed.
-
-        Args:
-            path: Absolute.
-        """
+        """Return a path with all links followed."""
         return os.path.realpath(path)
 
     def probe(self, name: str, *arguments: str, timeout: float = 60.0) -> Probed:
-        """Run a probe of ``lightning_lockstep.doctor.probes.facts``; the last line of its output is a JSON object.
-
-        Args:
-            name: Of its function.
-            arguments: Of its command line.
-            timeout: Longest time [s].
-        """
+        """Run a function of ``doctor.probes.facts``, whose last line is a JSON object, for ``timeout`` [s]."""
         command = [sys.executable, "-m", "lightning_lockstep.doctor.probes.facts", name, *arguments]
         done = run_program(command, timeout, {**os.environ, "PYTHONUNBUFFERED": "1"})
         last = last_line(done.error)

@@ -52,28 +52,14 @@ class Finding:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Finding:
-        """Return what :meth:`to_json` has written.
-
-        Args:
-            data: Its four entries.
-
-        Raises:
-            KeyError: An entry is missing.
-            ValueError: There is no such status.
-        """
+        """Return what :meth:`to_json` has written; raises KeyError or ValueError otherwise."""
         fix = tuple(map(str, data["fix"]))
         return cls(Status(data["status"]), str(data["subject"]), str(data["evidence"]), fix)
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """All that one check has found.
-
-    Attributes:
-        check: Name of the check.
-        findings: In the order in which they are shown; never empty.
-        seconds: How long it took [s].
-    """
+    """All that one check has found, in the order in which it is shown, never empty; and how long it took [s]."""
 
     check: str
     findings: tuple[Finding, ...]
@@ -95,15 +81,7 @@ class CheckResult:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CheckResult:
-        """Return what :meth:`to_json` has written.
-
-        Args:
-            data: Its entries; that of the status is not needed.
-
-        Raises:
-            KeyError: An entry is missing.
-            ValueError: An entry cannot be used.
-        """
+        """Return what :meth:`to_json` has written; raises KeyError or ValueError otherwise."""
         findings = tuple(Finding.from_json(finding) for finding in data["findings"])
         return cls(data["check"], findings, data["seconds"])
 
@@ -168,11 +146,7 @@ class CheckOptions:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CheckOptions:
-        """Return what :meth:`to_json` has written.
-
-        Args:
-            data: Its entries.
-        """
+        """Return what :meth:`to_json` has written."""
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
         }

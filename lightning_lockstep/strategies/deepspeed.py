@@ -27,12 +27,11 @@ from lightning_lockstep._registry import public
 from lightning_lockstep._settings import settings_of
 from lightning_lockstep._text import say
 from lightning_lockstep.deepspeed.builds import prepare_ops, prepared_where_loaded
-from lightning_lockstep.deepspeed.checkpoints.files import is_deepspeed_checkpoint, saved_at
+from lightning_lockstep.deepspeed.checkpoints.files import is_deepspeed_checkpoint
 from lightning_lockstep.deepspeed.checkpoints.resuming import (
     load_plain_weights,
     resume_redivided,
     whole_checkpoint,
-    whole_folder,
     without_trained_parts,
     writers_differ,
 )
@@ -53,6 +52,7 @@ from lightning_lockstep.deepspeed.engine_trials import EngineTrials, without_eng
 from lightning_lockstep.deepspeed.importing import import_deepspeed
 from lightning_lockstep.deepspeed.precision import resolve_deepspeed_precision
 from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.distributed.checkpoint_folder import saved_at, whole_folder
 from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.mpirun_command import MPIRunSettings
@@ -195,10 +195,7 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
     # -- on each rank ----------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Connect the ranks, on any device; Lightning's own refuses all but CUDA.
-
-        Ranks: all, together.
-        """
+        """Connect the ranks, on any device; Lightning's own refuses all but CUDA. Ranks: all, together."""
         DDPStrategy.setup_environment(self)
 
     def setup_distributed(self) -> None:

@@ -28,9 +28,8 @@ from lightning_lockstep._doors.lightning_internals import (
     weights_only_of_run,
 )
 from lightning_lockstep._settings import settings_of
-from lightning_lockstep.deepspeed.checkpoints.files import saved_at
-from lightning_lockstep.deepspeed.checkpoints.resuming import whole_folder
 from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.distributed.checkpoint_folder import saved_at, whole_folder
 from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions
 from lightning_lockstep.distributed.sharded_state import (
     all_see_parts,

@@ -150,19 +150,10 @@ class RankStartup:
 
 
 class RankLifecycle:
-    """Launch, precision, CPU threads, rendezvous, placement table, uneven inputs and failures of a strategy's ranks.
+    """Launch, precision, CPU threads, rendezvous, placement table, uneven inputs and failures of a strategy's ranks."""
 
-    Args:
-        strategy: A strategy of Lightning that has, in addition to what ``ParallelStrategy`` has, ``num_nodes``
-            and ``num_processes``, the number of ranks per node.
-        settings: What the user has set.
-        startup: How the ranks are started and connected.
-        precision: Returns the precision plugin to use, given Lightning's, the name the user gave and the type
-            of the device, or raises.
-
-    Attributes:
-        supervisor: Of this rank.
-    """
+    # `strategy`: one of Lightning's with `num_nodes` and `num_processes`, the ranks per node. `precision`: returns the
+    # plugin to use, given Lightning's, the name the user gave and the type of the device, or raises.
 
     def __init__(
         self,
@@ -194,13 +185,7 @@ class RankLifecycle:
             self.supervisor.propagation.check()
 
     def launcher(self) -> Any:
-        """Resolve the precision and return the launcher, while the Trainer is under construction.
-
-        Raises:
-            ConfigurationError: The precision is not supported; no rank has been started yet.
-            LaunchError: The ranks of the other nodes are not started, or more were started on this one than the Trainer
-                has devices, or than rank 0 may have connections.
-        """
+        """Resolve the precision and return the launcher, while the Trainer is under construction."""
         strategy = self._strategy
         outcome.install_excepthook()
         hide_srun_hint()
@@ -216,13 +201,7 @@ class RankLifecycle:
         return self.startup.launcher(strategy, self.supervisor)
 
     def connect(self) -> Communicator:
-        """Connect the ranks, begin to listen for failures and show once which rank runs where.
-
-        Returns:
-            The communicator of the run.
-
-        Ranks: all, together.
-        """
+        """Connect the ranks, listen for failures, show once which rank runs where. Ranks: all, together."""
         reset_seed()
         self.set_world_ranks()
         place, sharing = self.startup.share_of_cores(self._strategy)
@@ -247,10 +226,7 @@ class RankLifecycle:
         rank_zero_only.rank = environment.global_rank()  # type: ignore[attr-defined]
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Make every rank take the same number of training batches of a loader; others stay as they are.
-
-        Ranks: all, together, once for each loader; one gather for a training loader.
-        """
+        """Make every rank take the same number of training batches of a loader. Ranks: all; a gather."""
         module = self._strategy.lightning_module
         if module is None:
             return dataloader

@@ -28,11 +28,7 @@ UNEVEN_INPUTS = ("error", "truncate", "join")
 
 @dataclass(frozen=True, kw_only=True)
 class LifecycleSettings(SupervisorSettings):
-    """Settings of the life cycle of a strategy's ranks; see :class:`LockstepDDPStrategy` for the meaning.
-
-    Raises:
-        ConfigurationError: One message with every value that cannot be used.
-    """
+    """Settings of the life cycle of a strategy's ranks; see :class:`LockstepDDPStrategy` for the meaning."""
 
     start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
     uneven_inputs: Literal["error", "truncate", "join"] = "error"

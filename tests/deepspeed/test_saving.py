@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from lightning_lockstep.deepspeed.checkpoints import resuming
-from lightning_lockstep.deepspeed.checkpoints.resuming import consolidated_name, whole_folder
+from lightning_lockstep.deepspeed.checkpoints.resuming import consolidated_name
+from lightning_lockstep.distributed import checkpoint_folder
+from lightning_lockstep.distributed.checkpoint_folder import whole_folder
 
 
 class Ranks:
@@ -92,7 +93,7 @@ def test_a_new_folder_takes_the_place_of_the_old_one(
 ) -> None:
     """On a disk that exchanges names in one step, and on one that cannot."""
     if not exchanges:
-        monkeypatch.setattr(resuming, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(checkpoint_folder, "_exchange", lambda one, other: False)
     target = tmp_path / "last.ckpt"
     if before == "folder":
         target.mkdir()

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 from lightning_lockstep import ConfigurationError, LockstepDDPStrategy
 from lightning_lockstep._doors.lightning import ModelCheckpoint, Trainer
-from lightning_lockstep.deepspeed.checkpoints import resuming
 from lightning_lockstep.deepspeed.checkpoints.command import main as consolidate
+from lightning_lockstep.distributed import checkpoint_folder
 from tests.helpers import kill_self, run_ranks, run_ranks_raw
 from tests.strategies.fsdp_models import QUIET, Net, difference, fit, fsdp, loader, rows, weights
 
@@ -196,7 +196,7 @@ def killed_while_replacing(folder: Path, exchanges: bool) -> None:
     if trainer.is_global_zero and exchanges:
         resuming._remove = lambda path: kill_self()
     elif trainer.is_global_zero:  # a disk that cannot exchange names
-        resuming._exchange = lambda one, other: False
+        checkpoint_folder._exchange = lambda one, other: False
         Path.rename = renamed  # type: ignore[method-assign,assignment]
     trainer.save_checkpoint(folder / "last.ckpt")
 

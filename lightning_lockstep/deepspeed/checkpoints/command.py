@@ -15,7 +15,8 @@ import torch
 
 from lightning_lockstep._text import say, size_in_words
 from lightning_lockstep.deepspeed.checkpoints.consolidation import consolidate
-from lightning_lockstep.deepspeed.checkpoints.files import BEFORE, is_checkpoint_folder, saved_at
+from lightning_lockstep.deepspeed.checkpoints.files import is_checkpoint_folder
+from lightning_lockstep.distributed.checkpoint_folder import BEFORE, saved_at
 from lightning_lockstep.errors import ConfigurationError
 
 _PROGRAM = "lockstep-consolidate"

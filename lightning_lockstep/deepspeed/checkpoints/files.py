@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 from lightning_lockstep._settings import did_you_mean
 from lightning_lockstep._system import memory_left
-from lightning_lockstep._text import say
 from lightning_lockstep.deepspeed.checkpoints.file_names import CheckpointFolder, is_state_file
 from lightning_lockstep.distributed.sharded_state import is_parts_folder
 from lightning_lockstep.errors import ConfigurationError
@@ -257,21 +256,6 @@ def is_deepspeed_checkpoint(path: str | Path) -> bool:
 def is_checkpoint_folder(path: str | Path) -> bool:
     """Return whether a path is a checkpoint folder, of DeepSpeed or with the parts of a model divided by torch."""
     return is_parts_folder(path) or is_deepspeed_checkpoint(path)
-
-
-#: What is added to the name of a checkpoint while another one takes its place.
-BEFORE = ".before"
-_Path = TypeVar("_Path", str, Path)
-
-
-def saved_at(path: _Path, *, says: bool = True) -> _Path:
-    """Return where a checkpoint is: aside where a save that was to replace it was killed just then."""
-    aside = Path(f"{path}{BEFORE}")
-    if Path(path).exists() or not aside.exists():
-        return path
-    if says:
-        say(f"lightning-lockstep: reading {aside}, as a save that was to replace it was killed.")
-    return type(path)(aside)
 
 
 def read_checkpoint(

@@ -1,15 +1,11 @@
-"""A checkpoint folder written whole or not at all, loaded, and a fit resumed from it."""
+"""A checkpoint folder of DeepSpeed loaded, and a fit resumed from it."""
 
 from __future__ import annotations
 
-import ctypes
-import os
 import pickle
-import shutil
-import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +19,6 @@ from lightning_lockstep._settings import is_whole
 from lightning_lockstep._text import say
 from lightning_lockstep.deepspeed.checkpoints.consolidation import OWN_KEYS, Values, consolidated, find_values
 from lightning_lockstep.deepspeed.checkpoints.files import (
-    BEFORE,
     find_folder,
     in_memory,
     is_plain,
@@ -32,7 +27,7 @@ from lightning_lockstep.deepspeed.checkpoints.files import (
     read_file,
 )
 from lightning_lockstep.deepspeed.checkpoints.redivision import SavedOptimizer
-from lightning_lockstep.deepspeed.engine import agreed, forget_mark, mark_of
+from lightning_lockstep.deepspeed.engine import agreed
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import ConfigurationError
 
@@ -74,8 +69,6 @@ class _Finder(pickle.Pickler):
         return "" if self._found or isinstance(value, torch.UntypedStorage | torch.TypedStorage) else None
 
 
-# -- A checkpoint folder that is either whole or not there --
-
 #: How the name of a plain checkpoint ends that was made of a folder.
 CONSOLIDATED = ".consolidated.ckpt"
 
@@ -83,76 +76,6 @@ CONSOLIDATED = ".consolidated.ckpt"
 def consolidated_name(folder: Path) -> Path:
     """Return the file next to a checkpoint folder that its weights go to."""
     return folder.with_name(folder.name.removesuffix(".ckpt") + CONSOLIDATED)
-
-
-@contextmanager
-def whole_folder(
-    target: str,  # an address such as s3://... is written to directly
-    *,
-    rank: int,
-    is_first_of_node: bool,  # each node may have its own folder
-    meet: Callable[[], object],  # a barrier of all ranks
-    gather: Callable[[Any], Sequence[Any]],  # the values of all ranks, on all
-) -> Iterator[str]:
-    """Give the name of a folder to write into, which takes the place of ``target`` once all ranks have written."""
-    # A run that is killed meanwhile leaves the folder that was there before. The nodes find out which of them share the
-    # folder before anything is written: afterwards a network file system may answer from a cache. A node that cannot
-    # write there raises an OSError on all ranks.
-    if "://" in target:
-        yield target
-        return
-    draft = Path(f"{target}.writing")
-    if is_first_of_node:
-        shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed while it wrote
-    meet()
-    mark, fault = _marked(draft) if is_first_of_node else ("", "")
-    marks, faults = zip(*gather((mark, fault)), strict=True)
-    if any(faults):
-        raise OSError("; ".join(dict.fromkeys(filter(None, faults))))
-    yield str(draft)
-    meet()
-    is_first_of_folder = is_first_of_node and marks.index(mark) == rank
-    if rank == 0:
-        _replace(draft, Path(target))
-    meet()
-    if is_first_of_folder and rank != 0 and draft.is_dir():
-        _replace(draft, Path(target))  # on a disk of this node
-
-
-def _marked(draft: Path) -> tuple[str, str]:
-    """Return what tells the folder from those of other nodes, and what went wrong; nothing is raised on one rank."""
-    try:
-        draft.mkdir(parents=True, exist_ok=True)
-        return mark_of(draft), ""
-    except OSError as error:
-        return "", str(error)
-
-
-def _replace(draft: Path, target: Path) -> None:
-    forget_mark(draft)
-    before = Path(f"{target}{BEFORE}")
-    if not target.exists():  # BEFORE is whole then, if it is there
-        draft.rename(target)
-    elif not _exchange(draft, target):
-        _remove(before)
-        target.rename(before)
-        draft.rename(target)
-    _remove(draft)
-    _remove(before)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step, and return whether the system and its disk can do that."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 # -- Whole weights on their way into a model, which may be divided among the ranks --

@@ -37,12 +37,7 @@ _Object = TypeVar("_Object")
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks know after :meth:`Communicator.agree`, the same on each.
-
-    Attributes:
-        reasons: Reason of each rank that raised its flag, by rank. Empty when none did; then the agreement
-            is false in a boolean context.
-    """
+    """What all ranks know after :meth:`Communicator.agree`: the reasons of those that raised their flags, by rank."""
 
     reasons: Mapping[int, str] = field(default_factory=dict)
 
@@ -54,13 +49,7 @@ class Agreement:
 
 
 class PendingReduction:
-    """A reduction that is under way.
-
-    Args:
-        tensor: The tensor that will hold the result.
-        work: Handle of the operation, or ``None`` when it is complete already.
-        divide_by: What the result is divided by once it is there.
-    """
+    """A reduction that is under way: its result, its handle (``None`` once complete), and a divisor of the result."""
 
     def __init__(self, tensor: Tensor, work: Any | None, divide_by: int = 1) -> None:
         self._tensor, self._work, self._divide_by = tensor, work, divide_by
@@ -80,15 +69,7 @@ class PendingReduction:
 
 
 class Communicator(ABC):
-    """How the ranks of a run decide together.
-
-    Attributes:
-        rank: Number of this rank, from 0.
-        world_size: Number of ranks.
-        local_rank: Number of this rank on its node, from 0.
-        node_rank: Number of this rank's node, from 0.
-        host: Host name of this rank's node.
-    """
+    """How the ranks of a run decide together."""
 
     rank: int = 0
     world_size: int = 1
@@ -106,90 +87,37 @@ class Communicator(ABC):
     @property
     @abstractmethod
     def side_channel(self) -> SideChannel:
-        """The channel for messages that must wait for no rank.
-
-        Ranks: the first access waits until rank 0 has made its own first access; our strategies open the
-        channel at start-up. After that any rank may use it alone.
-        """
+        """The channel for messages that must wait for no rank."""
+        # The first access waits until rank 0 has made its first; our strategies open the channel at start-up.
 
     @abstractmethod
     def gather(self, obj: _Object) -> list[_Object]:
-        """Return the object of every rank, in rank order, on every rank.
-
-        Args:
-            obj: A small picklable object.
-
-        Ranks: all, together; two small collectives on the CPU.
-        """
+        """Return the small picklable object of every rank, in rank order. Ranks: all, together; two collectives."""
 
     @abstractmethod
     def broadcast(self, obj: _Object, source: int = 0) -> _Object:
-        """Return the object of rank ``source`` on every rank.
-
-        Args:
-            obj: A small picklable object; ignored on other ranks.
-            source: Rank that has it.
-
-        Ranks: all, together; two small collectives on the CPU.
-        """
+        """Return the small picklable object of rank ``source``. Ranks: all, together; two collectives."""
 
     @abstractmethod
     def all_reduce_async(self, tensor: Tensor, op: ReduceOperation = "sum") -> PendingReduction:
-        """Start to reduce a CPU tensor over all ranks, in place, and return at once.
-
-        Args:
-            tensor: CPU tensor of the same shape and dtype on every rank. Floating for ``"mean"``.
-            op: ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``.
-
-        Returns:
-            A handle; its ``wait()`` gives the tensor.
-
-        Ranks: all, together and in the same order as their other collectives; one all-reduce.
-        """
+        """Start to reduce a CPU tensor in place; its handle's ``wait()`` gives it. Ranks: all, in the same order."""
 
     @abstractmethod
     def barrier(self) -> None:
-        """Wait until every rank has arrived here.
-
-        Ranks: all, together.
-        """
+        """Wait until every rank has arrived here. Ranks: all, together."""
 
     def pass_on(self, data: bytes) -> bytes:
-        """Give data to the next rank, the last one to rank 0, and return what the rank before has given.
-
-        Args:
-            data: Of any length, another one on each rank.
-
-        Ranks: all, together; a gather of the lengths, and one all-to-all in which each rank sends to one other.
-        """
+        """Give bytes to the next rank, the last one to rank 0, and return those of the one before. Ranks: all."""
         return self.gather(data)[self.rank - 1]
 
     def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum") -> Tensor:
-        """Reduce a CPU tensor over all ranks, in place, and return it.
-
-        Args:
-            tensor: CPU tensor of the same shape and dtype on every rank.
-            op: ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``.
-
-        Ranks: all, together; one all-reduce.
-        """
+        """Reduce a CPU tensor over all ranks, in place, and return it. Ranks: all, together; one all-reduce."""
         return self.all_reduce_async(tensor, op).wait()
 
     def agree(self, flag: bool, reason: str = "") -> Agreement:
-        """Find out together whether any rank raises its flag, and why.
-
-        This is how an error on one rank becomes a decision of all: raise or branch on the answer, never on
-        one's own flag.
-
-        Args:
-            flag: Whether this rank raises its flag.
-            reason: Why it does.
-
-        Returns:
-            The reasons of all ranks whose flag is up, the same on every rank.
-
-        Ranks: all, together; one all-reduce of 4 bytes, and a gather only when a flag is up.
-        """
+        """Find out whether any rank raises its flag, and why. Ranks: all, together; 4 bytes, a gather if one is up."""
+        # This is how an error on one rank becomes a decision of all: raise or branch on the answer, never on one's own
+        # flag.
         any_flag = self.all_reduce(torch.tensor(int(flag), dtype=torch.int32), "max")
         if not int(any_flag):
             return Agreement()
@@ -270,18 +198,10 @@ _OPERATIONS = {
 
 
 class TorchCommunicator(Communicator):
-    """The communicator of the default process group of ``torch.distributed``.
+    """The communicator of the default process group of torch. Ranks: all, together, to make it."""
 
-    Where that group cannot carry CPU tensors (nccl), an additional gloo group does.
-
-    Args:
-        local_rank: Number of this rank on its node; by default ``LOCAL_RANK``, else 0.
-        node_rank: Number of this rank's node; by default ``NODE_RANK`` or ``GROUP_RANK``, else 0.
-        control_timeout: Longest wait for another rank in a control message [s]; by default the process
-            group's own.
-
-    Ranks: all, together, since a gloo group may have to be made.
-    """
+    # Where that group cannot carry CPU tensors (nccl), an additional gloo group does. `control_timeout`: longest wait
+    # for another rank in a control message [s].
 
     def __init__(
         self,
@@ -353,16 +273,9 @@ _current: tuple[RankGroup | None, Communicator] | None = None
 
 
 def current_communicator() -> Communicator:
-    """Return the communicator of the group of ranks that exists now.
-
-    Without a group, or with one rank only, it is the null object.
-
-    Returns:
-        The same object for as long as the group lives.
-
-    Ranks: the first call after the process group was made must happen on every rank (our strategies
-    do so at start-up; under another strategy, a callback's ``setup`` is the place). Later calls are free.
-    """
+    """Return the communicator of the group of ranks that exists now, the same object as long as the group lives."""
+    # The first call after the process group was made must happen on every rank: our strategies make it at start-up;
+    # under another strategy a callback's `setup` is the place. Later calls are free.
     global _current
     group = current_group()
     if _current is None or _current[0] is not group:
@@ -372,14 +285,7 @@ def current_communicator() -> Communicator:
 
 
 def use_communicator(communicator: Communicator, group: RankGroup) -> None:
-    """Make ``communicator`` the current one, for ranks that no process group of torch connects.
-
-    Args:
-        communicator: How those ranks decide together.
-        group: The ranks; the side channel finds its peers by it.
-
-    Ranks: every rank, once they have met; nothing is sent.
-    """
+    """Make ``communicator`` the current one, for ranks that no process group of torch connects. Ranks: every rank."""
     global _current
     use_group(group)
     _current = (group, communicator)
@@ -389,23 +295,14 @@ _at_shut_down: list[Callable[[], None]] = []
 
 
 def at_shut_down(function: Callable[[], None]) -> None:
-    """Have ``function`` called once when the current group of ranks is forgotten, the newest first.
-
-    Args:
-        function: Lets go of what belongs to the group; it must wait for no rank.
-    """
+    """Call ``function``, which must wait for no rank, when the group of ranks is forgotten; the newest first."""
     _at_shut_down.append(function)
 
 
 def shut_down(timeout: float = 2.0, *, destroy_process_group: bool = False) -> None:
-    """Close the side channel of the current communicator and forget the communicator and its group.
-
-    Args:
-        timeout: Longest wait of rank 0 for the others to close theirs [s]; 0 after a failure.
-        destroy_process_group: Destroy the default process group too. Never do so after a failure.
-
-    Ranks: every rank, at its own end; waits at most ``timeout``.
-    """
+    """Close the side channel, and forget the communicator and its group. Ranks: every rank, at its end."""
+    # `timeout`: longest wait of rank 0 for the others to close theirs [s]; 0 after a failure, when the process group
+    # must not be destroyed either.
     global _current
     close_side_channel(timeout)
     _current = None

@@ -89,30 +89,19 @@ class Failure(NamedTuple):
 
 
 class FailurePropagation:
-    """Informs every rank when one fails, and stops this one when it is another.
-
-    Args:
-        channel: The side channel of the run.
-
-    Attributes:
-        grace_period: Time from the message of a failure until this process is ended by force [s].
-        where: Returns what this rank is doing, for the record; called on failure only.
-        prints_report: Whether this rank prints the report of another rank's failure; by default rank 0 does.
-        parent_prints: Whether the process that started this rank, and is no rank, prints the report.
-        on_force: Called before this process ends itself by force, to end its child ranks first.
-        explain: Returns the error that all ranks raise in place of one that was raised here, or ``None``.
-        record: The record of the rank that failed first, or ``None``.
-
-    Ranks: one object on every rank. Nothing is sent until a rank fails.
-    """
+    """Informs every rank when one fails, and stops this one when it is another. Ranks: one object on every rank."""
 
     def __init__(self, channel: SideChannel) -> None:
-        self.channel, self.grace_period = channel, 10.0
+        self.channel = channel
+        self.grace_period = 10.0  # from the message of a failure to an end by force [s]
+        # What this rank is doing, for the record.
         self.where: Callable[[], Mapping[str, Any]] = dict
+        # Whether this rank, or the process that started it and is no rank, prints the report of another's failure.
         self.prints_report, self.parent_prints = channel.rank == 0, False
-        self.on_force: Callable[[], None] | None = None
+        self.on_force: Callable[[], None] | None = None  # to end this rank's child ranks first
+        # Returns the error that all ranks raise in place of one that was raised here, if any.
         self.explain: Callable[[BaseException], BaseException | None] | None = None
-        self.record: FailureRecord | None = None
+        self.record: FailureRecord | None = None  # of the rank that failed first
         self._fit = 0
         self._over = -1  # failures of fits up to this one are over here
         self._raised_in: int | None = None  # the failed fit for which this rank has raised
@@ -139,16 +128,8 @@ class FailurePropagation:
         return rank != self.channel.rank and told is not None and told.of_all and told.fit > self._over
 
     def begin_fit(self) -> None:
-        """Begin a fit: what this rank raised before was caught by the program.
-
-        A rank that goes on after its failure lets the others know, so that they forget it, too.
-
-        Raises:
-            RankFailedError: Another rank has failed, and this one had not noticed yet; or it has failed since, in the
-                fit that begins here.
-
-        Ranks: every rank, at the start of a fit; does not wait. Only a rank that had failed sends a message.
-        """
+        """Begin a fit: what this rank raised before was caught. Raises a failure of another rank not yet noticed."""
+        # A rank that goes on after its failure lets the others know, so that they forget it, too; nothing else is sent.
         with self._news:
             caught, told = self._raised_in, self._told
             if caught is not None or self.record is None:
@@ -170,33 +151,17 @@ class FailurePropagation:
         self.check()
 
     def check(self) -> None:
-        """Stop here if another rank has failed.
-
-        Raises:
-            RankFailedError: Another rank has failed.
-
-        Ranks: any rank, alone; two attribute reads while nothing is wrong.
-        """
+        """Raise :class:`RankFailedError` here if another rank has failed. Ranks: any, alone."""
         record = self.record
         if record is not None and record.rank != self.channel.rank:
             raise self._stopped(record)
 
     def error_to_raise(self, error: BaseException) -> BaseException:
-        """Turn an error that ended this rank's work into the one it should raise.
-
-        The first rank to fail informs the others and keeps its own error, and so does a rank that raises an error
-        of the same type: each raises its own. A rank whose collective broke because of a failure gets a
-        :class:`RankFailedError` that carries the first one's report.
-
-        Args:
-            error: What was raised here.
-
-        Returns:
-            The error to raise.
-
-        Ranks: the rank whose work was ended; waits up to a third of the grace period for the message of an
-            earlier failure when the error looks like the consequence of one, and as long for the answer of rank 0.
-        """
+        """Return the error that this rank is to raise in place of one that ended its work."""
+        # The first rank to fail informs the others and keeps its error, and so does a rank that raises an error of the
+        # same type. A rank whose collective broke because of a failure gets a `RankFailedError` with the first one's
+        # report: where an error looks like such a consequence, it waits up to a third of the grace period for the
+        # message, and as long for rank 0.
         if isinstance(error, SystemExit) and error.code == (outcome.expected_exit_code or object()):
             return error
         if isinstance(error, RankFailedError):
@@ -223,15 +188,7 @@ class FailurePropagation:
         return error  # ranks that leave by sys.exit() on purpose, all of them, keep their own exit codes
 
     def report_child_exit(self, rank: int, returncode: int, pid: int) -> None:
-        """Inform all ranks that a rank started by this one has failed.
-
-        Args:
-            rank: Its number.
-            returncode: As :class:`subprocess.Popen` gives it.
-            pid: Its process id.
-
-        Ranks: the rank that started it, from its watching thread.
-        """
+        """Inform all ranks that a rank started by this one has ended, with its ``Popen`` return code."""
         kind, summary, code = describe_exit(returncode)
         host = socket.gethostname()
         record = FailureRecord(rank, self.channel.world_size, host, pid, kind, summary, exit_code=code)

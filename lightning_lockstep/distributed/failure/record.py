@@ -191,11 +191,7 @@ class FailureRecord(FailedRank):
 
     @classmethod
     def from_json(cls, text: str) -> FailureRecord:
-        """Return the record that :meth:`to_json` wrote, without characters that steer a terminal.
-
-        Raises:
-            ValueError: The text is none.
-        """
+        """Return what :meth:`to_json` wrote, without characters that steer a terminal; ValueError where it is none."""
         given = json.loads(text)
         if not (isinstance(given, dict) and _FIELDS.keys() == given.keys()):
             raise ValueError("it does not have the fields of a failure record")

@@ -26,13 +26,7 @@ _Kept = TypeVar("_Kept")
 
 
 class Message(NamedTuple):
-    """One message of the side channel.
-
-    Attributes:
-        topic: What it is about; handlers are registered by topic.
-        sender: Rank that posted it.
-        body: What was posted; whatever JSON can hold.
-    """
+    """A message of the side channel: its topic, the rank that posted it, and what it posted, which JSON can hold."""
 
     topic: str
     sender: int
@@ -49,19 +43,12 @@ class Post(NamedTuple):
 
 
 class SideChannel(ABC):
-    """Posts messages to ranks and passes those that arrive to handlers, off the main thread.
-
-    Attributes:
-        rank: This rank.
-        world_size: Number of ranks.
-        silence_limit: How long a peer may be frozen or unreachable before ``on_silent`` is called [s].
-        port: Port at which rank 0 listens, at one end of each connection of the channel; 0 where there is none.
-    """
+    """Posts messages to ranks and passes those that arrive to handlers, off the main thread."""
 
     rank: int
     world_size: int
-    silence_limit: float = 120.0
-    port: int = 0
+    silence_limit: float = 120.0  # how long a peer may be frozen or unreachable [s]
+    port: int = 0  # at which rank 0 listens, if it does
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -88,40 +75,23 @@ class SideChannel(ABC):
         on_lost: Callable[[int, str], None] | None = None,
         on_silent: Callable[[int, float, str], None] | None = None,
     ) -> None:
-        """Say who is to learn of a peer that is gone; a later call replaces an earlier one.
-
-        Args:
-            on_lost: Called once with (rank, reason) when a peer's process has ended though it has not closed
-                its channel. Rank 0 is watched by every rank, and watches all others.
-            on_silent: Called once with (rank, seconds, reason) when a peer has been frozen, or its host
-                unreachable, for too long.
-
-        Ranks: any rank, alone; nothing is sent. Both are called on threads of the channel.
-        """
+        """Say who learns, on a thread of the channel, of a peer that is gone; replaces an earlier call."""
+        # `on_lost(rank, reason)`: its process has ended and has not closed its channel. `on_silent(rank, seconds,
+        # reason)`: it has been frozen, or its host unreachable, for too long. Rank 0 watches all others, every rank
+        # watches rank 0.
         self._on_lost, self._on_silent = on_lost, on_silent
 
     def process_of(self, rank: int) -> tuple[str, int]:
-        """Return host name and process id of a rank, ``("", 0)`` where this rank does not know them.
-
-        Ranks: any rank, alone; nothing is sent. Rank 0 knows all that have connected, every rank knows rank 0.
-        """
+        """Return host name and process id of a rank; ``("", 0)`` where they are not known here."""
+        # Here and below: rank 0 knows it of all that have connected, every rank knows it of rank 0.
         return self._processes.get(rank, ("", 0))
 
     def has_closed(self, rank: int) -> bool:
-        """Return whether another rank has closed its channel, as it does when its program comes to its end.
-
-        Ranks: any rank, alone; nothing is sent. Rank 0 knows it of all ranks, every rank knows it of rank 0.
-        """
+        """Return whether another rank has closed its channel, as at the end of its program."""
         return rank in self._closed_ranks
 
     def get_or_create(self, factory: Callable[[SideChannel], _Kept]) -> _Kept:
-        """Return what ``factory`` returns for this channel, the same object every time; it lives as long as that.
-
-        Args:
-            factory: Such as a class whose objects take a channel.
-
-        Ranks: any rank, alone; nothing is sent but what ``factory`` sends.
-        """
+        """Return what ``factory`` returns for this channel, the same object every time."""
         with self._lock:
             if factory not in self._kept:
                 self._kept[factory] = factory(self)
@@ -129,10 +99,7 @@ class SideChannel(ABC):
             return kept
 
     def answers(self, rank: int) -> bool:
-        """Return whether a rank's process is known to run: the connection to it stands, and answers heartbeats.
-
-        Ranks: any rank, alone; nothing is sent. Rank 0 knows it of all ranks, every rank knows it of rank 0.
-        """
+        """Return whether the connection to a rank stands and answers heartbeats."""
         return False
 
     @property
@@ -146,17 +113,11 @@ class SideChannel(ABC):
         return 0 in self._lost_ranks and not self._closing
 
     def before_close(self, function: Callable[[], None]) -> None:
-        """Call ``function`` once when this rank begins to close the channel, while the others may still use theirs.
-
-        Ranks: any rank, alone; nothing is sent.
-        """
+        """Call ``function`` once when this rank begins to close the channel; the others may still use theirs."""
         self._before_close.append(function)
 
     def at_close(self, function: Callable[[], None]) -> None:
-        """Call ``function`` once when the channel is closed, after the last message has arrived.
-
-        Ranks: any rank, alone; nothing is sent.
-        """
+        """Call ``function`` once when the channel is closed, after the last message has arrived."""
         self._at_close.append(function)
 
     def _begins_to_close(self) -> None:
@@ -170,20 +131,9 @@ class SideChannel(ABC):
         self._at_close.clear()
 
     def on(self, topic: str, handler: Handler) -> Callable[[], None]:
-        """Call ``handler`` with every message of ``topic``, in the order in which they arrive.
-
-        The handler runs on the receiving thread and must not block it. Messages that arrived before the first
-        handler of their topic was registered are passed to it at once.
-
-        Args:
-            topic: Topic to listen to.
-            handler: Called with one :class:`Message` at a time.
-
-        Returns:
-            A function that removes the handler again.
-
-        Ranks: any rank, alone; nothing is sent.
-        """
+        """Call ``handler`` with every message of a topic, in order of arrival; returns what removes it again."""
+        # It runs on the receiving thread and must not block it. Messages that came before the first handler are passed
+        # to it.
         with self._lock:
             for message in self._unread.pop(topic, ()):
                 self._call(handler, message)
@@ -204,18 +154,10 @@ class SideChannel(ABC):
         to: int | Iterable[int] | None = None,
         make: Callable[[Any], Any] | None = None,
     ) -> None:
-        """Send a message and return at once.
-
-        Args:
-            topic: What it is about.
-            body: Anything that JSON can hold.
-            to: Rank or ranks that receive it; ``None`` means every rank but this one. Posting to oneself
-                is allowed.
-            make: Makes what is sent out of ``body``, off the caller's thread and in the order of the posts.
-
-        Ranks: any rank, alone. Costs the caller a few microseconds and does not wait; a message to a
-        rank that has exited is lost.
-        """
+        """Send a message and return at once; ``to=None`` is every rank but this one. Ranks: any, alone."""
+        # `make` makes what is sent out of `body`, which JSON can hold, off the caller's thread and in the order of the
+        # posts. A message to a rank that has exited is lost. So can be what a rank posts just when it goes on after a
+        # stop longer than the timeout of heartbeats: its old connection may take it.
         self._put(Post(topic, body, to if to is None or isinstance(to, int) else tuple(to), make))
 
     @abstractmethod
@@ -223,19 +165,13 @@ class SideChannel(ABC):
         """Take a message to be sent, and return at once."""
 
     def poster(self, topic: str, *, to: int, make: Callable[[Any], Any]) -> Callable[[Any], None]:
-        """Return a function that posts a body, for frequent posts; the arguments are those of :meth:`post`.
-
-        Ranks: any rank, alone; nothing is sent yet.
-        """
+        """Return a function that posts a body, for frequent posts; arguments as for :meth:`post`."""
         put = self._put
         return lambda body: put(Post(topic, body, to, make))
 
     def claim(self, key: str, value: str) -> str:
-        """Set ``key`` to ``value`` unless a rank has set it before, and return its value now.
-
-        Ranks: any rank, alone; one round trip. Every caller of a key gets the same answer; where rank 0 gives
-        none, its own value.
-        """
+        """Set ``key`` unless a rank has set it before, and return its value now. Ranks: any, alone; one round trip."""
+        # Every caller gets the same answer; where rank 0 gives none, its own value.
         if self.rank != 0:
             self.post(_CLAIM, [key, value], to=0)
         with self._news:
@@ -258,21 +194,9 @@ class SideChannel(ABC):
         *,
         needs_main: bool = True,
     ) -> bool:
-        """Wait until messages of other ranks have made ``arrived`` true.
-
-        The one place in which a rank waits for what others send over this channel.
-
-        Args:
-            news: Held by the caller; a handler notifies it of each message that matters.
-            arrived: Tells whether the wait is over.
-            timeout: Longest wait [s].
-            needs_main: Whether nothing can arrive any more once rank 0 has left.
-
-        Returns:
-            Whether it is; false when the time is over or nothing can arrive any more.
-
-        Ranks: any rank, alone; nothing is sent.
-        """
+        """Wait until messages of other ranks have made ``arrived`` true; return whether they have."""
+        # The one place in which a rank waits for what others send over this channel. The caller holds `news`, which a
+        # handler notifies; `needs_main`: nothing can arrive any more once rank 0 has left.
         deadline = time.monotonic() + timeout
         while not arrived():
             left = deadline - time.monotonic()
@@ -283,29 +207,12 @@ class SideChannel(ABC):
 
     @abstractmethod
     def flush(self, timeout: float = 5.0) -> bool:
-        """Wait until everything posted so far has arrived: at its receivers on rank 0, at rank 0 on the others.
-
-        Rank 0 has passed on by then what is for other ranks.
-
-        Args:
-            timeout: Longest wait [s].
-
-        Returns:
-            Whether all of it arrived in time.
-
-        Ranks: any rank, alone.
-        """
+        """Wait until everything posted has arrived, on ranks but 0 at rank 0; return whether it did in time."""
+        # Rank 0 has passed on by then what is for other ranks.
 
     @abstractmethod
     def close(self, timeout: float = 2.0) -> None:
-        """Send what is left, tell the peers and end the threads; calling it again does nothing.
-
-        Args:
-            timeout: Longest wait [s]. Rank 0 waits this long for the other ranks to close theirs; pass 0
-                after a failure.
-
-        Ranks: every rank once, at its own end; only rank 0 waits for others.
-        """
+        """Send what is left, tell the peers and end the threads; only rank 0 waits for others. Ranks: every rank."""
 
     def _deliver(self, message: Message) -> None:
         handlers = self._handlers.get(message.topic)

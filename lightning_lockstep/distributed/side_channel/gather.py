@@ -25,28 +25,16 @@ Key = int | str
 
 @dataclass(frozen=True)
 class Gathered:
-    """What was collected.
+    """What was collected: entries by rank, the ranks whose entry is missing, and how long was waited at most [s]."""
 
-    Attributes:
-        entries: Entry of each rank that posted one, by rank, in rank order.
-        missing: Ranks whose entry did not come in time. Only rank 0 where that rank collects and did not
-            answer: then nothing is known of the others.
-        timeout: How long the collecting rank waited at most [s].
-    """
+    # Only rank 0 is missing where it collects and did not answer: then nothing is known of the others.
 
     entries: Mapping[int, Any]
     missing: tuple[int, ...] = ()
     timeout: float = 0.0
 
     def complete(self, what: str) -> list[Any]:
-        """Return the entries in rank order.
-
-        Args:
-            what: What was collected, for the error.
-
-        Raises:
-            CollectiveStallError: An entry is missing; the text names the ranks.
-        """
+        """Return the entries in rank order; a :class:`CollectiveStallError` names the ranks that are missing."""
         if self.missing:
             raise CollectiveStallError(
                 f"{what} did not come within {self.timeout:.0f} s: nothing from {ranks_in_words(self.missing)}."
@@ -62,16 +50,10 @@ class _Collection(NamedTuple):
 
 
 class Gather:
-    """Collects one entry of every rank under a key, any number of times.
+    """Collects one entry of every rank under a key, any number of times. Ranks: one object on every rank."""
 
-    Args:
-        channel: The side channel of the run.
-        name: Tells several gathers on one channel apart; the same on every rank.
-        timeout: Longest wait for the entries of the other ranks [s].
-
-    Ranks: one object on every rank. A key costs one message per rank to the collecting rank, and one back
-    where all ranks get the entries.
-    """
+    # `name` tells several gathers on one channel apart. A key costs one message of each rank to the one that collects,
+    # and one back where all ranks get the entries.
 
     def __init__(self, channel: SideChannel, name: str, *, timeout: float = 60.0) -> None:
         self.channel, self.timeout = channel, timeout
@@ -86,15 +68,8 @@ class Gather:
         ]
 
     def post(self, key: Key, entry: Any, *, to: int | None = None) -> None:
-        """Send this rank's entry and return at once.
-
-        Args:
-            key: Names this one collection; the same on every rank, never used again.
-            entry: Anything that JSON can hold.
-            to: The one rank that gets the entries; ``None`` collects them on rank 0 and gives them to all.
-
-        Ranks: every rank, once for each key; does not wait.
-        """
+        """Send this rank's entry, for rank ``to`` alone or for all, and return at once. Ranks: every rank."""
+        # A key names one collection, the same on every rank, and is never used again.
         collector = to or 0
         if collector == self.channel.rank:
             self._collect(key, collector, entry, for_all=to is None)
@@ -102,23 +77,13 @@ class Gather:
             self.channel.post(self._topic, [key, to is None, entry], to=collector)
 
     def read(self, key: Key) -> Gathered:
-        """Return what was collected under ``key``, once.
-
-        Ranks: those that get the entries, after their own :meth:`post`; waits only while entries are still
-        under way, and never longer than the timeout.
-        """
+        """Return once what was collected under ``key``, after this rank's :meth:`post`; waits up to the timeout."""
         gathered = self._complete.pop(key, None)  # as a rule it came long ago: no lock is needed
         return gathered if gathered is not None else self._wait(key)
 
     def collect(self, key: Key, entry: Any, *, to: int | None = None) -> Gathered:
-        """Post this rank's entry, wait for the others' and return them all; the arguments are those of :meth:`post`.
-
-        Returns:
-            The entries, this rank's own among them in any case. A rank that does not get the others' has
-            its own alone, and does not wait.
-
-        Ranks: every rank, in any order.
-        """
+        """Post this rank's entry, wait for the others' and return them all. Ranks: every rank, in any order."""
+        # A rank that does not get the entries of others has its own alone, and does not wait.
         self.post(key, entry, to=to)
         if to not in (None, self.channel.rank):
             return Gathered({self.channel.rank: entry})

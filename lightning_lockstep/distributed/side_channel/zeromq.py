@@ -91,19 +91,11 @@ class _Suspect:
 
 
 class ZeroMQSideChannel(SideChannel):
-    """The side channel of a run with several ranks.
+    """The side channel of a run with several ranks."""
 
-    Args:
-        rank: This rank.
-        world_size: Number of ranks.
-        host: Address of this host at which it listens: rank 0 for all others, another rank for probes alone.
-        known_as: How the others find that address of rank 0; by default by itself.
-        keys: Keys of this job.
-        main_address: Address of rank 0's channel; ``None`` on rank 0.
-        heartbeat_interval: Time between two heartbeats of a connection [s].
-        heartbeat_timeout: Age of the last heartbeat at which a connection counts as ended [s].
-        silence_limit: How long a peer may be frozen or unreachable [s].
-    """
+    # `host`: where rank 0 listens for all others, another rank for probes alone. `known_as`: how the others find that
+    # of rank 0. `main_address`: of rank 0's channel, `None` there. A connection whose last heartbeat is older than
+    # `heartbeat_timeout` [s] counts as ended; a peer may be frozen or unreachable for `silence_limit` [s].
 
     def __init__(
         self,
@@ -216,13 +208,7 @@ class ZeroMQSideChannel(SideChannel):
         return number in self._unconfirmed and self._unconfirmed[number] <= self._ended_ranks
 
     def wait_for_main(self, timeout: float) -> bool:
-        """Wait until the connection to rank 0 stands; return whether it does.
-
-        Args:
-            timeout: Longest wait [s].
-
-        Ranks: any rank but rank 0, for itself.
-        """
+        """Wait until the connection to rank 0 stands; return whether it does. Ranks: any but rank 0, alone."""
         with self._news:
             return self._news.wait_for(lambda: self.answers(0), timeout)
 
