@@ -194,7 +194,7 @@ def killed_while_replacing(folder: Path, exchanges: bool) -> None:
         return kill_self() if path.suffix == ".writing" else rename(path, target)  # type: ignore[func-returns-value]
 
     if trainer.is_global_zero and exchanges:
-        resuming._remove = lambda path: kill_self()
+        checkpoint_folder._remove = lambda path: kill_self()
     elif trainer.is_global_zero:  # a disk that cannot exchange names
         checkpoint_folder._exchange = lambda one, other: False
         Path.rename = renamed  # type: ignore[method-assign,assignment]
