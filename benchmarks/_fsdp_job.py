@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-import statistics
-import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 import psutil
@@ -16,12 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks._deepspeed_job import _peak, _prepare, config
-from benchmarks._fit import BARE, StepTimes
+from benchmarks._fit import BARE
+from benchmarks.turns import Turns
 from lightning_lockstep import LockstepDDPStrategy, LockstepDeepSpeedStrategy, LockstepFSDPStrategy
 
 BATCH, CONTEXT, VOCABULARY = 4, 32, 256
-#: Width, layers and steps of a run before the one that is measured: what a process loads and starts once comes with it.
-FIRST = (128, 2, 2)
+Size: TypeAlias = "tuple[int, int]"  # width, layers
+SMALL, LARGE = (328, 8), (1024, 8)  # 10.6 M and 101 M parameters: in the latter what libraries take is little
+#: Of a run before the one whose memory is measured: what a process loads and starts once comes with it.
+FIRST = (128, 2)
+AtStep: TypeAlias = Callable[[], None]
 
 
 class Layer(nn.TransformerEncoderLayer):
@@ -78,72 +79,83 @@ def batches(steps: int) -> list[Tensor]:
     return [data[step % len(data)] for step in range(steps)]
 
 
-def fitted(
-    make: Callable[[], Any], width: int, layers: int, steps: int, net: type[Transformer] = Transformer
-) -> dict[str, float]:
-    """Fit with a strategy; median step [s] and peak memory above the start [bytes]."""
-    _prepare()
-    for size in (FIRST, (width, layers, steps)):
-        times = StepTimes()
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy=make(),
-            max_epochs=1,
-            use_distributed_sampler=False,
-            **BARE,
-            callbacks=[times],
-        )
-        before = psutil.Process().memory_info().rss
-        data = torch.utils.data.DataLoader(batches(size[2]), batch_size=None)  # type: ignore[arg-type]
-        trainer.fit(net(*size[:2]), data)
-    return {"seconds": times.median(skip=5), "bytes": _peak() - before}
+def fit(make: Callable[[], Any], size: Size, steps: int, at_step: AtStep, net: Any = Transformer) -> None:
+    """Fit with a strategy."""
+
+    class Starts(pl.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            at_step()
+
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=make(),
+        max_epochs=1,
+        use_distributed_sampler=False,
+        **BARE,
+        callbacks=[Starts()],
+    )
+    trainer.fit(net(*size), torch.utils.data.DataLoader(batches(steps), batch_size=None))  # type: ignore[arg-type]
 
 
-def ours(*size: int) -> dict[str, float]:
-    return fitted(lambda: LockstepFSDPStrategy(threads_per_rank=1), *size)
+def ours(*run: Any) -> None:
+    fit(lambda: LockstepFSDPStrategy(threads_per_rank=1), *run)
 
 
-def ddp(*size: int) -> dict[str, float]:
-    return fitted(lambda: LockstepDDPStrategy(threads_per_rank=1), *size)
+def ddp(*run: Any) -> None:
+    fit(lambda: LockstepDDPStrategy(threads_per_rank=1), *run)
 
 
-def zero_3(*size: int) -> dict[str, float]:
+def zero_3(*run: Any) -> None:
     given = {**config(3), "train_micro_batch_size_per_gpu": BATCH}
-    return fitted(lambda: LockstepDeepSpeedStrategy(config=given, threads_per_rank=1), *size)
+    fit(lambda: LockstepDeepSpeedStrategy(config=given, threads_per_rank=1), *run)
 
 
-def lightning(*size: int) -> dict[str, float]:
+def lightning(*run: Any) -> None:
     from lightning.pytorch.strategies import ModelParallelStrategy
 
-    return fitted(lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1), *size, Divided)
+    fit(lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1), *run, net=Divided)
 
 
-def bare(width: int, layers: int, steps: int) -> dict[str, float]:
+def bare(size: Size, steps: int, at_step: AtStep) -> None:
     """The same by ``fully_shard`` and a loop."""
-    _prepare()
-    dist.init_process_group("gloo")
-    for size in (FIRST, (width, layers, steps)):
-        before = psutil.Process().memory_info().rss
-        starts = looped(*size)
-    gaps = [after - begun for begun, after in itertools.pairwise(starts)]
-    dist.destroy_process_group()
-    return {"seconds": statistics.median(gaps[5:]), "bytes": _peak() - before}
-
-
-def looped(width: int, layers: int, steps: int) -> list[float]:
-    """When each step began [s]."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     data = batches(steps)
-    net = Transformer(width, layers)
+    net = Transformer(*size)
     for tensor in (*net.parameters(), *net.buffers()):
         dist.broadcast(tensor.detach(), 0)
     divide(net)
     optimizer = net.configure_optimizers()
-    starts = []
     for batch in data:
-        starts.append(time.perf_counter())
+        at_step()
         loss = nn.functional.cross_entropy(net(batch).flatten(0, 1), batch.flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return starts
+
+
+PEER, OURS = "fully_shard", "lockstep_fsdp"
+VARIANTS: dict[str, Callable[[Size, int, AtStep], None]] = {
+    PEER: bare,
+    OURS: ours,
+    "ModelParallelStrategy": lightning,
+    "lockstep_deepspeed, stage 3": zero_3,
+    "lockstep_ddp": ddp,
+}
+
+
+def train_in_turn(turns: Turns) -> None:
+    """Train the small model on one rank."""
+    _prepare()
+    VARIANTS[turns.name](SMALL, turns.total, turns.step)
+
+
+def peak(name: str, steps: int) -> int:
+    """Train the large model on one rank; its highest memory above that before [bytes]."""
+    _prepare()
+    VARIANTS[name](FIRST, 2, lambda: None)
+    before = psutil.Process().memory_info().rss
+    VARIANTS[name](LARGE, steps, lambda: None)
+    highest: int = _peak()
+    return highest - before

@@ -3,44 +3,37 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 
 from benchmarks import _fsdp_job as job
-from benchmarks.engine import Comparison, Report, Table, interleave
+from benchmarks._fsdp_job import LARGE, OURS, PEER, SMALL, VARIANTS
+from benchmarks.engine import Comparison, Report, Samples, Table
+from benchmarks.turns import in_turn
 from tests.helpers import run_ranks
 
-PEER, OURS = "fully_shard", "lockstep_fsdp"
-VARIANTS: dict[str, Callable[..., dict[str, float]]] = {
-    PEER: job.bare,
-    OURS: job.ours,
-    "ModelParallelStrategy": job.lightning,
-    "lockstep_deepspeed, stage 3": job.zero_3,
-    "lockstep_ddp": job.ddp,
-}
-SMALL, LARGE = (328, 8), (1024, 8)  # 10.6 M and 101 M parameters: in the latter what libraries take is little
 MIB = 2**20
-
-
-def one(name: str, size: tuple[int, int], steps: int, what: str) -> float:
-    """One fresh pair of ranks."""
-    found = run_ranks(
-        2, VARIANTS[name], *size, steps, backend=None, timeout=240, env={"OMP_NUM_THREADS": "1"}
-    )
-    return max(float(of_rank[what]) for of_rank in found)
 
 
 def parameters(size: tuple[int, int]) -> int:
     return sum(parameter.numel() for parameter in job.Transformer(*size).parameters())
 
 
-def step_time(rounds: int, steps: int) -> Comparison:
-    samples = interleave(
-        {name: lambda name=name: one(name, SMALL, steps, "seconds") for name in VARIANTS},  # type: ignore[misc]
-        rounds=rounds,
-        progress=lambda line: print(line, flush=True),
-    )
+def step_time(processes: int, turns: int) -> Comparison:
+    samples: Samples = {name: [] for name in VARIANTS}
+    for number in range(processes):
+        print(f"step: processes {number + 1}/{processes}", flush=True)
+        found = in_turn(job.train_in_turn, list(VARIANTS), ranks=2, steps=4, turns=turns)
+        for name, seconds in found.items():
+            samples[name] += seconds
     title = f"step, {parameters(SMALL) / 1e6:.1f} M parameters, {job.BATCH} x {job.CONTEXT} bytes per rank, 1 thread"
     return Comparison(title, samples, peer=PEER, at_most={OURS: 1.03})
+
+
+def peak(name: str) -> int:
+    """Of one fresh pair of ranks."""
+    of_ranks: list[int] = run_ranks(
+        2, job.peak, name, 8, backend=None, timeout=240, env={"OMP_NUM_THREADS": "1"}
+    )
+    return max(of_ranks)
 
 
 def memory(rounds: int) -> Table:
@@ -48,9 +41,7 @@ def memory(rounds: int) -> Table:
     layer = sum(parameter.numel() for parameter in job.Layer(LARGE[0]).parameters())
     # Weights, gradients and two moments of AdamW, 4 bytes each; what is gathered at once: a layer and its gradient.
     formula = {"lockstep_ddp": 16 * count, OURS: 16 * count // 2 + 2 * 4 * layer}
-    found = {
-        name: statistics.median(one(name, LARGE, 8, "bytes") for _ in range(rounds)) for name in VARIANTS
-    }
+    found = {name: statistics.median(peak(name) for _ in range(rounds)) for name in VARIANTS}
     rows = [
         [
             name,
@@ -70,11 +61,11 @@ def memory(rounds: int) -> Table:
 
 def run(quick: bool) -> Report:
     """Step time of all variants in turn, and memory."""
-    rounds, steps = (2, 12) if quick else (9, 30)
-    tables: list[Comparison | Table] = [step_time(rounds, steps), memory(1 if quick else 3)]
+    steps = step_time(1, 2) if quick else step_time(4, 24)
+    tables: list[Comparison | Table] = [steps, memory(1 if quick else 3)]
     notes = [
-        "Each sample is the median step of a run of its own in two fresh processes; all variants have the same model,"
-        " data and optimizer, and those that divide it the same units: a layer each.",
+        "All variants are alive at once, each on two ranks, and make 4 steps in turn; a sample is a turn, and there"
+        " are 24 of them in each of 4 sets of processes. They have the same model, data and optimizer, and those that divide it the same units: a layer each.",
         "Memory is the highest resident size of the process less that before the model is made, after a run of a small"
         " model: so it has the whole model that every rank makes at first, activations and batches, and not what"
         " a process loads once.",

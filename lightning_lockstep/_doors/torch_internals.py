@@ -164,10 +164,24 @@ def ranks_of_groups() -> dict[Any, dict[int, int]]:
 )
 def unreduced_holders(part: Any) -> list[Any]:
     """Return what holds gradients of a part of ``fully_shard``, in ``unsharded_accumulated_grad``."""
+    return [holder for one in _groups(part) for holder in one.fsdp_params]
+
+
+def _groups(part: Any) -> list[Any]:
     state = part._get_fsdp_state()
     group = getattr(state, "_fsdp_param_group", None)
-    groups = getattr(state, "_fsdp_param_groups", [] if group is None else [group])
-    return [holder for one in groups for holder in one.fsdp_params]
+    return list(getattr(state, "_fsdp_param_groups", [] if group is None else [group]))
+
+
+@TORCH.touches(
+    "torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState.FORWARD",
+    why="fully_shard frees what is gathered at the end of a forward method that has called forward, whatever"
+    " reshard_after_forward says",
+)
+def stay_in_forward(part: Any) -> None:
+    """Let a part of ``fully_shard`` be in its forward pass until the forward method that is running ends."""
+    for group in _groups(part):
+        group._training_state = type(group._training_state).FORWARD
 
 
 @TORCH.touches(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.distributed.fsdp import (
 )
 
 from lightning_lockstep._doors.lightning import find_shared_parameters, set_shared_parameters
-from lightning_lockstep._doors.torch_internals import gathered_parameter, unreduced_holders
+from lightning_lockstep._doors.torch_internals import gathered_parameter, stay_in_forward, unreduced_holders
 from lightning_lockstep.distributed.sharded_state import is_divided
 from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
 
@@ -146,7 +147,20 @@ def gather_around_steps(module: nn.Module) -> None:
     """Have what is in no unit gathered for each step of a Trainer, as it is for ``forward``."""
     for name in STEPS:
         if isinstance(module, FSDPModule) and hasattr(module, name):
+            setattr(module, name, _in_forward(module, getattr(module, name)))
             register_fsdp_forward_method(module, name)
+
+
+def _in_forward(module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
+    # A step calls forward, at whose end torch takes the one of the step for over: it would free all at the end of the
+    # step, and gather it again for the backward.
+    @wraps(step)
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        output = step(*args, **kwargs)
+        stay_in_forward(module)
+        return output
+
+    return whole
 
 
 def set_reductions(module: nn.Module, active: bool) -> None:

@@ -9,7 +9,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -456,20 +456,40 @@ def test_copies_of_a_model_have_the_weights_of_one_process() -> None:
     assert digests[0] == digests[2] and digests[1] == digests[3]
 
 
-def accumulating_fits() -> list[int]:
-    counts = []
-    for batches in (1, 2):
-        with reductions() as called:
-            fit(Net, 2, fsdp(), max_epochs=1, accumulate_grad_batches=batches)
-        counts.append(len(called))
+# -- What the ranks send in a step --
+
+
+def fits_that_count() -> dict[str, tuple[int, int]]:
+    counts = {}
+    for name, (make, options, batches) in COUNTED.items():
+        with reductions() as reduced, gathers() as gathered:
+            fit(make, 2, fsdp(**options), max_epochs=1, accumulate_grad_batches=batches)
+        counts[name] = len(gathered), len(reduced)
+    with gathers() as gathered:
+        Trainer(**QUIET, devices=2, strategy=fsdp()).validate(Net(), loader(2), verbose=False)
+    counts["evaluation"] = len(gathered), 0
     return counts
 
 
-def test_accumulated_batches_reduce_nothing() -> None:
-    parts, batches = 3, 4
-    for each_batch, each_second in run_ranks(2, accumulating_fits, backend=None, timeout=60):
-        assert each_batch == parts * batches
-        assert each_second == parts * batches // 2
+COUNTED: dict[str, tuple[type[Net], dict[str, Any], int]] = {
+    "stage 3": (Net, {}, 1),
+    "stage 2": (Net, {"reshard_after_forward": False}, 1),
+    "layers called from the step": (OwnMeans, {}, 1),
+    "accumulated": (Net, {}, 2),
+}
+
+
+def test_a_step_gathers_and_reduces_each_part_as_seldom_as_can_be() -> None:
+    """Two units, and the rest: that is gathered once for a step, and once for a whole evaluation."""
+    steps = 4
+    for counts in run_ranks(2, fits_that_count, backend=None, timeout=60):
+        assert counts == {
+            "stage 3": ((1 + 2 * 2) * steps, 3 * steps),
+            "stage 2": ((1 + 2) * steps, 3 * steps),
+            "layers called from the step": ((1 + 2 * 2) * steps, 3 * steps),
+            "accumulated": ((1 + 2 * 2) * steps, 3 * steps // 2),
+            "evaluation": (1 + 2 * steps, 0),
+        }
 
 
 # -- Precision --
@@ -530,12 +550,21 @@ def precision_fits() -> dict[str, Any]:
     return answers
 
 
-@contextmanager
-def reductions() -> Iterator[list[str]]:
+def reductions() -> AbstractContextManager[list[str]]:
     """The dtypes of the gradients that are reduced meanwhile, one for each reduction."""
+    return calls("reduce_scatter_tensor", "reduce_scatter_single")  # torch 2.9, and 2.13
+
+
+def gathers() -> AbstractContextManager[list[str]]:
+    """The same of parameters that are gathered."""
+    return calls("all_gather_into_tensor", "all_gather_single")
+
+
+@contextmanager
+def calls(*names: str) -> Iterator[list[str]]:
     called: list[str] = []
     with ExitStack() as stack:
-        for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # torch 2.9, and 2.13
+        for name in names:
             if hasattr(torch.distributed, name):
                 stack.enter_context(noting(name, called))
         yield called
