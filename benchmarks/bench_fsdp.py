@@ -65,7 +65,8 @@ def run(quick: bool) -> Report:
     tables: list[Comparison | Table] = [steps, memory(1 if quick else 3)]
     notes = [
         "All variants are alive at once, each on two ranks, and make 4 steps in turn; a sample is a turn, and there"
-        " are 24 of them in each of 4 sets of processes. They have the same model, data and optimizer, and those that divide it the same units: a layer each.",
+        " are 24 of them in each of 4 sets of processes. They have the same model, data and optimizer, and those that"
+        " divide it the same units: a layer each.",
         "Memory is the highest resident size of the process less that before the model is made, after a run of a small"
         " model: so it has the whole model that every rank makes at first, activations and batches, and not what"
         " a process loads once.",
