@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -22,14 +22,13 @@ from lightning_lockstep.numerics.precision import runs_in_fp32
 
 #: Number of values from which ``shard="auto"`` takes a repeated block for a unit; less is not worth a message.
 LEAST_UNIT = 100_000
-_ONLY_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
 # Their kernels take no weights of 16 bits together with statistics of 32.
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def units_in_precision(
     module: LightningModule, rule: Any, *, halves: bool
-) -> tuple[list[nn.Module], list[nn.Module]]:
+) -> tuple[list[nn.Module], set[nn.Module]]:
     """Return the units of a module, inner ones first, and of them those that compute in float32 all the same."""
     units = units_of(module, rule)
     if not units and rule != "auto" and not callable(rule):
@@ -38,58 +37,48 @@ def units_in_precision(
             f"shard={rule!r}: expected names of classes among the modules of {type(module).__name__}: "
             + ", ".join(classes)
         )
-    whole = _float32_modules(module)
+    given = [one for one in module.trainer.callbacks if isinstance(one, public("FP32Modules"))]  # type: ignore[attr-defined]
+    whole = {part for callback in given for part in callback.chosen(module)}
+    whole |= {part for part in module.modules() if runs_in_fp32(part)}
     inside = {part for one in whole for part in one.modules() if part is not one}
     units = [unit for unit in units if unit not in inside]  # they compute as the module around them
     if not halves:
-        return units, []
+        return units, set()
     # In a unit that computes in 16 bits, one that does not is a unit by itself.
-    full = [one for one in whole if any(one in unit.modules() for unit in units)]
-    norms = {part for unit in units for part in unit.modules() if isinstance(part, _NORMS)}
-    full += [one for one in norms if one not in inside and next(one.parameters(), None) is not None]
+    wide = {part for unit in units for part in unit.modules() if part in whole or isinstance(part, _NORMS)}
+    full = {part for part in wide - inside if next(part.parameters(), None) is not None}
     units = [one for one in module.modules() if one in units or one in full][::-1]
-    holders = _holders(module, {*units, *roots_of(module)})
-    for name, parameter in module.named_parameters():
-        if len(holders[parameter]) > 1:
+    for name, parts in _places(module, units):
+        if len(parts) > 1:
             raise ConfigurationError(
-                f"{name} is shared by {_kinds(holders[parameter])}, of which one computes in float32 (FP32Modules, or"
+                f"{name} is shared by {_kinds(parts)}, of which one computes in float32 (FP32Modules, or"
                 " batch normalization) and is a part by itself: expected all that share a parameter in one part. Let"
                 " FP32Modules name a module that has them all in it, or none of them."
             )
     return units, full
 
 
-def _float32_modules(module: LightningModule) -> list[nn.Module]:
-    """Return the modules that are to compute in float32 whatever the precision."""
-    given = [one for one in module.trainer.callbacks if isinstance(one, public("FP32Modules"))]  # type: ignore[attr-defined]
-    chosen = [part for callback in given for part in callback.chosen(module)]
-    return chosen + [part for part in module.modules() if runs_in_fp32(part) and part not in chosen]
-
-
 def units_of(module: LightningModule, rule: Any) -> list[nn.Module]:
     """Return the units of a module, inner ones first, and raise where it cannot be divided."""
     if divided_parts(module):
         return []
-    units, roots = _units(module, rule), roots_of(module)
-    faults = Faults(type(module).__name__)
+    units, faults = _units(module, rule), Faults(type(module).__name__)
     for name, parameter in module.named_parameters():
         if parameter.ndim == 0:
             faults.add(
                 f"{name} is a scalar, which fully_shard cannot divide: expected a tensor of one element."
             )
-    holders = _holders(module, {*units, *roots})
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    for parameter, parts in holders.items():
+    for name, parts in _places(module, units):
         if None in parts:
             faults.add(
-                f"{names[parameter]} belongs to the module itself, and with manual optimization nothing says when it"
+                f"{name} belongs to the module itself, and with manual optimization nothing says when it"
                 " is needed: expected it in a module that is called, or automatic optimization."
             )
         elif len(parts) > 1 and rule == "auto" and module.automatic_optimization:
             units = [unit for unit in units if unit not in parts]
         elif len(parts) > 1:
             faults.add(
-                f"{names[parameter]} is shared by {_kinds(parts)}, which are parts by themselves: expected all that"
+                f"{name} is shared by {_kinds(parts)}, which are parts by themselves: expected all that"
                 " share a parameter in one part. Let `shard` name neither, or a module that has both in it."
             )
     faults.raise_all()
@@ -128,25 +117,23 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _called(child)
-        elif not isinstance(child, _ONLY_PARAMETERS) and next(child.parameters(), None) is not None:
+        elif (
+            not isinstance(child, (nn.ParameterList, nn.ParameterDict))
+            and next(child.parameters(), None) is not None
+        ):
             yield child
 
 
-def _holders(module: nn.Module, parts: Collection[nn.Module]) -> dict[nn.Parameter, set[nn.Module | None]]:
-    """Return the parts that each parameter would be divided with."""
-    # Without a function that calls itself: the cycle of it would keep whole parameters until Python collects it.
-    found: dict[nn.Parameter, set[nn.Module | None]] = {}
-    seen: set[tuple[nn.Module, nn.Module | None]] = set()
-    waiting: list[tuple[nn.Module, nn.Module | None]] = [(module, None)]
-    while waiting:
-        one, part = waiting.pop()
-        part = one if one in parts else part
-        if (one, part) not in seen:
-            seen.add((one, part))
-            for parameter in one.parameters(recurse=False):
-                found.setdefault(parameter, set()).add(part)
-            waiting += [(child, part) for child in one.children()]
-    return found
+def _places(module: LightningModule, units: Sequence[nn.Module]) -> list[tuple[str, set[nn.Module | None]]]:
+    """Return the name of each parameter and the parts that it would be divided with."""
+    parts = {*units, *roots_of(module)}
+    part_at: dict[str, nn.Module | None] = {}  # by the path of each module
+    found: dict[nn.Parameter, tuple[str, set[nn.Module | None]]] = {}
+    for path, one in module.named_modules(remove_duplicate=False):
+        part = part_at[path] = one if one in parts else part_at.get(path.rpartition(".")[0])
+        for name, parameter in one.named_parameters(recurse=False):
+            found.setdefault(parameter, (f"{path}.{name}".lstrip("."), set()))[1].add(part)
+    return list(found.values())
 
 
 def _kinds(parts: Iterable[nn.Module | None]) -> str:
