@@ -6,7 +6,6 @@ that is in no unit once for the whole step. Source: https://docs.pytorch.org/doc
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -28,7 +27,7 @@ from torch.distributed.fsdp import (
 from lightning_lockstep._doors.lightning import find_shared_parameters, set_shared_parameters
 from lightning_lockstep._doors.torch_internals import gathered_parameter, stay_in_forward, unreduced_holders
 from lightning_lockstep.distributed.sharded_state import is_divided
-from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
+from lightning_lockstep.errors import ConfigurationError
 
 #: What a Trainer calls of a module in place of its forward.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -124,23 +123,6 @@ def make_copies_equal(module: nn.Module) -> None:
         for dimension, placement in enumerate(divided.placements):
             if placement.is_replicate():
                 broadcast([divided.to_local()], divided.device_mesh.get_group(dimension))
-
-
-def check_same_model(module: nn.Module, gather: Callable[[Any], Sequence[Any]]) -> None:
-    """Raise on all ranks where the ranks have different models. Ranks: all, together; one gather of a number."""
-    ours = [
-        (name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
-    ]
-    digests = gather(hashlib.sha256(repr(ours).encode()).digest())
-    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-    if other is not None:
-        everyone = gather(ours)
-        differing = sorted(set(everyone[0]) ^ set(everyone[other]))[:4]
-        raise CollectiveMismatchError(
-            f"The ranks have different models: rank {other} and rank 0 differ in {differing}: expected the same"
-            " parameters and buffers, in the same order, on every rank, of which each keeps a part."
-        )
 
 
 def gather_around_steps(module: nn.Module) -> None:

@@ -30,6 +30,7 @@ from lightning_lockstep._doors.lightning_internals import (
 from lightning_lockstep._settings import settings_of
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.checkpoint_folder import saved_at, whole_folder
+from lightning_lockstep.distributed.guard.verify import verify_parameters
 from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions
 from lightning_lockstep.distributed.sharded_state import (
     all_see_parts,
@@ -43,7 +44,6 @@ from lightning_lockstep.distributed.sharded_state import (
 from lightning_lockstep.distributed.sharding import (
     Division,
     broadcast,
-    check_same_model,
     divide,
     divided_parts,
     gather_around_steps,
@@ -239,7 +239,7 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         refuse_callbacks(trainer.callbacks, parts=self._saves_parts)
         module, precision = self._module, str(self.precision_plugin.precision)
         fits = trainer.state.fn == TrainerFn.FITTING
-        check_same_model(module, current_communicator().gather)
+        verify_parameters(module, current_communicator().gather, buffers=True)
         if divided_parts(module):  # by its own configure_model, or for an earlier run
             check_divided(module, precision, before=_precision_of.get(module, precision))
             give_up_gathered(module)
