@@ -29,9 +29,8 @@ from lightning_lockstep._doors.lightning_internals import (
 )
 from lightning_lockstep._settings import settings_of
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.distributed.checkpoint_folder import saved_at, whole_folder
+from lightning_lockstep.distributed.checkpoint_folder import saved_at
 from lightning_lockstep.distributed.guard.verify import verify_parameters
-from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions
 from lightning_lockstep.distributed.sharded_state import (
     all_see_parts,
     gathered,
@@ -54,7 +53,6 @@ from lightning_lockstep.distributed.sharding import (
     set_reductions,
 )
 from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
-from lightning_lockstep.launchers.mpirun_command import MPIRunSettings
 from lightning_lockstep.numerics.precision import resolve_precision
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.fsdp_steps import DividedGradients, TrialsOfParts
@@ -66,8 +64,8 @@ from lightning_lockstep.strategies.fsdp_units import (
     units_in_precision,
     units_of,
 )
-from lightning_lockstep.strategies.lifecycle import LifecycleHooks, RankLifecycle, RankStartup
-from lightning_lockstep.strategies.mpi import MPIStartup
+from lightning_lockstep.strategies.lifecycle import LifecycleHooks, RankLifecycle
+from lightning_lockstep.strategies.mpi import startup_over
 from lightning_lockstep.strategies.options import FSDPSettings, OptionsOfLightning, reject_unknown
 
 _BOTH = "cpu:gloo,cuda:nccl"
@@ -151,7 +149,10 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         reject_unknown(options, type(self), OptionsOfLightning.__optional_keys__)
         self.settings = settings_of(FSDPSettings, locals())
         self.lifecycle = RankLifecycle(
-            self, self.settings, startup=self.make_startup(), precision=_resolve_precision
+            self,
+            self.settings,
+            startup=startup_over(process_group_backend, start_method),
+            precision=_resolve_precision,
         )
         super().__init__(
             cluster_environment=cluster_environment,
@@ -162,13 +163,6 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         )
         self.detect_unless_given(cluster_environment)
         self._mesh: Any = None
-
-    def make_startup(self) -> RankStartup:
-        """Return how the ranks are started and connected: over MPI where that is the backend."""
-        backend = self.settings.process_group_backend
-        if backend == "mpi4py":
-            return MPIStartup(backend, MPIBackendOptions(), MPIRunSettings())
-        return RankStartup(self.settings.start_method, backend)
 
     @property
     def _module(self) -> LightningModule:
@@ -395,18 +389,8 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
             return
         target = self.broadcast(str(filepath)).removeprefix("file://")
         refuse_address(target)
-        with whole_folder(
-            target,
-            rank=self.global_rank,
-            is_first_of_node=self.local_rank == 0,
-            meet=self._meet,
-            gather=current_communicator().gather,
-        ) as draft:
+        with self.lifecycle.whole_folder(target) as draft:
             save_parts(checkpoint, Path(draft), is_main=self.is_global_zero)
-
-    def _meet(self) -> None:
-        self.barrier()
-        self.lifecycle.check()  # a barrier does not wait once a rank has failed
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a plain checkpoint, or this rank's parts of a folder. Ranks: all, together."""
@@ -414,8 +398,7 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         weights_only = weights_only_of_run(weights_only)
         if not all_see_parts(path, current_communicator().gather):
             return super().load_checkpoint(path, weights_only)
-        optimizers = [getattr(one, "optimizer", one) for one in self.optimizers]
-        return load_parts(Path(path), self._module, optimizers, weights_only=weights_only is not False)
+        return load_parts(Path(path), self._module, self.optimizers, weights_only=weights_only is not False)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights, whole or divided. Ranks: each, alone."""
