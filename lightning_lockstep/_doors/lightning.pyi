@@ -55,6 +55,7 @@ from lightning.pytorch.plugins.precision import Precision as Precision
 from lightning.pytorch.profilers import PassThroughProfiler as PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy as DDPStrategy
 from lightning.pytorch.strategies import DeepSpeedStrategy as DeepSpeedStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy as ModelParallelStrategy
 from lightning.pytorch.strategies import ParallelStrategy as ParallelStrategy
 from lightning.pytorch.strategies import SingleDeviceStrategy as SingleDeviceStrategy
 from lightning.pytorch.strategies import Strategy as Strategy

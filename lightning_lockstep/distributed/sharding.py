@@ -6,8 +6,7 @@ that is in no unit once for the whole step. Source: https://docs.pytorch.org/doc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import wraps
 from typing import Any
 
@@ -33,18 +32,6 @@ from lightning_lockstep.errors import ConfigurationError
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Division:
-    """How a model is divided."""
-
-    mesh: DeviceMesh
-    device: torch.device
-    reshard: bool  # whether a unit gives its whole parameters up between its forward and its backward
-    offload: bool  # whether a rank's shards are kept in the memory of the host
-    compute: torch.dtype | None  # in which units compute; None: that of their parameters
-    reduce: torch.dtype | None  # in which gradients are reduced; None: that of the computation
-
-
 def make_mesh(device_type: str, *, shard: int, replicate: int) -> DeviceMesh:
     """Return the ranks as groups that divide a model among themselves, and the copies of it. Ranks: all, together."""
     if replicate == 1:
@@ -61,25 +48,43 @@ def divided_parts(module: nn.Module) -> list[FSDPModule]:
 def divide(
     roots: Sequence[nn.Module],
     units: Sequence[nn.Module],  # inner ones first
-    full: Sequence[nn.Module],  # of the units, those that compute in float32
-    division: Division,
+    full: Collection[nn.Module],  # of the units, those that compute in float32
+    *,
+    mesh: DeviceMesh,
+    device: torch.device,
+    reshard: bool,  # whether a unit gives its whole parameters up between its forward and its backward
+    offload: bool,  # whether a rank's shards are kept in the memory of the host
+    compute: torch.dtype | None,  # in which units compute; None: that of their parameters
+    reduce: torch.dtype | None,  # in which gradients are reduced; None: that of the computation
 ) -> None:
     """Divide the units, then what is left in the roots, with the values of rank 0. Ranks: all, together."""
-    offload = CPUOffloadPolicy() if division.offload else OffloadPolicy()
     for part in (*units, *roots):
-        broadcast(make_real(part, division.device))
-        compute = division.compute if part in units and part not in full else None
+        broadcast(_make_real(part, device))
+        dtype = compute if part in units and part not in full else None
         fully_shard(
             part,
-            mesh=division.mesh,
+            mesh=mesh,
             # None: what is gathered for the whole step stays until the end of the backward.
-            reshard_after_forward=division.reshard and (True if part in units else None),
-            mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=division.reduce),
-            offload_policy=offload,
+            reshard_after_forward=reshard and (True if part in units else None),
+            mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce),
+            offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
         )
+    for root in roots:
+        _gather_around_steps(root)
 
 
-def make_real(part: nn.Module, device: torch.device) -> list[Tensor]:
+def take_values(module: nn.Module, device: torch.device) -> None:
+    """Give a model that is divided already the values of rank 0, and of the first copy. Ranks: all, together."""
+    give_up_gathered(module)
+    broadcast(_make_real(module, device))
+    for parameter in filter(is_divided, module.parameters()):
+        divided: Any = parameter.detach()
+        for dimension, placement in enumerate(divided.placements):
+            if placement.is_replicate():
+                broadcast([divided.to_local()], divided.device_mesh.get_group(dimension))
+
+
+def _make_real(part: nn.Module, device: torch.device) -> list[Tensor]:
     """Put what is not divided yet on the device, initialized where it was made on ``meta``; return it."""
     shared = find_shared_parameters(part) if any(p.is_meta for p in part.parameters()) else []
     for module in part.modules():
@@ -116,19 +121,10 @@ def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None)
             tensor.detach().copy_(row)
 
 
-def make_copies_equal(module: nn.Module) -> None:
-    """Give all copies of a divided model the values of the first. Ranks: all, together; a broadcast a parameter."""
-    for parameter in filter(is_divided, module.parameters()):
-        divided: Any = parameter.detach()
-        for dimension, placement in enumerate(divided.placements):
-            if placement.is_replicate():
-                broadcast([divided.to_local()], divided.device_mesh.get_group(dimension))
-
-
-def gather_around_steps(module: nn.Module) -> None:
+def _gather_around_steps(module: Any) -> None:
     """Have what is in no unit gathered for each step of a Trainer, as it is for ``forward``."""
     for name in STEPS:
-        if isinstance(module, FSDPModule) and hasattr(module, name):
+        if hasattr(module, name):
             setattr(module, name, _in_forward(module, getattr(module, name)))
             register_fsdp_forward_method(module, name)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from lightning_lockstep._doors.lightning import (
     ClusterEnvironment,
     DDPStrategy,
     LightningModule,
+    ModelParallelStrategy,
     Precision,
     TrainerFn,
 )
@@ -41,16 +42,13 @@ from lightning_lockstep.distributed.sharded_state import (
     save_parts,
 )
 from lightning_lockstep.distributed.sharding import (
-    Division,
     broadcast,
     divide,
     divided_parts,
-    gather_around_steps,
     give_up_gathered,
-    make_copies_equal,
     make_mesh,
-    make_real,
     set_reductions,
+    take_values,
 )
 from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
 from lightning_lockstep.numerics.precision import resolve_precision
@@ -217,14 +215,8 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         self._mesh = make_mesh(self.root_device.type, shard=shard, replicate=replicate)
         give_device_mesh(self._module, self._mesh)
 
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Let ``configure_model`` make a module in the memory of the host: no device has to hold it whole."""
-        with (
-            torch.device("meta") if empty_init else nullcontext(),
-            self.precision_plugin.tensor_init_context(),
-        ):
-            yield
+    # ``configure_model`` makes a module in the memory of the host: no device has to hold it whole.
+    tensor_init_context = ModelParallelStrategy.tensor_init_context  # type: ignore[assignment]
 
     def setup(self, trainer: Any) -> None:
         """Divide the module unless that has been done, and make its optimizers. Ranks: all, together."""
@@ -236,9 +228,7 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         verify_parameters(module, current_communicator().gather, buffers=True)
         if divided_parts(module):  # by its own configure_model, or for an earlier run
             check_divided(module, precision, before=_precision_of.get(module, precision))
-            give_up_gathered(module)
-            broadcast(make_real(module, self.root_device))
-            make_copies_equal(module)
+            take_values(module, self.root_device)
         else:
             if self._layer_sync is not None:
                 self._layer_sync.apply(module)
@@ -260,23 +250,20 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
             roots,
             [unit for unit in units if unit not in roots],
             full,
-            Division(
-                mesh=self._mesh,
-                device=self.root_device,
-                reshard=settings.reshard_after_forward,
-                offload=settings.offload == "cpu" and self.root_device.type != "cpu",
-                compute=compute,
-                reduce=torch.float32 if widens else None,
-            ),
+            mesh=self._mesh,
+            device=self.root_device,
+            reshard=settings.reshard_after_forward,
+            offload=settings.offload == "cpu" and self.root_device.type != "cpu",
+            compute=compute,
+            reduce=torch.float32 if widens else None,
         )
-        gather_around_steps(module)
         _precision_of[module] = precision
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers, of this rank's parts of the parameters. Ranks: each, alone."""
         super().setup_optimizers(trainer)
-        own = {id(parameter) for parameter in self._module.parameters()}
-        if any(id(parameter) not in own for one in self.optimizers for parameter in parameters_of(one)):
+        own = set(self._module.parameters())
+        if any(parameter not in own for one in self.optimizers for parameter in parameters_of(one)):
             raise ConfigurationError(
                 f"configure_optimizers of {type(self._module).__name__} gives an optimizer tensors that are no"
                 " parameters of the module, perhaps those from before it was divided: expected those of"
@@ -341,10 +328,8 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
 
     on_test_end = on_predict_end = on_validation_end
 
-    @property
-    def step_capabilities(self) -> Capabilities:
-        """What can be done with a training step: all ranks make it together, of which each has a part of the model."""
-        return Capabilities(whole_gradients=False, step_alone=False, replays="together")
+    # All ranks make a step together, of which each has a part of the model.
+    step_capabilities = Capabilities(whole_gradients=False, step_alone=False, replays="together")
 
     def engine_gradients(self) -> DividedGradients:
         """Return what this rank holds of the gradients, once the module is divided."""
@@ -357,10 +342,7 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
 
     # -- checkpoints -----------------------------------------------------------------------------------
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Whether a checkpoint is loaded once the module is divided: yes, so that each rank takes its part."""
-        return True
+    restore_checkpoint_after_setup = True  # once the module is divided, so that each rank takes its part
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the weights: whole ones on rank 0 for a plain file. Ranks: all, together."""
