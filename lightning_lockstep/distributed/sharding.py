@@ -6,7 +6,7 @@ that is in no unit once for the whole step. Source: https://docs.pytorch.org/doc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import wraps
 from typing import Any
 
@@ -27,9 +27,6 @@ from lightning_lockstep._doors.lightning import find_shared_parameters, set_shar
 from lightning_lockstep._doors.torch_internals import gathered_parameter, stay_in_forward, unreduced_holders
 from lightning_lockstep.distributed.sharded_state import is_divided
 from lightning_lockstep.errors import ConfigurationError
-
-#: What a Trainer calls of a module in place of its forward.
-STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def make_mesh(device_type: str, *, shard: int, replicate: int) -> DeviceMesh:
@@ -88,7 +85,8 @@ def _make_real(part: nn.Module, device: torch.device) -> list[Tensor]:
     """Put what is not divided yet on the device, initialized where it was made on ``meta``; return it."""
     shared = find_shared_parameters(part) if any(p.is_meta for p in part.parameters()) else []
     for module in part.modules():
-        if any(tensor.is_meta for tensor in _own(module)):
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(tensor.is_meta for tensor in own):
             reset: Any = getattr(module, "reset_parameters", None)
             if reset is None:
                 raise ConfigurationError(
@@ -99,16 +97,10 @@ def _make_real(part: nn.Module, device: torch.device) -> list[Tensor]:
             reset()
     if shared:
         set_shared_parameters(part, shared)
-    found = {id(tensor): tensor for module in part.modules() for tensor in _own(module)}
-    plain = [tensor for tensor in found.values() if not is_divided(tensor)]
+    plain = [tensor for tensor in (*part.parameters(), *part.buffers()) if not is_divided(tensor)]
     for tensor in plain:
         tensor.data = tensor.data.to(device)
     return plain
-
-
-def _own(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)
 
 
 def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
@@ -123,7 +115,7 @@ def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None)
 
 def _gather_around_steps(module: Any) -> None:
     """Have what is in no unit gathered for each step of a Trainer, as it is for ``forward``."""
-    for name in STEPS:
+    for name in ("training_step", "validation_step", "test_step", "predict_step"):
         if hasattr(module, name):
             setattr(module, name, _in_forward(module, getattr(module, name)))
             register_fsdp_forward_method(module, name)

@@ -160,7 +160,6 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
             **options,
         )
         self.detect_unless_given(cluster_environment)
-        self._mesh: Any = None
 
     @property
     def _module(self) -> LightningModule:
@@ -224,7 +223,6 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         self.accelerator.setup(trainer)
         refuse_callbacks(trainer.callbacks, parts=self._saves_parts)
         module, precision = self._module, str(self.precision_plugin.precision)
-        fits = trainer.state.fn == TrainerFn.FITTING
         verify_parameters(module, current_communicator().gather, buffers=True)
         if divided_parts(module):  # by its own configure_model, or for an earlier run
             check_divided(module, precision, before=_precision_of.get(module, precision))
@@ -234,7 +232,7 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
                 self._layer_sync.apply(module)
             self.precision_plugin.convert_module(module)
             self._divide(module, precision)
-        if fits:
+        if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
