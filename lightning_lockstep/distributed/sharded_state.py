@@ -55,38 +55,31 @@ def gathered(tree: Any, *, keep: bool) -> Any:
     """Return nested dicts and lists with whole tensors on the host for divided ones, or ``None``; ranks: all."""
 
     def whole(value: Any, place: Place) -> Tensor | None:
-        on_device = value.detach().to(value.device_mesh.device_type)
-        tensor: Tensor = on_device.full_tensor()
+        if not is_divided(value):
+            return value  # type: ignore[no-any-return]
+        tensor: Tensor = value.detach().to(value.device_mesh.device_type).full_tensor()
         return tensor.cpu() if keep else None
 
-    return _mapped(tree, is_divided, whole)
+    return _mapped(tree, whole)
 
 
-def _mapped(
-    tree: Any, chosen: Callable[[Any], bool], change: Callable[[Any, Place], Any], place: Place = ()
-) -> Any:
-    """Return nested dicts and lists with others in the place of the chosen leaves."""
-    if isinstance(tree, dict):
-        inner = {key: _mapped(value, chosen, change, (*place, key)) for key, value in tree.items()}
-        return _with_versions_of(tree, inner)
+def _mapped(tree: Any, change: Callable[[Any, Place], Any], place: Place = ()) -> Any:
+    """Return nested dicts and lists with what ``change`` makes of each tensor, told its place."""
     if isinstance(tree, list):
-        return [_mapped(value, chosen, change, (*place, number)) for number, value in enumerate(tree)]
-    return change(tree, place) if chosen(tree) else tree
-
-
-def _with_versions_of(tree: Mapping[str, Any], content: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a state dict with the versions of modules, by which they load what older ones have saved."""
-    versions = versions_of_modules(tree)
-    if versions is None:
-        return content
-    content = OrderedDict(content)  # which takes attributes
-    set_versions_of_modules(content, versions)
-    return content
+        return [_mapped(value, change, (*place, number)) for number, value in enumerate(tree)]
+    if not isinstance(tree, dict):
+        return change(tree, place) if isinstance(tree, Tensor) else tree
+    inner = {key: _mapped(value, change, (*place, key)) for key, value in tree.items()}
+    versions = versions_of_modules(tree)  # by which modules load what older ones have saved
+    if versions is not None:
+        inner = OrderedDict(inner)  # which takes attributes
+        set_versions_of_modules(inner, versions)
+    return inner
 
 
 def _divided_like(value: Any, like: Any) -> Any:
-    """Return this rank's part of a whole tensor, divided as another one is; anything else as it is."""
-    if not is_divided(like) or not isinstance(value, Tensor) or is_divided(value):
+    """Return this rank's part of a whole tensor, divided as another one is; one that is divided already as it is."""
+    if not is_divided(like) or is_divided(value):
         return value
     from torch.distributed.tensor import distribute_tensor
 
@@ -95,20 +88,29 @@ def _divided_like(value: Any, like: Any) -> Any:
 
 def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
     """Load weights, whole or divided, into a module. Ranks: each, alone."""
-    own = module.state_dict()
-    divided = {name: _divided_like(value, own.get(name)) for name, value in state.items()}
-    module.load_state_dict(_with_versions_of(state, divided), strict)
+    own: Any = module.state_dict()
+    divided = _mapped(state, lambda value, place: _divided_like(value, own.get(place[0])))
+    module.load_state_dict(divided, strict)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load the state of an optimizer, whole or divided. Ranks: each, alone."""
     _check_groups(optimizer, state)
-    parameters = parameters_of(optimizer)
-    loaded = {}
-    for number, values in state["state"].items():
-        parameter = parameters[number]
-        loaded[number] = {key: _fitting(optimizer, value, parameter) for key, value in values.items()}
-    optimizer.load_state_dict({**state, "state": loaded})
+    parameters: Any = parameters_of(optimizer)
+
+    def fitting(value: Tensor, place: Place) -> Any:
+        parameter = parameters[place[0]]
+        if value.ndim == 0 or not is_divided(parameter):
+            return value
+        if value.shape != parameter.shape:
+            raise ConfigurationError(
+                f"The checkpoint has a tensor of shape {tuple(value.shape)} that {type(optimizer).__name__} keeps for a"
+                f" parameter of shape {tuple(parameter.shape)}: expected equal shapes, which are divided in the same"
+                " way."
+            )
+        return _divided_like(value, parameter)
+
+    optimizer.load_state_dict({**state, "state": _mapped(state["state"], fitting)})
 
 
 def _check_groups(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -127,17 +129,6 @@ def _check_groups(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) ->
 def _in_groups(sizes: Sequence[int]) -> str:
     groups = "" if len(sizes) == 1 else f" in {len(sizes)} groups of {', '.join(map(str, sizes))}"
     return f"{sum(sizes)} parameters{groups}"
-
-
-def _fitting(optimizer: torch.optim.Optimizer, value: Any, parameter: Tensor) -> Any:
-    if not isinstance(value, Tensor) or value.ndim == 0 or not is_divided(parameter):
-        return value
-    if value.shape != parameter.shape:
-        raise ConfigurationError(
-            f"The checkpoint has a tensor of shape {tuple(value.shape)} that {type(optimizer).__name__} keeps for a"
-            f" parameter of shape {tuple(parameter.shape)}: expected equal shapes, which are divided in the same way."
-        )
-    return _divided_like(value, parameter)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -176,10 +167,12 @@ def save_parts(checkpoint: dict[str, Any], folder: Path, *, is_main: bool) -> No
     parts: dict[str, Tensor] = {}
 
     def left_out(value: Tensor, place: Place) -> Tensor:
+        if not is_divided(value):
+            return value
         parts[_name(place)] = value.detach()
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
-    rest = _mapped(checkpoint, is_divided, left_out)
+    rest = _mapped(checkpoint, left_out)
     dcp.save(parts, checkpoint_id=folder)
     if is_main:
         torch.save(rest, folder / REST)
@@ -239,7 +232,9 @@ def read_parts(
         _check_table(folder / _TABLE)
     wanted: dict[str, Any] = {}
 
-    def to_fill(value: Tensor, place: Place) -> Any:
+    def to_fill(value: Tensor, place: Place) -> Tensor:
+        if not value.is_meta:
+            return value
         example: Any = like(place)
         if is_divided(example) and example.shape == value.shape:
             made = torch.empty_like(example.detach(), dtype=value.dtype)
@@ -247,10 +242,9 @@ def read_parts(
             made = torch.empty_like(value, device="cpu")
         return wanted.setdefault(_name(place), made)
 
-    content: dict[str, Any] = _mapped(rest, lambda one: isinstance(one, Tensor) and one.is_meta, to_fill)
+    content: dict[str, Any] = _mapped(rest, to_fill)
     with warnings.catch_warnings():
-        # There is one process alone.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process alone
         dcp.load(wanted, checkpoint_id=folder)
     return content
 
