@@ -381,11 +381,6 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         )
 
     @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
-    @property
     def _half(self) -> str | None:
         """The section of the configuration that switches 16 bits on."""
         sections = ((name, self._complete_config.get(name)) for name in ("bf16", "fp16"))

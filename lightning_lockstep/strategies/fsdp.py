@@ -161,11 +161,6 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         )
         self.detect_unless_given(cluster_environment)
 
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
     # -- before the ranks start ------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:

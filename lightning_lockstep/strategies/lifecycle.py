@@ -47,6 +47,7 @@ import torch
 
 from lightning_lockstep._doors.lightning import (
     ClusterEnvironment,
+    LightningModule,
     ParallelStrategy,
     Precision,
     rank_zero_only,
@@ -370,6 +371,11 @@ class LifecycleHooks(ParallelStrategy):
     def process_group_backend(self) -> str | None:
         """Name of the backend of the process group; ``None`` until the ranks are connected, if none was given."""
         return self.lifecycle.startup.backend
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
 
     def _configure_launcher(self) -> None:
         # The Trainer is under construction here: the last moment at which an error stops it before any rank.
