@@ -232,7 +232,7 @@ def read_parts(
         _check_table(folder / _TABLE)
     wanted: dict[str, Any] = {}
 
-    def to_fill(value: Tensor, place: Place) -> Tensor:
+    def to_fill(value: Tensor, place: Place) -> Any:
         if not value.is_meta:
             return value
         example: Any = like(place)

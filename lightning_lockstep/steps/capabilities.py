@@ -157,6 +157,7 @@ class EngineTrials(Protocol):
 
     def take_sizes(self, *, batch_size: int, accumulate: int) -> None:
         """Let the engine go on with so many samples of a rank in a batch, batches in a step; the same on all."""
+        return
 
 
 class EngineState(Protocol):

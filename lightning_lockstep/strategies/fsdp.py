@@ -210,7 +210,7 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         give_device_mesh(self._module, self._mesh)
 
     # ``configure_model`` makes a module in the memory of the host: no device has to hold it whole.
-    tensor_init_context = ModelParallelStrategy.tensor_init_context  # type: ignore[assignment]
+    tensor_init_context = ModelParallelStrategy.tensor_init_context
 
     def setup(self, trainer: Any) -> None:
         """Divide the module unless that has been done, and make its optimizers. Ranks: all, together."""
