@@ -11,7 +11,6 @@ from functools import wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -25,6 +24,7 @@ from torch.distributed.fsdp import (
 
 from lightning_lockstep._doors.lightning import find_shared_parameters, set_shared_parameters
 from lightning_lockstep._doors.torch_internals import gathered_parameter, stay_in_forward, unreduced_holders
+from lightning_lockstep.distributed.process_group import broadcast_tensors
 from lightning_lockstep.distributed.sharded_state import is_divided
 from lightning_lockstep.errors import ConfigurationError
 
@@ -56,7 +56,7 @@ def divide(
 ) -> None:
     """Divide the units, then what is left in the roots, with the values of rank 0. Ranks: all, together."""
     for part in (*units, *roots):
-        broadcast(_make_real(part, device))
+        broadcast_tensors(_make_real(part, device))
         dtype = compute if part in units and part not in full else None
         fully_shard(
             part,
@@ -73,12 +73,12 @@ def divide(
 def take_values(module: nn.Module, device: torch.device) -> None:
     """Give a model that is divided already the values of rank 0, and of the first copy. Ranks: all, together."""
     give_up_gathered(module)
-    broadcast(_make_real(module, device))
+    broadcast_tensors(_make_real(module, device))
     for parameter in filter(is_divided, module.parameters()):
         divided: Any = parameter.detach()
         for dimension, placement in enumerate(divided.placements):
             if placement.is_replicate():
-                broadcast([divided.to_local()], divided.device_mesh.get_group(dimension))
+                broadcast_tensors([divided.to_local()], divided.device_mesh.get_group(dimension))
 
 
 def _make_real(part: nn.Module, device: torch.device) -> list[Tensor]:
@@ -101,16 +101,6 @@ def _make_real(part: nn.Module, device: torch.device) -> list[Tensor]:
     for tensor in plain:
         tensor.data = tensor.data.to(device)
     return plain
-
-
-def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Give tensors the values of the first rank, in place. Ranks: all, together; a broadcast a tensor."""
-    for tensor in tensors:
-        row = tensor.detach().contiguous()
-        if row.numel():
-            # As bytes: whatever the backend knows of the dtype.
-            dist.broadcast(row.view(-1).view(torch.uint8), group=group, group_src=0)
-            tensor.detach().copy_(row)
 
 
 def _gather_around_steps(module: Any) -> None:

@@ -32,6 +32,7 @@ from lightning_lockstep._settings import settings_of
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.checkpoint_folder import saved_at
 from lightning_lockstep.distributed.guard.verify import verify_parameters
+from lightning_lockstep.distributed.process_group import broadcast_tensors
 from lightning_lockstep.distributed.sharded_state import (
     all_see_parts,
     gathered,
@@ -42,7 +43,6 @@ from lightning_lockstep.distributed.sharded_state import (
     save_parts,
 )
 from lightning_lockstep.distributed.sharding import (
-    broadcast,
     divide,
     divided_parts,
     give_up_gathered,
@@ -311,7 +311,7 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
 
     def on_validation_start(self) -> None:
         """Give all ranks the buffers of rank 0, which a checkpoint has. Ranks: all, together; a broadcast a buffer."""
-        broadcast(list(self._module.buffers()))
+        broadcast_tensors(self._module.buffers())
 
     on_test_start = on_predict_start = on_validation_start
 
