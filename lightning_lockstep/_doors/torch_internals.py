@@ -366,6 +366,17 @@ def hook_again(parameter: Tensor) -> None:
     parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
 
 
+@TORCH.touches(
+    "torch.Tensor._backward_hooks",
+    "torch.Tensor._post_accumulate_grad_hooks",
+    why="fully_shard takes other tensors for the parameters, on which hooks of a program are never called",
+)
+def is_hooked(parameter: Tensor) -> bool:
+    """Return whether a program has registered hooks for the gradient of a parameter."""
+    hooks: Any = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    return any(hooks)
+
+
 @TORCH.touches("torch.UntypedStorage._cdata", why="tells empty storages apart, which have no address")
 def storage_identity(tensor: Tensor) -> int:
     """Return a number that tensors share if they share their storage."""

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_lockstep._doors.lightning import (
     Checkpoint,
     LightningModule,
+    ModelPruning,
+    OnExceptionCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning_lockstep._doors.torch_internals import is_hooked
 from lightning_lockstep._registry import public
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.distributed.sharded_state import is_divided
@@ -42,6 +47,7 @@ def units_in_precision(
     inside = {part for one in whole for part in one.modules() if part is not one}
     units = [unit for unit in units if unit not in inside]  # they compute as the module around them
     if not halves:
+        _check_dtypes(module, units)
         return units, []
     # In a unit that computes in 16 bits, one that does not is a unit by itself.
     full = [one for one in whole if any(one in unit.modules() for unit in units)]
@@ -56,7 +62,24 @@ def units_in_precision(
                 " batch normalization) and is a part by itself: expected all that share a parameter in one part. Let"
                 " FP32Modules name a module that has them all in it, or none of them."
             )
+    _check_dtypes(module, units)
     return units, full
+
+
+def _check_dtypes(module: LightningModule, units: Collection[nn.Module]) -> None:
+    """Raise where parameters of different dtypes would be trained in one part."""
+    first: dict[nn.Module | None, nn.Parameter] = {}
+    holders, names = (
+        _holders(module, {*units, *roots_of(module)}),
+        {p: n for n, p in module.named_parameters()},
+    )
+    for parameter, parts in holders.items():
+        other = first.setdefault(next(iter(parts)), parameter) if parameter.requires_grad else parameter
+        if other.dtype != parameter.dtype:
+            raise ConfigurationError(
+                f"{names[parameter]} has {parameter.dtype} and {names[other]} {other.dtype}: expected one dtype for all"
+                " that is trained in a part. Let `shard` name a module that has all parameters of one dtype."
+            )
 
 
 def _float32_modules(module: LightningModule) -> list[nn.Module]:
@@ -72,11 +95,7 @@ def units_of(module: LightningModule, rule: Any) -> list[nn.Module]:
         return []
     units, roots = _units(module, rule), roots_of(module)
     faults = Faults(type(module).__name__)
-    for name, parameter in module.named_parameters():
-        if parameter.ndim == 0:
-            faults.add(
-                f"{name} is a scalar, which fully_shard cannot divide: expected a tensor of one element."
-            )
+    _look_at_parameters(module, faults)
     holders = _holders(module, {*units, *roots})
     names = {parameter: name for name, parameter in module.named_parameters()}
     for parameter, parts in holders.items():
@@ -94,6 +113,29 @@ def units_of(module: LightningModule, rule: Any) -> list[nn.Module]:
             )
     faults.raise_all()
     return units
+
+
+def _look_at_parameters(module: nn.Module, faults: Faults) -> None:
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            faults.add(f"{name} has no shape yet: expected layers that are given their sizes.")
+        elif parameter.ndim == 0:
+            faults.add(
+                f"{name} is a scalar, which fully_shard cannot divide: expected a tensor of one element."
+            )
+        elif parameter.numel() == 0 and parameter.requires_grad:
+            faults.add(
+                f"{name} is empty, and fully_shard cannot reduce its gradient: expected it to be frozen."
+            )
+    hooked = [name for name, parameter in module.named_parameters() if is_hooked(parameter)]
+    if hooked:
+        faults.add(_HOOKED.format(", ".join(hooked[:4])))
+    for name, part in module.named_modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and (part.sparse or part.max_norm is not None):
+            faults.add(
+                f"{name} has sparse={part.sparse} and max_norm={part.max_norm}: expected False and None, as fully_shard"
+                " reduces no sparse gradients and loses what a forward writes to parameters."
+            )
 
 
 def _units(module: nn.Module, rule: Any) -> list[nn.Module]:
@@ -155,6 +197,12 @@ def _kinds(parts: Iterable[nn.Module | None]) -> str:
 
 # -- What a divided model cannot be used with --
 
+_HOOKED = (
+    "Hooks for the gradients of {}: expected none, as they are not called once parameters are divided. Change gradients"
+    " in on_after_backward or on_before_optimizer_step, where each rank has its part of them in `.grad`."
+)
+_OPTIMIZERS = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Rprop)
+
 
 def check_divided(module: LightningModule, precision: str, *, before: str) -> None:
     """Raise where a module that is divided already cannot be trained as it is."""
@@ -172,6 +220,28 @@ def check_divided(module: LightningModule, precision: str, *, before: str) -> No
         )
 
 
+def check_trained(module: LightningModule) -> None:
+    """Raise where what a run trains is not what was divided."""
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and not is_divided(parameter):
+            raise ConfigurationError(
+                f"{name} was made after the module was divided, and nothing reduces its gradient: expected all layers"
+                " made in __init__, setup or configure_model."
+            )
+        if is_hooked(parameter):
+            raise ConfigurationError(_HOOKED.format(name))
+
+
+def check_optimizers(optimizers: Sequence[Any]) -> None:
+    """Raise where torch cannot make the steps of an optimizer with divided parameters."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, _OPTIMIZERS):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} needs operations that torch does not have for divided parameters: expected"
+                " an optimizer that treats each value by itself, such as AdamW or SGD."
+            )
+
+
 def refuse_callbacks(callbacks: Sequence[Any], *, parts: bool) -> None:
     """Raise where a callback needs a whole model, or is to save the parts of one where ranks cannot write them."""
     for callback in callbacks:
@@ -180,6 +250,17 @@ def refuse_callbacks(callbacks: Sequence[Any], *, parts: bool) -> None:
                 f"{type(callback).__name__} keeps a whole copy of the model, of which a rank has a part under"
                 " LockstepFSDPStrategy: expected no such callback. Use it with strategy='lockstep_ddp', or average"
                 " self.parameters() in the module itself, part by part."
+            )
+        if isinstance(callback, ModelPruning):
+            raise ConfigurationError(
+                "ModelPruning masks whole weights, of which a rank has a part under LockstepFSDPStrategy: expected no"
+                " such callback. Use it with strategy='lockstep_ddp'."
+            )
+        if isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False):
+            raise ConfigurationError(
+                f"{type(callback).__name__} saves where a rank has raised, and the other ranks are then not there to"
+                " save their parts: expected no such callback, and save_on_exception=False. Use"
+                " ModelCheckpoint(every_n_train_steps=...), or StopTogether for a run that is told to stop."
             )
         if parts and isinstance(callback, (Checkpoint, public("StopTogether"))):
             refuse_address(getattr(callback, "dirpath", None), f"{type(callback).__name__} with dirpath=")
