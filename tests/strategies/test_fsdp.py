@@ -18,7 +18,7 @@ import pytest
 import torch
 from lightning.pytorch.loops import utilities
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
@@ -202,6 +202,36 @@ class Differentiates(OwnMeans):
         return loss + second.pow(2).mean() + self.head(inputs + first).pow(2).mean()
 
 
+class DifferentiatesByHand(Manual):
+    """A penalty on the gradient, with manual optimization."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for part in (self.first, *self.blocks, self.head):
+            if isinstance(part, FSDPModule):
+                part.set_reshard_after_backward(False)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            inputs = batch[0].clone().requires_grad_()
+            loss = self.loss((inputs, batch[1]))
+            (first,) = torch.autograd.grad(loss * len(inputs), inputs, create_graph=True)
+            self.manual_backward(loss + first.pow(2).mean())
+            optimizer.step()
+
+
+class FrozenInHalf(Net):
+    """Its first layer computes in 16 bits and is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.to(torch.bfloat16).requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss((batch[0].to(torch.bfloat16), batch[1]))
+
+    def on_fit_start(self) -> None:
+        self.first.register_forward_hook(lambda module, given, output: output.float())
+
+
 class ChannelsLast(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -263,6 +293,8 @@ WORKS: dict[str, tuple[type[Net] | Callable[[], Net], dict[str, Any], dict[str, 
     "steps that take a batch alone": (TakesBatches, {}, {}),
     "steps that take an iterator": (TakesIterator, {}, {}),
     "second derivatives": (Differentiates, {}, {}),
+    "second derivatives, manual optimization": (DifferentiatesByHand, {}, {}),
+    "frozen in another dtype": (FrozenInHalf, {}, {}),
     "channels_last": (ChannelsLast, {}, {}),
     "frozen and trained in turn": (Thaws, {}, {}),
     "a copy that follows": (Follows, {}, {}),
