@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import distribute_tensor
 
 from lightning_lockstep._doors.lightning import find_shared_parameters, set_shared_parameters
 from lightning_lockstep._doors.torch_internals import gathered_parameter, stay_in_forward, unreduced_holders
@@ -99,7 +100,7 @@ def _make_real(part: nn.Module, device: torch.device) -> list[Tensor]:
         set_shared_parameters(part, shared)
     plain = [tensor for tensor in (*part.parameters(), *part.buffers()) if not is_divided(tensor)]
     for tensor in plain:
-        tensor.data = tensor.data.to(device)
+        tensor.data = tensor.data.to(device).contiguous()  # fully_shard takes no other layout (channels_last)
     return plain
 
 
@@ -107,16 +108,24 @@ def _gather_around_steps(module: Any) -> None:
     """Have what is in no unit gathered for each step of a Trainer, as it is for ``forward``."""
     for name in ("training_step", "validation_step", "test_step", "predict_step"):
         if hasattr(module, name):
-            setattr(module, name, _in_forward(module, getattr(module, name)))
+            step = getattr(module, name)
+            setattr(module, name, _in_forward(module, step))
             register_fsdp_forward_method(module, name)
+            # Where Lightning reads which arguments a step takes.
+            getattr(module, name).__func__.__wrapped__ = getattr(step, "__wrapped__", step)
 
 
-def _in_forward(module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
+def _in_forward(module: FSDPModule, step: Callable[..., Any]) -> Callable[..., Any]:
     # A step calls forward, at whose end torch takes the one of the step for over: it would free all at the end of the
     # step, and gather it again for the backward.
     @wraps(step)
     def whole(*args: Any, **kwargs: Any) -> Any:
-        output = step(*args, **kwargs)
+        # A backward within the step (second derivatives) leaves gathered what the one after it needs too.
+        module.set_reshard_after_backward(False)
+        try:
+            output = step(*args, **kwargs)
+        finally:
+            module.set_reshard_after_backward(True)
         stay_in_forward(module)
         return output
 
@@ -133,6 +142,28 @@ def give_up_gathered(module: nn.Module) -> None:
     """Free what was gathered for steps that no backward followed."""
     for part in divided_parts(module):
         part.reshard()
+
+
+def check_written(module: nn.Module) -> None:
+    """Raise where a parameter that is gathered was written to since, which this rank's part does not get."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    for one in _holders(module):
+        whole: Any = gathered_parameter(one)
+        part = one.sharded_param
+        if whole not in names:
+            continue
+        mine = distribute_tensor(whole.detach(), part.device_mesh, part.placements, src_data_rank=None)
+        kept = part.detach().to_local().to(mine.to_local())
+        if not torch.equal(_as_bytes(mine.to_local()), _as_bytes(kept)):  # NaN equals itself
+            raise ConfigurationError(
+                f"{names[whole]} was written to in a step, where it is gathered, and the ranks would lose that:"
+                " expected writes between steps, as in on_train_batch_start and on_train_batch_end, where each rank has"
+                " its part, and in place (`p.copy_(...)`), since `p.data = ...` does nothing there."
+            )
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def own_gradients(module: nn.Module) -> list[Tensor]:

@@ -43,6 +43,7 @@ from lightning_lockstep.distributed.sharded_state import (
     save_parts,
 )
 from lightning_lockstep.distributed.sharding import (
+    check_written,
     divide,
     divided_parts,
     give_up_gathered,
@@ -56,6 +57,8 @@ from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.fsdp_steps import DividedGradients, TrialsOfParts
 from lightning_lockstep.strategies.fsdp_units import (
     check_divided,
+    check_optimizers,
+    check_trained,
     refuse_address,
     refuse_callbacks,
     roots_of,
@@ -68,6 +71,7 @@ from lightning_lockstep.strategies.options import FSDPSettings, OptionsOfLightni
 
 _BOTH = "cpu:gloo,cuda:nccl"
 _COMPUTES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_LOOKS = 8  # backwards; a copy that follows the weights first differs from them after a few
 _PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", *_COMPUTES)
 
 
@@ -160,6 +164,7 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
             **options,
         )
         self.detect_unless_given(cluster_environment)
+        self._backwards = 0
 
     # -- before the ranks start ------------------------------------------------------------------------
 
@@ -230,6 +235,9 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False  # torch cannot train what was gathered for the first time in it
+        self._backwards = 0
 
     def _divide(self, module: LightningModule, precision: str) -> None:
         settings, compute = self.settings, _COMPUTES.get(precision)
@@ -255,6 +263,7 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers, of this rank's parts of the parameters. Ranks: each, alone."""
         super().setup_optimizers(trainer)
+        check_optimizers(self.optimizers)
         own = set(self._module.parameters())
         if any(parameter not in own for one in self.optimizers for parameter in parameters_of(one)):
             raise ConfigurationError(
@@ -273,6 +282,17 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         self.checkpoint_io.teardown()
 
     # -- steps -----------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Raise where hooks of the start have added what would not be trained as in one process."""
+        give_up_gathered(self._module)  # a hook may have called the module
+        check_trained(self._module)
+
+    def pre_backward(self, closure_loss: Any) -> None:
+        """Raise, before the first backwards of a run, where the step has written to what is gathered for it."""
+        self._backwards += 1
+        if self._backwards <= _LOOKS:
+            check_written(self._module)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step, after which every rank takes part in the backward."""

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_lockstep._doors.lightning import (
     Checkpoint,
     LightningModule,
+    ModelPruning,
+    OnExceptionCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning_lockstep._doors.torch_internals import is_hooked
 from lightning_lockstep._registry import public
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.distributed.sharded_state import is_divided
@@ -43,19 +48,35 @@ def units_in_precision(
     inside = {part for one in whole for part in one.modules() if part is not one}
     units = [unit for unit in units if unit not in inside]  # they compute as the module around them
     if not halves:
+        _check_dtypes(module, units)
         return units, set()
     # In a unit that computes in 16 bits, one that does not is a unit by itself.
     wide = {part for unit in units for part in unit.modules() if part in whole or isinstance(part, _NORMS)}
     full = {part for part in wide - inside if next(part.parameters(), None) is not None}
     units = [one for one in module.modules() if one in units or one in full][::-1]
-    for name, parts in _places(module, units):
+    for name, _, parts in _places(module, units):
         if len(parts) > 1:
             raise ConfigurationError(
                 f"{name} is shared by {_kinds(parts)}, of which one computes in float32 (FP32Modules, or"
                 " batch normalization) and is a part by itself: expected all that share a parameter in one part. Let"
                 " FP32Modules name a module that has them all in it, or none of them."
             )
+    _check_dtypes(module, units)
     return units, full
+
+
+def _check_dtypes(module: LightningModule, units: Sequence[nn.Module]) -> None:
+    """Raise where parameters of different dtypes would be trained in one part."""
+    first: dict[nn.Module | None, tuple[str, nn.Parameter]] = {}
+    for name, parameter, parts in _places(module, units):
+        if not parameter.requires_grad:
+            continue
+        other, like = first.setdefault(next(iter(parts)), (name, parameter))
+        if like.dtype != parameter.dtype:
+            raise ConfigurationError(
+                f"{name} has {parameter.dtype} and {other} {like.dtype}: expected one dtype for all"
+                " that is trained in a part. Let `shard` name a module that has all parameters of one dtype."
+            )
 
 
 def units_of(module: LightningModule, rule: Any) -> list[nn.Module]:
@@ -63,12 +84,8 @@ def units_of(module: LightningModule, rule: Any) -> list[nn.Module]:
     if divided_parts(module):
         return []
     units, faults = _units(module, rule), Faults(type(module).__name__)
-    for name, parameter in module.named_parameters():
-        if parameter.ndim == 0:
-            faults.add(
-                f"{name} is a scalar, which fully_shard cannot divide: expected a tensor of one element."
-            )
-    for name, parts in _places(module, units):
+    _look_at_parameters(module, faults)
+    for name, _, parts in _places(module, units):
         if None in parts:
             faults.add(
                 f"{name} belongs to the module itself, and with manual optimization nothing says when it"
@@ -83,6 +100,29 @@ def units_of(module: LightningModule, rule: Any) -> list[nn.Module]:
             )
     faults.raise_all()
     return units
+
+
+def _look_at_parameters(module: nn.Module, faults: Faults) -> None:
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            faults.add(f"{name} has no shape yet: expected layers that are given their sizes.")
+        elif parameter.ndim == 0:
+            faults.add(
+                f"{name} is a scalar, which fully_shard cannot divide: expected a tensor of one element."
+            )
+        elif parameter.numel() == 0 and parameter.requires_grad:
+            faults.add(
+                f"{name} is empty, and fully_shard cannot reduce its gradient: expected it to be frozen."
+            )
+    hooked = [name for name, parameter in module.named_parameters() if is_hooked(parameter)]
+    if hooked:
+        faults.add(_HOOKED.format(", ".join(hooked[:4])))
+    for name, part in module.named_modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and (part.sparse or part.max_norm is not None):
+            faults.add(
+                f"{name} has sparse={part.sparse} and max_norm={part.max_norm}: expected False and None, as fully_shard"
+                " reduces no sparse gradients and loses what a forward writes to parameters."
+            )
 
 
 def _units(module: nn.Module, rule: Any) -> list[nn.Module]:
@@ -124,15 +164,17 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _places(module: LightningModule, units: Sequence[nn.Module]) -> list[tuple[str, set[nn.Module | None]]]:
-    """Return the name of each parameter and the parts that it would be divided with."""
+def _places(
+    module: LightningModule, units: Sequence[nn.Module]
+) -> list[tuple[str, nn.Parameter, set[nn.Module | None]]]:
+    """Return each parameter with its name and the parts that it would be divided with."""
     parts = {*units, *roots_of(module)}
     part_at: dict[str, nn.Module | None] = {}  # by the path of each module
-    found: dict[nn.Parameter, tuple[str, set[nn.Module | None]]] = {}
+    found: dict[nn.Parameter, tuple[str, nn.Parameter, set[nn.Module | None]]] = {}
     for path, one in module.named_modules(remove_duplicate=False):
         part = part_at[path] = one if one in parts else part_at.get(path.rpartition(".")[0])
         for name, parameter in one.named_parameters(recurse=False):
-            found.setdefault(parameter, (f"{path}.{name}".lstrip("."), set()))[1].add(part)
+            found.setdefault(parameter, (f"{path}.{name}".lstrip("."), parameter, set()))[2].add(part)
     return list(found.values())
 
 
@@ -141,6 +183,12 @@ def _kinds(parts: Iterable[nn.Module | None]) -> str:
 
 
 # -- What a divided model cannot be used with --
+
+_HOOKED = (
+    "Hooks for the gradients of {}: expected none, as they are not called once parameters are divided. Change gradients"
+    " in on_after_backward or on_before_optimizer_step, where each rank has its part of them in `.grad`."
+)
+_OPTIMIZERS = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Rprop)
 
 
 def check_divided(module: LightningModule, precision: str, *, before: str) -> None:
@@ -159,6 +207,28 @@ def check_divided(module: LightningModule, precision: str, *, before: str) -> No
         )
 
 
+def check_trained(module: LightningModule) -> None:
+    """Raise where what a run trains is not what was divided."""
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and not is_divided(parameter):
+            raise ConfigurationError(
+                f"{name} was made after the module was divided, and nothing reduces its gradient: expected all layers"
+                " made in __init__, setup or configure_model."
+            )
+        if is_hooked(parameter):
+            raise ConfigurationError(_HOOKED.format(name))
+
+
+def check_optimizers(optimizers: Sequence[Any]) -> None:
+    """Raise where torch cannot make the steps of an optimizer with divided parameters."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, _OPTIMIZERS):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} needs operations that torch does not have for divided parameters: expected"
+                " an optimizer that treats each value by itself, such as AdamW or SGD."
+            )
+
+
 def refuse_callbacks(callbacks: Sequence[Any], *, parts: bool) -> None:
     """Raise where a callback needs a whole model, or is to save the parts of one where ranks cannot write them."""
     for callback in callbacks:
@@ -167,6 +237,17 @@ def refuse_callbacks(callbacks: Sequence[Any], *, parts: bool) -> None:
                 f"{type(callback).__name__} keeps a whole copy of the model, of which a rank has a part under"
                 " LockstepFSDPStrategy: expected no such callback. Use it with strategy='lockstep_ddp', or average"
                 " self.parameters() in the module itself, part by part."
+            )
+        if isinstance(callback, ModelPruning):
+            raise ConfigurationError(
+                "ModelPruning masks whole weights, of which a rank has a part under LockstepFSDPStrategy: expected no"
+                " such callback. Use it with strategy='lockstep_ddp'."
+            )
+        if isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False):
+            raise ConfigurationError(
+                f"{type(callback).__name__} saves where a rank has raised, and the other ranks are then not there to"
+                " save their parts: expected no such callback, and save_on_exception=False. Use"
+                " ModelCheckpoint(every_n_train_steps=...), or StopTogether for a run that is told to stop."
             )
         if parts and isinstance(callback, (Checkpoint, public("StopTogether"))):
             refuse_address(getattr(callback, "dirpath", None), f"{type(callback).__name__} with dirpath=")
