@@ -34,6 +34,8 @@ from lightning.pytorch.callbacks import Checkpoint as Checkpoint
 from lightning.pytorch.callbacks import EarlyStopping as EarlyStopping
 from lightning.pytorch.callbacks import LearningRateMonitor as LearningRateMonitor
 from lightning.pytorch.callbacks import ModelCheckpoint as ModelCheckpoint
+from lightning.pytorch.callbacks import ModelPruning as ModelPruning
+from lightning.pytorch.callbacks import OnExceptionCheckpoint as OnExceptionCheckpoint
 from lightning.pytorch.callbacks import StochasticWeightAveraging as StochasticWeightAveraging
 from lightning.pytorch.callbacks import WeightAveraging as WeightAveraging
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason as EarlyStoppingReason
@@ -55,6 +57,7 @@ from lightning.pytorch.plugins.precision import Precision as Precision
 from lightning.pytorch.profilers import PassThroughProfiler as PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy as DDPStrategy
 from lightning.pytorch.strategies import DeepSpeedStrategy as DeepSpeedStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy as ModelParallelStrategy
 from lightning.pytorch.strategies import ParallelStrategy as ParallelStrategy
 from lightning.pytorch.strategies import SingleDeviceStrategy as SingleDeviceStrategy
 from lightning.pytorch.strategies import Strategy as Strategy

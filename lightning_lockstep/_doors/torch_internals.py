@@ -355,15 +355,26 @@ def exchange(one: Tensor, other: Tensor) -> None:
     torch._C._swap_tensor_impl(one, other)
 
 
-@TORCH.touches(
+_touches_hooks = TORCH.touches(
     "torch.Tensor._backward_hooks",
     "torch.Tensor._post_accumulate_grad_hooks",
-    why="hooks of a program on a parameter act in a step that is made apart from the run too",
+    why="hooks of a program on a parameter act in a step that is made apart from the run too, and never again once"
+    " fully_shard has put another tensor in its place",
 )
+
+
+@_touches_hooks
 def hook_again(parameter: Tensor) -> None:
     """Have the hooks that a parameter keeps called for the gradients that it has now."""
     parameter._backward_hooks = parameter._backward_hooks
     parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+
+
+@_touches_hooks
+def is_hooked(parameter: Tensor) -> bool:
+    """Return whether a program has registered hooks for the gradient of a parameter."""
+    hooks: Any = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    return any(hooks)
 
 
 @TORCH.touches("torch.UntypedStorage._cdata", why="tells empty storages apart, which have no address")

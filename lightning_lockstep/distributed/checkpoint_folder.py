@@ -17,6 +17,7 @@ from lightning_lockstep._text import say
 
 #: What is added to the name of a checkpoint while another one takes its place.
 BEFORE = ".before"
+_MARK = ".lockstep-folder"  # tells a folder from all others, also from those of the same path on other hosts
 _Path = TypeVar("_Path", str, Path)
 
 
@@ -66,15 +67,26 @@ def whole_folder(
 
 def _marked(draft: Path) -> tuple[str, str]:
     """Return what tells the folder from those of other nodes, and what went wrong; nothing is raised on one rank."""
+    # The first one leaves a file there that the others read. It is made by a link, which a file system makes
+    # once for all hosts, whatever they have in their caches; unlike open(), it never shows a file that is still empty.
+    own = draft / f"{_MARK}.{uuid.uuid4().hex}"
     try:
         draft.mkdir(parents=True, exist_ok=True)
-        return mark_of(draft), ""
+        own.write_text(own.name)
+        try:
+            with suppress(FileExistsError):
+                os.link(own, draft / _MARK)
+            mark = (draft / _MARK).read_text()
+        except OSError:
+            mark = f"{socket.gethostname()}:{draft}"  # a file system without links
+        own.unlink()
+        return mark, ""
     except OSError as error:
         return "", str(error)
 
 
 def _replace(draft: Path, target: Path) -> None:
-    forget_mark(draft)
+    (draft / _MARK).unlink(missing_ok=True)
     before = Path(f"{target}{BEFORE}")
     if not target.exists():  # BEFORE is whole then, if it is there
         draft.rename(target)
@@ -98,30 +110,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-# -- Which ranks see one and the same folder: those of a node, and those of several on a common file system
-
-_MARK = ".lockstep-folder"
-
-
-def mark_of(folder: Path) -> str:
-    """Return what tells this folder from all others, also from those of the same path on other hosts."""
-    # The first one leaves a file there that the others read. It is made by a link, which a file system makes
-    # once for all hosts, whatever they have in their caches.
-    mark = folder / _MARK
-    own = folder / f"{_MARK}.{uuid.uuid4().hex}"
-    own.write_text(own.name)
-    try:
-        with suppress(FileExistsError):
-            os.link(own, mark)  # unlike open(), it never shows a file that is still empty
-        return mark.read_text()
-    except OSError:
-        return f"{socket.gethostname()}:{folder}"  # a file system without links
-    finally:
-        own.unlink()
-
-
-def forget_mark(folder: Path) -> None:
-    """Remove what :func:`mark_of` has left."""
-    (folder / _MARK).unlink(missing_ok=True)

@@ -12,12 +12,15 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import Store, TCPStore
 
 from lightning_lockstep._doors.torch_internals import default_store
@@ -269,3 +272,14 @@ def start_process_group(
             f" {limit:.0f} s. Check that every rank was started, that all were given the same address and port,"
             f" and that the network lets them through. What torch said: {first_line(error)}"
         ) from error
+
+
+def broadcast_tensors(tensors: Iterable[Tensor], group: Any = None) -> None:
+    """Give tensors, of equal shapes and dtypes on all ranks, the values of the first, in place; each is a broadcast."""
+    for tensor in tensors:
+        own = tensor.detach().contiguous()
+        row = own.cpu() if own.device.type == "xla" else own
+        if row.numel():
+            # As bytes: whatever the backend knows of the dtype.
+            dist.broadcast(row.view(-1).view(torch.uint8), group=group, group_src=0)
+            tensor.detach().copy_(row)

@@ -1,7 +1,7 @@
 """Checkpoints of a divided model: gathered to one plain file, or a folder in which each rank writes its parts.
 
-The folder has torch's distributed checkpoint of all divided tensors and, in ``lightning.pt``, the rest of Lightning's
-checkpoint. It is read on any number of ranks, and by one process without any.
+The folder has torch's distributed checkpoint of all divided tensors and, in ``lightning.pt``, Lightning's checkpoint
+with tensors on ``meta`` in their places. It is read on any number of ranks, and by one process without any.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import enum
 import pickle
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
@@ -26,10 +26,9 @@ from lightning_lockstep._doors.torch_internals import (
 from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.errors import ConfigurationError
 
-#: The file of a folder that holds what is no divided tensor, and the entry there that says where those belong.
-REST, PLACES = "lightning.pt", "lockstep_places"
+#: The file of a folder that holds what is no divided tensor.
+REST = "lightning.pt"
 _TABLE = ".metadata"  # what torch's distributed checkpoint calls its table of contents
-_SEPARATOR = "/"
 Place: TypeAlias = "tuple[str | int, ...]"  # keys of nested dicts and lists
 
 # What reads checkpoints without ranks imports this file too, so torch's modules for divided tensors (some tenths of a
@@ -54,30 +53,33 @@ def ranks_of_part(divided: Any) -> tuple[int, ...]:
 
 def gathered(tree: Any, *, keep: bool) -> Any:
     """Return nested dicts and lists with whole tensors on the host for divided ones, or ``None``; ranks: all."""
-    if isinstance(tree, dict):
-        return _with_versions_of(tree, {key: gathered(value, keep=keep) for key, value in tree.items()})
+
+    def whole(value: Any, place: Place) -> Tensor | None:
+        if not is_divided(value):
+            return value  # type: ignore[no-any-return]
+        tensor: Tensor = value.detach().to(value.device_mesh.device_type).full_tensor()
+        return tensor.cpu() if keep else None
+
+    return _mapped(tree, whole)
+
+
+def _mapped(tree: Any, change: Callable[[Any, Place], Any], place: Place = ()) -> Any:
+    """Return nested dicts and lists with what ``change`` makes of each tensor, told its place."""
     if isinstance(tree, list):
-        return [gathered(value, keep=keep) for value in tree]
-    if not is_divided(tree):
-        return tree
-    on_device: Any = tree.detach().to(tree.device_mesh.device_type)
-    whole = on_device.full_tensor()
-    return whole.cpu() if keep else None
-
-
-def _with_versions_of(tree: Mapping[str, Any], content: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a state dict with the versions of modules, by which they load what older ones have saved."""
-    versions = versions_of_modules(tree)
-    if versions is None:
-        return content
-    content = OrderedDict(content)  # which takes attributes
-    set_versions_of_modules(content, versions)
-    return content
+        return [_mapped(value, change, (*place, number)) for number, value in enumerate(tree)]
+    if not isinstance(tree, dict):
+        return change(tree, place) if isinstance(tree, Tensor) else tree
+    inner = {key: _mapped(value, change, (*place, key)) for key, value in tree.items()}
+    versions = versions_of_modules(tree)  # by which modules load what older ones have saved
+    if versions is not None:
+        inner = OrderedDict(inner)  # which takes attributes
+        set_versions_of_modules(inner, versions)
+    return inner
 
 
 def _divided_like(value: Any, like: Any) -> Any:
-    """Return this rank's part of a whole tensor, divided as another one is; anything else as it is."""
-    if not is_divided(like) or not isinstance(value, Tensor) or is_divided(value):
+    """Return this rank's part of a whole tensor, divided as another one is; one that is divided already as it is."""
+    if not is_divided(like) or is_divided(value):
         return value
     from torch.distributed.tensor import distribute_tensor
 
@@ -86,20 +88,29 @@ def _divided_like(value: Any, like: Any) -> Any:
 
 def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
     """Load weights, whole or divided, into a module. Ranks: each, alone."""
-    own = module.state_dict()
-    divided = {name: _divided_like(value, own.get(name)) for name, value in state.items()}
-    module.load_state_dict(_with_versions_of(state, divided), strict)
+    own: Any = module.state_dict()
+    divided = _mapped(state, lambda value, place: _divided_like(value, own.get(place[0])))
+    module.load_state_dict(divided, strict)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load the state of an optimizer, whole or divided. Ranks: each, alone."""
     _check_groups(optimizer, state)
-    parameters = parameters_of(optimizer)
-    loaded = {}
-    for number, values in state["state"].items():
-        parameter = parameters[number]
-        loaded[number] = {key: _fitting(optimizer, value, parameter) for key, value in values.items()}
-    optimizer.load_state_dict({**state, "state": loaded})
+    parameters: Any = parameters_of(optimizer)
+
+    def fitting(value: Tensor, place: Place) -> Any:
+        parameter = parameters[place[0]]
+        if value.ndim == 0 or not is_divided(parameter):
+            return value
+        if value.shape != parameter.shape:
+            raise ConfigurationError(
+                f"The checkpoint has a tensor of shape {tuple(value.shape)} that {type(optimizer).__name__} keeps for a"
+                f" parameter of shape {tuple(parameter.shape)}: expected equal shapes, which are divided in the same"
+                " way."
+            )
+        return _divided_like(value, parameter)
+
+    optimizer.load_state_dict({**state, "state": _mapped(state["state"], fitting)})
 
 
 def _check_groups(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -118,17 +129,6 @@ def _check_groups(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) ->
 def _in_groups(sizes: Sequence[int]) -> str:
     groups = "" if len(sizes) == 1 else f" in {len(sizes)} groups of {', '.join(map(str, sizes))}"
     return f"{sum(sizes)} parameters{groups}"
-
-
-def _fitting(optimizer: torch.optim.Optimizer, value: Any, parameter: Tensor) -> Any:
-    if not isinstance(value, Tensor) or value.ndim == 0 or not is_divided(parameter):
-        return value
-    if value.shape != parameter.shape:
-        raise ConfigurationError(
-            f"The checkpoint has a tensor of shape {tuple(value.shape)} that {type(optimizer).__name__} keeps for a"
-            f" parameter of shape {tuple(parameter.shape)}: expected equal shapes, which are divided in the same way."
-        )
-    return _divided_like(value, parameter)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -164,33 +164,22 @@ def save_parts(checkpoint: dict[str, Any], folder: Path, *, is_main: bool) -> No
     """Write a checkpoint, each rank its parts of divided tensors and rank 0 the rest. Ranks: all, together."""
     import torch.distributed.checkpoint as dcp
 
-    parts = dict(_divided(checkpoint, ()))
-    names = {_SEPARATOR.join(map(str, place)): place for place in parts}
-    dcp.save({name: parts[place] for name, place in names.items()}, checkpoint_id=folder)
+    parts: dict[str, Tensor] = {}
+
+    def left_out(value: Tensor, place: Place) -> Tensor:
+        if not is_divided(value):
+            return value
+        parts[_name(place)] = value.detach()
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+    rest = _mapped(checkpoint, left_out)
+    dcp.save(parts, checkpoint_id=folder)
     if is_main:
-        rest = {
-            **_without(checkpoint, parts, ()),
-            PLACES: {name: list(place) for name, place in names.items()},
-        }
         torch.save(rest, folder / REST)
 
 
-def _divided(tree: Any, place: Place) -> Iterator[tuple[Place, Tensor]]:
-    if is_divided(tree):
-        yield place, tree.detach()
-    elif isinstance(tree, (dict, list)):
-        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _divided(value, (*place, key))
-
-
-def _without(tree: Any, left_out: Mapping[Place, Any], place: Place) -> Any:
-    if isinstance(tree, dict):
-        kept = {key: value for key, value in tree.items() if (*place, key) not in left_out}
-        rest = {key: _without(value, left_out, (*place, key)) for key, value in kept.items()}
-        return _with_versions_of(tree, rest)
-    if isinstance(tree, list):
-        return [_without(value, left_out, (*place, number)) for number, value in enumerate(tree)]
-    return tree
+def _name(place: Place) -> str:
+    return "/".join(map(str, place))
 
 
 def load_parts(
@@ -206,7 +195,9 @@ def load_parts(
     except pickle.UnpicklingError as error:
         what = str(error).rpartition("WeightsUnpickler error: ")[2].partition(" Please use")[0].strip()
         raise ConfigurationError(f"{folder / REST}: {what} {_TRUST}") from error
-    for optimizer, state in zip(optimizers, rest.get("optimizer_states", ()), strict=False):
+    states = rest.get("optimizer_states", [])
+    del states[len(optimizers) :]
+    for optimizer, state in zip(optimizers, states, strict=False):
         _check_groups(optimizer, state)
     own = module.state_dict()
 
@@ -215,14 +206,12 @@ def load_parts(
             case ("state_dict", name):
                 return own.get(str(name))
             case ("optimizer_states", int(number), "state", int(parameter), _):
-                known = number < len(optimizers)
-                return parameters_of(optimizers[number])[parameter] if known else _LEFT_OUT
+                return parameters_of(optimizers[number])[parameter]
         return None  # what the program itself has added
 
     return read_parts(folder, rest, like, weights_only=weights_only)
 
 
-_LEFT_OUT = object()
 _TRUST = (
     "Expected plain data, as anything else could run code when it is read; none of it was run. If you trust the file,"
     " give weights_only=False to fit, validate, test or predict."
@@ -232,9 +221,7 @@ _TRUST = (
 def read_parts(
     folder: Path,
     rest: dict[str, Any],  # what the folder's file of it holds
-    like: Callable[[Place], object] = lambda place: (
-        None
-    ),  # a divided tensor like the one at a place; else a whole one
+    like: Callable[[Place], object] = lambda place: None,  # a divided tensor like it; else it is read whole
     *,
     weights_only: bool = True,
 ) -> dict[str, Any]:
@@ -243,29 +230,23 @@ def read_parts(
 
     if weights_only:
         _check_table(folder / _TABLE)
-    places = {name: tuple(place) for name, place in rest.pop(PLACES).items()}
-    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     wanted: dict[str, Any] = {}
-    for name, place in places.items():
-        known: Any = stored[name]
+
+    def to_fill(value: Tensor, place: Place) -> Any:
+        if not value.is_meta:
+            return value
         example: Any = like(place)
-        dtype, shape = known.properties.dtype, known.size
-        if is_divided(example) and example.shape == shape:
-            wanted[name] = torch.empty_like(example.detach(), dtype=dtype)
-        elif example is not _LEFT_OUT:
-            wanted[name] = torch.empty(shape, dtype=dtype)
+        if is_divided(example) and example.shape == value.shape:
+            made = torch.empty_like(example.detach(), dtype=value.dtype)
+        else:
+            made = torch.empty_like(value, device="cpu")
+        return wanted.setdefault(_name(place), made)
+
+    content: dict[str, Any] = _mapped(rest, to_fill)
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="torch.distributed is disabled"
-        )  # that there is one process alone
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process alone
         dcp.load(wanted, checkpoint_id=folder)
-    for name, value in wanted.items():
-        *path, last = places[name]
-        target: Any = rest
-        for key in path:
-            target = target[key]
-        target[last] = value
-    return rest
+    return content
 
 
 class _Table(pickle.Unpickler):

@@ -6,14 +6,11 @@ that is in no unit once for the whole step. Source: https://docs.pytorch.org/doc
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from functools import wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -24,26 +21,13 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import distribute_tensor
 
 from lightning_lockstep._doors.lightning import find_shared_parameters, set_shared_parameters
 from lightning_lockstep._doors.torch_internals import gathered_parameter, stay_in_forward, unreduced_holders
+from lightning_lockstep.distributed.process_group import broadcast_tensors
 from lightning_lockstep.distributed.sharded_state import is_divided
-from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
-
-#: What a Trainer calls of a module in place of its forward.
-STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Division:
-    """How a model is divided."""
-
-    mesh: DeviceMesh
-    device: torch.device
-    reshard: bool  # whether a unit gives its whole parameters up between its forward and its backward
-    offload: bool  # whether a rank's shards are kept in the memory of the host
-    compute: torch.dtype | None  # in which units compute; None: that of their parameters
-    reduce: torch.dtype | None  # in which gradients are reduced; None: that of the computation
+from lightning_lockstep.errors import ConfigurationError
 
 
 def make_mesh(device_type: str, *, shard: int, replicate: int) -> DeviceMesh:
@@ -62,29 +46,48 @@ def divided_parts(module: nn.Module) -> list[FSDPModule]:
 def divide(
     roots: Sequence[nn.Module],
     units: Sequence[nn.Module],  # inner ones first
-    full: Sequence[nn.Module],  # of the units, those that compute in float32
-    division: Division,
+    full: Collection[nn.Module],  # of the units, those that compute in float32
+    *,
+    mesh: DeviceMesh,
+    device: torch.device,
+    reshard: bool,  # whether a unit gives its whole parameters up between its forward and its backward
+    offload: bool,  # whether a rank's shards are kept in the memory of the host
+    compute: torch.dtype | None,  # in which units compute; None: that of their parameters
+    reduce: torch.dtype | None,  # in which gradients are reduced; None: that of the computation
 ) -> None:
     """Divide the units, then what is left in the roots, with the values of rank 0. Ranks: all, together."""
-    offload = CPUOffloadPolicy() if division.offload else OffloadPolicy()
     for part in (*units, *roots):
-        broadcast(make_real(part, division.device))
-        compute = division.compute if part in units and part not in full else None
+        broadcast_tensors(_make_real(part, device))
+        dtype = compute if part in units and part not in full else None
         fully_shard(
             part,
-            mesh=division.mesh,
+            mesh=mesh,
             # None: what is gathered for the whole step stays until the end of the backward.
-            reshard_after_forward=division.reshard and (True if part in units else None),
-            mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=division.reduce),
-            offload_policy=offload,
+            reshard_after_forward=reshard and (True if part in units else None),
+            mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce),
+            offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
         )
+    for root in roots:
+        _gather_around_steps(root)
 
 
-def make_real(part: nn.Module, device: torch.device) -> list[Tensor]:
+def take_values(module: nn.Module, device: torch.device) -> None:
+    """Give a model that is divided already the values of rank 0, and of the first copy. Ranks: all, together."""
+    give_up_gathered(module)
+    broadcast_tensors(_make_real(module, device))
+    for parameter in filter(is_divided, module.parameters()):
+        divided: Any = parameter.detach()
+        for dimension, placement in enumerate(divided.placements):
+            if placement.is_replicate():
+                broadcast_tensors([divided.to_local()], divided.device_mesh.get_group(dimension))
+
+
+def _make_real(part: nn.Module, device: torch.device) -> list[Tensor]:
     """Put what is not divided yet on the device, initialized where it was made on ``meta``; return it."""
     shared = find_shared_parameters(part) if any(p.is_meta for p in part.parameters()) else []
     for module in part.modules():
-        if any(tensor.is_meta for tensor in _own(module)):
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(tensor.is_meta for tensor in own):
             reset: Any = getattr(module, "reset_parameters", None)
             if reset is None:
                 raise ConfigurationError(
@@ -95,68 +98,34 @@ def make_real(part: nn.Module, device: torch.device) -> list[Tensor]:
             reset()
     if shared:
         set_shared_parameters(part, shared)
-    found = {id(tensor): tensor for module in part.modules() for tensor in _own(module)}
-    plain = [tensor for tensor in found.values() if not is_divided(tensor)]
+    plain = [tensor for tensor in (*part.parameters(), *part.buffers()) if not is_divided(tensor)]
     for tensor in plain:
-        tensor.data = tensor.data.to(device)
+        tensor.data = tensor.data.to(device).contiguous()  # fully_shard takes no other layout (channels_last)
     return plain
 
 
-def _own(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)
-
-
-def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Give tensors the values of the first rank, in place. Ranks: all, together; a broadcast a tensor."""
-    for tensor in tensors:
-        row = tensor.detach().contiguous()
-        if row.numel():
-            # As bytes: whatever the backend knows of the dtype.
-            dist.broadcast(row.view(-1).view(torch.uint8), group=group, group_src=0)
-            tensor.detach().copy_(row)
-
-
-def make_copies_equal(module: nn.Module) -> None:
-    """Give all copies of a divided model the values of the first. Ranks: all, together; a broadcast a parameter."""
-    for parameter in filter(is_divided, module.parameters()):
-        divided: Any = parameter.detach()
-        for dimension, placement in enumerate(divided.placements):
-            if placement.is_replicate():
-                broadcast([divided.to_local()], divided.device_mesh.get_group(dimension))
-
-
-def check_same_model(module: nn.Module, gather: Callable[[Any], Sequence[Any]]) -> None:
-    """Raise on all ranks where the ranks have different models. Ranks: all, together; one gather of a number."""
-    ours = [
-        (name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
-    ]
-    digests = gather(hashlib.sha256(repr(ours).encode()).digest())
-    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-    if other is not None:
-        everyone = gather(ours)
-        differing = sorted(set(everyone[0]) ^ set(everyone[other]))[:4]
-        raise CollectiveMismatchError(
-            f"The ranks have different models: rank {other} and rank 0 differ in {differing}: expected the same"
-            " parameters and buffers, in the same order, on every rank, of which each keeps a part."
-        )
-
-
-def gather_around_steps(module: nn.Module) -> None:
+def _gather_around_steps(module: Any) -> None:
     """Have what is in no unit gathered for each step of a Trainer, as it is for ``forward``."""
-    for name in STEPS:
-        if isinstance(module, FSDPModule) and hasattr(module, name):
-            setattr(module, name, _in_forward(module, getattr(module, name)))
+    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+        if hasattr(module, name):
+            step = getattr(module, name)
+            setattr(module, name, _in_forward(module, step))
             register_fsdp_forward_method(module, name)
+            # Where Lightning reads which arguments a step takes.
+            getattr(module, name).__func__.__wrapped__ = getattr(step, "__wrapped__", step)
 
 
-def _in_forward(module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
+def _in_forward(module: FSDPModule, step: Callable[..., Any]) -> Callable[..., Any]:
     # A step calls forward, at whose end torch takes the one of the step for over: it would free all at the end of the
     # step, and gather it again for the backward.
     @wraps(step)
     def whole(*args: Any, **kwargs: Any) -> Any:
-        output = step(*args, **kwargs)
+        # A backward within the step (second derivatives) leaves gathered what the one after it needs too.
+        module.set_reshard_after_backward(False)
+        try:
+            output = step(*args, **kwargs)
+        finally:
+            module.set_reshard_after_backward(True)
         stay_in_forward(module)
         return output
 
@@ -173,6 +142,28 @@ def give_up_gathered(module: nn.Module) -> None:
     """Free what was gathered for steps that no backward followed."""
     for part in divided_parts(module):
         part.reshard()
+
+
+def check_written(module: nn.Module) -> None:
+    """Raise where a parameter that is gathered was written to since, which this rank's part does not get."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    for one in _holders(module):
+        whole: Any = gathered_parameter(one)
+        part = one.sharded_param
+        if whole not in names:
+            continue
+        mine = distribute_tensor(whole.detach(), part.device_mesh, part.placements, src_data_rank=None)
+        kept = part.detach().to_local().to(mine.to_local())
+        if not torch.equal(_as_bytes(mine.to_local()), _as_bytes(kept)):  # NaN equals itself
+            raise ConfigurationError(
+                f"{names[whole]} was written to in a step, where it is gathered, and the ranks would lose that:"
+                " expected writes between steps, as in on_train_batch_start and on_train_batch_end, where each rank has"
+                " its part, and in place (`p.copy_(...)`), since `p.data = ...` does nothing there."
+            )
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def own_gradients(module: nn.Module) -> list[Tensor]:

@@ -91,7 +91,7 @@ def missing_capabilities(strategy: Strategy, *needed: str) -> list[str]:  # name
 # protocols
 #
 # They let callbacks work with an engine that they know nothing of: their subpackages do not
-# import its subpackage.
+# import its subpackage. What most of them answer stands here, for those that inherit.
 
 
 @runtime_checkable
@@ -107,12 +107,14 @@ class EngineGradients(Protocol):
 
     def steps_now(self) -> bool:
         """Return whether the engine's next step changes weights; the same on all ranks."""
+        return True
 
     def gradients(self) -> list[Tensor]:
         """Return what this rank holds of the gradients."""
 
     def known_bad(self) -> bool:
         """Return whether the engine itself has found a bad value in this rank's part."""
+        return False
 
     def skip_step(self, optimizer: Optimizer) -> None:
         """Let the next step of an optimizer change nothing; on all ranks."""
@@ -122,6 +124,7 @@ class EngineGradients(Protocol):
 
     def why_skips_are_too_many(self) -> str | None:
         """Return what is not ordinary about the steps skipped so far; the same on all ranks."""
+        return None
 
 
 @runtime_checkable
@@ -137,9 +140,11 @@ class EngineTrials(Protocol):
 
     def why_size_is_fixed(self) -> str:
         """Return why the batch size of a run cannot be changed, or nothing; the same on all ranks."""
+        return ""
 
     def why_accumulation_is_fixed(self) -> str:
         """Return why the number of accumulated batches cannot be changed, or nothing; the same on all ranks."""
+        return ""
 
     def why_not_possible(self) -> str:
         """Return why the engine cannot make a step on one rank alone, or nothing; the same on all ranks."""
@@ -152,6 +157,7 @@ class EngineTrials(Protocol):
 
     def take_sizes(self, *, batch_size: int, accumulate: int) -> None:
         """Let the engine go on with so many samples of a rank in a batch, batches in a step; the same on all."""
+        return
 
 
 class EngineState(Protocol):

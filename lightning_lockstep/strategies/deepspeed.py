@@ -52,20 +52,17 @@ from lightning_lockstep.deepspeed.engine_trials import EngineTrials, without_eng
 from lightning_lockstep.deepspeed.importing import import_deepspeed
 from lightning_lockstep.deepspeed.precision import resolve_deepspeed_precision
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.distributed.checkpoint_folder import saved_at, whole_folder
-from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions
+from lightning_lockstep.distributed.checkpoint_folder import saved_at
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.launchers.mpirun_command import MPIRunSettings
 from lightning_lockstep.steps.capabilities import Capabilities
-from lightning_lockstep.strategies.lifecycle import LifecycleHooks, RankLifecycle, RankStartup
-from lightning_lockstep.strategies.mpi import MPIStartup
+from lightning_lockstep.strategies.lifecycle import LifecycleHooks, RankLifecycle
+from lightning_lockstep.strategies.mpi import startup_over
 from lightning_lockstep.strategies.options import DeepSpeedSettings, OptionsOfLightning, reject_unknown
 
 _LEFT_OUT = (
     "lightning-lockstep: checkpoints are written without the hyperparameter {}: it holds modules that DeepSpeed"
     " trains, which cannot be pickled. The weights are there; load them with load_from_checkpoint(path, {})."
 )
-_MPI_BACKENDS = ("mpi4py", "mpi")
 
 
 class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
@@ -155,7 +152,10 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         import_deepspeed(device_type_given())
         self._run_config = RunConfig(given, adapt=adapt, say=self._say)
         self.lifecycle = RankLifecycle(
-            self, self.settings, startup=self.make_startup(), precision=self._resolve_precision
+            self,
+            self.settings,
+            startup=startup_over(process_group_backend, start_method),
+            precision=self._resolve_precision,
         )
         super().__init__(
             config=dict(self._run_config.given),
@@ -167,13 +167,6 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         )
         self.detect_unless_given(cluster_environment)
         self._let_go: Callable[[], None] = lambda: None  # of what DeepSpeed knows this rank by
-
-    def make_startup(self) -> RankStartup:
-        """Return how the ranks are started and connected: over MPI where that is the backend."""
-        backend = self.settings.process_group_backend
-        if backend in _MPI_BACKENDS:
-            return MPIStartup(backend, MPIBackendOptions(), MPIRunSettings())
-        return RankStartup(self.settings.start_method, backend)
 
     # -- before the ranks start ------------------------------------------------------------------------
 
@@ -358,22 +351,12 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
             say(_LEFT_OUT.format(" and ".join(left_out), ", ".join(f"{name}=..." for name in left_out)))
         self._said_left_out = self._said_left_out or bool(left_out)
         with (
-            whole_folder(
-                target,
-                rank=self.global_rank,
-                is_first_of_node=self.local_rank == 0,
-                meet=self._meet,
-                gather=current_communicator().gather,
-            ) as draft,
+            self.lifecycle.whole_folder(target) as draft,
             warnings.catch_warnings(),
         ):
             # That parts of the weights go to several files, and how to join them: docs/deepspeed.md, shorter.
             warnings.filterwarnings("ignore", message="When saving the DeepSpeed Stage 3 checkpoint")
             super().save_checkpoint(checkpoint, draft, storage_options)
-
-    def _meet(self) -> None:
-        self.barrier()
-        self.lifecycle.check()  # a barrier does not wait once a rank has failed
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint folder of DeepSpeed, or a plain Lightning checkpoint, which has whole weights."""
@@ -396,11 +379,6 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
             strict=self._module.strict_loading,
             plain_only=weights_only is not False,
         )
-
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
 
     @property
     def _half(self) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from lightning_lockstep._doors.lightning import (
     ClusterEnvironment,
     DDPStrategy,
     LightningModule,
+    ModelParallelStrategy,
     Precision,
     TrainerFn,
 )
@@ -29,8 +30,9 @@ from lightning_lockstep._doors.lightning_internals import (
 )
 from lightning_lockstep._settings import settings_of
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.distributed.checkpoint_folder import saved_at, whole_folder
-from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions
+from lightning_lockstep.distributed.checkpoint_folder import saved_at
+from lightning_lockstep.distributed.guard.verify import verify_parameters
+from lightning_lockstep.distributed.process_group import broadcast_tensors
 from lightning_lockstep.distributed.sharded_state import (
     all_see_parts,
     gathered,
@@ -41,37 +43,35 @@ from lightning_lockstep.distributed.sharded_state import (
     save_parts,
 )
 from lightning_lockstep.distributed.sharding import (
-    Division,
-    broadcast,
-    check_same_model,
+    check_written,
     divide,
     divided_parts,
-    gather_around_steps,
     give_up_gathered,
-    make_copies_equal,
     make_mesh,
-    make_real,
     set_reductions,
+    take_values,
 )
 from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
-from lightning_lockstep.launchers.mpirun_command import MPIRunSettings
 from lightning_lockstep.numerics.precision import resolve_precision
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.fsdp_steps import DividedGradients, TrialsOfParts
 from lightning_lockstep.strategies.fsdp_units import (
     check_divided,
+    check_optimizers,
+    check_trained,
     refuse_address,
     refuse_callbacks,
     roots_of,
     units_in_precision,
     units_of,
 )
-from lightning_lockstep.strategies.lifecycle import LifecycleHooks, RankLifecycle, RankStartup
-from lightning_lockstep.strategies.mpi import MPIStartup
+from lightning_lockstep.strategies.lifecycle import LifecycleHooks, RankLifecycle
+from lightning_lockstep.strategies.mpi import startup_over
 from lightning_lockstep.strategies.options import FSDPSettings, OptionsOfLightning, reject_unknown
 
 _BOTH = "cpu:gloo,cuda:nccl"
 _COMPUTES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_LOOKS = 8  # backwards; a copy that follows the weights first differs from them after a few
 _PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", *_COMPUTES)
 
 
@@ -151,7 +151,10 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         reject_unknown(options, type(self), OptionsOfLightning.__optional_keys__)
         self.settings = settings_of(FSDPSettings, locals())
         self.lifecycle = RankLifecycle(
-            self, self.settings, startup=self.make_startup(), precision=_resolve_precision
+            self,
+            self.settings,
+            startup=startup_over(process_group_backend, start_method),
+            precision=_resolve_precision,
         )
         super().__init__(
             cluster_environment=cluster_environment,
@@ -161,19 +164,7 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
             **options,
         )
         self.detect_unless_given(cluster_environment)
-        self._mesh: Any = None
-
-    def make_startup(self) -> RankStartup:
-        """Return how the ranks are started and connected: over MPI where that is the backend."""
-        backend = self.settings.process_group_backend
-        if backend == "mpi4py":
-            return MPIStartup(backend, MPIBackendOptions(), MPIRunSettings())
-        return RankStartup(self.settings.start_method, backend)
-
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
+        self._backwards = 0
 
     # -- before the ranks start ------------------------------------------------------------------------
 
@@ -223,14 +214,8 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         self._mesh = make_mesh(self.root_device.type, shard=shard, replicate=replicate)
         give_device_mesh(self._module, self._mesh)
 
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Let ``configure_model`` make a module in the memory of the host: no device has to hold it whole."""
-        with (
-            torch.device("meta") if empty_init else nullcontext(),
-            self.precision_plugin.tensor_init_context(),
-        ):
-            yield
+    # ``configure_model`` makes a module in the memory of the host: no device has to hold it whole.
+    tensor_init_context = ModelParallelStrategy.tensor_init_context
 
     def setup(self, trainer: Any) -> None:
         """Divide the module unless that has been done, and make its optimizers. Ranks: all, together."""
@@ -238,21 +223,21 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         self.accelerator.setup(trainer)
         refuse_callbacks(trainer.callbacks, parts=self._saves_parts)
         module, precision = self._module, str(self.precision_plugin.precision)
-        fits = trainer.state.fn == TrainerFn.FITTING
-        check_same_model(module, current_communicator().gather)
+        verify_parameters(module, current_communicator().gather, buffers=True)
         if divided_parts(module):  # by its own configure_model, or for an earlier run
             check_divided(module, precision, before=_precision_of.get(module, precision))
-            give_up_gathered(module)
-            broadcast(make_real(module, self.root_device))
-            make_copies_equal(module)
+            take_values(module, self.root_device)
         else:
             if self._layer_sync is not None:
                 self._layer_sync.apply(module)
             self.precision_plugin.convert_module(module)
             self._divide(module, precision)
-        if fits:
+        if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False  # torch cannot train what was gathered for the first time in it
+        self._backwards = 0
 
     def _divide(self, module: LightningModule, precision: str) -> None:
         settings, compute = self.settings, _COMPUTES.get(precision)
@@ -266,23 +251,21 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
             roots,
             [unit for unit in units if unit not in roots],
             full,
-            Division(
-                mesh=self._mesh,
-                device=self.root_device,
-                reshard=settings.reshard_after_forward,
-                offload=settings.offload == "cpu" and self.root_device.type != "cpu",
-                compute=compute,
-                reduce=torch.float32 if widens else None,
-            ),
+            mesh=self._mesh,
+            device=self.root_device,
+            reshard=settings.reshard_after_forward,
+            offload=settings.offload == "cpu" and self.root_device.type != "cpu",
+            compute=compute,
+            reduce=torch.float32 if widens else None,
         )
-        gather_around_steps(module)
         _precision_of[module] = precision
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers, of this rank's parts of the parameters. Ranks: each, alone."""
         super().setup_optimizers(trainer)
-        own = {id(parameter) for parameter in self._module.parameters()}
-        if any(id(parameter) not in own for one in self.optimizers for parameter in parameters_of(one)):
+        check_optimizers(self.optimizers)
+        own = set(self._module.parameters())
+        if any(parameter not in own for one in self.optimizers for parameter in parameters_of(one)):
             raise ConfigurationError(
                 f"configure_optimizers of {type(self._module).__name__} gives an optimizer tensors that are no"
                 " parameters of the module, perhaps those from before it was divided: expected those of"
@@ -299,6 +282,17 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         self.checkpoint_io.teardown()
 
     # -- steps -----------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Raise where hooks of the start have added what would not be trained as in one process."""
+        give_up_gathered(self._module)  # a hook may have called the module
+        check_trained(self._module)
+
+    def pre_backward(self, closure_loss: Any) -> None:
+        """Raise, before the first backwards of a run, where the step has written to what is gathered for it."""
+        self._backwards += 1
+        if self._backwards <= _LOOKS:
+            check_written(self._module)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step, after which every rank takes part in the backward."""
@@ -337,7 +331,7 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
 
     def on_validation_start(self) -> None:
         """Give all ranks the buffers of rank 0, which a checkpoint has. Ranks: all, together; a broadcast a buffer."""
-        broadcast(list(self._module.buffers()))
+        broadcast_tensors(self._module.buffers())
 
     on_test_start = on_predict_start = on_validation_start
 
@@ -347,10 +341,8 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
 
     on_test_end = on_predict_end = on_validation_end
 
-    @property
-    def step_capabilities(self) -> Capabilities:
-        """What can be done with a training step: all ranks make it together, of which each has a part of the model."""
-        return Capabilities(whole_gradients=False, step_alone=False, replays="together")
+    # All ranks make a step together, of which each has a part of the model.
+    step_capabilities = Capabilities(whole_gradients=False, step_alone=False, replays="together")
 
     def engine_gradients(self) -> DividedGradients:
         """Return what this rank holds of the gradients, once the module is divided."""
@@ -363,10 +355,7 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
 
     # -- checkpoints -----------------------------------------------------------------------------------
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Whether a checkpoint is loaded once the module is divided: yes, so that each rank takes its part."""
-        return True
+    restore_checkpoint_after_setup = True  # once the module is divided, so that each rank takes its part
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the weights: whole ones on rank 0 for a plain file. Ranks: all, together."""
@@ -395,18 +384,8 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
             return
         target = self.broadcast(str(filepath)).removeprefix("file://")
         refuse_address(target)
-        with whole_folder(
-            target,
-            rank=self.global_rank,
-            is_first_of_node=self.local_rank == 0,
-            meet=self._meet,
-            gather=current_communicator().gather,
-        ) as draft:
+        with self.lifecycle.whole_folder(target) as draft:
             save_parts(checkpoint, Path(draft), is_main=self.is_global_zero)
-
-    def _meet(self) -> None:
-        self.barrier()
-        self.lifecycle.check()  # a barrier does not wait once a rank has failed
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a plain checkpoint, or this rank's parts of a folder. Ranks: all, together."""
@@ -414,8 +393,7 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         weights_only = weights_only_of_run(weights_only)
         if not all_see_parts(path, current_communicator().gather):
             return super().load_checkpoint(path, weights_only)
-        optimizers = [getattr(one, "optimizer", one) for one in self.optimizers]
-        return load_parts(Path(path), self._module, optimizers, weights_only=weights_only is not False)
+        return load_parts(Path(path), self._module, self.optimizers, weights_only=weights_only is not False)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights, whole or divided. Ranks: each, alone."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_lockstep._doors.lightning import (
     Checkpoint,
     LightningModule,
+    ModelPruning,
+    OnExceptionCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning_lockstep._doors.torch_internals import is_hooked
 from lightning_lockstep._registry import public
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.distributed.sharded_state import is_divided
@@ -22,14 +27,13 @@ from lightning_lockstep.numerics.precision import runs_in_fp32
 
 #: Number of values from which ``shard="auto"`` takes a repeated block for a unit; less is not worth a message.
 LEAST_UNIT = 100_000
-_ONLY_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
 # Their kernels take no weights of 16 bits together with statistics of 32.
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def units_in_precision(
     module: LightningModule, rule: Any, *, halves: bool
-) -> tuple[list[nn.Module], list[nn.Module]]:
+) -> tuple[list[nn.Module], set[nn.Module]]:
     """Return the units of a module, inner ones first, and of them those that compute in float32 all the same."""
     units = units_of(module, rule)
     if not units and rule != "auto" and not callable(rule):
@@ -38,62 +42,87 @@ def units_in_precision(
             f"shard={rule!r}: expected names of classes among the modules of {type(module).__name__}: "
             + ", ".join(classes)
         )
-    whole = _float32_modules(module)
+    given = [one for one in module.trainer.callbacks if isinstance(one, public("FP32Modules"))]  # type: ignore[attr-defined]
+    whole = {part for callback in given for part in callback.chosen(module)}
+    whole |= {part for part in module.modules() if runs_in_fp32(part)}
     inside = {part for one in whole for part in one.modules() if part is not one}
     units = [unit for unit in units if unit not in inside]  # they compute as the module around them
     if not halves:
-        return units, []
+        _check_dtypes(module, units)
+        return units, set()
     # In a unit that computes in 16 bits, one that does not is a unit by itself.
-    full = [one for one in whole if any(one in unit.modules() for unit in units)]
-    norms = {part for unit in units for part in unit.modules() if isinstance(part, _NORMS)}
-    full += [one for one in norms if one not in inside and next(one.parameters(), None) is not None]
+    wide = {part for unit in units for part in unit.modules() if part in whole or isinstance(part, _NORMS)}
+    full = {part for part in wide - inside if next(part.parameters(), None) is not None}
     units = [one for one in module.modules() if one in units or one in full][::-1]
-    holders = _holders(module, {*units, *roots_of(module)})
-    for name, parameter in module.named_parameters():
-        if len(holders[parameter]) > 1:
+    for name, _, parts in _places(module, units):
+        if len(parts) > 1:
             raise ConfigurationError(
-                f"{name} is shared by {_kinds(holders[parameter])}, of which one computes in float32 (FP32Modules, or"
+                f"{name} is shared by {_kinds(parts)}, of which one computes in float32 (FP32Modules, or"
                 " batch normalization) and is a part by itself: expected all that share a parameter in one part. Let"
                 " FP32Modules name a module that has them all in it, or none of them."
             )
+    _check_dtypes(module, units)
     return units, full
 
 
-def _float32_modules(module: LightningModule) -> list[nn.Module]:
-    """Return the modules that are to compute in float32 whatever the precision."""
-    given = [one for one in module.trainer.callbacks if isinstance(one, public("FP32Modules"))]  # type: ignore[attr-defined]
-    chosen = [part for callback in given for part in callback.chosen(module)]
-    return chosen + [part for part in module.modules() if runs_in_fp32(part) and part not in chosen]
+def _check_dtypes(module: LightningModule, units: Sequence[nn.Module]) -> None:
+    """Raise where parameters of different dtypes would be trained in one part."""
+    first: dict[nn.Module | None, tuple[str, nn.Parameter]] = {}
+    for name, parameter, parts in _places(module, units):
+        if not parameter.requires_grad:
+            continue
+        other, like = first.setdefault(next(iter(parts)), (name, parameter))
+        if like.dtype != parameter.dtype:
+            raise ConfigurationError(
+                f"{name} has {parameter.dtype} and {other} {like.dtype}: expected one dtype for all"
+                " that is trained in a part. Let `shard` name a module that has all parameters of one dtype."
+            )
 
 
 def units_of(module: LightningModule, rule: Any) -> list[nn.Module]:
     """Return the units of a module, inner ones first, and raise where it cannot be divided."""
     if divided_parts(module):
         return []
-    units, roots = _units(module, rule), roots_of(module)
-    faults = Faults(type(module).__name__)
-    for name, parameter in module.named_parameters():
-        if parameter.ndim == 0:
-            faults.add(
-                f"{name} is a scalar, which fully_shard cannot divide: expected a tensor of one element."
-            )
-    holders = _holders(module, {*units, *roots})
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    for parameter, parts in holders.items():
+    units, faults = _units(module, rule), Faults(type(module).__name__)
+    _look_at_parameters(module, faults)
+    for name, _, parts in _places(module, units):
         if None in parts:
             faults.add(
-                f"{names[parameter]} belongs to the module itself, and with manual optimization nothing says when it"
+                f"{name} belongs to the module itself, and with manual optimization nothing says when it"
                 " is needed: expected it in a module that is called, or automatic optimization."
             )
         elif len(parts) > 1 and rule == "auto" and module.automatic_optimization:
             units = [unit for unit in units if unit not in parts]
         elif len(parts) > 1:
             faults.add(
-                f"{names[parameter]} is shared by {_kinds(parts)}, which are parts by themselves: expected all that"
+                f"{name} is shared by {_kinds(parts)}, which are parts by themselves: expected all that"
                 " share a parameter in one part. Let `shard` name neither, or a module that has both in it."
             )
     faults.raise_all()
     return units
+
+
+def _look_at_parameters(module: nn.Module, faults: Faults) -> None:
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            faults.add(f"{name} has no shape yet: expected layers that are given their sizes.")
+        elif parameter.ndim == 0:
+            faults.add(
+                f"{name} is a scalar, which fully_shard cannot divide: expected a tensor of one element."
+            )
+        elif parameter.numel() == 0 and parameter.requires_grad:
+            faults.add(
+                f"{name} is empty, and fully_shard cannot reduce its gradient: expected it to be frozen."
+            )
+    hooked = [name for name, parameter in module.named_parameters() if is_hooked(parameter)]
+    if hooked:
+        faults.add(_HOOKED.format(", ".join(hooked[:4])))
+    for name, part in module.named_modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and (part.sparse or part.max_norm is not None):
+            faults.add(
+                f"{name} has sparse={part.sparse} and max_norm={part.max_norm}: expected False and None, as fully_shard"
+                " reduces no sparse gradients and loses what a forward writes to parameters."
+            )
 
 
 def _units(module: nn.Module, rule: Any) -> list[nn.Module]:
@@ -128,25 +157,25 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _called(child)
-        elif not isinstance(child, _ONLY_PARAMETERS) and next(child.parameters(), None) is not None:
+        elif (
+            not isinstance(child, (nn.ParameterList, nn.ParameterDict))
+            and next(child.parameters(), None) is not None
+        ):
             yield child
 
 
-def _holders(module: nn.Module, parts: Collection[nn.Module]) -> dict[nn.Parameter, set[nn.Module | None]]:
-    """Return the parts that each parameter would be divided with."""
-    # Without a function that calls itself: the cycle of it would keep whole parameters until Python collects it.
-    found: dict[nn.Parameter, set[nn.Module | None]] = {}
-    seen: set[tuple[nn.Module, nn.Module | None]] = set()
-    waiting: list[tuple[nn.Module, nn.Module | None]] = [(module, None)]
-    while waiting:
-        one, part = waiting.pop()
-        part = one if one in parts else part
-        if (one, part) not in seen:
-            seen.add((one, part))
-            for parameter in one.parameters(recurse=False):
-                found.setdefault(parameter, set()).add(part)
-            waiting += [(child, part) for child in one.children()]
-    return found
+def _places(
+    module: LightningModule, units: Sequence[nn.Module]
+) -> list[tuple[str, nn.Parameter, set[nn.Module | None]]]:
+    """Return each parameter with its name and the parts that it would be divided with."""
+    parts = {*units, *roots_of(module)}
+    part_at: dict[str, nn.Module | None] = {}  # by the path of each module
+    found: dict[nn.Parameter, tuple[str, nn.Parameter, set[nn.Module | None]]] = {}
+    for path, one in module.named_modules(remove_duplicate=False):
+        part = part_at[path] = one if one in parts else part_at.get(path.rpartition(".")[0])
+        for name, parameter in one.named_parameters(recurse=False):
+            found.setdefault(parameter, (f"{path}.{name}".lstrip("."), parameter, set()))[2].add(part)
+    return list(found.values())
 
 
 def _kinds(parts: Iterable[nn.Module | None]) -> str:
@@ -154,6 +183,12 @@ def _kinds(parts: Iterable[nn.Module | None]) -> str:
 
 
 # -- What a divided model cannot be used with --
+
+_HOOKED = (
+    "Hooks for the gradients of {}: expected none, as they are not called once parameters are divided. Change gradients"
+    " in on_after_backward or on_before_optimizer_step, where each rank has its part of them in `.grad`."
+)
+_OPTIMIZERS = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Rprop)
 
 
 def check_divided(module: LightningModule, precision: str, *, before: str) -> None:
@@ -172,6 +207,28 @@ def check_divided(module: LightningModule, precision: str, *, before: str) -> No
         )
 
 
+def check_trained(module: LightningModule) -> None:
+    """Raise where what a run trains is not what was divided."""
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and not is_divided(parameter):
+            raise ConfigurationError(
+                f"{name} was made after the module was divided, and nothing reduces its gradient: expected all layers"
+                " made in __init__, setup or configure_model."
+            )
+        if is_hooked(parameter):
+            raise ConfigurationError(_HOOKED.format(name))
+
+
+def check_optimizers(optimizers: Sequence[Any]) -> None:
+    """Raise where torch cannot make the steps of an optimizer with divided parameters."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, _OPTIMIZERS):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} needs operations that torch does not have for divided parameters: expected"
+                " an optimizer that treats each value by itself, such as AdamW or SGD."
+            )
+
+
 def refuse_callbacks(callbacks: Sequence[Any], *, parts: bool) -> None:
     """Raise where a callback needs a whole model, or is to save the parts of one where ranks cannot write them."""
     for callback in callbacks:
@@ -180,6 +237,17 @@ def refuse_callbacks(callbacks: Sequence[Any], *, parts: bool) -> None:
                 f"{type(callback).__name__} keeps a whole copy of the model, of which a rank has a part under"
                 " LockstepFSDPStrategy: expected no such callback. Use it with strategy='lockstep_ddp', or average"
                 " self.parameters() in the module itself, part by part."
+            )
+        if isinstance(callback, ModelPruning):
+            raise ConfigurationError(
+                "ModelPruning masks whole weights, of which a rank has a part under LockstepFSDPStrategy: expected no"
+                " such callback. Use it with strategy='lockstep_ddp'."
+            )
+        if isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False):
+            raise ConfigurationError(
+                f"{type(callback).__name__} saves where a rank has raised, and the other ranks are then not there to"
+                " save their parts: expected no such callback, and save_on_exception=False. Use"
+                " ModelCheckpoint(every_n_train_steps=...), or StopTogether for a run that is told to stop."
             )
         if parts and isinstance(callback, (Checkpoint, public("StopTogether"))):
             refuse_address(getattr(callback, "dirpath", None), f"{type(callback).__name__} with dirpath=")

@@ -47,6 +47,7 @@ import torch
 
 from lightning_lockstep._doors.lightning import (
     ClusterEnvironment,
+    LightningModule,
     ParallelStrategy,
     Precision,
     rank_zero_only,
@@ -56,6 +57,7 @@ from lightning_lockstep._doors.lightning_internals import given_to_trainer
 from lightning_lockstep._registry import public, repr_for_fabric
 from lightning_lockstep._settings import launcher_pid
 from lightning_lockstep.distributed import Communicator, current_communicator
+from lightning_lockstep.distributed.checkpoint_folder import whole_folder
 from lightning_lockstep.distributed.failure.process_exit import outcome
 from lightning_lockstep.distributed.guard.records import size_flight_recorder
 from lightning_lockstep.distributed.process_group import (
@@ -244,6 +246,20 @@ class RankLifecycle:
             return nullcontext()
         return every_rank_contributes(module, self.is_padding_batch)
 
+    def whole_folder(self, target: str) -> AbstractContextManager[str]:
+        """Give a folder to write into, which is a checkpoint once all ranks have written. Ranks: all, together."""
+        return whole_folder(
+            target,
+            rank=self._strategy.global_rank,
+            is_first_of_node=self._strategy.local_rank == 0,
+            meet=self._meet,
+            gather=current_communicator().gather,
+        )
+
+    def _meet(self) -> None:
+        self._strategy.barrier()
+        self.check()  # a barrier does not wait once a rank has failed
+
     def teardown(self) -> None:
         """Forget the loaders of this run; the ranks stay connected for a next call of the Trainer."""
         self._uneven_inputs.clear()
@@ -355,6 +371,11 @@ class LifecycleHooks(ParallelStrategy):
     def process_group_backend(self) -> str | None:
         """Name of the backend of the process group; ``None`` until the ranks are connected, if none was given."""
         return self.lifecycle.startup.backend
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
 
     def _configure_launcher(self) -> None:
         # The Trainer is under construction here: the last moment at which an error stops it before any rank.

@@ -243,3 +243,10 @@ def _check_backend(backend: str, options: Mapping[str, Any]) -> None:
     faults.raise_all()
     if backend == "mpi4py" and importlib.util.find_spec("mpi4py") is None:
         raise MissingExtraError("mpi4py", extra="mpi", needed_for="backend='mpi4py'")
+
+
+def startup_over(backend: str | None, start_method: str) -> RankStartup:
+    """Return how the ranks of any other strategy are started and connected: over MPI where that is the backend."""
+    if backend in ("mpi4py", "mpi"):
+        return MPIStartup(backend, mpi_backend.MPIBackendOptions(), MPIRunSettings())
+    return RankStartup(start_method, backend)

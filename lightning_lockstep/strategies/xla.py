@@ -23,11 +23,12 @@ from lightning_lockstep._text import say
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.coordination.gather_uneven import (
     broadcast_object,
-    broadcast_tensors,
     gather_tensor,
     reduce_tensor,
 )
-from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
+from lightning_lockstep.distributed.guard.verify import verify_parameters
+from lightning_lockstep.distributed.process_group import broadcast_tensors
+from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.subprocess_script import ScriptLauncher
 from lightning_lockstep.numerics.precision import requested_precision
 from lightning_lockstep.steps.capabilities import Capabilities
@@ -198,16 +199,8 @@ class LockstepXLAStrategy(XLASteps, LifecycleHooks):
         super().model_to_device()
 
     def _take_values_of_rank_0(self, module: torch.nn.Module) -> None:
-        tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-        ours = [(name, tuple(one.shape), str(one.dtype)) for name, one in tensors.items()]
-        everyone = current_communicator().gather(ours)
-        if others := [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]:
-            differing = sorted(set(everyone[0]) ^ set(everyone[others[0]]))[:4]
-            raise CollectiveMismatchError(
-                f"The ranks have different models: rank {others[0]} and rank 0 differ in {differing}: expected the same"
-                " parameters and buffers on every rank."
-            )
-        broadcast_tensors(list(tensors.values()))
+        verify_parameters(module, current_communicator().gather, buffers=True)
+        broadcast_tensors([*module.parameters(), *module.buffers()])
 
     def setup(self, trainer: Any) -> None:
         """Set the run up. Ranks: all, together."""

@@ -3,6 +3,7 @@ refused before a rank starts, with its reason."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import time
@@ -11,17 +12,21 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from lightning.pytorch.loops import utilities
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_lockstep import CollectiveMismatchError, ConfigurationError, FP32Modules, LockstepError
 from lightning_lockstep._doors.lightning import (
     ModelCheckpoint,
+    ModelPruning,
+    OnExceptionCheckpoint,
     Precision,
     Trainer,
     WeightAveraging,
@@ -158,11 +163,119 @@ class OwnMeans(Net):
 
 
 class Peeks(Net):
-    """Calls its layers without gradients between the backward and the optimizer's step."""
+    """Calls its layers without gradients before the first step, and between a backward and the optimizer's step."""
+
+    def on_train_start(self) -> None:
+        self(torch.ones(2, 8))
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         with torch.no_grad():
             self(torch.ones(2, 8))
+
+
+class TakesBatches(Net):
+    """Its step is given the batch alone, as are those of its evaluation."""
+
+    def training_step(self, batch: Any) -> Any:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any) -> None:
+        self.log("val", self.loss(batch), sync_dist=True)
+
+    def val_dataloader(self) -> Any:
+        return loader(self.trainer.world_size)
+
+
+class TakesIterator(Net):
+    def training_step(self, dataloader_iter: Any) -> Any:
+        return self.loss(next(dataloader_iter)[0])
+
+
+class Differentiates(OwnMeans):
+    """Second derivatives, and a layer in no unit that is called after a backward within the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs = batch[0].clone().requires_grad_()
+        loss = self.loss((inputs, batch[1]))
+        (first,) = torch.autograd.grad(loss * len(inputs), inputs, create_graph=True)
+        (second,) = torch.autograd.grad(first.pow(3).sum(), inputs, create_graph=True)
+        return loss + second.pow(2).mean() + self.head(inputs + first).pow(2).mean()
+
+
+class DifferentiatesByHand(Manual):
+    """A penalty on the gradient, with manual optimization."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for part in (self.first, *self.blocks, self.head):
+            if isinstance(part, FSDPModule):
+                part.set_reshard_after_backward(False)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            inputs = batch[0].clone().requires_grad_()
+            loss = self.loss((inputs, batch[1]))
+            (first,) = torch.autograd.grad(loss * len(inputs), inputs, create_graph=True)
+            self.manual_backward(loss + first.pow(2).mean())
+            optimizer.step()
+
+
+class FrozenInHalf(Net):
+    """Its first layer computes in 16 bits and is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.to(torch.bfloat16).requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss((batch[0].to(torch.bfloat16), batch[1]))
+
+    def on_fit_start(self) -> None:
+        self.first.register_forward_hook(lambda module, given, output: output.float())
+
+
+class ChannelsLast(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.conv(x.view(-1, 2, 2, 2)).flatten(1))
+
+
+class Thaws(Frozen):
+    """What is frozen at first is trained from the fourth step, and a part of it frozen again."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step in (3, 6):
+            self.blocks[0].requires_grad_(self.global_step == 3)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), 0.01)
+
+
+class Follows(Net):
+    """A copy of its first layer and of a block follows them, written between steps or, ``within``, in them."""
+
+    within = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = copy.deepcopy(nn.ModuleList([self.first, self.blocks[0]])).requires_grad_(False)
+
+    def follow(self) -> None:
+        ours = [*self.first.parameters(), *self.blocks[0].parameters()]
+        for copied, parameter in zip(self.copies.parameters(), ours, strict=True):
+            copied.data.mul_(0.9).add_(parameter.data, alpha=0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.within:
+            self.follow()
+        with torch.no_grad():
+            target = self.copies[1](self.copies[0](batch[0]))
+        return self.loss((batch[0] + 0.1 * target, batch[1]))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if not self.within:
+            self.follow()
 
 
 WORKS: dict[str, tuple[type[Net] | Callable[[], Net], dict[str, Any], dict[str, Any]]] = {
@@ -177,6 +290,14 @@ WORKS: dict[str, tuple[type[Net] | Callable[[], Net], dict[str, Any], dict[str, 
     "replicas": (Net, {"mesh": {"replicate": 2}}, {}),
     "layers called from the step": (OwnMeans, {}, {}),
     "layers called in between": (Peeks, {}, {}),
+    "steps that take a batch alone": (TakesBatches, {}, {}),
+    "steps that take an iterator": (TakesIterator, {}, {}),
+    "second derivatives": (Differentiates, {}, {}),
+    "second derivatives, manual optimization": (DifferentiatesByHand, {}, {}),
+    "frozen in another dtype": (FrozenInHalf, {}, {}),
+    "channels_last": (ChannelsLast, {}, {}),
+    "frozen and trained in turn": (Thaws, {}, {}),
+    "a copy that follows": (Follows, {}, {}),
     "made in configure_model, on meta": (MadeLater, {}, {}),
     "divided by configure_model itself": (DividesItself, {}, {}),
     "shared weights": (Tied, {}, {}),
@@ -243,10 +364,54 @@ class ManualWithOwn(Manual):
         self.own = nn.Parameter(torch.ones(1))
 
 
+class Sparse(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5, 8, sparse=True)
+
+
+class Hooked(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight.register_hook(lambda gradient: gradient * 0.1)
+        self.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+class Shapeless(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy = nn.LazyLinear(8, bias=False)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "average weights": (
         lambda: start(Net, callbacks=[WeightAveraging()]),
         "WeightAveraging keeps a whole copy of the model",
+    ),
+    "pruning": (
+        lambda: start(Net, callbacks=[ModelPruning("l1_unstructured")]),
+        "ModelPruning masks whole weights",
+    ),
+    "a save by ranks that raise": (
+        lambda: start(Net, callbacks=[OnExceptionCheckpoint("folder")]),
+        "OnExceptionCheckpoint saves where a rank has raised",
+    ),
+    "a checkpoint by ranks that raise": (
+        lambda: start(Net, callbacks=[ModelCheckpoint(save_on_exception=True)], enable_checkpointing=True),
+        "ModelCheckpoint saves where a rank has raised",
+    ),
+    "sparse gradients": (
+        lambda: start(Sparse),
+        "Sparse: words has sparse=True and max_norm=None: expected False",
+    ),
+    "hooks for gradients": (
+        lambda: start(Hooked),
+        "Hooked: Hooks for the gradients of first.weight, head.weight: expected none",
+    ),
+    "parameters without values": (
+        lambda: start(Shapeless),
+        "empty is empty, and fully_shard cannot reduce.*lazy.weight has no shape yet",
     ),
     "SyncBatchNorm on CPU": (
         lambda: start(Net, sync_batchnorm=True),
@@ -368,6 +533,31 @@ class SharedInABlock(Net):
         block.other.weight = block.linear.weight
 
 
+class TwoDtypes(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.double()
+
+
+class LaterLayer(Net):
+    def on_fit_start(self) -> None:
+        self.later = nn.Linear(8, 8)
+
+
+class LaterHook(Net):
+    def on_train_start(self) -> None:
+        self.head.weight.register_hook(lambda gradient: gradient * 0.1)
+
+
+class Quasi(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), 0.1)
+
+
+class FollowsWithin(Follows):
+    within = True
+
+
 def late_refusals() -> dict[str, str]:
     answers = {}
     plain = Net()
@@ -387,6 +577,11 @@ def late_refusals() -> dict[str, str]:
         ("no such class", Net, {"shard": "Blokc"}, {}),
         ("other precision", lambda: plain, {}, {"precision": "bf16-mixed"}),
         ("no such module", Net, {}, {"callbacks": [FP32Modules(["bloks.0"])], "precision": "bf16-mixed"}),
+        ("two dtypes", TwoDtypes, {}, {}),
+        ("LBFGS", Quasi, {}, {}),
+        ("a later layer", LaterLayer, {}, {}),
+        ("a later hook", LaterHook, {}, {}),
+        ("written to", FollowsWithin, {}, {}),
     ):
         try:
             fit(make, 2, fsdp(**options), **settings)
@@ -403,12 +598,17 @@ def test_what_cannot_work_is_refused_on_all_ranks_alike() -> None:
         "stale": "gives an optimizer tensors that are no parameters of the module",
         "left out": "calls fully_shard and leaves out temperature, first.weight",
         "no reset": "Bare was made on the device 'meta' and has no reset_parameters",
-        "other model": "The ranks have different models: rank 1 and rank 0 differ in",
-        "other buffers": "rank 1 and rank 0 differ in [('table', (2,), 'torch.float32', False), ('table', (3,)",
+        "other model": "ranks disagree on the parameters and buffers that one model has on all of them",
+        "other buffers": "rank 0  table (2,) float32 buffer",
         "shared with float32": "blocks.0.linear.weight is shared by Block and Linear, of which one computes in",
         "no such class": "shard='Blokc': expected names of classes among the modules of Net: Block, LayerNorm",
         "other precision": "precision='bf16-mixed' for a module that was divided for '32-true'",
         "no such module": "modules='bloks.0': expected the name of a module of Net",
+        "two dtypes": "head.weight has torch.float64 and temperature torch.float32: expected one dtype",
+        "LBFGS": "LBFGS needs operations that torch does not have for divided parameters",
+        "a later layer": "later.weight was made after the module was divided",
+        "a later hook": "Hooks for the gradients of head.weight: expected none",
+        "written to": "copies.0.weight was written to in a step, where it is gathered",
     }.items():
         assert expected in first[name], (name, first[name])
 
@@ -465,9 +665,12 @@ def fits_that_count() -> dict[str, tuple[int, int]]:
         with reductions() as reduced, gathers() as gathered:
             fit(make, 2, fsdp(**options), max_epochs=1, accumulate_grad_batches=batches)
         counts[name] = len(gathered), len(reduced)
-    with gathers() as gathered:
-        Trainer(**QUIET, devices=2, strategy=fsdp()).validate(Net(), loader(2), verbose=False)
+    net = Net()
+    # With gloo Lightning leaves inference mode out by itself.
+    with gathers() as gathered, patch.object(utilities, "_distributed_is_initialized", lambda: False):
+        Trainer(**QUIET, devices=2, strategy=fsdp()).validate(net, loader(2), verbose=False)
     counts["evaluation"] = len(gathered), 0
+    fit(lambda: net, 2, fsdp(), max_epochs=1)  # it can still be trained
     return counts
 
 

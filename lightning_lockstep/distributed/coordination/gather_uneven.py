@@ -460,15 +460,6 @@ def broadcast_object(
     return apply_to_collection(received, _OfDevice, lambda one: one.on_cpu.to(device))
 
 
-def broadcast_tensors(tensors: Sequence[Tensor], source: int = 0) -> None:
-    """Give tensors, of equal shapes and dtypes on all ranks, the values of rank ``source``, in place."""
-    for tensor in tensors:
-        row = tensor.detach().cpu().contiguous()
-        if row.numel():
-            dist.broadcast(row.view(-1).view(torch.uint8), source)  # bytes: whatever gloo knows of the dtype
-            tensor.detach().copy_(row)
-
-
 def gather_tensor(tensor: Tensor, group: Any = None) -> list[Tensor]:
     """Return the tensor of every rank, in rank order; sizes may differ: torchmetrics' ``dist_sync_fn``."""
     return [one.to(tensor.device) for one in gather_uneven(tensor.detach().cpu(), group=group)]

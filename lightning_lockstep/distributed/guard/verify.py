@@ -365,10 +365,15 @@ def _in_short(calls: Mapping[int, CollectiveCall]) -> Mapping[int, CollectiveCal
 # -- The parameters of the ranks, compared before DDP makes its buckets of them --
 
 
-def verify_parameters(module: nn.Module, gather: Callable[[Any], list[Any]]) -> None:
+def verify_parameters(
+    module: nn.Module, gather: Callable[[Any], list[Any]], *, buffers: bool = False
+) -> None:
     """Raise on all ranks where they have other parameters, or another order; all call it: a gather of a number each."""
     # DDP compares shapes only: where two of one shape change places, it adds the gradients of one to the other's.
-    own = parameters_in_words(module)
+    own, what = parameters_in_words(module), "parameters whose gradients DistributedDataParallel is to reduce"
+    if buffers:
+        own += [f"{name} {tuple(b.shape)} {str(b.dtype)[6:]} buffer" for name, b in module.named_buffers()]
+        what = "parameters and buffers that one model has on all of them,"
     if len(set(gather(fingerprint(tuple(own))))) == 1:
         return
     rows = [
@@ -379,7 +384,7 @@ def verify_parameters(module: nn.Module, gather: Callable[[Any], list[Any]]) -> 
     ]
     more = f"\n  and {len(rows) - _SHOWN} more rows" if len(rows) > _SHOWN else ""
     raise CollectiveMismatchError(
-        "ranks disagree on the parameters whose gradients DistributedDataParallel is to reduce in this order\n\n"
+        f"ranks disagree on the {what} in this order\n\n"
         f"{plain_table(('parameter', 'ranks', 'have'), rows[:_SHOWN])}{more}\n\nMake the same modules in the same order"
         " on all ranks, and freeze the same ones: no loop over a set, and nothing that goes by the rank."
     )
