@@ -156,9 +156,9 @@ def check_written(module: nn.Module) -> None:
         kept = part.detach().to_local().to(mine.to_local())
         if not torch.equal(_as_bytes(mine.to_local()), _as_bytes(kept)):  # NaN equals itself
             raise ConfigurationError(
-                f"{names[whole]} was written to in a step, where it is gathered, and the ranks would lose that:"
-                " expected writes between steps, as in on_train_batch_start and on_train_batch_end, where each rank has"
-                " its part, and in place (`p.copy_(...)`), since `p.data = ...` does nothing there."
+                f"{names[whole]} was written to while it was gathered, in a step or after a call of the module, and the"
+                " ranks would lose that: expected writes between steps, as at the start of on_train_batch_end, where"
+                " each rank has its part, and in place (`p.copy_(...)`), since `p.data = ...` does nothing there."
             )
 
 
