@@ -12,6 +12,7 @@ import pickle
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
@@ -23,7 +24,7 @@ from lightning_lockstep._doors.torch_internals import (
     set_versions_of_modules,
     versions_of_modules,
 )
-from lightning_lockstep._text import ranks_in_words
+from lightning_lockstep._text import first_line, ranks_in_words
 from lightning_lockstep.errors import ConfigurationError
 
 #: The file of a folder that holds what is no divided tensor, and the entry there that says where those belong.
@@ -166,13 +167,26 @@ def save_parts(checkpoint: dict[str, Any], folder: Path, *, is_main: bool) -> No
 
     parts = dict(_divided(checkpoint, ()))
     names = {_SEPARATOR.join(map(str, place)): place for place in parts}
-    dcp.save({name: parts[place] for name, place in names.items()}, checkpoint_id=folder)
+    with _in_one_line(OSError, f"{folder} cannot be written by", "What was saved before is left as it is."):
+        dcp.save({name: parts[place] for name, place in names.items()}, checkpoint_id=folder)
     if is_main:
         rest = {
             **_without(checkpoint, parts, ()),
             PLACES: {name: list(place) for name, place in names.items()},
         }
         torch.save(rest, folder / REST)
+
+
+@contextmanager
+def _in_one_line(kind: type[Exception], what: str, remedy: str) -> Iterator[None]:
+    """Raise an error that names the ranks that failed in place of torch's, which all ranks raise; it has no summary."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        failed = [f"rank {rank}: {type(one).__name__}: {one}" for rank, (one, _) in error.failures.items()]
+        raise kind(f"{what} {'; '.join(map(first_line, failed[:4]))}. {remedy}") from None
 
 
 def _divided(tree: Any, place: Place) -> Iterator[tuple[Place, Tensor]]:
@@ -206,6 +220,8 @@ def load_parts(
     except pickle.UnpicklingError as error:
         what = str(error).rpartition("WeightsUnpickler error: ")[2].partition(" Please use")[0].strip()
         raise ConfigurationError(f"{folder / REST}: {what} {_TRUST}") from error
+    except (EOFError, OSError, RuntimeError) as error:
+        raise ConfigurationError(f"{folder / REST} cannot be read: {first_line(error)}. {_WHOLE}") from error
     for optimizer, state in zip(optimizers, rest.get("optimizer_states", ()), strict=False):
         _check_groups(optimizer, state)
     own = module.state_dict()
@@ -223,6 +239,7 @@ def load_parts(
 
 
 _LEFT_OUT = object()
+_WHOLE = "Expected all files as they were saved, whole: copy the folder again, or give an earlier checkpoint."
 _TRUST = (
     "Expected plain data, as anything else could run code when it is read; none of it was run. If you trust the file,"
     " give weights_only=False to fit, validate, test or predict."
@@ -258,7 +275,8 @@ def read_parts(
         warnings.filterwarnings(
             "ignore", message="torch.distributed is disabled"
         )  # that there is one process alone
-        dcp.load(wanted, checkpoint_id=folder)
+        with _in_one_line(ConfigurationError, f"{folder} cannot be read by", _WHOLE):
+            dcp.load(wanted, checkpoint_id=folder)
     for name, value in wanted.items():
         *path, last = places[name]
         target: Any = rest
@@ -279,7 +297,7 @@ class _Table(pickle.Unpickler):
             )
             if is_record or isinstance(found, torch.dtype) or (module, name) == GET_LAYOUT:
                 return found
-        raise pickle.UnpicklingError(f"names {module}.{name}")
+        raise ConfigurationError(f"names {module}.{name}, which torch does not write there. {_TRUST}")
 
 
 # Where torch has what is in its table, the path of the folder included.
@@ -290,5 +308,7 @@ def _check_table(path: Path) -> None:
     try:
         with open(path, "rb") as file:
             _Table(file).load()
-    except pickle.UnpicklingError as error:
-        raise ConfigurationError(f"{path}: {error}, which torch does not write there. {_TRUST}") from None
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{path}: {error}") from None
+    except Exception as error:  # whatever comes of bytes that are no pickle
+        raise ConfigurationError(f"{path} cannot be read: {first_line(error)}. {_WHOLE}") from error
