@@ -167,14 +167,20 @@ def save_parts(checkpoint: dict[str, Any], folder: Path, *, is_main: bool) -> No
 
     parts = dict(_divided(checkpoint, ()))
     names = {_SEPARATOR.join(map(str, place)): place for place in parts}
-    with _in_one_line(OSError, f"{folder} cannot be written by", "What was saved before is left as it is."):
+    with _in_one_line(OSError, f"{folder} cannot be written by", _LEFT):
         dcp.save({name: parts[place] for name, place in names.items()}, checkpoint_id=folder)
     if is_main:
         rest = {
             **_without(checkpoint, parts, ()),
             PLACES: {name: list(place) for name, place in names.items()},
         }
-        torch.save(rest, folder / REST)
+        try:
+            torch.save(rest, folder / REST)
+        except (OSError, RuntimeError) as error:
+            raise OSError(f"{folder} cannot be written by rank 0: {first_line(error)}. {_LEFT}") from error
+
+
+_LEFT = "What was saved before is left as it is."
 
 
 @contextmanager

@@ -157,7 +157,8 @@ def _remedy(calls: Mapping[int, CollectiveCall]) -> str:
     is_elsewhere = is_same and len(sites) > 1 and all(sites) and not first.uneven
     gathered_at = {call.site for call in calls.values() if call.operation.startswith("all_gather")}
     if is_elsewhere and (is_other or BACKWARD in sites):
-        return f"{_skipped(calls)} {_DIVIDED if gathered_at and BACKWARD in sites else _SAME}"
+        gathers = BACKWARD in sites and sites - {BACKWARD} <= gathered_at
+        return f"{_skipped(calls)} {_DIVIDED if gathers else _SAME}"
     if BACKWARD in gathered_at:
         return _DIVIDED
     if is_other:
