@@ -11,7 +11,8 @@ import enum
 import pickle
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
@@ -23,7 +24,7 @@ from lightning_lockstep._doors.torch_internals import (
     set_versions_of_modules,
     versions_of_modules,
 )
-from lightning_lockstep._text import ranks_in_words
+from lightning_lockstep._text import first_line, ranks_in_words
 from lightning_lockstep.errors import ConfigurationError
 
 #: The file of a folder that holds what is no divided tensor.
@@ -173,9 +174,28 @@ def save_parts(checkpoint: dict[str, Any], folder: Path, *, is_main: bool) -> No
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
     rest = _mapped(checkpoint, left_out)
-    dcp.save(parts, checkpoint_id=folder)
+    with _in_one_line(OSError, f"{folder} cannot be written by", _LEFT):
+        dcp.save(parts, checkpoint_id=folder)
     if is_main:
-        torch.save(rest, folder / REST)
+        try:
+            torch.save(rest, folder / REST)
+        except (OSError, RuntimeError) as error:
+            raise OSError(f"{folder} cannot be written by rank 0: {first_line(error)}. {_LEFT}") from error
+
+
+_LEFT = "What was saved before is left as it is."
+
+
+@contextmanager
+def _in_one_line(kind: type[Exception], what: str, remedy: str) -> Iterator[None]:
+    """Raise an error that names the ranks that failed in place of torch's, which all ranks raise; it has no summary."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        failed = [f"rank {rank}: {type(one).__name__}: {one}" for rank, (one, _) in error.failures.items()]
+        raise kind(f"{what} {'; '.join(map(first_line, failed[:4]))}. {remedy}") from None
 
 
 def _name(place: Place) -> str:
@@ -195,6 +215,8 @@ def load_parts(
     except pickle.UnpicklingError as error:
         what = str(error).rpartition("WeightsUnpickler error: ")[2].partition(" Please use")[0].strip()
         raise ConfigurationError(f"{folder / REST}: {what} {_TRUST}") from error
+    except (EOFError, OSError, RuntimeError) as error:
+        raise ConfigurationError(f"{folder / REST} cannot be read: {first_line(error)}. {_WHOLE}") from error
     states = rest.get("optimizer_states", [])
     del states[len(optimizers) :]
     for optimizer, state in zip(optimizers, states, strict=False):
@@ -212,6 +234,7 @@ def load_parts(
     return read_parts(folder, rest, like, weights_only=weights_only)
 
 
+_WHOLE = "Expected all files as they were saved, whole: copy the folder again, or give an earlier checkpoint."
 _TRUST = (
     "Expected plain data, as anything else could run code when it is read; none of it was run. If you trust the file,"
     " give weights_only=False to fit, validate, test or predict."
@@ -245,7 +268,8 @@ def read_parts(
     content: dict[str, Any] = _mapped(rest, to_fill)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process alone
-        dcp.load(wanted, checkpoint_id=folder)
+        with _in_one_line(ConfigurationError, f"{folder} cannot be read by", _WHOLE):
+            dcp.load(wanted, checkpoint_id=folder)
     return content
 
 
@@ -260,7 +284,7 @@ class _Table(pickle.Unpickler):
             )
             if is_record or isinstance(found, torch.dtype) or (module, name) == GET_LAYOUT:
                 return found
-        raise pickle.UnpicklingError(f"names {module}.{name}")
+        raise ConfigurationError(f"names {module}.{name}, which torch does not write there. {_TRUST}")
 
 
 # Where torch has what is in its table, the path of the folder included.
@@ -271,5 +295,7 @@ def _check_table(path: Path) -> None:
     try:
         with open(path, "rb") as file:
             _Table(file).load()
-    except pickle.UnpicklingError as error:
-        raise ConfigurationError(f"{path}: {error}, which torch does not write there. {_TRUST}") from None
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{path}: {error}") from None
+    except Exception as error:  # whatever comes of bytes that are no pickle
+        raise ConfigurationError(f"{path} cannot be read: {first_line(error)}. {_WHOLE}") from error

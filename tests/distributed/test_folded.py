@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import lightning.pytorch as pl
 import pytest
@@ -17,11 +19,17 @@ from tests.helpers import run_script
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+@contextmanager
+def measured() -> Iterator[None]:
+    yield
+
+
 class Fails(pl.LightningModule):
     def __init__(self, error: BaseException | None = None) -> None:
         super().__init__()
         self.layer, self.error = nn.Linear(4, 1), error
 
+    @measured()  # a frame of the standard library
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if self.error is not None:
             raise self.error

@@ -31,6 +31,8 @@ class Net(L.LightningModule):
         if batch_idx == 3:
             part_ways(self.global_rank)
         loss = self.layer(batch[0]).sum()
+        if CASE == "alone" and batch_idx == 3 and self.global_rank == 0:
+            self.log("weights", self.branch(self.layer(batch[0])).mean(), rank_zero_only=True)
         if CASE == "unused" and batch_idx == 3 and self.global_rank == 1:
             return loss
         return loss + self.branch(batch[0]).sum()

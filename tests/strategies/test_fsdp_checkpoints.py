@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -243,6 +245,27 @@ class Grouped(Net):
         return torch.optim.Adam([{"params": [first]}, {"params": others}], 0.01)
 
 
+def limited(path: Path) -> None:
+    """Save where rank 1 has no space: its files may not grow."""
+    rank, limits = int(os.environ["RANK"]), resource.getrlimit(resource.RLIMIT_FSIZE)
+    trainer = fit(Net, 2, fsdp(state_dict="sharded"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000 if rank else limits[0], limits[1]))
+    try:
+        trainer.save_checkpoint(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def damaged(folder: Path, file: str) -> Path:
+    """A copy of the folder of parts in which a file ends too early."""
+    to = folder / f"{file}.ckpt"
+    if os.environ["RANK"] == "0":
+        shutil.copytree(folder / "parts.ckpt", to)
+        os.truncate(to / file, (to / file).stat().st_size // 2)
+    torch.distributed.barrier()
+    return to
+
+
 def refused(folder: Path) -> dict[str, str]:
     rank = int(os.environ["RANK"])
     sharded = {"state_dict": "sharded"}
@@ -261,11 +284,16 @@ def refused(folder: Path) -> dict[str, str]:
         "fewer, full": lambda: resumed(2, folder / "full.ckpt", fsdp(), Fewer),
         "grouped, parts": lambda: resumed(2, folder / "parts.ckpt", fsdp(), Grouped),
         "grouped, full": lambda: resumed(2, folder / "full.ckpt", fsdp(), Grouped),
+        "no space on one rank": lambda: limited(folder / "parts.ckpt"),
+        "a damaged part": lambda: resumed(2, damaged(folder, "__1_0.distcp"), fsdp()),
+        "a damaged rest": lambda: resumed(2, damaged(folder, "lightning.pt"), fsdp()),
+        "a damaged table": lambda: resumed(2, damaged(folder, ".metadata"), fsdp()),
+        "what was there": lambda: resumed(2, folder / "parts.ckpt", fsdp()),
     }.items():
         try:
             act()
             answers[name] = "nothing"
-        except ConfigurationError as error:  # noqa: PERF203
+        except (ConfigurationError, OSError) as error:  # noqa: PERF203
             answers[name] = str(error)
     return answers
 
@@ -281,6 +309,11 @@ def test_what_cannot_be_read_or_written_is_refused_on_all_ranks_alike(tmp_path: 
         "fewer, full": "an optimizer for 12 parameters, and Adam is for 1 parameters: expected as many",
         "grouped, parts": "for 12 parameters, and Adam is for 12 parameters in 2 groups of 1, 11: expected",
         "grouped, full": "for 12 parameters, and Adam is for 12 parameters in 2 groups of 1, 11: expected",
+        "no space on one rank": "parts.ckpt.writing cannot be written by rank 1: ",
+        "a damaged part": "__1_0.distcp.ckpt cannot be read by rank 1: ",
+        "a damaged rest": "lightning.pt.ckpt/lightning.pt cannot be read: ",
+        "a damaged table": ".metadata.ckpt/.metadata cannot be read: ",
+        "what was there": "nothing",
     }.items():
         assert expected in first[name], (name, first[name])
 

@@ -63,6 +63,8 @@ def test_ranks_that_gather_different_shapes_get_one_report(tmp_path: Path) -> No
         ("caught", "popen", (r"0 all_reduce float32 \(4,\)", r"1 all_reduce float32 \(40,\) backward")),
         # A rank that leaves a layer out gathers one part less.
         ("unused", "fsdp", (r"0 all_gather float32 \(10,\)", r"1 all_reduce float32 .* <- differs")),
+        # One that calls a layer alone, to log, gathers one part more.
+        ("alone", "fsdp", (r"0 all_gather float32 .* backward", r"1 all_reduce float32 .* <- differs")),
     ],
 )
 def test_ranks_that_call_different_things_raise_the_same(
@@ -72,6 +74,8 @@ def test_ranks_that_call_different_things_raise_the_same(
     assert outcome.returncode == 1, outcome.output
     for found, wanted in zip(rows(outcome.stderr), expected, strict=True):
         assert re.match(wanted, found), outcome.stderr
+    if case == "alone":
+        assert "Where a model is divided (FSDP), each call of a layer is an all_gather" in outcome.stderr
     if case == "messages":
         assert all(f"rank {rank} raises CollectiveMismatchError" in outcome.stdout for rank in (0, 1))
 

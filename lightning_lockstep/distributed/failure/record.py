@@ -38,6 +38,7 @@ _FOLDED = {
     "lightning_lockstep": "lightning_lockstep",
 }
 _OWN = Path(__file__).parents[2]
+_STANDARD = os.__file__.rpartition(os.sep)[0] + os.sep
 _CAUSE = "\nThe above exception was the direct cause of the following exception:\n\n"
 _CONTEXT = "\nDuring handling of the above exception, another exception occurred:\n\n"
 
@@ -68,7 +69,8 @@ def user_function(error: BaseException) -> str | None:
     inside = False
     for frame in traceback.extract_tb(error.__traceback__):
         package = _package_of(frame.filename)
-        if inside and package is None:
+        is_standard = frame.filename.startswith(_STANDARD) and "-packages" not in frame.filename
+        if inside and package is None and not is_standard:
             return frame.name
         inside = inside or package == "lightning"
     return None

@@ -155,8 +155,12 @@ def _remedy(calls: Mapping[int, CollectiveCall]) -> str:
     )
     is_other = not is_same or len(titles) > 1
     is_elsewhere = is_same and len(sites) > 1 and all(sites) and not first.uneven
+    gathered_at = {call.site for call in calls.values() if call.operation.startswith("all_gather")}
     if is_elsewhere and (is_other or BACKWARD in sites):
-        return f"{_skipped(calls)} {_SAME}"
+        gathers = BACKWARD in sites and sites - {BACKWARD} <= gathered_at
+        return f"{_skipped(calls)} {_DIVIDED if gathers else _SAME}"
+    if BACKWARD in gathered_at:
+        return _DIVIDED
     if is_other:
         return "Call the same collectives with the same arguments in the same order on every rank."
     if sites == {BACKWARD}:
@@ -181,6 +185,14 @@ def _remedy(calls: Mapping[int, CollectiveCall]) -> str:
 
 
 _SAME = "Every rank must call the same collectives in the same order: look for a branch or loop that only some take."
+
+
+# DDP gathers nothing in backward.
+_DIVIDED = (
+    "Where a model is divided (FSDP), each call of a layer is an all_gather, and so is its backward: call the model"
+    " equally often and in the same order on all ranks, also where only one of them logs, samples or saves."
+    " guard_history=20 shows where each rank has called it."
+)
 
 
 def _skipped(calls: Mapping[int, CollectiveCall]) -> str:

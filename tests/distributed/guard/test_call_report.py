@@ -15,6 +15,7 @@ import torch
 
 from lightning_lockstep.distributed.guard import collective_call
 from lightning_lockstep.distributed.guard.collective_call import (
+    BACKWARD,
     CollectiveCall,
     call_site,
     fingerprint,
@@ -122,7 +123,7 @@ def at(*sites: str, last: str = "all_gather") -> str:
     """Return the advice for ranks that called from these places with other shapes, the last one this operation."""
     changes: list[dict[str, Any]] = [{"site": site, "shapes": ((rank,),)} for rank, site in enumerate(sites)]
     changes[-1]["operation"] = last
-    return report(*changes)[-1].partition(" Every rank")[0]
+    return report(*changes)[-1].partition(" Every rank")[0].partition(" Where a model")[0]
 
 
 def test_ranks_that_called_from_different_places_are_told_who_skipped_what() -> None:
@@ -145,7 +146,11 @@ def test_ranks_that_called_from_different_places_are_told_who_skipped_what() -> 
         "Make the shapes equal on all ranks before the call, or use lightning_lockstep.gather_uneven(), or look for a"
         " call that only some ranks make."
     )
-    assert at("backward", "backward").startswith("In backward, DistributedDataParallel reduces")
+    # DDP gathers nothing in backward.
+    assert at("backward", "backward").startswith("Where a model is divided (FSDP), each call of a layer")
+    reduced: dict[str, Any] = {"operation": "all_reduce", "site": BACKWARD}
+    text = report(reduced, reduced | {"shapes": ((2,),)})[-1]
+    assert text.startswith("In backward, DistributedDataParallel reduces")
     assert at(line, "").startswith("Make the shapes equal")  # where one came from is not known
     assert at(line, line).startswith("Make the shapes equal")
 
