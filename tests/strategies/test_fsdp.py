@@ -11,6 +11,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -368,6 +369,7 @@ class Sparse(Net):
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(5, 8, sparse=True)
+        self.names = nn.Embedding(5, 8, max_norm=1.0)
 
 
 class Hooked(Net):
@@ -403,7 +405,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "sparse gradients": (
         lambda: start(Sparse),
-        "Sparse: words has sparse=True and max_norm=None: expected False",
+        "words has sparse=True and max_norm=None: expected False.*names has sparse=False and max_norm=1.0",
     ),
     "hooks for gradients": (
         lambda: start(Hooked),
@@ -549,9 +551,15 @@ class LaterHook(Net):
         self.head.weight.register_hook(lambda gradient: gradient * 0.1)
 
 
-class Quasi(Net):
+class Whole(Net):
+    """Its optimizer looks at whole parameters."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+
     def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), 0.1)
+        return self.optimizer(self.parameters(), 0.1)
 
 
 class FollowsWithin(Follows):
@@ -578,7 +586,10 @@ def late_refusals() -> dict[str, str]:
         ("other precision", lambda: plain, {}, {"precision": "bf16-mixed"}),
         ("no such module", Net, {}, {"callbacks": [FP32Modules(["bloks.0"])], "precision": "bf16-mixed"}),
         ("two dtypes", TwoDtypes, {}, {}),
-        ("LBFGS", Quasi, {}, {}),
+        *(
+            (one, partial(Whole, getattr(torch.optim, one)), {}, {})
+            for one in ("LBFGS", "Rprop", "Adafactor")
+        ),
         ("a later layer", LaterLayer, {}, {}),
         ("a later hook", LaterHook, {}, {}),
         ("written to", FollowsWithin, {}, {}),
@@ -606,6 +617,8 @@ def test_what_cannot_work_is_refused_on_all_ranks_alike() -> None:
         "no such module": "modules='bloks.0': expected the name of a module of Net",
         "two dtypes": "head.weight has torch.float64 and temperature torch.float32: expected one dtype",
         "LBFGS": "LBFGS needs operations that torch does not have for divided parameters",
+        "Rprop": "Rprop needs operations",
+        "Adafactor": "Adafactor needs operations",
         "a later layer": "later.weight was made after the module was divided",
         "a later hook": "Hooks for the gradients of head.weight: expected none",
         "written to": "copies.0.weight was written to while it was gathered, in a step or",
