@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,6 +37,7 @@ from lightning_lockstep._system import write_whole
 from lightning_lockstep._text import say
 from lightning_lockstep.distributed.failure.exit_notes import (
     first_failure,
+    keep_failure,
     keep_notes_in,
     note_preempted_exit,
     preempted_exit,
@@ -134,6 +135,8 @@ def _error_of_ranks(
             return show_in_cell(alike, text)
     if killed:  # what the others raise is a consequence of that
         record = _record_of_end(killed[0], group, memory)
+        if noted is not None:  # the ranks know less of that end, and more of the run
+            record = keep_failure(replace(record, where=noted.where, file=noted.file))
     else:
         records = [record for record, _ in raised]
         own = [record for record in records if not _is_consequence(record)] or records

@@ -145,6 +145,7 @@ class CollectiveWatch:
             stall_timeout=settings.stall_timeout,
             window=self._window,
             history=settings.guard_history,
+            verifies=settings.guard == "verify",
         )
         self._waits = Waits(settings.stall_timeout - self._window)
         self._open_messages = tuple[RecordedCall, ...]()
