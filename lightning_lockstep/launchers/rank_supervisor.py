@@ -162,6 +162,7 @@ class RankSupervisor:
         if trainer is None:
             return
         self._trainer = weakref.ref(trainer)
+        tell_place_by(self._where)
         # A rank that is told to end does so at its next batch; the others learn of it over the side channel.
         call_before_each_batch(trainer, self.at_step_boundary)
         call_on_sigterm(trainer, self._told_to_end)
@@ -178,7 +179,6 @@ class RankSupervisor:
         """Open the side channel and begin to listen for failures."""
         # All ranks come here together, right after they have met; each waits until rank 0 has come too.
         communicator = current_communicator()
-        tell_place_by(self._where)
         if communicator.is_main and (folder := self._folder()) is not None:
             remove_earlier_reports(folder)
         if communicator.world_size > 1:
@@ -214,7 +214,7 @@ class RankSupervisor:
         agreed = isinstance(error, SystemExit) and error.code == outcome.expected_exit_code
         if trainer is None or not trainer.is_global_zero or agreed:
             return
-        record = describe_error(error, trainer.global_rank, trainer.world_size, self._where)
+        record = describe_error(error, trainer.global_rank, trainer.world_size)
         outcome_of(error).saved = keep_failure(record.in_folder(self._folder())).saved_to()
 
     def at_step_boundary(self) -> None:

@@ -13,7 +13,6 @@ import torch
 
 from lightning_lockstep.distributed.failure.process_exit import SAVED
 from tests.helpers import Script, ScriptOutcome
-from lightning_lockstep.distributed.failure.process_exit import SAVED
 from tests.helpers.patience import patience
 from tests.soak.rules import Expected
 

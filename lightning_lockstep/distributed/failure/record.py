@@ -187,13 +187,10 @@ class FailureRecord(FailedRank):
         """Return the line that names the file with all this and the command that reads it; empty if there is none."""
         if not self.file:
             return ""
-        folder = Path(self.file).parent
-        reports = [name for name in REPORTS if name == FAILURE_FILE or (folder / name).exists()]
-        here = Path.cwd()
+        folder, here = Path(self.file).parent, Path.cwd()
         shown = shlex.quote(str(folder.relative_to(here) if folder.is_relative_to(here) else folder))
         return (
-            f"{SAVED}{' and '.join(f'{shown}/{name}' for name in reports)}; for what it says and what to do next:"
-            f" lockstep-doctor run {shown}"
+            f"{SAVED}{shown}/{FAILURE_FILE}; for what it says and what to do next: lockstep-doctor run {shown}"
         )
 
     def printed(self) -> str:
@@ -278,10 +275,10 @@ def tell_place_by(where: Callable[[], Mapping[str, Any]]) -> None:
     _where = where
 
 
-def own_place() -> dict[str, Any]:
-    """Return what this rank is doing, as far as known; any thread may ask."""
+def own_place(*, batches: bool = False) -> dict[str, Any]:
+    """Return what this rank is doing, as far as known, perhaps with ``BATCHES``; any thread may ask."""
     with suppress(Exception):
-        return dict(_where())
+        return {key: value for key, value in _where().items() if batches or key != BATCHES}
     return {}
 
 
@@ -296,7 +293,9 @@ def places_in_words(places: Mapping[int, Mapping[str, Any]]) -> str:
     for rank, where in sorted(places.items()):
         if where:
             ranks_at.setdefault(place_in_words(where), []).append(rank)
-    text = "; ".join(f"{ranks_in_words(ranks)} at {place}" for place, ranks in ranks_at.items())
+    text = "; ".join(
+        f"{ranks_in_words(ranks)} {'is' if len(ranks) == 1 else 'are'} at {place}" for place, ranks in ranks_at.items()
+    )
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 

@@ -124,7 +124,9 @@ class MainThreadErrors:
     def _woken(self, number: int, frame: FrameType | None) -> None:
         if callable(self._before):
             self._before(number, frame)
-        if self._pending is None or os.getpid() != self._process or _deals_with_errors(frame):
+        if self._pending is None or os.getpid() != self._process:
+            return
+        if _deals_with_errors(frame) or _is_of_the_end(frame):
             return
         error = self.take()
         if error is not None:
@@ -138,6 +140,16 @@ def _deals_with_errors(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _is_of_the_end(frame: FrameType | None) -> bool:
+    """Return whether the main thread is past its program, in a function that Python calls at exit."""
+    # Python would print "Exception ignored in atexit callback" of an error that is raised there, and go on.
+    while frame is not None:
+        if frame.f_code.co_name == "<module>":
+            return False
+        frame = frame.f_back
+    return True
 
 
 # -- The guard of a run: which of its parts are at work, and how an error of theirs reaches the main thread

@@ -372,7 +372,7 @@ class RankObserver:
             calls=tuple(calls[-_COMPARED:]),
             seconds_since_call=time.time() - max(call.started for call in calls) if calls else None,
             position=place,
-            where=own_place(),
+            where=own_place(batches=True),
             awaited=tuple(one.call for one in self.messages()) if place.function == WAIT else (),
             raised=self.raised_at is not None,
             moves=self.activity.moves or _may_move_unseen(),

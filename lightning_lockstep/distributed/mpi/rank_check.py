@@ -166,7 +166,7 @@ class RankCheck:
             raise self._mismatch(replace(describe(), note=note))
 
     def _mismatch(self, call: CollectiveCall) -> CollectiveMismatchError:
-        own = replace(call, where=own_place()).to_data()
+        own = replace(call, where=own_place(batches=True)).to_data()
         calls = [CollectiveCall.from_data(data) for data in self._comm.allgather(own)]
         return CollectiveMismatchError(mismatch_report(dict(zip(self._ranks, calls, strict=True))))
 

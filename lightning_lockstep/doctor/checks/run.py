@@ -268,17 +268,15 @@ def _guard(folder: RunFolder) -> Iterator[Finding]:
         evidence = f"{name} is older than the summary: of an earlier attempt, or of a wait that has ended"
         yield not_applicable(subject, evidence)
         return
-    what, then = "a collective did not complete", ("# and the network itself:", "lockstep-doctor network")
+    what, then = "a collective did not complete", ("# is it the network?", "lockstep-doctor network")
     if report.get("error") == "CollectiveMismatchError":
         what = "the ranks called different collectives"
         then = (
             "# the same run with each collective compared before it is called:",
             _VERIFY[folder.is_of_lockstep_train],
         )
-    evidence = f"{what}. {_quoted(str(report.get('text', '')).partition('Stack of')[0])}"
-    yield problem(
-        subject, evidence, f"less {folder.shown(name)}  # where each rank was, with its stack", *then
-    )
+    text = re.split("Stack of rank|With guard=", str(report.get("text", "")))[0]
+    yield problem(subject, f"{what}. {_quoted(text)}\n(the stacks of all ranks: {name})", *then)
 
 
 def _overflow(folder: RunFolder) -> Iterator[Finding]:

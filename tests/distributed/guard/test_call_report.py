@@ -176,7 +176,7 @@ def test_ranks_with_different_numbers_of_batches_to_evaluate_are_told_so(
     ]
     lines = report({"where": places[0], "site": site}, {"where": places[1], "dtypes": ("int64",)})
     assert lines[6] == (
-        f"Rank 0 at epoch 0, step 8, batch 3, stage {stages[0]}; rank 1 at epoch 0, step 8, batch 2, stage {stages[1]}."
+        f"Rank 0 is at epoch 0, step 8, batch 3, stage {stages[0]}; rank 1 is at epoch 0, step 8, batch 2, stage {stages[1]}."
     )
     expected = "The ranks have different numbers of validation batches (rank 0: 5, rank 1: 3), and "
     assert lines[-1].startswith(expected) == bool(told) and told in lines[-1]
