@@ -58,9 +58,14 @@ def remove_earlier_reports(folder: Path) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
+def note_for_parent(record: FailureRecord) -> None:
+    """Note for the process that has started this one which rank failed first, or an error that all ranks raise."""
+    _write("failed", record.to_json())
+
+
 def note_failure(record: FailureRecord) -> None:
     """Note which rank failed first; also for ``torchrun``, so that its closing summary has the traceback."""
-    _write("failed", record.to_json())
+    note_for_parent(record)
     if (record.host, record.pid) == (socket.gethostname(), os.getpid()):
         note_for_torchrun("\n".join(filter(None, [record.traceback.rstrip(), record.saved_to()])))
     else:

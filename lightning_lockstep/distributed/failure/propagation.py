@@ -51,6 +51,7 @@ from lightning_lockstep.distributed.failure.exit_notes import (
     forget_failure,
     keep_failure,
     note_failure,
+    note_for_parent,
     note_for_torchrun,
 )
 from lightning_lockstep.distributed.failure.process_exit import (
@@ -419,6 +420,7 @@ class FailurePropagation:
     def _raised_on_all(self, error: BaseException, first: FailureRecord | None) -> BaseException:
         """Errors of this package are raised on every rank: each keeps its own, rank 0 prints it."""
         record = self._kept(replace(self.describe(error), file=first.file) if first else self.describe(error))
+        note_for_parent(record)
         note_for_torchrun("\n".join(filter(None, [record.headline(), record.saved_to()])), of=error)
         outcome_of(error).reminder, outcome_of(error).saved = record.headline(), record.saved_to()
         if first is not None and not self.prints_report and not self._alone:
