@@ -176,12 +176,11 @@ def run(config: DictConfig) -> float | None:
         record.share()
     left_out = _left_out(config, model, data)
     if trainer.is_global_zero:
+        remove_earlier_reports(Path(trainer.default_root_dir))
         for stage, why in left_out.items():
             say(f"lightning-lockstep: {stage}=true is left out: {why}")
     loggers = list(trainer.loggers)
     earlier = written(Path(trainer.default_root_dir))
-    if trainer.is_global_zero:
-        remove_earlier_reports(Path(trainer.default_root_dir))
     try:
         metrics = _loops(config, trainer, record, left_out, model=model, datamodule=data)
     except BaseException as error:

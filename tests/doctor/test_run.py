@@ -100,15 +100,21 @@ def test_the_runs_of_a_script_are_found_below_its_folder_and_need_no_summary(tmp
     [run_of_script, *_] = findings(folder)
     assert run_of_script.status is Status.OK and "no failure was recorded" in run_of_script.evidence
     [found] = findings(tmp_path)
-    assert found.status is Status.OK and "3 run folders below it; none of these runs has failed" in found.evidence
+    assert (
+        found.status is Status.OK
+        and "3 run folders below it; none of these runs has failed" in found.evidence
+    )
     record = {"rank": 1, "world_size": 2, "host": "h", "summary": "ValueError: boom", "where": {"step": 7}}
-    place = '  File "/me/train.py", line 9, in step\n    raise ValueError\n  File "/x/site-packages/torch/nn.py", line 3'
-    (folder / "failure.json").write_text(json.dumps(record | {"traceback": f"Traceback:\n{place}, in f\n"}))
+    own = '  File "/me/train.py", line 9, in step\n    raise ValueError\n'
+    trace = f'Traceback:\n{own}  File "/x/site-packages/torch/nn.py", line 3, in f\n'
+    (folder / "failure.json").write_text(json.dumps(record | {"traceback": trace}))
     [found] = findings(tmp_path)
     assert found.fix == (f"lockstep-doctor run {folder}",)
     [failed, *_] = findings(folder)
     assert failed.status is Status.PROBLEM and "rank 1 of 2 on h, step 7: ValueError: boom" in failed.evidence
-    assert failed.evidence.endswith('File "/me/train.py", line 9, in step\nraise ValueError') and not failed.fix
+    assert (
+        failed.evidence.endswith('File "/me/train.py", line 9, in step\nraise ValueError') and not failed.fix
+    )
 
 
 def test_the_log_of_the_last_attempt_is_read_to_its_end(tmp_path: Path) -> None:

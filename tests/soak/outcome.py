@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_lockstep.distributed.failure.process_exit import SAVED
+from lightning_lockstep._text import SAVED
 from tests.helpers import Script, ScriptOutcome
 from tests.helpers.patience import patience
 from tests.soak.rules import Expected

@@ -39,14 +39,18 @@ def last_lines(text: str, number: int = 12) -> str:
 SAVED = "Saved to ./failure.json; for what it says and what to do next: lockstep-doctor run ."
 
 
-def check_kept(folder: Path, rank: int, summary: str, *, place: str = "epoch 0, step 5, batch 5, stage train") -> None:
+def check_kept(
+    folder: Path, rank: int, summary: str, *, place: str = "epoch 0, step 5, batch 5, stage train"
+) -> None:
     """Check what a failed run has left in its folder, and that the doctor reads it."""
     record = FailureRecord.from_json((folder / "failure.json").read_text())
     assert (record.rank, record.world_size) == (rank, 2) and summary in record.summary
     assert place_in_words(record.where).startswith(place), record
     found = list(doctor_run(Machine(), CheckOptions(folders=(str(folder),))))
     [problem] = [one for one in found if one.status is Status.PROBLEM]
-    assert f"rank {rank} of 2" in problem.evidence and summary in problem.evidence and place in problem.evidence
+    assert (
+        f"rank {rank} of 2" in problem.evidence and summary in problem.evidence and place in problem.evidence
+    )
 
 
 def test_two_trainers_in_one_script_share_the_ranks(tmp_path: Path) -> None:

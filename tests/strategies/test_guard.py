@@ -132,7 +132,9 @@ def check_stall(outcome: ScriptOutcome, place: str) -> None:
     assert "CollectiveStallError: rank 1 never came to collective #" in outcome.stderr
     assert all(f"rank {rank} raises CollectiveStallError" in outcome.stdout for rank in (0, 1))
     assert re.search(rf"1 +- +{place}, after #\d+ all_reduce.*<- never came", outcome.stderr), outcome.stderr
-    assert re.search(r"^(\[rank 0\] )?Ranks? 0.* at epoch 0, step \d, batch \d, stage train", outcome.stderr, re.MULTILINE)
+    assert re.search(
+        r"^(\[rank 0\] )?Ranks? 0.* at epoch 0, step \d, batch \d, stage train", outcome.stderr, re.MULTILINE
+    )
     assert 'guard="verify"' not in outcome.stderr, "it finds no rank that never comes"
     assert "Stack of rank 1 (innermost frame last)" in outcome.stderr
     # The user's files by their whole paths; what libraries do between is one line.

@@ -29,14 +29,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from lightning_lockstep._text import say
+from lightning_lockstep._text import SAVED, say
 from lightning_lockstep.errors import RankFailedError
 
 _log = logging.getLogger(__name__)
 # How long what is held back may take to be written before an end by force [s].
 _LAST_WRITES = 10.0
-#: How the line begins that names the file in which a failure is kept.
-SAVED = "Saved to "
 
 # ------------------------------------------------------------------ before the end
 
@@ -284,7 +282,7 @@ outcome = Outcome()
 
 
 def end_now(exit_code: int, message: str | Callable[[], str] = "") -> NoReturn:
-    """End this process by force, from any thread; ``message``, or what it returns, is printed last to standard error."""
+    """End this process by force, from any thread; ``message``, or what it returns, is printed last."""
     last = threading.Thread(target=_print_last, args=(message,), name="lockstep-last", daemon=True)
     try:
         last.start()

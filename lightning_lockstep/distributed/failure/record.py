@@ -20,8 +20,7 @@ from torch.distributed import DistError
 
 from lightning_lockstep._doors.lightning import SIGTERMException
 from lightning_lockstep._settings import full_traceback
-from lightning_lockstep._text import exit_in_words, first_lines, ranks_in_words, without_escapes
-from lightning_lockstep.distributed.failure.process_exit import SAVED
+from lightning_lockstep._text import SAVED, exit_in_words, first_lines, ranks_in_words, without_escapes
 from lightning_lockstep.errors import FailedRank, FailureKind, LockstepError, RankFailedError
 
 # -- Tracebacks that show the user's own frames, and of torch, Lightning, Hydra and this package how many
@@ -157,7 +156,11 @@ class FailureRecord(FailedRank):
     def headline(self) -> str:
         """Return one line: which rank failed, where and with what."""
         # A process that has ended cannot say where it was.
-        place = f" {'while the others were ' if self.ended else ''}at {place_in_words(self.where)}" if self.where else ""
+        place = (
+            f" {'while the others were ' if self.ended else ''}at {place_in_words(self.where)}"
+            if self.where
+            else ""
+        )
         process = f" (host {self.host}, process {self.pid})" if self.host else ""
         what = self.summary
         if self.traceback and len(what) > _HEADLINE:
@@ -189,16 +192,16 @@ class FailureRecord(FailedRank):
             return ""
         folder, here = Path(self.file).parent, Path.cwd()
         shown = shlex.quote(str(folder.relative_to(here) if folder.is_relative_to(here) else folder))
-        return (
-            f"{SAVED}{shown}/{FAILURE_FILE}; for what it says and what to do next: lockstep-doctor run {shown}"
-        )
+        return f"{SAVED}{shown}/{FAILURE_FILE}; for what it says and what to do next: lockstep-doctor run {shown}"
 
     def printed(self) -> str:
         """Return the report as it is printed; without the traceback where torchrun shows that last."""
         text = self.report()
         if self.shown_by_torchrun:
             last = "The traceback is at the end of what torchrun prints."
-            text = "\n".join(filter(None, [self.headline(), "The other ranks were stopped.", self.saved_to(), last]))
+            text = "\n".join(
+                filter(None, [self.headline(), "The other ranks were stopped.", self.saved_to(), last])
+            )
         return f"\nlightning-lockstep: {text}\n"
 
     @property
@@ -294,7 +297,8 @@ def places_in_words(places: Mapping[int, Mapping[str, Any]]) -> str:
         if where:
             ranks_at.setdefault(place_in_words(where), []).append(rank)
     text = "; ".join(
-        f"{ranks_in_words(ranks)} {'is' if len(ranks) == 1 else 'are'} at {place}" for place, ranks in ranks_at.items()
+        f"{ranks_in_words(ranks)} {'is' if len(ranks) == 1 else 'are'} at {place}"
+        for place, ranks in ranks_at.items()
     )
     return f"{text[0].upper()}{text[1:]}." if text else ""
 

@@ -163,9 +163,7 @@ _EVALUATIONS = {
 }
 
 
-def _uneven_evaluation(
-    calls: Mapping[int, CollectiveCall], places: Mapping[int, Mapping[str, Any]]
-) -> str:
+def _uneven_evaluation(calls: Mapping[int, CollectiveCall], places: Mapping[int, Mapping[str, Any]]) -> str:
     """Return what to do if ranks have different numbers of batches to evaluate, and one of them is evaluating."""
     stages = [where.get("stage") for where in places.values() if where.get("stage") in _EVALUATIONS]
     ranks_with: dict[Any, list[int]] = {}
@@ -251,14 +249,15 @@ def _skipped(calls: Mapping[int, CollectiveCall]) -> str:
     if len(sites) > 2 or (then != BACKWARD and _order(first)[0] != _order(then)[0]):
         called = "; ".join(f"{ranks_in_words(at[site])} called {what(site)}" for site in at)
         return (
-            f"{called[0].upper()}{called[1:]}. {_SAME}: a rank has skipped a call that another one made; look for an `if`"
-            " or a loop that only some ranks enter."
+            f"{called[0].upper()}{called[1:]}. {_SAME}: a rank has skipped a call that another one made; look for an"
+            " `if` or a loop that only some ranks enter."
         )
     called, skipped = (ranks_in_words(at[site]) for site in (first, then))
     if then == BACKWARD:
         return (
-            f"{called.capitalize()} called {what(first)}, but {skipped} called {what(then)}. {_SAME}: look for an `if` or"
-            f" a loop around that line that only {called} entered, or for a backward that {called} left out before it."
+            f"{called.capitalize()} called {what(first)}, but {skipped} called {what(then)}. {_SAME}: look for an `if`"
+            f" or a loop around that line that only {called} entered, or for a backward that {called} left out before"
+            " it."
         )
     return (
         f"{called.capitalize()} called {what(first)}; {skipped} skipped it and went on to {what(then)}, or comes to it"

@@ -131,7 +131,9 @@ def test_ranks_that_called_from_different_places_are_told_who_skipped_what() -> 
     called = "called all_gather at train.py:8 in step"
     in_backward = "called all_reduce in backward."
     assert at(line, "backward", last="all_reduce") == f"Rank 0 {called}, but rank 1 {in_backward}"
-    assert at("backward", line, "backward", last="all_reduce").startswith(f"Rank 1 {called}, but ranks 0,2 called")
+    assert at("backward", line, "backward", last="all_reduce").startswith(
+        f"Rank 1 {called}, but ranks 0,2 called"
+    )
     text = report({"site": line}, {"site": "backward", "operation": "all_reduce"})[-1]
     assert "that only rank 0 entered, or for a backward that rank 0 left out before it." in text
     assert "FSDP" not in text
@@ -161,8 +163,18 @@ def test_ranks_that_called_from_different_places_are_told_who_skipped_what() -> 
 @pytest.mark.parametrize(
     ("batches", "stages", "site", "told"),
     [
-        ((5, 3), ("validate", "validate"), "train.py:8 in step", "such as that of self.log(..., sync_dist=True)"),
-        ((5, 3), ("validate", "train"), "train.py:8 in step (FSDP)", "a layer of the model, which FSDP has divided"),
+        (
+            (5, 3),
+            ("validate", "validate"),
+            "train.py:8 in step",
+            "such as that of self.log(..., sync_dist=True)",
+        ),
+        (
+            (5, 3),
+            ("validate", "train"),
+            "train.py:8 in step (FSDP)",
+            "a layer of the model, which FSDP has divided",
+        ),
         ((5, 3), ("train", "train"), "train.py:8 in step", ""),
         ((5, 5), ("validate", "train"), "train.py:8 in step", ""),
         ((5, None), ("validate", "train"), "train.py:8 in step", ""),
@@ -172,11 +184,13 @@ def test_ranks_with_different_numbers_of_batches_to_evaluate_are_told_so(
     batches: tuple[Any, Any], stages: tuple[str, str], site: str, told: str
 ) -> None:
     places = [
-        {"epoch": 0, "step": 8, "batch": 3 - rank, "stage": stages[rank], "batches": batches[rank]} for rank in (0, 1)
+        {"epoch": 0, "step": 8, "batch": 3 - rank, "stage": stages[rank], "batches": batches[rank]}
+        for rank in (0, 1)
     ]
     lines = report({"where": places[0], "site": site}, {"where": places[1], "dtypes": ("int64",)})
     assert lines[6] == (
-        f"Rank 0 is at epoch 0, step 8, batch 3, stage {stages[0]}; rank 1 is at epoch 0, step 8, batch 2, stage {stages[1]}."
+        f"Rank 0 is at epoch 0, step 8, batch 3, stage {stages[0]}; rank 1 is at epoch 0, step 8, batch 2, stage"
+        f" {stages[1]}."
     )
     expected = "The ranks have different numbers of validation batches (rank 0: 5, rank 1: 3), and "
     assert lines[-1].startswith(expected) == bool(told) and told in lines[-1]
@@ -189,7 +203,11 @@ def test_the_site_is_the_nearest_place_in_the_users_program() -> None:
     engine = (torch.autograd.graph.__file__, 7, "_engine_run_backward")
     function = (torch.autograd.function.__file__, 8, "apply")
     collective = (torch_file, 1, "all_reduce")
-    divides = (f"{os.path.dirname(torch_file)}/fsdp/_fully_shard/_fsdp_collectives.py", 6, "foreach_all_gather")
+    divides = (
+        f"{os.path.dirname(torch_file)}/fsdp/_fully_shard/_fsdp_collectives.py",
+        6,
+        "foreach_all_gather",
+    )
     for places, expected in (
         ([collective, own], "train.py:9 in main"),
         ([collective, function, own], "train.py:9 in main"),  # as LightningModule.all_gather calls it

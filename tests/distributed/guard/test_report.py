@@ -98,7 +98,9 @@ def test_an_error_of_the_backend_because_a_rank_has_left() -> None:
     )
     assert lines(found)[5].endswith("no answer: it has come to the end of its program  <- never came")
     assert lines(found)[3].split() == ["0", "all_reduce", "float32", "(4,)", "train.py:3", "in", "step"]
-    assert lines(found)[-1].startswith("That program ended after fewer collectives than the others: look for a call")
+    assert lines(found)[-1].startswith(
+        "That program ended after fewer collectives than the others: look for a call"
+    )
     assert found is not None and (found.kind, found.ranks) == ("stall", (2,))
 
 

@@ -188,8 +188,8 @@ CASES: dict[str, tuple[Case, list[list[str]], str]] = {
     "unused parameters": (
         unused_parameters,
         [["all_reduce(sum)", "float32", "(9,)"], ["all_reduce(sum)", "float32", "()"]],
-        "Rank 1 called all_reduce(sum) at ..., but rank 0 called all_reduce(sum) in backward. ... or for a backward that"
-        " rank 1 left out before it.",
+        "Rank 1 called all_reduce(sum) at ..., but rank 0 called all_reduce(sum) in backward. ... or for a backward"
+        " that rank 1 left out before it.",
     ),
     "buckets": (
         other_buckets,
