@@ -130,6 +130,7 @@ def _error_of_ranks(
     if not killed and len(raised) == group.number and len({record.summary for record, _ in raised}) == 1:
         record, error = min(raised, key=lambda note: note[0].rank)
         text = f"{record.traceback.rstrip()}\n\nAll {group.number} ranks raised this too."
+        text += f"\n{noted.saved_to()}" if noted is not None and noted.file else ""
         alike = error_from_bytes(error)
         if noted is None or not isinstance(alike, SystemExit):  # Python would print nothing of that
             return show_in_cell(alike, text)
