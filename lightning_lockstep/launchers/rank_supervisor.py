@@ -211,8 +211,11 @@ class RankSupervisor:
     def _keep_alone(self, error: BaseException) -> None:
         """Keep the failure of a run of one rank, or of rank 0 before the ranks have met."""
         trainer = self._trainer()
-        agreed = isinstance(error, SystemExit) and error.code == outcome.expected_exit_code
-        if trainer is None or not trainer.is_global_zero or agreed:
+        if trainer is None or not trainer.is_global_zero:
+            return
+        # The program's own wish, or a stop on which all ranks have agreed.
+        code = error.code if isinstance(error, SystemExit) and not isinstance(error, SIGTERMException) else 1
+        if code in (None, 0, outcome.expected_exit_code):
             return
         record = describe_error(error, trainer.global_rank, trainer.world_size)
         outcome_of(error).saved = keep_failure(record.in_folder(self._folder())).saved_to()
@@ -263,8 +266,11 @@ def _batch(trainer: Any, stage: str) -> int:
     """Return which batch of its stage a Trainer is at, from 0; below 0: none yet."""
     if stage == "train":
         return int(trainer.fit_loop.epoch_loop.batch_idx)
-    loops = {"validate": trainer.validate_loop, "test": trainer.test_loop, "predict": trainer.predict_loop}
-    loop = trainer.fit_loop.epoch_loop.val_loop if trainer.state.fn == "fit" else loops.get(stage)
+    of_validation = (
+        trainer.fit_loop.epoch_loop.val_loop if trainer.state.fn == "fit" else trainer.validate_loop
+    )
+    loops = {"test": trainer.test_loop, "predict": trainer.predict_loop}
+    loop = of_validation if stage in ("validate", "sanity_check") else loops.get(stage)
     return -1 if loop is None else int(loop.batch_progress.current.ready) - 1
 
 

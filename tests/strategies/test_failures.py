@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger
 
+from lightning_lockstep import LockstepDDPStrategy
 from lightning_lockstep.distributed import FailureRecord
 from lightning_lockstep.distributed.failure.record import place_in_words
 from lightning_lockstep.doctor.checks.run import run as doctor_run
 from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.registry import CheckOptions, Status
 from tests.distributed.mpi.launch import mpi_environ, why_no
-from tests.helpers import Script, ScriptOutcome, reserve_port, run_script, start_script
+from tests.helpers import Script, ScriptOutcome, reserve_port, run_ranks, run_script, start_script
 from tests.helpers.cluster import Cluster, why_not
 
 SCRIPT = Path(__file__).with_name("fit_script.py")
@@ -84,6 +91,52 @@ def test_a_raising_rank_ends_the_job_with_its_traceback_last(fault: str, rank: i
         assert headline is not None, outcome.stderr
         assert headline[1] == "epoch 0, step 5, batch 5, stage train, in training_step"
         assert outcome.stdout.count("caught RankFailedError") == 1
+
+
+class Ends(BoringModel):
+    """Raises in its third step."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        super().__init__()
+        self.error = error
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2 and self.error is not None:
+            raise self.error
+        return super().training_step(batch, batch_idx)
+
+
+def ends_of_one_rank(folder: Path) -> list[tuple[str, str, dict[str, Any]]]:
+    """Return the name of each file that is left after a run, and what it says, as one program fits again and again."""
+    found = []
+    for error in (ValueError("boom"), None, SystemExit(0), KeyboardInterrupt()):
+        logger = CSVLogger(folder, version=0)
+        options = {"logger": logger, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = Trainer(
+            accelerator="cpu", devices=1, strategy=LockstepDDPStrategy(), max_steps=4, **options
+        )
+        with suppress(ValueError, SystemExit):
+            trainer.fit(Ends(error))
+        left = [
+            (file.relative_to(folder), json.loads(file.read_text())) for file in folder.rglob("failure.json")
+        ]
+        found += [(str(file), record["summary"], record["where"]) for file, record in left] or [("", "", {})]
+    return found
+
+
+def test_a_run_of_one_rank_keeps_its_failure_in_the_folder_of_its_logger(tmp_path: Path) -> None:
+    """The next run in that folder removes it; a program that ends on purpose has none."""
+    [found] = run_ranks(1, ends_of_one_rank, tmp_path, backend=None)
+    file, place = (
+        "lightning_logs/version_0/failure.json",
+        {"epoch": 0, "step": 2, "batch": 2, "stage": "train"},
+    )
+    assert found == [
+        (file, "ValueError: boom", {**place, "in": "training_step"}),
+        ("", "", {}),
+        ("", "", {}),
+        (file, "KeyboardInterrupt", {**place, "in": "training_step"}),
+    ]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
