@@ -71,7 +71,7 @@ def first_line(said: BaseException | str) -> str:
 #: How the last line of a failed run begins, which names the file in which the failure is kept.
 SAVED = "Saved to "
 # Codes of ECMA-48 that colour, move or link: ``ESC [ ... letter``, ``ESC ] ... BEL``, ``ESC letter``.
-_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~])")
 
 
 def without_escapes(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -9,7 +10,7 @@ import socket
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,12 @@ import torch.distributed as dist
 from lightning_lockstep.distributed import FailurePropagation, FailureRecord, current_communicator
 from lightning_lockstep.distributed.failure import process_exit
 from lightning_lockstep.distributed.failure.propagation import propagation_on
-from lightning_lockstep.distributed.failure.record import describe_exit, is_broken_collective, tell_place_by
+from lightning_lockstep.distributed.failure.record import (
+    describe_error,
+    describe_exit,
+    is_broken_collective,
+    tell_place_by,
+)
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError, RankFailedError
 from tests.helpers import run_ranks, run_ranks_raw, world_size
 
@@ -52,6 +58,30 @@ def test_of_a_very_long_text_the_headline_has_the_beginning_and_the_traceback_al
         and "9,000,012 characters; all of them are in the traceback" in record.headline()
     )
     assert record.report().count(text) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "summary"),
+    [
+        ("boom\nmore", "ValueError: boom"),
+        (
+            'Error(s) in loading state_dict for Net:\n\tMissing key(s): "a".\n\tMore',
+            'for Net: Missing key(s): "a".',
+        ),
+        ("\n\n  boom", "ValueError: boom"),
+        (
+            "\x1b[1;31mred\x1b[0m, a \x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\ and \x1b]0;title\x07\x1b7more\b",
+            "red, a link and more",
+        ),
+        ("", "ValueError"),
+    ],
+)
+def test_a_summary_is_the_first_line_with_substance_without_colours(text: str, summary: str) -> None:
+    record = describe_error(ValueError(text), 0, 1)
+    assert record.summary.endswith(summary) and record.summary.startswith("ValueError")
+    assert "\x1b" not in record.traceback and FailureRecord.from_json(record.to_json()) == record
+    colours = json.dumps(asdict(record) | {"summary": f"\x1b[31m{summary}"})
+    assert FailureRecord.from_json(colours).summary == summary, "nor do they come from other ranks"
 
 
 @pytest.mark.parametrize(
