@@ -115,6 +115,12 @@ def test_the_runs_of_a_script_are_found_below_its_folder_and_need_no_summary(tmp
     assert (
         failed.evidence.endswith('File "/me/train.py", line 9, in step\nraise ValueError') and not failed.fix
     )
+    ours = {
+        "summary": "BatchSizeError: none fits",
+        "traceback": "lightning_lockstep.errors.BatchSizeError: none\nhere",
+    }
+    (folder / "failure.json").write_text(json.dumps(record | ours))
+    assert findings(folder)[0].evidence.endswith("step 7: BatchSizeError: none\nhere"), "all of its message"
 
 
 def test_the_log_of_the_last_attempt_is_read_to_its_end(tmp_path: Path) -> None:

@@ -350,7 +350,11 @@ def _failed(failure: Mapping[str, Any], folder: RunFolder) -> Finding:
         return problem("killed", evidence, *_WHO_KILLED)
     if any(word in summary for word in _OUT_OF_MEMORY):
         return problem("out of memory", evidence, *_SMALLER_BATCH[folder.is_of_lockstep_train])
-    if lines := _raised_at(str(failure.get("traceback", ""))):
+    traceback = str(failure.get("traceback", ""))
+    if traceback and not traceback.startswith("Traceback"):  # an error of this package: its whole message
+        text = traceback.removeprefix("lightning_lockstep.errors.").partition("Stack of rank")[0]
+        evidence = f"{who}: {_quoted(text)}"
+    elif lines := _raised_at(traceback):
         evidence += f"\n{lines}"
     return problem("failure", evidence)
 
