@@ -9,6 +9,7 @@ from pathlib import Path
 
 from benchmarks.engine import Report, Table
 from benchmarks.terminal import PATIENCE, Shown, run_in_terminal, without_colours
+from lightning_lockstep._text import SAVED
 
 PROGRAM = Path(__file__).with_name("_failures_train.py")
 FAULTS = {
@@ -49,7 +50,8 @@ def row(fault: str, strategy: str, *, limit: float) -> list[str]:
     """One run, as a row of the table."""
     shown, at = train(fault, strategy, limit=limit)
     lines = printed(shown)
-    last = lines[-1] if lines else ""
+    # Below it, runs of this package name the file in which the failure is kept.
+    last = next((line for line in reversed(lines) if not line.startswith(SAVED)), "")
     if shown.returncode is None:
         ended = f"still hanging after {limit:.0f} s" + (
             "" if shown.obeyed else f", and {PATIENCE:.0f} s after SIGTERM"

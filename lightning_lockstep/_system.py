@@ -234,8 +234,9 @@ def write_whole(path: Path, content: str | bytes) -> str | None:
     return None
 
 
-def write_report(path: Path, content: str | bytes) -> None:
-    """Write a report into a run's folder for whoever looks there later; print why if that is not possible."""
+def write_report(path: Path, content: str | bytes) -> bool:
+    """Write a report into a run's folder for whoever looks there later; print why and return false if it cannot."""
     why = write_whole(path, content)
     if why is not None:
         say(f"lightning-lockstep: {path.name} could not be written to {path.parent}: {why}.")
+    return why is None

@@ -133,8 +133,10 @@ class FailedRank:
             ``vanished`` (its host or process ended without reporting an error); ``interrupt`` (Ctrl-C).
         summary: One line: the error's type and text, the exit code, or the signal.
         traceback: Its traceback as text; empty where there is none.
-        where: ``{"epoch": 0, "step": 7, "stage": "train"}`` as far as known.
+        where: ``{"epoch": 0, "step": 7, "stage": "train"}`` as far as known; of a process that has ended, where
+            the other ranks were.
         exit_code: Exit code for the whole job.
+        file: Path of the ``failure.json`` in which rank 0 keeps all this; empty if there is none.
     """
 
     rank: int
@@ -146,6 +148,7 @@ class FailedRank:
     traceback: str = ""
     where: Mapping[str, Any] = field(default_factory=dict)
     exit_code: int = 1
+    file: str = ""
 
 
 class RankFailedError(LockstepError, RuntimeError):

@@ -21,6 +21,8 @@ from rich.text import Text
 from lightning_lockstep._doors.lightning import Callback, Logger
 from lightning_lockstep._system import write_report
 from lightning_lockstep._text import counted
+from lightning_lockstep.distributed.failure.exit_notes import keep_failure
+from lightning_lockstep.distributed.failure.process_exit import outcome_of
 from lightning_lockstep.distributed.failure.record import FailureRecord, describe_error
 from lightning_lockstep.errors import MissingExtraError, RankFailedError
 from lightning_lockstep.launchers.hydra import freeze
@@ -130,23 +132,22 @@ def finish(loggers: list[Any], *, failed: bool) -> None:
             logger.finish(failed=failed)
 
 
-# -- `failure.json` in the run folder: what is known of the failure that came first, for who looks there
-# later
-
-FAILURE_FILE = "failure.json"
+# -- `failure.json` in the run folder, where the strategy has not written it
 
 
-def keep_failure(trainer: Any, error: BaseException, steps: int) -> None:
-    """Write what has ended a run to its folder; every rank may call it, rank 0 writes."""
-    # An error that was raised on another rank first comes with the record of that rank.
-    if isinstance(error, SystemExit) or not trainer.is_global_zero:
+def keep_unless_kept(trainer: Any, error: BaseException, steps: int) -> None:
+    """Write what has ended a run to its folder, if its strategy has not; every rank may call it, rank 0 writes."""
+    if isinstance(error, SystemExit) or not trainer.is_global_zero or outcome_of(error).saved:
         return
+    # An error that was raised on another rank first comes with the record of that rank.
     record = error.record if isinstance(error, RankFailedError) else None
     if not isinstance(record, FailureRecord):
         record = describe_error(
             error, trainer.global_rank, trainer.world_size, lambda: _where(trainer, steps)
         )
-    write_report(Path(trainer.default_root_dir, FAILURE_FILE), record.to_json() + "\n")
+    if not record.file:
+        record = keep_failure(record.in_folder(Path(trainer.default_root_dir)))
+        outcome_of(error).saved = record.saved_to()
 
 
 def _where(trainer: Any, steps: int) -> Mapping[str, Any]:

@@ -24,7 +24,7 @@ from lightning_lockstep._application.records import (
     LogConfiguration,
     Summary,
     finish,
-    keep_failure,
+    keep_unless_kept,
     read_metrics,
     show,
     write,
@@ -47,6 +47,7 @@ from lightning_lockstep._doors.lightning_internals import restore_data_classes, 
 from lightning_lockstep._registry import register_strategies
 from lightning_lockstep._settings import did_you_mean
 from lightning_lockstep._text import listed, say
+from lightning_lockstep.distributed.failure.exit_notes import remove_earlier_reports
 from lightning_lockstep.doctor.checks.run import RunFolder
 from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.errors import ConfigurationError
@@ -175,6 +176,7 @@ def run(config: DictConfig) -> float | None:
         record.share()
     left_out = _left_out(config, model, data)
     if trainer.is_global_zero:
+        remove_earlier_reports(Path(trainer.default_root_dir))
         for stage, why in left_out.items():
             say(f"lightning-lockstep: {stage}=true is left out: {why}")
     loggers = list(trainer.loggers)
@@ -187,7 +189,7 @@ def run(config: DictConfig) -> float | None:
             error = KeyboardInterrupt()
         # What has started an mpirun only waits for it: its rank 0 says how far the run came.
         if not (interrupted and isinstance(trainer.strategy.launcher, MPIRunLauncher)):
-            keep_failure(trainer, error, record.steps)
+            keep_unless_kept(trainer, error, record.steps)
             if interrupted and trainer.is_global_zero:
                 _say_interrupted(trainer, record)
         # One rank may go on with the next job of a sweep; of several each ends here, and must not wait.

@@ -274,9 +274,8 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
         if watch.overdue:
             relay.say(_OVERDUE.format(watch.patience))
         elif watch.failure is not None and watch.failure.exit_code == code:
-            relay.say(
-                f"\n{watch.failure.headline()}\n"
-            )  # below what mpirun has to say of the end of all ranks
+            # Below what mpirun has to say of the end of all ranks.
+            relay.say("\n".join(["", watch.failure.headline(), watch.failure.saved_to()]).rstrip() + "\n")
         elif watch.unexplained and self.num_nodes > 1:
             relay.say(_UNEXPLAINED)
             return code or 1  # Open MPI 5 may call it a success that it has lost a host

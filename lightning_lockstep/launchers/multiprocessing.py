@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,6 +37,7 @@ from lightning_lockstep._system import write_whole
 from lightning_lockstep._text import say
 from lightning_lockstep.distributed.failure.exit_notes import (
     first_failure,
+    keep_failure,
     keep_notes_in,
     note_preempted_exit,
     preempted_exit,
@@ -129,11 +130,14 @@ def _error_of_ranks(
     if not killed and len(raised) == group.number and len({record.summary for record, _ in raised}) == 1:
         record, error = min(raised, key=lambda note: note[0].rank)
         text = f"{record.traceback.rstrip()}\n\nAll {group.number} ranks raised this too."
+        text += f"\n{noted.saved_to()}" if noted is not None and noted.file else ""
         alike = error_from_bytes(error)
         if noted is None or not isinstance(alike, SystemExit):  # Python would print nothing of that
             return show_in_cell(alike, text)
     if killed:  # what the others raise is a consequence of that
         record = _record_of_end(killed[0], group, memory)
+        if noted is not None:  # the ranks know less of that end, and more of the run
+            record = keep_failure(replace(record, where=noted.where, file=noted.file))
     else:
         records = [record for record, _ in raised]
         own = [record for record in records if not _is_consequence(record)] or records

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from lightning_lockstep._doors.lightning import SIGTERMException, _TunerExitException
+from lightning_lockstep._doors.lightning import (
+    CSVLogger,
+    SIGTERMException,
+    TensorBoardLogger,
+    _TunerExitException,
+)
 from lightning_lockstep._doors.lightning_internals import (
     call_before_each_batch,
     call_on_sigterm,
@@ -22,8 +29,14 @@ from lightning_lockstep._doors.lightning_internals import (
 from lightning_lockstep._settings import Faults, is_whole, settings_of
 from lightning_lockstep._system import usable_cores
 from lightning_lockstep.distributed import Communicator, FailurePropagation, current_communicator
-from lightning_lockstep.distributed.failure.exit_notes import parent_reads_notes
+from lightning_lockstep.distributed.failure.exit_notes import (
+    keep_failure,
+    parent_reads_notes,
+    remove_earlier_reports,
+)
+from lightning_lockstep.distributed.failure.process_exit import outcome, outcome_of
 from lightning_lockstep.distributed.failure.propagation import propagation_on
+from lightning_lockstep.distributed.failure.record import BATCHES, describe_error, tell_place_by
 from lightning_lockstep.distributed.guard.guard import CollectiveGuard, guard_on
 from lightning_lockstep.distributed.guard.watch import GuardSettings
 from lightning_lockstep.errors import ConfigurationError
@@ -80,6 +93,21 @@ def current_job() -> tuple[str, object] | None:
     return hydra.runtime.output_dir, hydra.job.get("num")
 
 
+def folder_of_run(trainer: Any, job_folder: str | None) -> Path | None:
+    """Return the folder for reports of a run: of its Hydra job, else of its logger, else ``default_root_dir``."""
+    # As `trainer.log_dir`, which meets all ranks to tell it. None: none is written.
+    root, logger = Path(trainer.default_root_dir), trainer.logger
+    if trainer.fast_dev_run or "://" in str(trainer.default_root_dir):
+        return None
+    if logger is None or (job_folder is not None and Path(job_folder).resolve() == root.resolve()):
+        return root
+    folder = logger.log_dir if isinstance(logger, (CSVLogger, TensorBoardLogger)) else logger.save_dir
+    if not isinstance(folder, (str, os.PathLike)) or "://" in str(folder):
+        return root
+    # The version of a logger is that of rank 0.
+    return Path(folder) if trainer.is_global_zero or Path(folder).is_dir() else root
+
+
 # -- Per-rank life cycle: CPU threads, failure handling, exit report --
 # Every strategy of ours holds one supervisor and calls it at the few moments that matter: the launch, the
 # ranks having met, a step boundary. It knows the run by its communicator alone, so a strategy needs neither
@@ -126,12 +154,15 @@ class RankSupervisor:
         # Called before this process is ended by force; a launcher ends its children here.
         self.on_force: Callable[[], None] | None = None
         self._trainer: Callable[[], Any] = _no_trainer
+        job = current_job()  # a spawned rank, which gets this object, is in none
+        self._job_folder = None if job is None else job[0]
 
     def attach(self, trainer: Any) -> None:
         """Handle step boundaries and SIGTERM for ``trainer`` in this process."""
         if trainer is None:
             return
         self._trainer = weakref.ref(trainer)
+        tell_place_by(self._where)
         # A rank that is told to end does so at its next batch; the others learn of it over the side channel.
         call_before_each_batch(trainer, self.at_step_boundary)
         call_on_sigterm(trainer, self._told_to_end)
@@ -148,6 +179,8 @@ class RankSupervisor:
         """Open the side channel and begin to listen for failures."""
         # All ranks come here together, right after they have met; each waits until rank 0 has come too.
         communicator = current_communicator()
+        if communicator.is_main and (folder := self._folder()) is not None:
+            remove_earlier_reports(folder)
         if communicator.world_size > 1:
             communicator.side_channel.silence_limit = self.settings.silence_limit
             self.propagation = propagation_on(communicator.side_channel)
@@ -155,11 +188,9 @@ class RankSupervisor:
             self.propagation.grace_period = self.settings.grace_period
             self.propagation.prints_report = prints_report  # of another rank's failure
             self.propagation.parent_prints = parent_reads_notes()
-            self.propagation.where = self._where
+            self.propagation.folder = self._folder
             self.propagation.on_force = self.on_force
             self.guard = guard_on(communicator.side_channel, self.propagation, self.settings.guard_settings)
-            if self.guard is not None:
-                self.guard.folder = self._folder
         return communicator
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -169,10 +200,25 @@ class RankSupervisor:
         except _TunerExitException:
             raise  # no failure: all ranks leave a run that was only to find something, and Lightning goes on
         except BaseException as error:
-            raised = error if self.propagation is None else self.propagation.error_to_raise(error)
+            if self.propagation is None:
+                self._keep_alone(error)
+                raise
+            raised = self.propagation.error_to_raise(error)
             if raised is error:
                 raise
             raise raised from None
+
+    def _keep_alone(self, error: BaseException) -> None:
+        """Keep the failure of a run of one rank, or of rank 0 before the ranks have met."""
+        trainer = self._trainer()
+        if trainer is None or not trainer.is_global_zero:
+            return
+        # The program's own wish, or a stop on which all ranks have agreed.
+        code = error.code if isinstance(error, SystemExit) and not isinstance(error, SIGTERMException) else 1
+        if code in (None, 0, outcome.expected_exit_code):
+            return
+        record = describe_error(error, trainer.global_rank, trainer.world_size)
+        outcome_of(error).saved = keep_failure(record.in_folder(self._folder())).saved_to()
 
     def at_step_boundary(self) -> None:
         """Stop here if another rank has failed or this one was told to end; costs a few attribute reads."""
@@ -198,23 +244,39 @@ class RankSupervisor:
 
     def _folder(self) -> Path | None:
         trainer = self._trainer()
-        if trainer is None:
-            return None
-        folder, job = Path(trainer.default_root_dir), current_job()
-        if folder != Path.cwd() or (job is not None and Path(job[0]).resolve() == folder):
-            return folder
-        # Nothing is left in a current folder that is no run folder: Lightning does not say who has named it.
-        of_logger = getattr(trainer.logger, "log_dir", None)
-        return Path(of_logger) if of_logger else None
+        with suppress(Exception):  # whatever a logger of the user says of its folder
+            return None if trainer is None else folder_of_run(trainer, self._job_folder)
+        return None
 
     def _where(self) -> Mapping[str, Any]:
         trainer = self._trainer()
         if trainer is None:
             return {}
-        stage = trainer.state.stage
-        return {
-            "epoch": trainer.current_epoch,
-            "step": trainer.global_step,
-            "batch": trainer.fit_loop.epoch_loop.batch_idx,
-            "stage": getattr(stage, "value", None) or "setup",
-        }
+        stage = getattr(trainer.state.stage, "value", None) or "setup"
+        place: dict[str, Any] = {}
+        if trainer.state.fn == "fit":
+            place = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        batch, batches = _batch(trainer, stage), _evaluation_batches(trainer)
+        if batch >= 0:
+            place["batch"] = batch
+        return {**place, "stage": stage, **({} if batches is None else {BATCHES: batches})}
+
+
+def _batch(trainer: Any, stage: str) -> int:
+    """Return which batch of its stage a Trainer is at, from 0; below 0: none yet."""
+    if stage == "train":
+        return int(trainer.fit_loop.epoch_loop.batch_idx)
+    of_validation = (
+        trainer.fit_loop.epoch_loop.val_loop if trainer.state.fn == "fit" else trainer.validate_loop
+    )
+    loops = {"test": trainer.test_loop, "predict": trainer.predict_loop}
+    loop = of_validation if stage in ("validate", "sanity_check") else loops.get(stage)
+    return -1 if loop is None else int(loop.batch_progress.current.ready) - 1
+
+
+def _evaluation_batches(trainer: Any) -> int | None:
+    """Return how many batches this rank's loaders for evaluation have, if they are known."""
+    by_function = {"test": trainer.num_test_batches, "predict": trainer.num_predict_batches}
+    numbers = by_function.get(trainer.state.fn, trainer.num_val_batches)
+    total = sum(numbers) if isinstance(numbers, list) else numbers
+    return int(total) if total and math.isfinite(total) else None

@@ -322,7 +322,7 @@ class AgreeingLoader(LoaderAround):
             _log.warning(
                 f"An epoch ends after {given} batches, where the length of the training loader promises {self._steps}"
                 f" ({counts}). What counts by the length, such as a schedule of learning rates, does not know that:"
-                " let __len__ tell the number of batches that come."
+                " make __len__ of the loader return how many batches it gives."
             )
 
     def _gathered_counts(self, taken: int, following: Any) -> str:

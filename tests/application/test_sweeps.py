@@ -99,8 +99,8 @@ class Net(ByteGPT):
     assert outcome.returncode == 1, outcome.output
     assert not outcome.leftovers
     lines = outcome.stderr.strip().splitlines()
-    assert lines[-1].startswith("rank 1 of 2 (host "), outcome.output
-    assert lines[-1].endswith("in training_step: ValueError: boom")
+    assert lines[-2].startswith("rank 1 of 2 (host "), outcome.output
+    assert lines[-2].endswith("in training_step: ValueError: boom") and lines[-1].startswith("Saved to ")
     assert "hydra/_internal" not in outcome.stderr and "pickle" not in outcome.stderr
     assert summaries(tmp_path) == []
 

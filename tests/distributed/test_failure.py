@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -9,7 +10,7 @@ import socket
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,12 @@ import torch.distributed as dist
 from lightning_lockstep.distributed import FailurePropagation, FailureRecord, current_communicator
 from lightning_lockstep.distributed.failure import process_exit
 from lightning_lockstep.distributed.failure.propagation import propagation_on
-from lightning_lockstep.distributed.failure.record import describe_exit, is_broken_collective
+from lightning_lockstep.distributed.failure.record import (
+    describe_error,
+    describe_exit,
+    is_broken_collective,
+    tell_place_by,
+)
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError, RankFailedError
 from tests.helpers import run_ranks, run_ranks_raw, world_size
 
@@ -48,10 +54,34 @@ def test_of_a_very_long_text_the_headline_has_the_beginning_and_the_traceback_al
     text = "ValueError: " + "x" * 9_000_000
     record = replace(RECORD, summary=text, traceback=f"Traceback ...\n{text}")
     assert (
-        len(record.headline()) < 1200
+        len(record.headline()) < 400
         and "9,000,012 characters; all of them are in the traceback" in record.headline()
     )
     assert record.report().count(text) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "summary"),
+    [
+        ("boom\nmore", "ValueError: boom"),
+        (
+            'Error(s) in loading state_dict for Net:\n\tMissing key(s): "a".\n\tMore',
+            'for Net: Missing key(s): "a".',
+        ),
+        ("\n\n  boom", "ValueError: boom"),
+        (
+            "\x1b[1;31mred\x1b[0m, a \x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\ and \x1b]0;title\x07\x1b7more\b",
+            "red, a link and more",
+        ),
+        ("", "ValueError"),
+    ],
+)
+def test_a_summary_is_the_first_line_with_substance_without_colours(text: str, summary: str) -> None:
+    record = describe_error(ValueError(text), 0, 1)
+    assert record.summary.endswith(summary) and record.summary.startswith("ValueError")
+    assert "\x1b" not in record.traceback and FailureRecord.from_json(record.to_json()) == record
+    colours = json.dumps(asdict(record) | {"summary": f"\x1b[31m{summary}"})
+    assert FailureRecord.from_json(colours).summary == summary, "nor do they come from other ranks"
 
 
 @pytest.mark.parametrize(
@@ -75,7 +105,9 @@ def test_a_sigkill_comes_with_the_usual_reasons() -> None:
 
 def test_a_reason_that_the_watcher_knows_better_than_the_signal_stands_behind_a_colon() -> None:
     record = FailureRecord(3, 8, "n", 5, "signal", "out of host memory", where={"epoch": 1})
-    assert record.headline() == "rank 3 of 8 (host n, process 5) was killed at epoch 1: out of host memory"
+    assert record.headline() == (
+        "rank 3 of 8 (host n, process 5) was killed while the others were at epoch 1: out of host memory"
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,7 +131,7 @@ def test_consequences_are_told_from_causes(error: BaseException, broken: bool) -
 def propagation(grace: float) -> FailurePropagation:
     made = propagation_on(current_communicator().side_channel)
     made.grace_period = grace
-    made.where = lambda: {"step": 7}
+    tell_place_by(lambda: {"step": 7})
     return made
 
 
@@ -332,7 +364,7 @@ def test_what_a_rank_has_said_is_used_when_it_exits() -> None:
 
 def ours_is_printed_before_another_line() -> None:
     crash = propagation(8.0)
-    crash.where = lambda: {"step": 5}
+    tell_place_by(lambda: {"step": 5})
     error = crash.error_to_raise(ConfigurationError(["no batch", "no model"]))
     sys.excepthook(type(error), error, None)
     if dist.get_rank() == 0:

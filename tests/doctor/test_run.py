@@ -79,11 +79,48 @@ def test_a_search_for_a_batch_size_is_told(tmp_path: Path) -> None:
     assert "24 per rank x 2 accumulated x 4 ranks, after 3 trials" in size.evidence
 
 
-def test_a_loss_that_is_not_finite_is_found_in_the_log(tmp_path: Path) -> None:
-    (tmp_path / "csv").mkdir()
-    (tmp_path / "csv" / "metrics.csv").write_text("epoch,step,train_loss\n0,0,2.5\n0,1,nan\n0,2,nan\n")
+@pytest.mark.parametrize(
+    ("log", "mark", "fix"),
+    [("csv/metrics.csv", ".hydra", "debug=overflow"), ("metrics.csv", "checkpoints", "OverflowDetector()")],
+)
+def test_a_loss_that_is_not_finite_is_found_in_the_log(log: str, mark: str, fix: str, tmp_path: Path) -> None:
+    (tmp_path / mark).mkdir()
+    (tmp_path / log).parent.mkdir(exist_ok=True)
+    (tmp_path / log).write_text("epoch,step,train_loss\n0,0,2.5\n0,1,nan\n0,2,nan\n")
     [metrics] = [finding for finding in findings(tmp_path) if finding.subject == "metrics"]
-    assert "train_loss is nan at step 1" in metrics.evidence and "debug=overflow" in metrics.fix[0]
+    assert "train_loss is nan at step 1" in metrics.evidence and fix in metrics.fix[0]
+
+
+def test_the_runs_of_a_script_are_found_below_its_folder_and_need_no_summary(tmp_path: Path) -> None:
+    for version in range(3):
+        folder = tmp_path / "lightning_logs" / f"version_{version}"
+        folder.mkdir(parents=True)
+        (folder / "hparams.yaml").write_text("{}")
+        os.utime(folder / "hparams.yaml", (1, 1))
+    [run_of_script, *_] = findings(folder)
+    assert run_of_script.status is Status.OK and "no failure was recorded" in run_of_script.evidence
+    [found] = findings(tmp_path)
+    assert (
+        found.status is Status.OK
+        and "3 run folders below it; none of these runs has failed" in found.evidence
+    )
+    record = {"rank": 1, "world_size": 2, "host": "h", "summary": "ValueError: boom", "where": {"step": 7}}
+    own = '  File "/me/train.py", line 9, in step\n    raise ValueError\n'
+    trace = f'Traceback:\n{own}  File "/x/site-packages/torch/nn.py", line 3, in f\n'
+    (folder / "failure.json").write_text(json.dumps(record | {"traceback": trace}))
+    [found] = findings(tmp_path)
+    assert found.fix == (f"lockstep-doctor run {folder}",)
+    [failed, *_] = findings(folder)
+    assert failed.status is Status.PROBLEM and "rank 1 of 2 on h, step 7: ValueError: boom" in failed.evidence
+    assert (
+        failed.evidence.endswith('File "/me/train.py", line 9, in step\nraise ValueError') and not failed.fix
+    )
+    ours = {
+        "summary": "BatchSizeError: none fits",
+        "traceback": "lightning_lockstep.errors.BatchSizeError: none\nhere",
+    }
+    (folder / "failure.json").write_text(json.dumps(record | ours))
+    assert findings(folder)[0].evidence.endswith("step 7: BatchSizeError: none\nhere"), "all of its message"
 
 
 def test_the_log_of_the_last_attempt_is_read_to_its_end(tmp_path: Path) -> None:

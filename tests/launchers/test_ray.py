@@ -81,9 +81,11 @@ def test_the_error_of_a_thread_says_which_rank_it_is_of() -> None:
     kind, note = run_ranks_raw(2, fails_in_a_thread)[1].value
     assert kind == "ValueError"
     assert note.startswith("\nrank 1 of 2 (host ")
-    assert note.endswith(
+    headline, saved = note.rsplit("\n", 1)
+    assert headline.endswith(
         "failed at epoch 0, step 1, batch 1, stage train, in training_step: ValueError: this batch cannot be used"
     )
+    assert saved.startswith("Saved to ")
 
 
 @pytest.mark.skipif(

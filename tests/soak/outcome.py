@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from lightning_lockstep._text import SAVED
 from tests.helpers import Script, ScriptOutcome
 from tests.helpers.patience import patience
 from tests.soak.rules import Expected
@@ -156,7 +157,8 @@ def _text_differences(expected: Expected, script: ScriptOutcome) -> list[str]:
             found.append(
                 f"{expected.report!r} begins {times} lines, expected {_either(range(1, expected.times + 1))}"
             )
-    last = "".join(_lines(script.stderr)[-1:])
+    # Below it stands the file in which the failure is kept.
+    last = "".join([line for line in _lines(script.stderr) if not line.startswith(SAVED)][-1:])
     if expected.last and not re.match(expected.last, last):
         found.append(f"the last line is {last!r}, expected {expected.last!r}")
     if expected.silent and "Traceback" in script.output:

@@ -885,6 +885,10 @@ def uneven_validation() -> str:
 def test_uneven_evaluation_ends_with_an_error() -> None:
     for message in run_ranks(2, uneven_validation, backend=None, timeout=60):
         assert message.startswith("ranks disagree on collective #")
+        assert (
+            "different numbers of validation batches (rank 0: 4, rank 1: 5), and each call of a layer"
+            in message
+        )
 
 
 # -- Memory --

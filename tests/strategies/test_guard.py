@@ -45,9 +45,21 @@ def test_ranks_that_gather_different_shapes_get_one_report(tmp_path: Path) -> No
     first, second = rows(outcome.stderr)
     assert re.match(r"0 all_gather float32 \(1, 5\) guard_script.py:\d+ in part_ways", first)
     assert re.match(r"1 all_gather float32 \(1, 2, 5\) guard_script.py:\d+ in part_ways <- differs", second)
+    assert "Ranks 0-1 are at epoch 0, step 3, batch 3, stage train." in outcome.stderr
+    assert 'With guard="verify" (or LOCKSTEP_DEBUG=1) the ranks compare' in outcome.stderr
+    check_kept(outcome, tmp_path, "CollectiveMismatchError: ranks disagree on collective #")
     report = json.loads((tmp_path / "guard-report.json").read_text())
     assert report["error"] == "CollectiveMismatchError"
     assert report["text"] in outcome.stderr and [rank["rank"] for rank in report["ranks"]] == [0, 1]
+
+
+def check_kept(outcome: ScriptOutcome, folder: Path, summary: str) -> None:
+    """Check that the error is in a file, and that the last line names that."""
+    record = json.loads((folder / "failure.json").read_text())
+    assert record["summary"].startswith(summary), record
+    assert outcome.stderr.rstrip().splitlines()[-1] == (
+        f"Saved to {folder}/failure.json; for what it says and what to do next: lockstep-doctor run {folder}"
+    ), outcome.stderr
 
 
 @pytest.mark.parametrize(
@@ -74,8 +86,9 @@ def test_ranks_that_call_different_things_raise_the_same(
     assert outcome.returncode == 1, outcome.output
     for found, wanted in zip(rows(outcome.stderr), expected, strict=True):
         assert re.match(wanted, found), outcome.stderr
-    if case == "alone":
-        assert "Where a model is divided (FSDP), each call of a layer is an all_gather" in outcome.stderr
+    divided = "FSDP has divided the model, so each call of a layer is an all_gather" in outcome.stderr
+    assert divided == (start == "fsdp"), outcome.stderr
+    check_kept(outcome, tmp_path, "CollectiveMismatchError: ranks disagree on")
     if case == "messages":
         assert all(f"rank {rank} raises CollectiveMismatchError" in outcome.stdout for rank in (0, 1))
 
@@ -101,7 +114,9 @@ def test_a_rank_that_leaves_a_layer_out_gets_the_error_of_ddp(tmp_path: Path) ->
 def test_a_rank_that_never_comes_is_named_with_its_place(
     tmp_path: Path, case: str, start: str, place: str
 ) -> None:
-    check_stall(run(tmp_path, case, start), place)
+    outcome = run(tmp_path, case, start)
+    check_stall(outcome, place)
+    check_kept(outcome, tmp_path, "CollectiveStallError: rank 1 never came to collective #")
 
 
 @pytest.mark.skipif(bool(why_no("open_mpi")), reason=str(why_no("open_mpi")))
@@ -109,6 +124,7 @@ def test_a_rank_that_never_comes_over_mpi_is_named_with_its_place(tmp_path: Path
     script = [str(SCRIPT), "sleep", str(tmp_path), "mpi"]
     outcome = ended(run_script(script, timeout=LIMIT, env=mpi_environ()))
     check_stall(outcome, r"guard_script.py:\d+ in keep_waiting")
+    check_kept(outcome, tmp_path, "CollectiveStallError: rank 1 never came to collective #")
 
 
 def check_stall(outcome: ScriptOutcome, place: str) -> None:
@@ -116,6 +132,10 @@ def check_stall(outcome: ScriptOutcome, place: str) -> None:
     assert "CollectiveStallError: rank 1 never came to collective #" in outcome.stderr
     assert all(f"rank {rank} raises CollectiveStallError" in outcome.stdout for rank in (0, 1))
     assert re.search(rf"1 +- +{place}, after #\d+ all_reduce.*<- never came", outcome.stderr), outcome.stderr
+    assert re.search(
+        r"^(\[rank 0\] )?Ranks? 0.* at epoch 0, step \d, batch \d, stage train", outcome.stderr, re.MULTILINE
+    )
+    assert 'guard="verify"' not in outcome.stderr, "it finds no rank that never comes"
     assert "Stack of rank 1 (innermost frame last)" in outcome.stderr
     # The user's files by their whole paths; what libraries do between is one line.
     assert re.search(rf'File "{re.escape(str(SCRIPT))}", line \d+, in \w+$', outcome.stderr, re.MULTILINE)
@@ -126,7 +146,8 @@ def check_stall(outcome: ScriptOutcome, place: str) -> None:
 def test_a_stopped_process_is_named(start: str, tmp_path: Path) -> None:
     outcome = run(tmp_path, "stop", start, "grace_period=2.0")
     assert outcome.returncode != 0
-    *_, killed, _, last = outcome.stderr.rstrip().splitlines()
+    *_, killed, _, last, _ = outcome.stderr.rstrip().splitlines()
+    check_kept(outcome, tmp_path, "CollectiveStallError: rank 1 never came to")
     assert killed == "lightning-lockstep: killed rank 1 of this host, which did not end within 2 s."
     assert re.match(r"rank 0 of 2 \(host .*\) failed at .*: CollectiveStallError: rank 1 never came to", last)
     assert re.search(
@@ -168,12 +189,17 @@ def test_the_report_goes_to_the_run_folder_of_hydra_where_that_is_the_current_on
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    logger = SimpleNamespace(log_dir=str(tmp_path / "logs"))
+    logger = SimpleNamespace(save_dir=str(tmp_path / "logs"))
     supervisor = RankSupervisor(SupervisorSettings())
-    trainer = SimpleNamespace(default_root_dir=os.getcwd(), logger=logger)
+    trainer = SimpleNamespace(
+        default_root_dir=os.getcwd(), logger=logger, fast_dev_run=False, is_global_zero=True
+    )
     supervisor._trainer = lambda: trainer
     assert supervisor._folder() == tmp_path / "logs"
     for folder, expected in ((tmp_path, tmp_path), (tmp_path / "other", tmp_path / "logs")):
         hydra = {"runtime": {"output_dir": str(folder)}, "job": {"num": 0}}
         monkeypatch.setattr(HydraConfig.instance(), "cfg", OmegaConf.create({"hydra": hydra}))
+        supervisor = RankSupervisor(SupervisorSettings())  # of a strategy that was made in this job
+        supervisor._trainer = lambda: trainer
+        monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # as in a spawned rank
         assert supervisor._folder() == expected

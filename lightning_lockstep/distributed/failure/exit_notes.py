@@ -1,4 +1,4 @@
-"""How a rank tells the process that started it how it ended, beyond its exit code.
+"""How a rank tells how it ended, beyond its exit code: the process that started it, and who looks at the run later.
 
 A launcher of ours that is no rank itself gives its ranks a folder, and each rank leaves a note there:
 
@@ -9,7 +9,8 @@ A launcher of ours that is no rank itself gives its ranks a folder, and each ran
 ``<pid>.error``     this rank ends with an error that was no failure of one rank, such as one that all raise
 =================== ============================================================================================
 
-``torchrun`` has its own file for a failure, which is written too.
+``torchrun`` has its own file for a failure, which is written too. For who looks at the folder of the run later, rank 0
+leaves ``failure.json`` there: the record of the first failure.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import os
 import socket
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from lightning_lockstep._settings import ended_folder
-from lightning_lockstep._system import write_whole
+from lightning_lockstep._system import write_report, write_whole
 from lightning_lockstep.distributed.failure.process_exit import at_exit, outcome, outcome_of
-from lightning_lockstep.distributed.failure.record import FailureRecord
+from lightning_lockstep.distributed.failure.record import FAILURE_FILE, REPORTS, FailureRecord
 from lightning_lockstep.errors import Preempted
 
 _folder: Path | None = None
@@ -41,11 +43,31 @@ def parent_reads_notes() -> bool:
     return _folder is not None
 
 
+def keep_failure(record: FailureRecord) -> FailureRecord:
+    """Write a record to the file that it names, if any; return it, without the file if that cannot be written."""
+    if not record.file or write_report(Path(record.file), record.to_json() + "\n"):
+        return record
+    return replace(record, file="")
+
+
+def remove_earlier_reports(folder: Path) -> None:
+    """Remove what an earlier run has left in a folder in which a run begins; ``failure.json`` of others stays."""
+    with suppress(OSError, ValueError):
+        FailureRecord.from_json((folder / FAILURE_FILE).read_text(encoding="utf-8"))
+        for name in REPORTS:
+            (folder / name).unlink(missing_ok=True)
+
+
+def note_for_parent(record: FailureRecord) -> None:
+    """Note for the process that has started this one which rank failed first, or an error that all ranks raise."""
+    _write("failed", record.to_json())
+
+
 def note_failure(record: FailureRecord) -> None:
     """Note which rank failed first; also for ``torchrun``, so that its closing summary has the traceback."""
-    _write("failed", record.to_json())
+    note_for_parent(record)
     if (record.host, record.pid) == (socket.gethostname(), os.getpid()):
-        note_for_torchrun(record.traceback)
+        note_for_torchrun("\n".join(filter(None, [record.traceback.rstrip(), record.saved_to()])))
     else:
         note_for_torchrun(f"another rank failed first: {record.headline()}", is_cause=False)
 
@@ -101,8 +123,8 @@ def _notes_folder() -> Path | None:
 
 def first_failure(folder: Path) -> FailureRecord | None:
     """Return what the ranks noted of the one that failed first, or ``None``."""
-    notes = _notes(folder, "failed")
-    return FailureRecord.from_json(notes[0]) if notes else None
+    notes = [FailureRecord.from_json(note) for note in _notes(folder, "failed")]
+    return max(notes, key=lambda record: bool(record.file), default=None)
 
 
 def preempted_exit(folder: Path) -> Preempted | None:

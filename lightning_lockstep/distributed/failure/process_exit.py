@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from lightning_lockstep._text import say
+from lightning_lockstep._text import SAVED, say
 from lightning_lockstep.errors import RankFailedError
 
 _log = logging.getLogger(__name__)
@@ -178,10 +178,11 @@ class Outcome:
         self._printed_since = True
 
     def repeat_headline(self) -> None:
-        """Let the last line name the failure where lines that were under way came after its report."""
+        """Let the last lines name the failure and its file where lines that were under way came after its report."""
         if self._last_said and self._printed_since:
             self._printed_since = False
-            say("\n" + next(line for line in self._last_said.splitlines() if line))
+            lines = [line for line in self._last_said.splitlines() if line]
+            say("\n" + "\n".join([lines[0], *[line for line in lines[-1:] if line.startswith(SAVED)]]))
 
     def _was_last(self, text: str) -> None:
         self._last_said, self._printed_since = text, False
@@ -234,17 +235,19 @@ class Outcome:
                 self.force_exit_at_shutdown(own.exit_code)
             self.say_last(own.instead)
             return
-        headline = _headline(value)
+        below = _nearest_outcome(value) or own
         if _is_standard(usual) and not issubclass(kind, KeyboardInterrupt):
-            say(_formatted(value).rstrip("\n") + (f"\n\n{headline}" if headline else ""))
+            say(_formatted(value).rstrip("\n") + (f"\n\n{below.headline}" if below.headline else ""))
         else:
             usual(kind, value, trace)
-            if headline:
-                say(headline)
-        self._was_last(
-            headline or own.reminder or f"lightning-lockstep: this rank failed: {kind.__name__}: {value}"
-        )
+            if below.headline:
+                say(below.headline)
         self.say_last(own.after)
+        if below.saved:
+            say(below.saved)
+        reminder = below.headline or own.reminder
+        reminder = reminder or f"lightning-lockstep: this rank failed: {kind.__name__}: {value}"
+        self._was_last(own.after or f"{reminder}\n{below.saved}")
 
     def end_within(
         self,
@@ -278,8 +281,8 @@ class Outcome:
 outcome = Outcome()
 
 
-def end_now(exit_code: int, message: str = "") -> NoReturn:
-    """End this process by force, from any thread; ``message`` is printed last, to standard error."""
+def end_now(exit_code: int, message: str | Callable[[], str] = "") -> NoReturn:
+    """End this process by force, from any thread; ``message``, or what it returns, is printed last."""
     last = threading.Thread(target=_print_last, args=(message,), name="lockstep-last", daemon=True)
     try:
         last.start()
@@ -290,9 +293,10 @@ def end_now(exit_code: int, message: str = "") -> NoReturn:
     os._exit(exit_code)
 
 
-def _print_last(message: str) -> None:
+def _print_last(message: str | Callable[[], str]) -> None:
+    text = message if isinstance(message, str) else message()
     flush_everything()
-    outcome.say_last(message)
+    outcome.say_last(text)
     outcome.repeat_headline()
 
 
@@ -320,6 +324,7 @@ class ErrorOutcome:
     headline: str = ""  # printed below it: rank, place and error
     reminder: str = ""  # the same, printed only where other lines follow the error
     after: str = ""  # printed after it: what another rank has raised
+    saved: str = ""  # printed last: the file in which it is kept
     exit_code: int | None = None  # where something else is printed; None: Python's own, 1
     deadline: tuple[float, int] | None = None  # seconds until the process is ended by force, with which code
 
@@ -366,7 +371,8 @@ def error_to_bytes(error: BaseException) -> bytes:
     """Return ``error`` for another process that this one works for, which then prints what this one would."""
     own: ErrorOutcome | None = getattr(error, _ATTRIBUTE, None)
     if own is None or own.instead is None:
-        parts = (_formatted(error), _headline(error), own.after if own else "")
+        below = _nearest_outcome(error) or ErrorOutcome()
+        parts = (_formatted(error), below.headline, own.after if own else "", below.saved)
         own = ErrorOutcome("\n\n".join(part.strip("\n") for part in parts if part))
     try:
         sent = pickle.dumps((error, own.instead, own.exit_code))
@@ -394,11 +400,6 @@ def _nearest_outcome(error: BaseException | None) -> ErrorOutcome | None:
         seen.add(id(error))
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
-
-
-def _headline(error: BaseException) -> str:
-    of_error = _nearest_outcome(error)
-    return "" if of_error is None else of_error.headline
 
 
 def _formatted(error: BaseException) -> str:

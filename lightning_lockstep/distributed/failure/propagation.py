@@ -42,10 +42,18 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
-from lightning_lockstep.distributed.failure.exit_notes import forget_failure, note_failure, note_for_torchrun
+from lightning_lockstep.distributed.failure.exit_notes import (
+    forget_failure,
+    keep_failure,
+    note_failure,
+    note_for_parent,
+    note_for_torchrun,
+)
 from lightning_lockstep.distributed.failure.process_exit import (
     end_now,
     keep_quiet,
@@ -59,6 +67,7 @@ from lightning_lockstep.distributed.failure.record import (
     describe_exit,
     is_alike,
     is_broken_collective,
+    own_place,
 )
 from lightning_lockstep.distributed.side_channel.channel import Message, SideChannel
 from lightning_lockstep.errors import LockstepError, RankFailedError
@@ -94,8 +103,8 @@ class FailurePropagation:
     def __init__(self, channel: SideChannel) -> None:
         self.channel = channel
         self.grace_period = 10.0  # from the message of a failure to an end by force [s]
-        # What this rank is doing, for the record.
-        self.where: Callable[[], Mapping[str, Any]] = dict
+        # Returns the folder for reports of this run, or None, where none is written; never raises.
+        self.folder: Callable[[], Path | None] = lambda: None
         # Whether this rank, or the process that started it and is no rank, prints the report of another's failure.
         self.prints_report, self.parent_prints = channel.rank == 0, False
         self.on_force: Callable[[], None] | None = None  # to end this rank's child ranks first
@@ -175,7 +184,7 @@ class FailurePropagation:
             self._wait_for_cause()
         first = self._first_failure(error)
         if isinstance(error, LockstepError):
-            return self._raised_on_all(error, is_known=first is not None)
+            return self._raised_on_all(error, first)
         if first is None:
             return self._ends(error, 1)
         if first.rank == self.channel.rank:
@@ -184,7 +193,7 @@ class FailurePropagation:
             return self._raised_alike(error, first)
         if not isinstance(error, SystemExit):
             return self._stopped(first)
-        note_failure(first)
+        self._keep(first)
         return error  # ranks that leave by sys.exit() on purpose, all of them, keep their own exit codes
 
     def report_child_exit(self, rank: int, returncode: int, pid: int) -> None:
@@ -199,7 +208,7 @@ class FailurePropagation:
     def _first_failure(self, error: BaseException) -> FailureRecord | None:
         """Return the record of the first failure in the fit in which this rank raises ``error``, perhaps its own."""
         # None: that fit is over, the rank that had failed goes on, and this one has raised the same.
-        record = self._describe(error)
+        record = self.describe(error)
         with self._news:
             told = self._told
             if told is not None and not self._applies(told):
@@ -249,6 +258,10 @@ class FailurePropagation:
 
     def _decide(self, failure: Failure) -> None:
         """Settle on the first failure of a fit: on rank 0 for all ranks, on one that it does not answer for itself."""
+        record = failure.record.in_folder(self.folder())
+        if record.ended and not record.where:  # it cannot say where it was; the other ranks are near
+            record = replace(record, where=own_place())
+        failure = failure._replace(record=record)
         with self._news:
             told = self._told
             if failure.record.ended:
@@ -364,7 +377,7 @@ class FailurePropagation:
 
     def _raised_first(self, error: BaseException, record: FailureRecord) -> BaseException:
         """Raise the own error; rank 0 prints it, or this rank does where rank 0 has not answered."""
-        note_failure(record)
+        record = self._keep(record)
         if self.prints_report or not self._alone:
             # Python itself prints nothing of a SystemExit.
             says = isinstance(error, SystemExit) and self.prints_report and not self.parent_prints
@@ -375,19 +388,20 @@ class FailurePropagation:
             )
         self._leave_printing(error, record)
         if threading.current_thread() is threading.main_thread():
-            outcome_of(error).headline = record.headline()
+            outcome_of(error).headline, outcome_of(error).saved = record.headline(), record.saved_to()
         elif add_note := getattr(error, "add_note", None):  # not in Python 3.10
             # Whoever runs this thread prints the error: Ray Train, on the driver.
-            add_note(f"\n{record.headline()}")
+            add_note(f"\n{record.headline()}\n{record.saved_to()}".rstrip())
         return self._ends(error, record.exit_code)
 
     def _raised_alike(self, error: BaseException, record: FailureRecord) -> BaseException:
         """Keep an own error, which ends this process in time unless the program catches it."""
         self._keeps = type(error)
-        note_failure(record)
-        if self.prints_report and self._describe(error).summary != record.summary:
+        record = self._keep(record)
+        if self.prints_report and self.describe(error).summary != record.summary:
             outcome_of(error).after = record.printed()
         else:
+            outcome_of(error).saved = record.saved_to()
             self._leave_printing(error, record)
         return self._ends(error, record.exit_code)
 
@@ -403,12 +417,13 @@ class FailurePropagation:
         outcome.end_within(error, self.grace_period + _CHILDREN_END, exit_code, on_force=self.on_force)
         return error
 
-    def _raised_on_all(self, error: BaseException, *, is_known: bool) -> BaseException:
+    def _raised_on_all(self, error: BaseException, first: FailureRecord | None) -> BaseException:
         """Errors of this package are raised on every rank: each keeps its own, rank 0 prints it."""
-        headline = self._describe(error).headline()
-        note_for_torchrun(headline, of=error)
-        outcome_of(error).reminder = headline
-        if is_known and not self.prints_report and not self._alone:
+        record = self._kept(replace(self.describe(error), file=first.file) if first else self.describe(error))
+        note_for_parent(record)
+        note_for_torchrun("\n".join(filter(None, [record.headline(), record.saved_to()])), of=error)
+        outcome_of(error).reminder, outcome_of(error).saved = record.headline(), record.saved_to()
+        if first is not None and not self.prints_report and not self._alone:
             keep_quiet(error)
         return error
 
@@ -417,7 +432,7 @@ class FailurePropagation:
         self._keeps = type(error)
         first = self._first_failure(error)
         if first is not None:
-            note_failure(first)
+            self._keep(first)
         outcome.force_exit_at_shutdown(130)
         return error
 
@@ -425,8 +440,8 @@ class FailurePropagation:
         if record.kind == "interrupt":
             return self._interrupted(KeyboardInterrupt())
         self._raises()
+        record = self._keep(record)
         error = RankFailedError(record.report(), record)
-        note_failure(record)
         outcome.force_exit_at_shutdown(record.exit_code)
         if self.prints_report:
             print_instead(error, record.printed())
@@ -434,8 +449,20 @@ class FailurePropagation:
             keep_quiet(error)
         return error
 
-    def _describe(self, error: BaseException) -> FailureRecord:
-        return describe_error(error, self.channel.rank, self.channel.world_size, self.where)
+    def describe(self, error: BaseException) -> FailureRecord:
+        """Return the record of an error that was raised here, with the file in which it is kept."""
+        record = describe_error(error, self.channel.rank, self.channel.world_size)
+        return record.in_folder(self.folder())
+
+    def _keep(self, record: FailureRecord) -> FailureRecord:
+        """Leave the notes of a failure, and on the rank that prints it the file that the record names."""
+        record = self._kept(record)
+        note_failure(record)
+        return record
+
+    def _kept(self, record: FailureRecord) -> FailureRecord:
+        prints = self.prints_report or record.rank == self.channel.rank
+        return keep_failure(record) if prints and (self.channel.rank == 0 or self._alone) else record
 
     # -- after a while, each on a separate thread --------------------------------------------------------
 
@@ -462,11 +489,18 @@ class FailurePropagation:
                 return  # Ctrl-C came here too, and the program has handled it
         elif self._keeps is not None and not self.parent_prints:
             return  # this rank has its own error, and ends by it unless the program has caught it
-        note_failure(record)
+        self.end_now(record)
+
+    def end_now(self, record: FailureRecord) -> NoReturn:
+        """End this process by force because of a failure, from any thread; the rank that prints its report does."""
+
+        def report() -> str:  # a file system that hangs holds it for a while only
+            kept = self._keep(record)
+            return kept.printed() if self.prints_report and not self.parent_prints else ""
+
         if self.on_force is not None:
             self.on_force()
-        prints = self.prints_report and not self.parent_prints
-        end_now(record.exit_code, record.printed() if prints else "")
+        end_now(record.exit_code, report)
 
 
 def propagation_on(channel: SideChannel) -> FailurePropagation:

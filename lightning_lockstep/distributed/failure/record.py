@@ -6,12 +6,13 @@ import itertools
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,7 +20,7 @@ from torch.distributed import DistError
 
 from lightning_lockstep._doors.lightning import SIGTERMException
 from lightning_lockstep._settings import full_traceback
-from lightning_lockstep._text import exit_in_words
+from lightning_lockstep._text import SAVED, exit_in_words, first_lines, ranks_in_words, without_escapes
 from lightning_lockstep.errors import FailedRank, FailureKind, LockstepError, RankFailedError
 
 # -- Tracebacks that show the user's own frames, and of torch, Lightning, Hydra and this package how many
@@ -118,6 +119,12 @@ def _package_of(filename: str) -> str | None:
 
 # -- What is known of the rank that failed first, and the text that reports it --
 
+#: The file in which rank 0 keeps the record of a failure, and all reports that a run may leave in its folder.
+FAILURE_FILE = "failure.json"
+#: What each rank has said of itself when the guard was asked about a collective.
+GUARD_REPORT = "guard-report.json"
+REPORTS = (FAILURE_FILE, GUARD_REPORT)
+
 # How the backends report that a peer has exited. Such an error is a consequence, seldom the cause.
 _BROKEN = (
     "connection closed by peer",
@@ -148,8 +155,12 @@ class FailureRecord(FailedRank):
 
     def headline(self) -> str:
         """Return one line: which rank failed, where and with what."""
-        place = ", ".join(f"{key} {value}" for key, value in self.where.items())
-        place = f" at {place}" if place else ""
+        # A process that has ended cannot say where it was.
+        place = (
+            f" {'while the others were ' if self.ended else ''}at {place_in_words(self.where)}"
+            if self.where
+            else ""
+        )
         process = f" (host {self.host}, process {self.pid})" if self.host else ""
         what = self.summary
         if self.traceback and len(what) > _HEADLINE:
@@ -160,7 +171,7 @@ class FailureRecord(FailedRank):
         return f"{who} {_VERBS[self.kind]}{place}: {what}"
 
     def report(self) -> str:
-        """Return the headline, the failed rank's own traceback and, below that, the headline once more."""
+        """Return headline and traceback of the failed rank, the headline once more, and the file that has all of it."""
         hint = _hint(self)
         lines = [self.headline(), "The other ranks were stopped."]
         if hint:
@@ -169,14 +180,28 @@ class FailureRecord(FailedRank):
             # An error of this package is its message alone.
             lines += [f"Traceback of rank {self.rank}:"] if self.traceback.startswith("Traceback") else []
             lines += ["", self.traceback.rstrip(), "", self.headline()]
-        return "\n".join(lines)
+        return "\n".join([*lines, self.saved_to()] if self.file else lines)
+
+    def in_folder(self, folder: Path | None) -> FailureRecord:
+        """Return the record with the file in a folder in which it is to be kept; None: in none."""
+        return replace(self, file="" if folder is None else str(folder.absolute() / FAILURE_FILE))
+
+    def saved_to(self) -> str:
+        """Return the line that names the file with all this and the command that reads it; empty if there is none."""
+        if not self.file:
+            return ""
+        folder, here = Path(self.file).parent, Path.cwd()
+        shown = shlex.quote(str(folder.relative_to(here) if folder.is_relative_to(here) else folder))
+        return f"{SAVED}{shown}/{FAILURE_FILE}; for what it says and what to do next: lockstep-doctor run {shown}"
 
     def printed(self) -> str:
         """Return the report as it is printed; without the traceback where torchrun shows that last."""
         text = self.report()
         if self.shown_by_torchrun:
             last = "The traceback is at the end of what torchrun prints."
-            text = "\n".join([self.headline(), "The other ranks were stopped.", last])
+            text = "\n".join(
+                filter(None, [self.headline(), "The other ranks were stopped.", self.saved_to(), last])
+            )
         return f"\nlightning-lockstep: {text}\n"
 
     @property
@@ -202,9 +227,9 @@ class FailureRecord(FailedRank):
                 raise ValueError(f"{name} of a failure record is {given[name]!r}")
         if given["kind"] not in get_args(FailureKind):
             raise ValueError(f"kind of a failure record is {given['kind']!r}")
-        texts = {name: _printable(given[name]) for name, kind in _FIELDS.items() if kind is str}
+        texts = {name: without_escapes(given[name]) for name, kind in _FIELDS.items() if kind is str}
         where = {
-            _printable(key): value if isinstance(value, int) else _printable(str(value))
+            without_escapes(key): value if isinstance(value, int) else without_escapes(str(value))
             for key, value in given["where"].items()
         }
         return cls(**{**given, **texts, "where": where})
@@ -213,12 +238,8 @@ class FailureRecord(FailedRank):
 _FIELDS = {name: type(value) for name, value in asdict(FailureRecord(0, 1, "", 0, "exit", "")).items()}
 
 
-def _printable(text: str) -> str:
-    return "".join(letter for letter in text if letter.isprintable() or letter in "\n\t")
-
-
-# How much of a text stands in a headline [characters].
-_HEADLINE = 1000
+# How much of a text stands in a headline [characters]: above it or below it is all of it, in the traceback.
+_HEADLINE = 240
 _VERBS: dict[str, str] = {
     "exception": "failed",
     "exit": "ended",
@@ -246,8 +267,47 @@ def _hint(record: FailureRecord) -> str:
     return ""
 
 
+#: Of a place: how many batches this rank's loaders have for validation, test or prediction; not shown with the place.
+BATCHES = "batches"
+_where: Callable[[], Mapping[str, Any]] = dict
+
+
+def tell_place_by(where: Callable[[], Mapping[str, Any]]) -> None:
+    """Have reports say what this rank is doing by what ``where`` returns, such as ``{"epoch": 0, "step": 7}``."""
+    global _where
+    _where = where
+
+
+def own_place(*, batches: bool = False) -> dict[str, Any]:
+    """Return what this rank is doing, as far as known, perhaps with ``BATCHES``; any thread may ask."""
+    with suppress(Exception):
+        return {key: value for key, value in _where().items() if batches or key != BATCHES}
+    return {}
+
+
+def place_in_words(where: Mapping[str, Any]) -> str:
+    """Return a place as reports name it: ``epoch 0, step 7, batch 7, stage train``."""
+    return ", ".join(f"{key} {value}" for key, value in where.items() if key != BATCHES)
+
+
+def places_in_words(places: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return where ranks are as a sentence, those at the same place together; empty if none is known."""
+    ranks_at: dict[str, list[int]] = {}
+    for rank, where in sorted(places.items()):
+        if where:
+            ranks_at.setdefault(place_in_words(where), []).append(rank)
+    text = "; ".join(
+        f"{ranks_in_words(ranks)} {'is' if len(ranks) == 1 else 'are'} at {place}"
+        for place, ranks in ranks_at.items()
+    )
+    return f"{text[0].upper()}{text[1:]}." if text else ""
+
+
 def describe_error(
-    error: BaseException, rank: int, world_size: int, where: Callable[[], Mapping[str, Any]]
+    error: BaseException,
+    rank: int,
+    world_size: int,
+    where: Callable[[], Mapping[str, Any]] = own_place,
 ) -> FailureRecord:
     """Return the record of an exception that was raised in this process."""
     kind: FailureKind = "interrupt" if isinstance(error, KeyboardInterrupt) else "exception"
@@ -269,15 +329,15 @@ def describe_error(
         os.getpid(),
         kind,
         _summary(error),
-        format_error(error),
+        without_escapes(format_error(error)),
         place,
         code,
     )
 
 
 def _summary(error: BaseException) -> str:
-    name, text = type(error).__name__, str(error)
-    return f"{name}: {text}".splitlines()[0] if text else name
+    name, text = type(error).__name__, first_lines(without_escapes(str(error)))
+    return f"{name}: {text}" if text else name
 
 
 def is_alike(error: BaseException, record: FailureRecord) -> bool:

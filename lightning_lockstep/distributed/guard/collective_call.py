@@ -8,12 +8,13 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from math import prod
 from types import FrameType
 from typing import Any
 
 from lightning_lockstep._text import listed, plain_table, ranks_in_words
+from lightning_lockstep.distributed.failure.record import BATCHES, places_in_words
 
 # -- What one rank called --
 # Nothing in this file depends on a backend: whoever compares the ranks describes each call as a
@@ -38,6 +39,8 @@ class CollectiveCall:
     note: str = ""  # shown instead of the shapes, such as what is wrong with the arguments
     parameters: tuple[str, ...] = ()  # whose gradients DDP reduces with it, where that is known
     uneven: bool = False  # shapes may differ between ranks, but for their numbers of dimensions
+    # Epoch, step, batch and stage of this rank's Trainer; no part of the call.
+    where: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def to_data(self) -> dict[str, Any]:
         """Return the call as plain data, as JSON can hold it."""
@@ -100,7 +103,14 @@ def mismatch_report(calls: Mapping[int, CollectiveCall]) -> str:
             operation = f"{operation} in {call.group!r}"
         rows.append((rank, operation, dtype, shape, call.site, "<- differs" if rank in odd else ""))
     table = plain_table(("rank", "operation", "dtype", "shape", "called from", ""), rows)
-    paragraphs = (f"ranks disagree on {_which(calls.values())}", table, _gradients(calls), _remedy(calls))
+    places = {rank: call.where for rank, call in calls.items()}
+    paragraphs = (
+        f"ranks disagree on {_which(calls.values())}",
+        table,
+        _gradients(calls),
+        places_in_words(places),
+        _uneven_evaluation(calls, places) or _remedy(calls),
+    )
     return "\n\n".join(filter(None, paragraphs))
 
 
@@ -144,6 +154,40 @@ def _which(calls: Collection[CollectiveCall]) -> str:
     return f"{which} of group {groups.pop()!r}"
 
 
+# Stages in which Lightning does not care how many batches each rank has, and what messages call them.
+_EVALUATIONS = {
+    "sanity_check": "validation",
+    "validate": "validation",
+    "test": "test",
+    "predict": "prediction",
+}
+
+
+def _uneven_evaluation(calls: Mapping[int, CollectiveCall], places: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return what to do if ranks have different numbers of batches to evaluate, and one of them is evaluating."""
+    stages = [where.get("stage") for where in places.values() if where.get("stage") in _EVALUATIONS]
+    ranks_with: dict[Any, list[int]] = {}
+    for rank, where in places.items():
+        ranks_with.setdefault(where.get(BATCHES), []).append(rank)
+    if not stages or len(ranks_with) < 2 or None in ranks_with:
+        return ""
+    what = _EVALUATIONS[str(stages[0])]
+    counts = ", ".join(f"{ranks_in_words(ranks)}: {number}" for number, ranks in ranks_with.items())
+    needs = "a collective there, such as that of self.log(..., sync_dist=True), needs all of them"
+    if _by_fsdp(calls):
+        needs = "each call of a layer of the model, which FSDP has divided, needs all of them"
+    return (
+        f"The ranks have different numbers of {what} batches ({counts}), and {needs}. Give every rank as many:"
+        " Lightning does so with use_distributed_sampler=True."
+    )
+
+
+def _by_fsdp(calls: Mapping[int, CollectiveCall]) -> bool:
+    """Return whether a rank has called this because a model is divided: FSDP alone gathers in backward."""
+    gathers = (call for call in calls.values() if call.operation.startswith("all_gather"))
+    return any(call.site.endswith(_FSDP) for call in calls.values()) or BACKWARD in {c.site for c in gathers}
+
+
 def _remedy(calls: Mapping[int, CollectiveCall]) -> str:
     if any(call.note for call in calls.values()):
         return "Make the arguments of the ranks fit together before the call."
@@ -155,18 +199,16 @@ def _remedy(calls: Mapping[int, CollectiveCall]) -> str:
     )
     is_other = not is_same or len(titles) > 1
     is_elsewhere = is_same and len(sites) > 1 and all(sites) and not first.uneven
-    gathered_at = {call.site for call in calls.values() if call.operation.startswith("all_gather")}
     if is_elsewhere and (is_other or BACKWARD in sites):
-        gathers = BACKWARD in sites and sites - {BACKWARD} <= gathered_at
-        return f"{_skipped(calls)} {_DIVIDED if gathers else _SAME}"
-    if BACKWARD in gathered_at:
+        return f"{_skipped(calls)}{f' {_DIVIDED}' if _by_fsdp(calls) else ''}"
+    if _by_fsdp(calls):
         return _DIVIDED
     if is_other:
         return "Call the same collectives with the same arguments in the same order on every rank."
     if sites == {BACKWARD}:
         return (
-            "In backward, DistributedDataParallel reduces the gradients: run as many backward passes on every rank,"
-            " through the same parameters, and divide them into the same buckets (bucket_cap_mb)."
+            "DDP averages gradients in backward, and here the ranks bring different ones: run as many backward passes"
+            " on every rank, let each loss depend on the same parameters, and give every rank the same bucket_cap_mb."
         )
     dtype, shape = len(dtypes) > 1, len(shapes) > 1
     if shape and not dtype and first.operation in ALL_TO_ALL:
@@ -184,13 +226,10 @@ def _remedy(calls: Mapping[int, CollectiveCall]) -> str:
     return f"Make the {what or 'arguments'} equal on all ranks before the call{instead}."
 
 
-_SAME = "Every rank must call the same collectives in the same order: look for a branch or loop that only some take."
-
-
-# DDP gathers nothing in backward.
+_SAME = "Every rank must call the same collectives in the same order"
 _DIVIDED = (
-    "Where a model is divided (FSDP), each call of a layer is an all_gather, and so is its backward: call the model"
-    " equally often and in the same order on all ranks, also where only one of them logs, samples or saves."
+    "FSDP has divided the model, so each call of a layer is an all_gather, and so is its backward: call the model"
+    " equally often and in the same order on all ranks, also if only one of them logs, samples or saves."
     " guard_history=20 shows where each rank has called it."
 )
 
@@ -209,19 +248,28 @@ def _skipped(calls: Mapping[int, CollectiveCall]) -> str:
     first, then = sites[0], sites[-1]
     if len(sites) > 2 or (then != BACKWARD and _order(first)[0] != _order(then)[0]):
         called = "; ".join(f"{ranks_in_words(at[site])} called {what(site)}" for site in at)
-        return f"{called[0].upper()}{called[1:]}: a rank has skipped a call that another one made."
+        return (
+            f"{called[0].upper()}{called[1:]}. {_SAME}: a rank has skipped a call that another one made; look for an"
+            " `if` or a loop that only some ranks enter."
+        )
     called, skipped = (ranks_in_words(at[site]) for site in (first, then))
-    other = ", or comes to it later"
     if then == BACKWARD:
-        other = f", or {called} reduced nothing in backward: none was run there, or through other parameters"
-    return f"{called.capitalize()} called {what(first)}; {skipped} skipped it and went on to {what(then)}{other}."
+        return (
+            f"{called.capitalize()} called {what(first)}, but {skipped} called {what(then)}. {_SAME}: look for an `if`"
+            f" or a loop around that line that only {called} entered, or for a backward that {called} left out before"
+            " it."
+        )
+    return (
+        f"{called.capitalize()} called {what(first)}; {skipped} skipped it and went on to {what(then)}, or comes to it"
+        f" later. {_SAME}: look for an `if` or a loop that only some ranks enter."
+    )
 
 
 def _order(site: str) -> tuple[str, int]:
     """Return file and function of a site, and its line: of two in one function, the first comes before the other."""
     file, _, rest = site.partition(":")
     line, _, function = rest.partition(" in ")
-    return f"{file} {function}", int(line) if line.isdecimal() else 0
+    return f"{file} {function.removesuffix(_FSDP)}", int(line) if line.isdecimal() else 0
 
 
 def _in_short(texts: Sequence[str]) -> str:
@@ -243,6 +291,8 @@ _ENGINE = tuple(f"{os.sep}torch{os.sep}autograd{os.sep}{name}.py" for name in ("
 _TRAINER = f"{os.sep}pytorch{os.sep}trainer{os.sep}trainer.py"
 #: The site of what autograd calls.
 BACKWARD = "backward"
+# What FSDP calls for a layer has the place of that layer's call, and this behind it.
+_FSDP, _FSDP_FILES = " (FSDP)", f"{os.sep}torch{os.sep}distributed{os.sep}fsdp{os.sep}"
 
 
 def call_site() -> str:
@@ -260,7 +310,7 @@ def nearest_site(places: Iterable[tuple[str, int, str]], otherwise: str) -> str:
     """Return the nearest place in the user's program, given files, lines and functions, the innermost first."""
     # What the trainer does by itself has the innermost place in Lightning, not the user's `trainer.fit()`: that
     # would be the same for whatever the ranks call.
-    inside = ""
+    inside = by = ""
     libraries, lightning = _library_folders(_OF_LIBRARIES), _library_folders(_LIGHTNING)
     for file, line, function in places:
         if file.endswith(_ENGINE):
@@ -268,10 +318,11 @@ def nearest_site(places: Iterable[tuple[str, int, str]], otherwise: str) -> str:
         if file.endswith(_TRAINER) and inside:
             break
         if not _is_library_file(file, libraries):
-            return site_text(file, line, function)
+            return site_text(file, line, function) + by
+        by = _FSDP if _FSDP_FILES in file else by
         if not inside and file.startswith(lightning):
             inside = site_text(file, line, function)
-    return inside or otherwise
+    return inside + by if inside else otherwise
 
 
 def site_text(file: str, line: int, function: str) -> str:

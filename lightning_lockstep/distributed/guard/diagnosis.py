@@ -64,6 +64,10 @@ ANSWERS_WITHIN = 10.0
 # After which time all are asked once more where an error of the backend is not explained [s]: the connections of a rank
 # that comes to its end are closed a moment before it says so.
 _LEAVES_WITHIN = 0.5
+_VERIFY = (
+    'With guard="verify" (or LOCKSTEP_DEBUG=1) the ranks compare each collective before it runs, and the same error'
+    " comes at once, from the first call that differs."
+)
 # After which time they are asked once more where what they have said may have passed already [s].
 _PASSES_WITHIN = 0.2
 
@@ -99,9 +103,11 @@ class StallDiagnosis:
         stall_timeout: float,  # how long a collective may take that all ranks have called [s]
         window: float,  # how long before that a request about it comes [s]
         history: int,  # how many of the last calls of each rank a report lists
+        verifies: bool = False,  # whether the ranks compare their calls before they make them
     ) -> None:
         self._channel, self._own, self._propagation = channel, own, propagation
         self._stall_timeout, self._window, self._history = stall_timeout, window, history
+        self._verifies = verifies
         self.error: CollectiveError | None = None  # that all ranks raise, once there is one
         self.diagnosis: Diagnosis | None = None  # that says so
         self.states: Mapping[int, RankState] = {}  # where the ranks were, on the one that has decided
@@ -267,6 +273,8 @@ class StallDiagnosis:
                 _log.warning(found.text)
             self._answer(request)
             return
+        if found.verify_finds_it and not self._verifies:
+            found = replace(found, text=f"{found.text}\n\n{_VERIFY}")
         self.states = states
         # Before the others hear of it: theirs is no failure that explains that of this rank.
         self._take(found)

@@ -11,14 +11,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from lightning_lockstep._system import write_report
-from lightning_lockstep.distributed.failure.process_exit import end_now
 from lightning_lockstep.distributed.failure.propagation import FailurePropagation
-from lightning_lockstep.distributed.failure.record import is_broken_collective
+from lightning_lockstep.distributed.failure.record import GUARD_REPORT, is_broken_collective
 from lightning_lockstep.distributed.guard.rank_state import position_of_error
 from lightning_lockstep.distributed.guard.records import FlightRecorder, GroupRecorders
 from lightning_lockstep.distributed.guard.verify import CallVerifier, MessageRecorder
@@ -125,7 +123,9 @@ class MainThreadErrors:
     def _woken(self, number: int, frame: FrameType | None) -> None:
         if callable(self._before):
             self._before(number, frame)
-        if self._pending is None or os.getpid() != self._process or _deals_with_errors(frame):
+        if self._pending is None or os.getpid() != self._process:
+            return
+        if _deals_with_errors(frame) or _is_of_the_end(frame):
             return
         error = self.take()
         if error is not None:
@@ -141,10 +141,18 @@ def _deals_with_errors(frame: FrameType | None) -> bool:
     return False
 
 
+def _is_of_the_end(frame: FrameType | None) -> bool:
+    """Return whether the main thread is past its program, in a function that Python calls at exit."""
+    # Python would print "Exception ignored in atexit callback" of an error that is raised there, and go on.
+    while frame is not None:
+        if frame.f_code.co_name == "<module>":
+            return False
+        frame = frame.f_back
+    return True
+
+
 # -- The guard of a run: which of its parts are at work, and how an error of theirs reaches the main thread
 
-#: Name of the file with what each rank has said of itself.
-REPORT = "guard-report.json"
 # How long the other ranks may take to say where they are when a collective has failed here [s].
 _EXPLAIN_FOR = 15.0
 # How long the thread may take to end [s].
@@ -158,7 +166,6 @@ class CollectiveGuard:
         self, channel: SideChannel, propagation: FailurePropagation, settings: GuardSettings
     ) -> None:
         self.settings, self._propagation = settings, propagation
-        self.folder: Callable[[], Path | None] = lambda: None  # for the report; None: none is written
         self._verifier = CallVerifier() if settings.guard == "verify" else None
         self._messages = self._verifier or MessageRecorder()
         self._errors = MainThreadErrors()
@@ -219,8 +226,7 @@ class CollectiveGuard:
 
     def _run(self) -> None:
         for error in self.watch.errors():  # one at most
-            with suppress(OSError):
-                self._write_report()
+            self._write_report()
             self._errors.raise_soon(error)
             threading.Thread(
                 target=self._end_if_stuck, args=(error,), name="lockstep-guard-end", daemon=True
@@ -239,24 +245,20 @@ class CollectiveGuard:
             self._end(self.error)
 
     def _end(self, error: CollectiveError) -> None:
-        prints = self._propagation.prints_report and not self._propagation.parent_prints
-        text = f"\nlightning-lockstep: {type(error).__name__}: {error}\n"
         # The other ranks raise it now; those that print nothing themselves ask this one first.
         time.sleep(min(2.5, self._propagation.grace_period / 4))
-        if self._propagation.on_force is not None:
-            self._propagation.on_force()
-        end_now(1, text if prints else "")
+        self._propagation.end_now(self._propagation.describe(error))
 
     def _write_report(self) -> None:
         """Write what each rank has said, on the one that has asked them."""
-        folder, states = self.folder(), self.watch.stall.states
+        folder, states = self._propagation.folder(), self.watch.stall.states
         if folder is not None and states:
             content = {
                 "error": type(self.error).__name__,
                 "text": str(self.error),
                 "ranks": [state.to_data() for state in states.values()],
             }
-            write_report(folder / REPORT, json.dumps(content, indent=1))
+            write_report(folder / GUARD_REPORT, json.dumps(content, indent=1))
 
 
 class _GuardOfChannel:

@@ -11,11 +11,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from types import FrameType
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
-from lightning_lockstep.distributed.failure.record import folded_stack
+from lightning_lockstep.distributed.failure.record import folded_stack, own_place
 from lightning_lockstep.distributed.guard.activity import (
     OURS,
     Activity,
@@ -155,6 +155,7 @@ class RankState:
     calls: tuple[RecordedCall, ...] = ()  # the last ones of all groups, oldest first
     seconds_since_call: float | None = None  # since the last one, by this host's clock; None: there is none
     position: Position = field(default_factory=lambda: Position("", ()))  # of its main thread
+    where: Mapping[str, Any] = field(default_factory=dict)  # epoch, step, batch and stage of its Trainer
     # Sends and receives of which its main thread waits for one, by a handle; their roots are the peers.
     awaited: tuple[CollectiveCall, ...] = ()
     moves: bool = False  # its process computes, reads or writes, rather than waits or sleeps
@@ -216,6 +217,7 @@ class RankState:
         recorded = self.calls_of(wanted.group).get(wanted.number)
         if recorded is None:
             recorded = CollectiveCall(operation="(not recorded)", group=wanted.group, number=wanted.number)
+        recorded = replace(recorded, where=self.where)
         if wanted not in self.outstanding and not (self.raised and self._is_last(wanted)):
             return recorded
         known = {"site": recorded.site or self.position.site}
@@ -238,7 +240,8 @@ class RankState:
             titles = [_message_title(self.position.function, peer)]
         else:
             titles = [_message_title(call.operation, call.root) for call in self.awaited]
-        return CollectiveCall(operation=" or ".join(dict.fromkeys(titles)), group="", site=self.position.site)
+        operation = " or ".join(dict.fromkeys(titles))
+        return CollectiveCall(operation=operation, group="", site=self.position.site, where=self.where)
 
 
 def _message_title(operation: str, peer: int | None) -> str:
@@ -369,6 +372,7 @@ class RankObserver:
             calls=tuple(calls[-_COMPARED:]),
             seconds_since_call=time.time() - max(call.started for call in calls) if calls else None,
             position=place,
+            where=own_place(batches=True),
             awaited=tuple(one.call for one in self.messages()) if place.function == WAIT else (),
             raised=self.raised_at is not None,
             moves=self.activity.moves or _may_move_unseen(),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_lockstep._text import first_line, plain_table, ranks_in_words
+from lightning_lockstep.distributed.failure.record import places_in_words
 from lightning_lockstep.distributed.guard.activity import UnresponsiveRank
 from lightning_lockstep.distributed.guard.collective_call import (
     CollectiveCall,
@@ -73,19 +74,25 @@ class StallReport:
         asked = self._asked()
         if 0 in self._silent and asked and 0 not in members(self._states, asked.group):
             did = "does not answer, and no other rank can say what is wrong with"
-        text = f"{ranks_in_words(causes)} {did} {self._what()}: {waited}\n\n{self._table(causes)}"
+        text = f"{ranks_in_words(causes)} {did} {self._what()}: {waited}\n\n{self._table(causes)}{self._places()}"
         for rank in causes:
             if rank in self._states and self._states[rank].position.stack:
                 stack = "\n".join(f"      {place}" for place in self._states[rank].position.stack)
                 text += f"\n\n    Stack of rank {rank} (innermost frame last):\n{stack}"
         if has_left:
-            remedy = "Fewer calls were made there than elsewhere: look for a skipped one, or a shorter loop."
+            remedy = (
+                "That program ended after fewer collectives than the others: look for a call that it skipped, or a loop"
+                " that was shorter there, such as over fewer batches."
+            )
         elif set(causes) <= set(self._silent):
-            remedy = "Look at each silent process and its host; one that is stopped must be let go on."
+            remedy = (
+                "Look at each silent process and its host. One that is stopped (Ctrl-Z, a debugger, SIGSTOP) goes on"
+                " after: kill -CONT with its number."
+            )
         else:
             remedy = (
-                "Look at what keeps it there; every rank must call the same collectives. A rank that only needs longer"
-                " can be given time by a larger stall_timeout."
+                "Look at what keeps it there: every rank must call the same collectives. If it only needs longer, give"
+                " the strategy a larger stall_timeout."
             )
         return f"{text}\n\n{remedy}"
 
@@ -93,10 +100,14 @@ class StallReport:
         """Return the report of a collective for which all ranks have made the same call."""
         return (
             f"{self._what()} does not complete though {ranks_in_words(ranks)} have made the same call,"
-            f" {self._request.seconds:.0f} s ago\n\n{self._table(())}\n\n"
-            "Look at the network between the hosts, or at what else runs on other threads. A transfer that only"
-            " needs longer can be given time by a larger stall_timeout."
+            f" {self._request.seconds:.0f} s ago\n\n{self._table(())}{self._places()}\n\n"
+            "Look at the network between the hosts (lockstep-doctor network), or at what else runs on other threads. If"
+            " the transfer only needs longer, give the strategy a larger stall_timeout."
         )
+
+    def _places(self) -> str:
+        places = places_in_words({rank: state.where for rank, state in self._states.items()})
+        return f"\n\n{places}" if places else ""
 
     def current(self, rank: int) -> CollectiveCall:
         """Return the call in which a rank waits."""
@@ -194,6 +205,7 @@ class Diagnosis:
     ranks: tuple[int, ...] = ()  # the cause; empty: all are
     lacks_sites: bool = False  # it does not say of each rank where that has called
     may_pass: bool = False  # the ranks said so a moment apart: it holds once it is found twice
+    verify_finds_it: bool = False  # and before it is called
 
     def error(self) -> CollectiveError:
         """Return the error that every rank raises."""
@@ -337,5 +349,6 @@ def _mismatch(calls: Mapping[int, CollectiveCall]) -> Diagnosis:
         kind="mismatch",
         text=mismatch_report(calls),
         ranks=odd_ones(calls),
+        verify_finds_it=any(call.number for call in calls.values()),
         lacks_sites=not all(call.site for call in calls.values()),
     )

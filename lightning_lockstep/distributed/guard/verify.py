@@ -24,6 +24,7 @@ from lightning_lockstep.distributed.c10d_operators import (
     parameters_in_bucket,
     parameters_in_words,
 )
+from lightning_lockstep.distributed.failure.record import own_place
 from lightning_lockstep.distributed.guard.call_description import (
     POINT_TO_POINT,
     Description,
@@ -329,6 +330,7 @@ class _GroupVerifier(GroupMessages):
         assert self._comparison is not None
         if call.site == BACKWARD and len(tensors) == 1:
             call = replace(call, parameters=tuple(parameters_in_bucket(tensors[0])))
+        call = replace(call, where=own_place(batches=True))
         texts = self._comparison.exchange(json.dumps(call.to_data()).encode())
         calls = [CollectiveCall.from_data(json.loads(text)) for text in texts]
         by_rank = dict(zip(self._identity.ranks, calls, strict=True))

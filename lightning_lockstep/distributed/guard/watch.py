@@ -145,6 +145,7 @@ class CollectiveWatch:
             stall_timeout=settings.stall_timeout,
             window=self._window,
             history=settings.guard_history,
+            verifies=settings.guard == "verify",
         )
         self._waits = Waits(settings.stall_timeout - self._window)
         self._open_messages = tuple[RecordedCall, ...]()
@@ -260,6 +261,6 @@ class CollectiveWatch:
             say(
                 f"lightning-lockstep: guard='watch' does not see the {self._unseen.function} that rank 0 waits in:"
                 f" torch's flight recorder has no collective (TORCH_FR_BUFFER_SIZE={size}, torch {torch.__version__})."
-                " guard='verify' records by itself."
+                " It could not say why one hangs: unset that variable, or use guard='verify', which has its own record."
             )
         return waits

@@ -17,6 +17,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from lightning_lockstep._text import ranks_in_words
+from lightning_lockstep.distributed.failure.record import own_place
 from lightning_lockstep.distributed.guard.collective_call import CollectiveCall, fingerprint, mismatch_report
 from lightning_lockstep.distributed.guard.records import Arrival, Outstanding, RecordedCall
 from lightning_lockstep.distributed.mpi.progress import Body
@@ -165,7 +166,8 @@ class RankCheck:
             raise self._mismatch(replace(describe(), note=note))
 
     def _mismatch(self, call: CollectiveCall) -> CollectiveMismatchError:
-        calls = [CollectiveCall.from_data(data) for data in self._comm.allgather(call.to_data())]
+        own = replace(call, where=own_place(batches=True)).to_data()
+        calls = [CollectiveCall.from_data(data) for data in self._comm.allgather(own)]
         return CollectiveMismatchError(mismatch_report(dict(zip(self._ranks, calls, strict=True))))
 
 

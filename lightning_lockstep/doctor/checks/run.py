@@ -32,7 +32,7 @@ from lightning_lockstep.doctor.registry import (
 
 # -- A run folder as the check ``run`` reads it: its records, its checkpoints, and when they were written
 
-# What a run leaves in its folder, Hydra's own first.
+# What a run leaves in its folder, Hydra's own first; the last ones are those of a logger of Lightning.
 _MARKS = (
     ".hydra",
     "summary.json",
@@ -42,6 +42,8 @@ _MARKS = (
     "overflow",
     "checkpoints",
     "csv/metrics.csv",
+    "metrics.csv",
+    "hparams.yaml",
 )
 _STARTED = ".hydra/overrides.yaml"  # rewritten at the start of each attempt
 _CHECKPOINTS = ("checkpoints/*.ckpt", "*.ckpt")
@@ -63,11 +65,18 @@ class RunFolder:
         """Whether it contains a file of a run."""
         return any(self.has(mark) for mark in _MARKS)
 
+    @property
+    def is_of_lockstep_train(self) -> bool:
+        """Whether Hydra has made it: such a run leaves a summary, and goes on by a command."""
+        return self.has(".hydra")
+
     def runs_below(self) -> list[RunFolder]:
         """Return the run folders in it, such as those of the jobs of a sweep, in the order of their numbers."""
-        below = [RunFolder(self._machine, str(PurePath(self.given, name))) for name in self.glob("*")]
-        found = (folder for folder in below if folder.is_of_a_run)
-        return sorted(found, key=lambda folder: (len(folder.given), folder.given))
+        for names in ("*", "*/*"):  # a script's runs are in lightning_logs/version_0 and so on
+            below = [RunFolder(self._machine, str(PurePath(self.given, name))) for name in self.glob(names)]
+            if found := [folder for folder in below if folder.is_of_a_run]:
+                return sorted(found, key=lambda folder: (len(folder.given), folder.given))
+        return []
 
     def has(self, name: str = "") -> bool:
         return self._machine.exists(f"{self._path}/{name}")
@@ -155,13 +164,26 @@ _WHO_KILLED = (
     "sudo dmesg -T | grep -i -E 'out of memory|oom'",
     "sacct -j JOB --format=JobID,State,ExitCode,ReqMem,MaxRSS,Elapsed,Timelimit",
 )
-_SMALLER_BATCH = (
-    "# the largest size that fits, the same on all ranks:",
-    "lockstep-train callbacks=auto_batch_size ...",
-    "# or split a batch that does not fit, and continue:",
-    "lockstep-train callbacks=auto_batch_size callbacks.auto_batch_size.on_oom=split ...",
-)
-_FIND_OVERFLOW = "lockstep-train debug=overflow ...  # which module, rank and batch"
+# What to do next, as a command of lockstep-train or, for another program, in it.
+_SMALLER_BATCH = {
+    True: (
+        "# the largest size that fits, the same on all ranks:",
+        "lockstep-train callbacks=auto_batch_size ...",
+        "# or split a batch that does not fit, and continue:",
+        "lockstep-train callbacks=auto_batch_size callbacks.auto_batch_size.on_oom=split ...",
+    ),
+    False: (
+        "# the largest size that fits, the same on all ranks:",
+        "Trainer(callbacks=[AutoBatchSize()], ...)",
+        "# or split a batch that does not fit, and continue:",
+        'Trainer(callbacks=[AutoBatchSize(on_oom="split")], ...)',
+    ),
+}
+_FIND_OVERFLOW = {
+    True: "lockstep-train debug=overflow ...  # which module, rank and batch",
+    False: "Trainer(callbacks=[OverflowDetector()], ...)  # which module, rank and batch",
+}
+_VERIFY = {True: "lockstep-train debug=collectives ...", False: "LOCKSTEP_DEBUG=1 python ..."}
 _LISTED = 8  # jobs of a sweep that are named
 _LONGEST = 700  # of a text that is quoted [characters]
 _QUIET = 120.0  # a folder that was written to since may be that of a run at work [s]
@@ -180,23 +202,25 @@ def run(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
 
 
 def _folder(folder: RunFolder) -> Iterable[Finding]:
-    what, search = "run folder", "ls -d outputs/*/* multirun/*/*/*"
+    what, search = "run folder", "ls -d outputs/*/* multirun/*/*/* lightning_logs/*"
     if not folder.has():
         return [problem(what, "there is no such folder", search)]
     if folder.is_of_a_run:
         return _run(folder)
     below = folder.runs_below()
     if not below:
-        evidence = "it contains no file of a run (.hydra, summary.json, failure.json, checkpoints)"
+        evidence = (
+            "it contains no file of a run (.hydra, summary.json, failure.json, checkpoints, metrics.csv)"
+        )
         return [problem(what, evidence, search)]
-    open_ones = [run for run in below if not run.has("summary.json")]
-    failed = [run for run in open_ones if run.has("failure.json") or run.has("guard-report.json")]
+    without = [run for run in below if not run.has("summary.json")]
+    failed = [run for run in without if run.has("failure.json") or run.has("guard-report.json")]
+    open_ones = [run for run in without if run in failed or run.is_of_lockstep_train]
     if not open_ones:
-        return [ok(what, f"{len(below)} run folders below it, each with a summary")]
-    evidence = (
-        f"{len(below)} run folders below it, as a sweep has; {len(failed)} failed,"
-        f" {len(open_ones) - len(failed)} without a summary"
-    )
+        return [ok(what, f"{len(below)} run folders below it; none of these runs has failed")]
+    evidence = f"{len(below)} run folders below it; {len(failed)} failed"
+    if len(open_ones) > len(failed):
+        evidence += f", {len(open_ones) - len(failed)} without a summary"
     listed = " ".join(run.shown() for run in (failed or open_ones)[:_LISTED])
     return [(problem if failed else warning)(what, evidence, f"lockstep-doctor run {listed}")]
 
@@ -211,7 +235,7 @@ def _run(folder: RunFolder) -> Iterator[Finding]:
         summary, failure = (None, failure) if is_newer else (summary, None)
     found = [*_guard(folder), *_overflow(folder)]
     if summary is not None:
-        found += _finished(summary)
+        found += _finished(summary, folder)
     elif failure is not None and not _has_problem(found):
         found.append(_failed(failure, folder))
     found += [*_batch_size(folder), *_metrics(folder)]
@@ -246,17 +270,15 @@ def _guard(folder: RunFolder) -> Iterator[Finding]:
         evidence = f"{name} is older than the summary: of an earlier attempt, or of a wait that has ended"
         yield not_applicable(subject, evidence)
         return
-    what, then = "a collective did not complete", ("# and the network itself:", "lockstep-doctor network")
+    what, then = "a collective did not complete", ("# is it the network?", "lockstep-doctor network")
     if report.get("error") == "CollectiveMismatchError":
         what = "the ranks called different collectives"
         then = (
             "# the same run with each collective compared before it is called:",
-            "lockstep-train debug=collectives ...",
+            _VERIFY[folder.is_of_lockstep_train],
         )
-    evidence = f"{what}. {_quoted(str(report.get('text', '')).partition('Stack of')[0])}"
-    yield problem(
-        subject, evidence, f"less {folder.shown(name)}  # where each rank was, with its stack", *then
-    )
+    text = re.split("Stack of rank|With guard=", str(report.get("text", "")))[0]
+    yield problem(subject, f"{what}. {_quoted(text)}\n(the stacks of all ranks: {name})", *then)
 
 
 def _overflow(folder: RunFolder) -> Iterator[Finding]:
@@ -327,11 +349,25 @@ def _failed(failure: Mapping[str, Any], folder: RunFolder) -> Finding:
         evidence += ". The kernel (out of memory), a scheduler (at a limit) or a user killed it"
         return problem("killed", evidence, *_WHO_KILLED)
     if any(word in summary for word in _OUT_OF_MEMORY):
-        return problem("out of memory", evidence, *_SMALLER_BATCH)
-    return problem("failure", evidence, f"less {folder.shown('failure.json')}  # with its traceback")
+        return problem("out of memory", evidence, *_SMALLER_BATCH[folder.is_of_lockstep_train])
+    traceback = str(failure.get("traceback", ""))
+    if traceback and not traceback.startswith("Traceback"):  # an error of this package: its whole message
+        text = traceback.removeprefix("lightning_lockstep.errors.").partition("Stack of rank")[0]
+        evidence = f"{who}: {_quoted(text)}"
+    elif lines := _raised_at(traceback):
+        evidence += f"\n{lines}"
+    return problem("failure", evidence)
 
 
-def _finished(summary: Mapping[str, Any]) -> Iterator[Finding]:
+def _raised_at(traceback: str) -> str:
+    """Return the innermost place of a traceback that is in the user's own files, and the line that stands there."""
+    lines = traceback.splitlines()
+    places = [i for i, line in enumerate(lines) if re.match(r' +File ".*", line \d+', line)]
+    own = [i for i in places if "-packages" not in lines[i] and not lines[i].lstrip().startswith('File "<')]
+    return "\n".join(line.strip() for line in lines[own[-1] : own[-1] + 2]) if own else ""
+
+
+def _finished(summary: Mapping[str, Any], folder: RunFolder) -> Iterator[Finding]:
     metrics = _table(summary.get("metrics"))
     shown = ", ".join(
         f"{name} {f'{value:.4g}' if isinstance(value, float) else value}"
@@ -340,7 +376,9 @@ def _finished(summary: Mapping[str, Any]) -> Iterator[Finding]:
     yield ok("run", f"it finished: {summary.get('steps')} steps on {_ranks(summary)}; {shown}")
     bad = [name for name, value in metrics.items() if not _is_finite(value)]
     if bad:
-        yield problem("metrics", f"{', '.join(bad)} is not finite", _FIND_OVERFLOW)
+        yield problem(
+            "metrics", f"{', '.join(bad)} is not finite", _FIND_OVERFLOW[folder.is_of_lockstep_train]
+        )
 
 
 def _batch_size(folder: RunFolder) -> Iterator[Finding]:
@@ -357,7 +395,7 @@ def _batch_size(folder: RunFolder) -> Iterator[Finding]:
 
 def _metrics(folder: RunFolder) -> Iterator[Finding]:
     """The first row of the last attempt's log with a loss that is not finite, where no report says more."""
-    logs = folder.glob("csv/metrics.csv", "csv/*/metrics.csv")
+    logs = folder.glob("metrics.csv", "csv/metrics.csv", "csv/*/metrics.csv")
     if not logs or _reports(folder):
         return
     for row in csv.DictReader(folder.text(min(logs, key=folder.age)).replace("\0", "").splitlines()):
@@ -366,7 +404,7 @@ def _metrics(folder: RunFolder) -> Iterator[Finding]:
                 evidence = (
                     f"{name} is {value} at step {row.get('step', '?')}; the overflow detector was not active"
                 )
-                yield problem("metrics", evidence, _FIND_OVERFLOW)
+                yield problem("metrics", evidence, _FIND_OVERFLOW[folder.is_of_lockstep_train])
                 return
 
 
@@ -374,6 +412,12 @@ def _unknown(folder: RunFolder) -> Finding:
     newest = min(map(folder.age, folder.glob("*", "*/*", "*/*/*")), default=math.inf)
     if newest < _QUIET:
         evidence = f"no summary yet, and it was written to {newest:.0f} s ago: it may still be running"
+        return ok("run", evidence)
+    if not folder.is_of_lockstep_train:
+        evidence = (
+            "no failure was recorded, and a Trainer of a script leaves no summary: it ended well, still runs, or was"
+            " killed with all its ranks"
+        )
         return ok("run", evidence)
     evidence = (
         "neither a summary nor a record of a failure: it was killed (memory, time limit, a lost host), or ended"

@@ -123,36 +123,77 @@ def at(*sites: str, last: str = "all_gather") -> str:
     """Return the advice for ranks that called from these places with other shapes, the last one this operation."""
     changes: list[dict[str, Any]] = [{"site": site, "shapes": ((rank,),)} for rank, site in enumerate(sites)]
     changes[-1]["operation"] = last
-    return report(*changes)[-1].partition(" Every rank")[0].partition(" Where a model")[0]
+    return report(*changes)[-1].partition(" Every rank")[0].partition(" FSDP has")[0]
 
 
 def test_ranks_that_called_from_different_places_are_told_who_skipped_what() -> None:
     line, later = "train.py:8 in step", "train.py:20 in step"
-    skipped = "called all_gather at train.py:8 in step; rank{} skipped it and went on to all_gather"
-    assert at(line, "backward").startswith(
-        f"Rank 0 {skipped.format(' 1')} in backward, or rank 0 reduced nothing"
+    called = "called all_gather at train.py:8 in step"
+    in_backward = "called all_reduce in backward."
+    assert at(line, "backward", last="all_reduce") == f"Rank 0 {called}, but rank 1 {in_backward}"
+    assert at("backward", line, "backward", last="all_reduce").startswith(
+        f"Rank 1 {called}, but ranks 0,2 called"
     )
-    assert at("backward", line, "backward").startswith(f"Rank 1 {skipped.format('s 0,2')} in backward")
+    text = report({"site": line}, {"site": "backward", "operation": "all_reduce"})[-1]
+    assert "that only rank 0 entered, or for a backward that rank 0 left out before it." in text
+    assert "FSDP" not in text
     assert at(line, later, last="barrier") == (
-        "Rank 0 called all_gather at train.py:8 in step; rank 1 skipped it and went on to barrier at train.py:20 in"
-        " step, or comes to it later."
+        f"Rank 0 {called}; rank 1 skipped it and went on to barrier at train.py:20 in step, or comes to it later."
     )
     assert at(line, "train.py:9 in other", last="barrier") == (
-        "Rank 0 called all_gather at train.py:8 in step; rank 1 called barrier at train.py:9 in other: a rank has"
-        " skipped a call that another one made."
+        f"Rank 0 {called}; rank 1 called barrier at train.py:9 in other."
     )
     # The two branches of an `if rank == 0`, or a call that a rank has skipped.
     assert at(line, later) == (
         "Make the shapes equal on all ranks before the call, or use lightning_lockstep.gather_uneven(), or look for a"
         " call that only some ranks make."
     )
-    # DDP gathers nothing in backward.
-    assert at("backward", "backward").startswith("Where a model is divided (FSDP), each call of a layer")
+    # DDP gathers nothing in backward, and what FSDP calls for a layer says so.
+    divided = "FSDP has divided the model, so each call of a layer is an all_gather"
+    assert at("backward", "backward").startswith(divided)
+    assert at(f"{line} (FSDP)", f"{line} (FSDP)").startswith(divided)
+    assert divided in report({"site": f"{line} (FSDP)"}, {"site": "backward", "operation": "all_reduce"})[-1]
     reduced: dict[str, Any] = {"operation": "all_reduce", "site": BACKWARD}
     text = report(reduced, reduced | {"shapes": ((2,),)})[-1]
-    assert text.startswith("In backward, DistributedDataParallel reduces")
+    assert text.startswith("DDP averages gradients in backward, and here the ranks bring different ones")
     assert at(line, "").startswith("Make the shapes equal")  # where one came from is not known
     assert at(line, line).startswith("Make the shapes equal")
+
+
+@pytest.mark.parametrize(
+    ("batches", "stages", "site", "told"),
+    [
+        (
+            (5, 3),
+            ("validate", "validate"),
+            "train.py:8 in step",
+            "such as that of self.log(..., sync_dist=True)",
+        ),
+        (
+            (5, 3),
+            ("validate", "train"),
+            "train.py:8 in step (FSDP)",
+            "a layer of the model, which FSDP has divided",
+        ),
+        ((5, 3), ("train", "train"), "train.py:8 in step", ""),
+        ((5, 5), ("validate", "train"), "train.py:8 in step", ""),
+        ((5, None), ("validate", "train"), "train.py:8 in step", ""),
+    ],
+)
+def test_ranks_with_different_numbers_of_batches_to_evaluate_are_told_so(
+    batches: tuple[Any, Any], stages: tuple[str, str], site: str, told: str
+) -> None:
+    places = [
+        {"epoch": 0, "step": 8, "batch": 3 - rank, "stage": stages[rank], "batches": batches[rank]}
+        for rank in (0, 1)
+    ]
+    lines = report({"where": places[0], "site": site}, {"where": places[1], "dtypes": ("int64",)})
+    assert lines[6] == (
+        f"Rank 0 is at epoch 0, step 8, batch 3, stage {stages[0]}; rank 1 is at epoch 0, step 8, batch 2, stage"
+        f" {stages[1]}."
+    )
+    expected = "The ranks have different numbers of validation batches (rank 0: 5, rank 1: 3), and "
+    assert lines[-1].startswith(expected) == bool(told) and told in lines[-1]
 
 
 def test_the_site_is_the_nearest_place_in_the_users_program() -> None:
@@ -162,11 +203,18 @@ def test_the_site_is_the_nearest_place_in_the_users_program() -> None:
     engine = (torch.autograd.graph.__file__, 7, "_engine_run_backward")
     function = (torch.autograd.function.__file__, 8, "apply")
     collective = (torch_file, 1, "all_reduce")
+    divides = (
+        f"{os.path.dirname(torch_file)}/fsdp/_fully_shard/_fsdp_collectives.py",
+        6,
+        "foreach_all_gather",
+    )
     for places, expected in (
         ([collective, own], "train.py:9 in main"),
         ([collective, function, own], "train.py:9 in main"),  # as LightningModule.all_gather calls it
         ([collective, (os.__file__, 2, "walk"), own], "train.py:9 in main"),
         ([collective, engine, own], "backward"),
+        ([collective, divides, own], "train.py:9 in main (FSDP)"),
+        ([collective, divides, engine, own], "backward"),
         ([collective, inside, trainer, own], "result.py:3 in compute"),  # not where trainer.fit is called
         ([collective, inside], "result.py:3 in compute"),
         ([collective], "unknown"),

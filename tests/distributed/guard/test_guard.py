@@ -160,6 +160,27 @@ def test_an_error_is_left_to_code_that_deals_with_errors(monkeypatch: pytest.Mon
         errors.remove()
 
 
+AT_THE_END = """
+import atexit, threading, time
+from lightning_lockstep.distributed.guard.guard import MainThreadErrors
+
+errors = MainThreadErrors()
+errors.install()
+
+@atexit.register
+def end():
+    threading.Thread(target=errors.raise_soon, args=[ValueError("too late")], daemon=True).start()
+    time.sleep(0.5)
+    print("still there:", errors.take())
+"""
+
+
+def test_a_program_that_is_at_its_end_gets_no_error() -> None:
+    """Python would print "Exception ignored in atexit callback", and go on."""
+    done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, check=True)
+    assert done.stdout == "still there: too late\n" and "ignored" not in done.stderr, done.stderr
+
+
 def on_own_thread(function: Any) -> Any:
     """Call something as the guard does, on a thread of this package, which does not count."""
     found: list[Any] = []
@@ -402,7 +423,7 @@ def test_only_a_collective_that_a_rank_stays_in_is_said_not_to_be_seen(
     assert capsys.readouterr().err.count("does not see the all_reduce that rank 0 waits in") == 1
 
 
-def test_the_report_goes_to_a_folder_that_the_user_has_named(
+def test_reports_go_to_the_folder_of_the_logger_or_of_the_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -410,7 +431,13 @@ def test_the_report_goes_to_a_folder_that_the_user_has_named(
     given: list[tuple[dict[str, Any], Path | None]] = [
         ({"default_root_dir": tmp_path / "runs", "logger": False}, tmp_path / "runs"),
         ({"logger": CSVLogger(tmp_path / "logs", version=3)}, tmp_path / "logs/lightning_logs/version_3"),
-        ({"logger": False}, None),  # nothing is left in the current folder
+        (
+            {"default_root_dir": tmp_path / "runs", "logger": CSVLogger(tmp_path / "logs", version=4)},
+            tmp_path / "logs/lightning_logs/version_4",
+        ),
+        ({"logger": False}, tmp_path),
+        ({"logger": True, "fast_dev_run": True}, None),
+        ({"default_root_dir": "s3://bucket/run", "logger": False}, None),
     ]
     for options, expected in given:
         trainer = Trainer(accelerator="cpu", enable_checkpointing=False, **options)

@@ -16,8 +16,8 @@ from lightning_lockstep.errors import CollectiveMismatchError, CollectiveStallEr
 
 PAIR = "1 (ranks 0, 1)"
 LONGER = (
-    "Look at what keeps it there; every rank must call the same collectives. A rank that only needs longer can be given"
-    " time by a larger stall_timeout."
+    "Look at what keeps it there: every rank must call the same collectives. If it only needs longer, give the strategy"
+    " a larger stall_timeout."
 )
 IN_ORDER = "Call the same collectives with the same arguments in the same order on every rank."
 
@@ -98,7 +98,9 @@ def test_an_error_of_the_backend_because_a_rank_has_left() -> None:
     )
     assert lines(found)[5].endswith("no answer: it has come to the end of its program  <- never came")
     assert lines(found)[3].split() == ["0", "all_reduce", "float32", "(4,)", "train.py:3", "in", "step"]
-    assert lines(found)[-1].startswith("Fewer calls were made there than elsewhere: look for a skipped one")
+    assert lines(found)[-1].startswith(
+        "That program ended after fewer collectives than the others: look for a call"
+    )
     assert found is not None and (found.kind, found.ranks) == ("stall", (2,))
 
 
@@ -439,8 +441,8 @@ def test_a_collective_that_all_have_called_alike_and_that_does_not_complete() ->
         "  0     all_reduce  float32  (4,)   train.py:1 in step",
         "  1     all_reduce  float32  (4,)   train.py:1 in step",
         "",
-        "Look at the network between the hosts, or at what else runs on other threads. A transfer that only"
-        " needs longer can be given time by a larger stall_timeout.",
+        "Look at the network between the hosts (lockstep-doctor network), or at what else runs on other threads. If"
+        " the transfer only needs longer, give the strategy a larger stall_timeout.",
     ]
     assert found is not None and (found.kind, found.ranks) == ("stall", ())
 

@@ -188,13 +188,13 @@ CASES: dict[str, tuple[Case, list[list[str]], str]] = {
     "unused parameters": (
         unused_parameters,
         [["all_reduce(sum)", "float32", "(9,)"], ["all_reduce(sum)", "float32", "()"]],
-        "Rank 1 called all_reduce(sum) at ...; rank 0 skipped it and went on to all_reduce(sum) in backward, or rank 1"
-        " reduced nothing in backward: ...",
+        "Rank 1 called all_reduce(sum) at ..., but rank 0 called all_reduce(sum) in backward. ... or for a backward"
+        " that rank 1 left out before it.",
     ),
     "buckets": (
         other_buckets,
         [["all_reduce(sum)", "float32", "(1,)"], ["all_reduce(sum)", "float32", "(9,)"]],
-        "In backward, DistributedDataParallel reduces the gradients: ... into the same buckets (bucket_cap_mb).",
+        "DDP averages gradients in backward, and here the ranks bring different ones: ... the same bucket_cap_mb.",
     ),
 }
 

@@ -90,8 +90,8 @@ def test_a_rank_that_raises_ends_all_with_its_traceback_last(bad: int, tmp_path:
     needs("open_mpi")
     outcome, found = run_fit(tmp_path, "--devices", "2", "--bad", str(bad))
     assert outcome.returncode != 0 and not found
-    last = [line for line in outcome.stderr.splitlines() if line.strip()][-1]
-    assert "ValueError: a bad batch on purpose" in last, outcome.output
+    last, saved = [line for line in outcome.stderr.splitlines() if line.strip()][-2:]
+    assert "ValueError: a bad batch on purpose" in last and saved.startswith("Saved to "), outcome.output
     assert outcome.leftovers == ()
 
 
