@@ -329,6 +329,56 @@ def joins_batches(loop: Any) -> bool:
 
 
 @touches(
+    "_FitLoop._data_fetcher",
+    "_TrainingEpochLoop._should_check_val_fx",
+    why="Lightning knows two places in an epoch from which a fit goes on, and a checkpoint can be made in any",
+)
+def go_on(trainer: Any, point: Any) -> None:
+    """Do what is left of a batch or an epoch before the fit loop goes on; ``point`` is a ``ResumePoint``."""
+    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    if not point.batches:
+        if point.epoch_open:
+            _step_plateaus(trainer, point.epoch)
+        loop.restarting = False  # with `max_steps` Lightning takes the epoch that begins for one to be continued
+        return
+    if point.no_batches_left:
+        fetcher.done, fetcher.batches = True, []
+    validates = loop._should_check_val_fx(fetcher)
+    if point.batch_open and not validates:
+        loop.on_advance_end(fetcher)
+    elif validates and not point.rest_open:
+        # Lightning would take the batch that is done for one whose validation has just ended.
+        def validated(fetcher: Any) -> bool:
+            del loop._should_check_val_fx  # asked once, before the first batch
+            return False
+
+        loop._should_check_val_fx = validated
+
+
+@touches(
+    "Trainer._logger_connector",
+    "_LoggerConnector._callback_metrics",
+    why="to ask for the public ones within a validation computes it before its end",
+)
+def metrics_of(trainer: Any) -> dict[str, Any]:
+    """Return the metrics that callbacks see. Ranks: all, together; values may be reduced."""
+    return dict(trainer.callback_metrics if trainer.training else trainer._logger_connector._callback_metrics)
+
+
+def _step_plateaus(trainer: Any, epochs: int) -> None:
+    for config in trainer.lr_scheduler_configs if trainer.lightning_module.automatic_optimization else ():
+        value = trainer.callback_metrics.get(config.monitor) if config.reduce_on_plateau else None
+        if value is not None and config.interval == "epoch" and epochs % config.frequency == 0:
+            trainer.lightning_module.lr_scheduler_step(config.scheduler, value)
+
+
+@touches("_Loop._restarting", why="by this Lightning leaves ReduceLROnPlateau out at the end of a resumed epoch")
+def step_plateaus_of_resumed_epoch(trainer: Any) -> None:
+    """Have Lightning step each ``ReduceLROnPlateau`` at the end of this epoch, as in every other one."""
+    trainer.fit_loop._restarting = False
+
+
+@touches(
     "Trainer._accelerator_connector",
     why="whether Lightning divides the data; use_distributed_sampler is not kept",
 )
