@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -566,18 +565,10 @@ def cluster_environment_of(trainer: Any) -> Any:
     return trainer._accelerator_connector.cluster_environment
 
 
-@touches(
-    "Trainer._signal_connector",
-    "_SignalConnector._slurm_sigusr_handler_fn",
-    "Trainer._checkpoint_connector",
-    why="saves where Lightning looks after the requeue, and requeues the job",
-)
-def save_and_requeue(trainer: Any, received: signal.Signals) -> str:
-    """Save a checkpoint on all ranks, requeue the Slurm job and return the checkpoint's path."""
-    # Asked before: afterwards Lightning names the checkpoint that would come next.
-    path = str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
-    trainer._signal_connector._slurm_sigusr_handler_fn(received, None)
-    return path
+@touches("Trainer._checkpoint_connector", why="where Lightning looks for a checkpoint after a requeue")
+def path_after_requeue(trainer: Any) -> str:
+    """Return where to save a checkpoint from which Lightning resumes once Slurm has requeued the job."""
+    return str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
 
 
 @touches(
