@@ -287,6 +287,21 @@ def test_the_requeue_signal_of_a_slurm_job_saves_where_lightning_looks_and_reque
     assert answer in value["said"]
 
 
+def told_to_end(folder: str) -> int | None:
+    try:
+        fit(Module(act=terminate_on(0, 0, 4)), [], folder, strategy="lockstep_ddp")
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else None
+    return 0
+
+
+def test_without_the_callback_sigterm_to_a_single_process_is_said_and_is_no_success(tmp_path):
+    (outcome,) = run_ranks_raw(1, told_to_end, str(tmp_path), backend=None, timeout=90)
+    assert outcome.value == 128 + signal.SIGTERM
+    assert "step 5, batch 4, stage train: SIGTERMException: it received SIGTERM\n" in outcome.stderr
+    assert "This run has saved no checkpoint. The callback StopTogether() saves one" in outcome.stderr
+
+
 class RaisesAfterPosting(Callback):
     """Comes after the callback that has posted rank 1's value of this step, which nobody has read yet."""
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_lockstep
@@ -86,6 +87,8 @@ def provoke(rank: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if kind in ("term", "predict"):
         os.kill(os.getpid(), signal.SIGTERM)
+    if kind == "interrupt":
+        os.kill(os.getpid(), signal.SIGINT)
     if kind == "ours":
         raise BatchSizeError("nothing fits")
     if kind == "memory":
@@ -140,8 +143,13 @@ def main() -> None:
         raise RuntimeError("boom before the ranks met")
     L.seed_everything(1, verbose=False)
     data = TensorDataset(torch.randn(320, 8), torch.randint(0, 4, (320,)))
-    callbacks = [lightning_lockstep.StopTogether(dirpath="stopped")] if FAULT == "endless" else []
-    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    callbacks: list[Any] = []
+    if FAULT == "endless":
+        callbacks.append(lightning_lockstep.StopTogether(dirpath="stopped"))
+    saves = FAULT.startswith("interrupt")
+    if saves:
+        callbacks.append(ModelCheckpoint("saved", "{step}", every_n_train_steps=2))
+    options = {"logger": False, "enable_checkpointing": saves, "enable_progress_bar": False}
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1 if FAULT == "nodes" else 2,
