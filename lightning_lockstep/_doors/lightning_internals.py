@@ -338,7 +338,9 @@ def go_on(trainer: Any, point: Any) -> None:
     if not point.batches:
         if point.epoch_open:
             _step_plateaus(trainer, point.epoch)
-        loop.restarting = False  # with `max_steps` Lightning takes the epoch that begins for one to be continued
+        loop.restarting = (
+            False  # with `max_steps` Lightning takes the epoch that begins for one to be continued
+        )
         return
     if point.no_batches_left:
         fetcher.done, fetcher.batches = True, []
@@ -361,7 +363,8 @@ def go_on(trainer: Any, point: Any) -> None:
 )
 def metrics_of(trainer: Any) -> dict[str, Any]:
     """Return the metrics that callbacks see. Ranks: all, together; values may be reduced."""
-    return dict(trainer.callback_metrics if trainer.training else trainer._logger_connector._callback_metrics)
+    found = trainer.callback_metrics if trainer.training else trainer._logger_connector._callback_metrics
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in found.items()}
 
 
 def _step_plateaus(trainer: Any, epochs: int) -> None:
@@ -371,7 +374,9 @@ def _step_plateaus(trainer: Any, epochs: int) -> None:
             trainer.lightning_module.lr_scheduler_step(config.scheduler, value)
 
 
-@touches("_Loop._restarting", why="by this Lightning leaves ReduceLROnPlateau out at the end of a resumed epoch")
+@touches(
+    "_Loop._restarting", why="by this Lightning leaves ReduceLROnPlateau out at the end of a resumed epoch"
+)
 def step_plateaus_of_resumed_epoch(trainer: Any) -> None:
     """Have Lightning step each ``ReduceLROnPlateau`` at the end of this epoch, as in every other one."""
     trainer.fit_loop._restarting = False

@@ -332,7 +332,9 @@ def requeue_job() -> str | None:
     except OSError as error:
         return f"scontrol: {error.strerror or error}"
     said = (done.stderr or done.stdout).strip().splitlines()
-    return None if done.returncode == 0 else f"scontrol requeue {job}: {said[-1] if said else done.returncode}"
+    return (
+        None if done.returncode == 0 else f"scontrol requeue {job}: {said[-1] if said else done.returncode}"
+    )
 
 
 def check_has_device(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> None:

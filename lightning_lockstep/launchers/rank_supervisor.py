@@ -199,7 +199,9 @@ class RankSupervisor:
         given = "" if told_to_end else "signals=['SIGTERM', 'SIGINT']"
         goes_on = "This run has saved no checkpoint."
         if last_checkpoint:
-            goes_on = f"To go on from the last checkpoint of this run: fit(..., ckpt_path={last_checkpoint!r})."
+            goes_on = (
+                f"To go on from the last checkpoint of this run: fit(..., ckpt_path={last_checkpoint!r})."
+            )
         # Of several ranks the report of a failure, which comes last, says it too.
         headline = f"{record.headline()}\n" if told is None or not told_to_end else ""
         saves = f"The callback StopTogether({given}) saves one at the end of the batch, and ends all ranks."

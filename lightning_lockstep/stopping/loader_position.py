@@ -1,8 +1,9 @@
-"""A resumed epoch continues with the next batch of data, whatever gives the batches.
+"""A resumed run is the run that was never stopped: next batch of data, random numbers, schedulers, validation.
 
-Lightning's checkpoints count the batches of an epoch, and a resumed run counts on from there, but its loaders begin
-their epoch again: batches are seen twice and the last ones never. Here every training loader begins where the
-checkpoint was made, before its first batch is asked for:
+Where in an epoch it goes on is decided in :mod:`~lightning_lockstep.stopping.resume_point`. Lightning's checkpoints
+count the batches of an epoch, and a resumed run counts on from there, but its loaders begin their epoch again: batches
+are seen twice and the last ones never. Here every training loader begins where the checkpoint was made, before its
+first batch is asked for:
 
 - a DataLoader over data with an index: what was seen is left out by its batch sampler, and is not loaded;
 - a loader that saves its own state, and has a length: Lightning gives it that state, here on each rank its own;
@@ -54,8 +55,8 @@ from lightning_lockstep._doors.lightning_internals import (
 )
 from lightning_lockstep._text import counted
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.stopping.resume_point import ResumePoint, settle_counters
 from lightning_lockstep.steps.patching import STATEFUL, LoaderAround, length_of, put_in_place
+from lightning_lockstep.stopping.resume_point import ResumePoint, settle_counters
 
 _log = logging.getLogger(__name__)
 _KEY = "lockstep_loader_position"
@@ -63,12 +64,12 @@ _NOTHING = object()
 
 
 class LoaderPosition(Callback):
-    """Saves where the training loaders of every rank are, and continues there."""
+    """Saves where the training loaders of every rank are, and what Lightning leaves out, and continues there."""
 
     def __init__(self) -> None:
         self._trainer: Any = None
         self._resume: _Resume | None = None
-        self._steps_plateaus = False
+        self._steps_plateaus = self._validates = False
 
     @classmethod
     def attach(cls, trainer: Any) -> None:
@@ -78,7 +79,8 @@ class LoaderPosition(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Be asked for each training loader, after what the strategy makes of it."""
-        self._trainer, self._resume, self._steps_plateaus = trainer, None, False
+        self._trainer, self._resume = trainer, None
+        self._steps_plateaus = self._validates = False
         process = trainer.strategy.process_dataloader
         if stage != TrainerFn.FITTING or getattr(process, "position", None) is self:
             return
@@ -110,8 +112,20 @@ class LoaderPosition(Callback):
 
     # -- at a checkpoint --
 
+    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Note that a validation has begun."""
+        self._validates = True
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Note that a validation has ended."""
+        self._validates = False
+
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add where the loaders are. Ranks: all, together; one gather, none after an exception."""
+        averaged = checkpoint.get("current_model_state")
+        if averaged is not None and self._validates:
+            # WeightAveraging has exchanged the two for the validation, and loads them as if it had not.
+            checkpoint["current_model_state"], checkpoint["state_dict"] = checkpoint["state_dict"], averaged
         loaders = _loaders(trainer)
         if not loaders:
             return
@@ -126,6 +140,7 @@ class LoaderPosition(Callback):
         mine = {
             "loaders": described,
             "states": [] if cut else [loader.state_dict() for loader in savers],
+            "device": _states(_of_device()),
             # What schedulers, early stopping and checkpoints look at after the resume.
             "metrics": {} if alone else metrics_of(trainer),
         }
@@ -183,6 +198,7 @@ class LoaderPosition(Callback):
         if resume is None:
             return
         trainer.callback_metrics.update(resume.metrics)
+        _set_states(_of_device(), resume.device)
         loaders = _loaders(trainer)
         if resume.within_epoch:
             resume.settle(trainer, loaders)
@@ -223,7 +239,7 @@ class _Resume:
         alike = self._saved["world_size"] == self._communicator.world_size and rank < len(ranks)
         mine = ranks[rank] if alike else {}
         self.records: list[dict[str, Any]] = mine.get("loaders", [])  # of this rank's loaders
-        self.states = mine.get("states")
+        self.states, self.device = mine.get("states"), mine.get("device")
         self.metrics: dict[str, Any] = (mine or (ranks[0] if ranks else {})).get("metrics", {})
 
     def asked_for(self, loader: Any) -> None:
@@ -301,12 +317,13 @@ def _resume_averaging(trainer: Any, pl_module: Any) -> None:
     # scheduler changes the rates as it is made.
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     for one in trainer.callbacks:
-        if isinstance(one, StochasticWeightAveraging) and one.state_dict()["latest_update_epoch"] >= 0:
-            if trainer.current_epoch <= one.swa_end:
-                rates = [group["lr"] for group in groups]
-                one.on_train_epoch_start(trainer, pl_module)
-                for group, rate in zip(groups, rates, strict=True):
-                    group["lr"] = rate
+        if not isinstance(one, StochasticWeightAveraging) or trainer.current_epoch > one.swa_end:
+            continue
+        if one.state_dict()["latest_update_epoch"] >= 0:
+            rates = [group["lr"] for group in groups]
+            one.on_train_epoch_start(trainer, pl_module)
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
 
 
 # -- Loaders that can begin within their epoch --
@@ -460,6 +477,13 @@ def _described(loader: Any) -> dict[str, Any]:
 
 # What is drawn from without naming a generator.
 _GLOBAL = (torch.default_generator, random, numpy.random)
+
+
+def _of_device() -> list[Any]:
+    """Return the generator of this rank's GPU, from which dropout there draws."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return []
+    return [torch.cuda.default_generators[torch.cuda.current_device()]]
 
 
 def _generators(loader: Any) -> list[Any]:

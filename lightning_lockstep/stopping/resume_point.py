@@ -47,12 +47,14 @@ def settle_counters(loops: dict[str, Any], accumulated: int) -> ResumePoint:
     epoch_ended = epoch["processed"] == epoch["started"]
     if epoch["ready"] > epoch["started"] or (epoch_ended and (no_batches_left or not done)):
         total, done = batches["total"]["processed"], 0
-        epoch_open = epoch_ended and epoch["completed"] < epoch["processed"] and epoch["ready"] == epoch["started"]
+        epoch_open = (
+            epoch_ended and epoch["completed"] < epoch["processed"] and epoch["ready"] == epoch["started"]
+        )
         point = ResumePoint(epoch["processed"], epoch_open=epoch_open)
     else:
         partial = 0 if no_batches_left or keeps_state else done % accumulated  # their gradients are not saved
         total, done = batches["total"]["processed"] - batch["processed"] + done - partial, done - partial
-        # Of an epoch that has ended with batches left, a limit or a request was the end; Lightning counts it as a whole.
+        # A limit or a request has ended an epoch that has batches left; Lightning counts it as a whole one.
         rest_open = 0 < done == batch["ready"] and not epoch_ended
         batch_open = rest_open and batch["completed"] < done
         number = epoch["processed"] - epoch_ended
@@ -66,7 +68,9 @@ def settle_counters(loops: dict[str, Any], accumulated: int) -> ResumePoint:
     _set(batches["current"], done)
     batches["is_last_batch"] = point.no_batches_left
     seen = validation["current"]
-    validated = not point.batch_open and validation["is_last_batch"] and seen["completed"] == seen["ready"] > 0
+    validated = (
+        not point.batch_open and validation["is_last_batch"] and seen["completed"] == seen["ready"] > 0
+    )
     _set(validation["total"], 0)
     _set(validation["current"], 0)
     validation["is_last_batch"] = False

@@ -162,7 +162,9 @@ def test_a_job_that_slurm_does_not_requeue_says_so(slurm: Slurm, tmp_path: Path)
     slurm.signal(job, signal.SIGUSR1)
     assert slurm.wait(job) == "FAILED", slurm.describe(tmp_path, job)
     output = slurm.output(tmp_path, job)
-    said = re.findall(r"Slurm did not requeue the job \(scontrol requeue (\d+): .+\): submit it again", output)
+    said = re.findall(
+        r"Slurm did not requeue the job \(scontrol requeue (\d+): .+\): submit it again", output
+    )
     assert said == [job], output
     assert "was asked to requeue" not in output
 

@@ -283,7 +283,8 @@ def test_the_requeue_signal_of_a_slurm_job_saves_where_lightning_looks_and_reque
     assert (tmp_path / "asked").read_text() == "requeue 7\n"
     answer = f"Slurm was asked to requeue the job, to resume from {path}"
     if refuses:
-        answer = f"Slurm did not requeue the job (scontrol requeue 7: Job is disabled): submit it again, to resume from {path}"
+        refused = "scontrol requeue 7: Job is disabled"
+        answer = f"Slurm did not requeue the job ({refused}): submit it again, to resume from {path}"
     assert answer in value["said"]
 
 

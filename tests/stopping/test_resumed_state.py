@@ -1,4 +1,4 @@
-"""A resumed run is the run that was never stopped: everything that has a state, saved in every place, under every strategy.
+"""A resumed run is the run that was never stopped: everything with a state, saved in every place, each strategy.
 
 Each case is fitted once as a whole, with checkpoints in several places of its second epoch, and once more from each of
 them: from there on both train on the same batches with the same losses and learning rates, validate and end epochs at
@@ -194,7 +194,7 @@ def ddp() -> Any:
 #: case -> strategy, places, options of the fit
 CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...], dict[str, Any]]] = {
     "schedulers": (ddp, EVERY, {"schedules": 4}),
-    "callbacks": (ddp, (*SOME, "epoch_end 5"), {"callbacks": callbacks_with_state}),
+    "callbacks": (ddp, (*SOME, "validation_step 5", "epoch_end 5"), {"callbacks": callbacks_with_state}),
     "validates in mid-epoch": (
         ddp,
         ("batch_end 2", "validation_step 2", "validation_end 2", "step 3", "batch_end 3", "batch_end 5"),
@@ -235,6 +235,8 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...], dict[str, Any]]] = {
         {"accumulate_grad_batches": 2, "dropout": 0.0, "limit_train_batches": 4},
     ),
 }
+
+
 def fit(
     folder: Path, strategy: Any, places: tuple[str, ...] = (), ckpt_path: Any = None, **options: Any
 ) -> tuple[Record, dict[str, Any]]:
@@ -243,9 +245,7 @@ def fit(
     make: Made = options.pop("callbacks", lambda folder: [])
     callbacks = [record, *make(folder), Late(record)]
     seed_everything(1, verbose=False)
-    net = Net(
-        options.pop("schedules", 0), options.pop("manual", False), options.pop("dropout", 0.3), record
-    )
+    net = Net(options.pop("schedules", 0), options.pop("manual", False), options.pop("dropout", 0.3), record)
     logger = CSVLogger(folder, flush_logs_every_n_steps=1000)
     trainer = Trainer(
         accelerator="cpu",
@@ -267,7 +267,9 @@ def fit(
     path = Path(logger.log_dir, "metrics.csv")
     if trainer.is_global_zero and path.exists():
         rows = [{k: v[:7] for k, v in row.items() if v} for row in csv.DictReader(path.open())]
-    states = [one.state_dict() for one in callbacks if isinstance(one, (SyncedEarlyStopping, ModelCheckpoint))]
+    states = [
+        one.state_dict() for one in callbacks if isinstance(one, (SyncedEarlyStopping, ModelCheckpoint))
+    ]
     whole = isinstance(strategy, (str, LockstepDDPStrategy))
     weights = [p.tolist() for p in net.parameters()] if whole else None
     return record, {"rows": rows, "states": str(states), "weights": weights, "step": trainer.global_step}
@@ -300,7 +302,9 @@ def quiet() -> None:
 def after_an_exception(folder: Path) -> dict[str, Any]:
     """Return which callback's checkpoint of a fit that has failed does not go on with the batch that failed."""
     record, _ = fit(folder, ddp(), dropout=0.0)
-    expected = record.events[record.events.index(next(e for e in record.events if e[:4] == ("train", 1, 7, 2))) :]
+    expected = record.events[
+        record.events.index(next(e for e in record.events if e[:4] == ("train", 1, 7, 2))) :
+    ]
     savers: dict[str, Made] = {
         "on_exception": lambda folder: [OnExceptionCheckpoint(folder)],
         "step=7": lambda folder: [ModelCheckpoint(folder, "{step}", save_on_exception=True)],
@@ -325,3 +329,21 @@ def table(folder: str) -> dict[str, Any]:
 def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path: Path) -> None:
     for wrong in run_ranks(2, table, str(tmp_path), backend=None, timeout=400):
         assert wrong == {}
+
+
+def test_a_loader_that_saves_its_own_state_goes_on_behind_the_batch_it_gave_last() -> None:
+    counters = {"ready": 3, "started": 3, "processed": 2, "completed": 2}
+    epochs = {"ready": 2, "started": 2, "processed": 1, "completed": 1}
+    batches = {"total": {key: value + 5 for key, value in counters.items()}, "current": counters}
+    loops: dict[str, Any] = {
+        "state_dict": {"combined_loader": [{"at": 3}]},
+        "epoch_progress": {"total": dict(epochs), "current": dict(epochs)},
+        "epoch_loop.batch_progress": {**batches, "is_last_batch": False},
+        "epoch_loop.val_loop.batch_progress": {
+            "total": dict.fromkeys(counters, 0),
+            "current": dict.fromkeys(counters, 0),
+            "is_last_batch": False,
+        },
+    }
+    assert settle_counters(loops, 1) == ResumePoint(1, True, 3, batch_open=True, rest_open=True)
+    assert batches["total"]["ready"] == batches["total"]["completed"] == 8

@@ -27,6 +27,12 @@ from lightning_lockstep.launchers import subprocess_script
 
 FAULT = sys.argv[1] if len(sys.argv) > 1 else "none"
 START = sys.argv[2] if len(sys.argv) > 2 else "popen"
+SIGNALS = {
+    "kill": signal.SIGKILL,
+    "term": signal.SIGTERM,
+    "predict": signal.SIGTERM,
+    "interrupt": signal.SIGINT,
+}
 GRACE = 2.0 if FAULT in ("prune", "pruned") else 8.0
 
 
@@ -83,12 +89,8 @@ def provoke(rank: int) -> None:
         time.sleep(0.2)
     if kind in ("raise", "flood"):
         raise ValueError("boom in training_step")
-    if kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if kind in ("term", "predict"):
-        os.kill(os.getpid(), signal.SIGTERM)
-    if kind == "interrupt":
-        os.kill(os.getpid(), signal.SIGINT)
+    if kind in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[kind])
     if kind == "ours":
         raise BatchSizeError("nothing fits")
     if kind == "memory":

@@ -235,7 +235,9 @@ def test_sigterm_to_all_forked_ranks_ends_the_program() -> None:
     """Lightning's exception for it is a SystemExit without a code."""
     outcome = run("term@all", "fork")
     assert outcome.returncode == 128 + signal.SIGTERM
-    assert outcome.stderr.rstrip().endswith("SIGTERMException: it received SIGTERM\nThe other ranks were stopped.")
+    assert outcome.stderr.rstrip().endswith(
+        "SIGTERMException: it received SIGTERM\nThe other ranks were stopped."
+    )
 
 
 @pytest.mark.parametrize("fault", ["none", "alone-first"])
