@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -329,6 +328,61 @@ def joins_batches(loop: Any) -> bool:
 
 
 @touches(
+    "_FitLoop._data_fetcher",
+    "_TrainingEpochLoop._should_check_val_fx",
+    why="Lightning knows two places in an epoch from which a fit goes on, and a checkpoint can be made in any",
+)
+def go_on(trainer: Any, point: Any) -> None:
+    """Do what is left of a batch or an epoch before the fit loop goes on; ``point`` is a ``ResumePoint``."""
+    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    if not point.batches:
+        if point.epoch_open:
+            _step_plateaus(trainer, point.epoch)
+        loop.restarting = (
+            False  # with `max_steps` Lightning takes the epoch that begins for one to be continued
+        )
+        return
+    if point.no_batches_left:
+        fetcher.done, fetcher.batches = True, []
+    validates = loop._should_check_val_fx(fetcher)
+    if point.batch_open and not validates:
+        loop.on_advance_end(fetcher)
+    elif validates and not point.rest_open:
+        # Lightning would take the batch that is done for one whose validation has just ended.
+        def validated(fetcher: Any) -> bool:
+            del loop._should_check_val_fx  # asked once, before the first batch
+            return False
+
+        loop._should_check_val_fx = validated
+
+
+@touches(
+    "Trainer._logger_connector",
+    "_LoggerConnector._callback_metrics",
+    why="to ask for the public ones within a validation computes it before its end",
+)
+def metrics_of(trainer: Any) -> dict[str, Any]:
+    """Return the metrics that callbacks see. Ranks: all, together; values may be reduced."""
+    found = trainer.callback_metrics if trainer.training else trainer._logger_connector._callback_metrics
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in found.items()}
+
+
+def _step_plateaus(trainer: Any, epochs: int) -> None:
+    for config in trainer.lr_scheduler_configs if trainer.lightning_module.automatic_optimization else ():
+        value = trainer.callback_metrics.get(config.monitor) if config.reduce_on_plateau else None
+        if value is not None and config.interval == "epoch" and epochs % config.frequency == 0:
+            trainer.lightning_module.lr_scheduler_step(config.scheduler, value)
+
+
+@touches(
+    "_Loop._restarting", why="by this Lightning leaves ReduceLROnPlateau out at the end of a resumed epoch"
+)
+def step_plateaus_of_resumed_epoch(trainer: Any) -> None:
+    """Have Lightning step each ``ReduceLROnPlateau`` at the end of this epoch, as in every other one."""
+    trainer.fit_loop._restarting = False
+
+
+@touches(
     "Trainer._accelerator_connector",
     why="whether Lightning divides the data; use_distributed_sampler is not kept",
 )
@@ -516,18 +570,10 @@ def cluster_environment_of(trainer: Any) -> Any:
     return trainer._accelerator_connector.cluster_environment
 
 
-@touches(
-    "Trainer._signal_connector",
-    "_SignalConnector._slurm_sigusr_handler_fn",
-    "Trainer._checkpoint_connector",
-    why="saves where Lightning looks after the requeue, and requeues the job",
-)
-def save_and_requeue(trainer: Any, received: signal.Signals) -> str:
-    """Save a checkpoint on all ranks, requeue the Slurm job and return the checkpoint's path."""
-    # Asked before: afterwards Lightning names the checkpoint that would come next.
-    path = str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
-    trainer._signal_connector._slurm_sigusr_handler_fn(received, None)
-    return path
+@touches("Trainer._checkpoint_connector", why="where Lightning looks for a checkpoint after a requeue")
+def path_after_requeue(trainer: Any) -> str:
+    """Return where to save a checkpoint from which Lightning resumes once Slurm has requeued the job."""
+    return str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
 
 
 @touches(

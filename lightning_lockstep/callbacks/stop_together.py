@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning_lockstep._doors.lightning import Callback
-from lightning_lockstep._doors.lightning_internals import cluster_environment_of, save_and_requeue
+from lightning_lockstep._doors.lightning_internals import cluster_environment_of, path_after_requeue
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement, StopDecision
 from lightning_lockstep.distributed.failure.process_exit import outcome
 from lightning_lockstep.errors import Preempted
-from lightning_lockstep.launchers.environments import requeue_signal
+from lightning_lockstep.launchers.environments import requeue_job, requeue_signal
 from lightning_lockstep.stopping.loader_position import LoaderPosition
 from lightning_lockstep.stopping.stop_requests import SignalWatch, StopFileWatch, connect, count_in_fit
 
@@ -96,7 +96,9 @@ class StopTogether(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Note whose signal handlers there are, before Lightning sets its own."""
-        self._signal_watch = SignalWatch([signal.Signals[name] for name in self.signals], self._preempt)
+        requeues = requeue_signal(cluster_environment_of(trainer))
+        numbers = {*(signal.Signals[name] for name in self.signals), *([requeues] if requeues else [])}
+        self._signal_watch = SignalWatch(sorted(numbers), self._preempt)
         self._watches.callback(self._signal_watch.restore)
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
@@ -169,29 +171,32 @@ class StopTogether(Callback):
 
     def _save_and_end(self, trainer: Any, reason: str) -> None:
         requeues = requeue_signal(cluster_environment_of(trainer))
-        if requeues is not None and f"received {requeues.name}" not in reason:
-            requeues = None
-        path = self._save(trainer, requeues)
+        asks_slurm = requeues is not None and f"received {requeues.name}" in reason
+        path = self._save(trainer, asks_slurm)
         if self._file_watch is not None:
             self._file_watch.remove_file()
-        goes_on = (
-            "; resume from" if requeues is None else "; Slurm was asked to requeue the job, to resume from"
-        )
+        goes_on = f"resume from {path}"
+        if asks_slurm and trainer.is_global_zero:  # it alone says what becomes of the job
+            refused = requeue_job()
+            goes_on = f"Slurm was asked to requeue the job, to resume from {path}"
+            if refused is not None:
+                goes_on = f"Slurm did not requeue the job ({refused}): submit it again, to resume from {path}"
         if self.exit_code is None:
-            self._warn(trainer, f"All ranks leave after this batch{goes_on} {path}. {reason}")
+            self._warn(trainer, f"All ranks leave after this batch; {goes_on}. {reason}")
             return
-        self._warn(trainer, f"All ranks end here with exit code {self.exit_code}{goes_on} {path}. {reason}")
+        self._warn(trainer, f"All ranks end here with exit code {self.exit_code}; {goes_on}. {reason}")
         outcome.expected_exit_code = self.exit_code
         raise Preempted(reason, self.exit_code, path)
 
-    def _save(self, trainer: Any, requeues: signal.Signals | None) -> str:
+    def _save(self, trainer: Any, asks_slurm: bool) -> str:
         assert self._communicator is not None
-        if requeues is not None:
-            requeued: str = self._communicator.broadcast(save_and_requeue(trainer, requeues))
-            return requeued
         folder = self.dirpath or getattr(trainer.checkpoint_callback, "dirpath", None)
         folder = folder or Path(trainer.default_root_dir, "checkpoints")
-        path: str = self._communicator.broadcast(str(Path(folder, f"{self.filename}.ckpt")))
+        chosen = path_after_requeue(trainer) if asks_slurm else str(Path(folder, f"{self.filename}.ckpt"))
+        path: str = self._communicator.broadcast(chosen)
+        if asks_slurm:  # which may end this process while it requeues the job
+            for logger in trainer.loggers:
+                logger.finalize("finished")
         trainer.save_checkpoint(path)
         return path
 

@@ -6,6 +6,7 @@ import functools
 import os
 import re
 import socket
+import subprocess
 import warnings
 import zlib
 from collections.abc import Mapping
@@ -318,6 +319,22 @@ def requeue_signal(environment: ClusterEnvironment) -> Signals | None:
     if isinstance(environment, SLURMEnvironment):
         return Signals(environment.requeue_signal or SIGUSR1) if environment.auto_requeue else None
     return SIGUSR1 if belongs_to_slurm(environment) else None
+
+
+def requeue_job() -> str | None:
+    """Ask Slurm to requeue the job of this process; return why it did not, or ``None`` where it does."""
+    given = os.environ
+    job = given.get("SLURM_JOB_ID", "")
+    if "SLURM_ARRAY_JOB_ID" in given:
+        job = f"{given['SLURM_ARRAY_JOB_ID']}_{given.get('SLURM_ARRAY_TASK_ID', '')}"
+    try:
+        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=False)
+    except OSError as error:
+        return f"scontrol: {error.strerror or error}"
+    said = (done.stderr or done.stdout).strip().splitlines()
+    return (
+        None if done.returncode == 0 else f"scontrol requeue {job}: {said[-1] if said else done.returncode}"
+    )
 
 
 def check_has_device(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> None:

@@ -28,6 +28,7 @@ from lightning_lockstep._doors.lightning_internals import (
 )
 from lightning_lockstep._settings import Faults, is_whole, settings_of
 from lightning_lockstep._system import usable_cores
+from lightning_lockstep._text import say
 from lightning_lockstep.distributed import Communicator, FailurePropagation, current_communicator
 from lightning_lockstep.distributed.failure.exit_notes import (
     keep_failure,
@@ -200,6 +201,8 @@ class RankSupervisor:
         except _TunerExitException:
             raise  # no failure: all ranks leave a run that was only to find something, and Lightning goes on
         except BaseException as error:
+            if isinstance(error, SIGTERMException) and error.code is None:
+                error.code = 128 + signal.SIGTERM  # Lightning's has none, and Python would exit with 0
             if self.propagation is None:
                 self._keep_alone(error)
                 raise
@@ -227,6 +230,27 @@ class RankSupervisor:
         trainer = self._trainer()
         if trainer is not None and trainer.received_sigterm:
             raise SIGTERMException(128 + signal.SIGTERM)
+
+    def say_interruption(self, error: BaseException, last_checkpoint: str) -> None:
+        """Say on rank 0 which signal has ended a fit, on which rank and where, and how to go on from it."""
+        trainer = self._trainer()
+        if trainer is None or trainer.state.fn != "fit" or not trainer.is_global_zero:
+            return
+        told = None if self.propagation is None else self.propagation.record
+        record = told or describe_error(error, trainer.global_rank, trainer.world_size, self._where)
+        told_to_end = record.summary.startswith("SIGTERMException")
+        if record.kind != "interrupt" and not told_to_end:
+            return
+        given = "" if told_to_end else "signals=['SIGTERM', 'SIGINT']"
+        goes_on = "This run has saved no checkpoint."
+        if last_checkpoint:
+            goes_on = (
+                f"To go on from the last checkpoint of this run: fit(..., ckpt_path={last_checkpoint!r})."
+            )
+        # Of several ranks the report of a failure, which comes last, says it too.
+        headline = f"{record.headline()}\n" if told is None or not told_to_end else ""
+        saves = f"The callback StopTogether({given}) saves one at the end of the batch, and ends all ranks."
+        say(f"\nlightning-lockstep: {headline}{goes_on} {saves}\n")
 
     def __getstate__(self) -> dict[str, Any]:
         return {

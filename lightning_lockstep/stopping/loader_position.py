@@ -1,8 +1,9 @@
-"""A resumed epoch continues with the next batch of data, whatever gives the batches.
+"""A resumed run is the run that was never stopped: next batch of data, random numbers, schedulers, validation.
 
-Lightning's checkpoints count the batches of an epoch, and a resumed run counts on from there, but its loaders begin
-their epoch again: batches are seen twice and the last ones never. Here every training loader begins where the
-checkpoint was made, before its first batch is asked for:
+Where in an epoch it goes on is decided in :mod:`~lightning_lockstep.stopping.resume_point`. Lightning's checkpoints
+count the batches of an epoch, and a resumed run counts on from there, but its loaders begin their epoch again: batches
+are seen twice and the last ones never. Here every training loader begins where the checkpoint was made, before its
+first batch is asked for:
 
 - a DataLoader over data with an index: what was seen is left out by its batch sampler, and is not loaded;
 - a loader that saves its own state, and has a length: Lightning gives it that state, here on each rank its own;
@@ -37,15 +38,25 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lightning_lockstep._doors.lightning import Callback, CombinedLoader, TrainerFn, _set_sampler_epoch
+from lightning_lockstep._doors.lightning import (
+    Callback,
+    CombinedLoader,
+    StochasticWeightAveraging,
+    TrainerFn,
+    _set_sampler_epoch,
+)
 from lightning_lockstep._doors.lightning_internals import (
     asks_for_training_loader,
     combined_training_loader,
+    go_on,
     mark_as_ended,
+    metrics_of,
+    step_plateaus_of_resumed_epoch,
 )
 from lightning_lockstep._text import counted
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.steps.patching import STATEFUL, LoaderAround, length_of, put_in_place
+from lightning_lockstep.stopping.resume_point import ResumePoint, settle_counters
 
 _log = logging.getLogger(__name__)
 _KEY = "lockstep_loader_position"
@@ -53,11 +64,12 @@ _NOTHING = object()
 
 
 class LoaderPosition(Callback):
-    """Saves where the training loaders of every rank are, and continues there."""
+    """Saves where the training loaders of every rank are, and what Lightning leaves out, and continues there."""
 
     def __init__(self) -> None:
         self._trainer: Any = None
         self._resume: _Resume | None = None
+        self._steps_plateaus = self._validates = False
 
     @classmethod
     def attach(cls, trainer: Any) -> None:
@@ -68,6 +80,7 @@ class LoaderPosition(Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Be asked for each training loader, after what the strategy makes of it."""
         self._trainer, self._resume = trainer, None
+        self._steps_plateaus = self._validates = False
         process = trainer.strategy.process_dataloader
         if stage != TrainerFn.FITTING or getattr(process, "position", None) is self:
             return
@@ -99,8 +112,20 @@ class LoaderPosition(Callback):
 
     # -- at a checkpoint --
 
+    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Note that a validation has begun."""
+        self._validates = True
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Note that a validation has ended."""
+        self._validates = False
+
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add where the loaders are. Ranks: all, together; one gather, none after an exception."""
+        averaged = checkpoint.get("current_model_state")
+        if averaged is not None and self._validates:
+            # WeightAveraging has exchanged the two for the validation, and loads them as if it had not.
+            checkpoint["current_model_state"], checkpoint["state_dict"] = checkpoint["state_dict"], averaged
         loaders = _loaders(trainer)
         if not loaders:
             return
@@ -110,30 +135,32 @@ class LoaderPosition(Callback):
         savers = [loader for loader in loaders if _saves_its_state(loader)]
         # Where a limit has ended the epoch they are in the middle of theirs, and the next epoch begins anew.
         cut = progress.is_last_batch and any(progress.current.ready < len(loader) for loader in savers)
-        mine = {"loaders": described, "states": [] if cut else [loader.state_dict() for loader in savers]}
-        if communicator.world_size > 1 and all(one["order"] is not None for one in described):
-            for one in described:  # no order depends on random numbers
-                one["drawn_from"] = one["now"] = None
         # After an exception the other ranks do not come here.
         alone = trainer.state.status == "interrupted"
+        mine = {
+            "loaders": described,
+            "states": [] if cut else [loader.state_dict() for loader in savers],
+            "device": _states(_of_device()),
+            # What schedulers, early stopping and checkpoints look at after the resume.
+            "metrics": {} if alone else metrics_of(trainer),
+        }
         ranks = [mine] if alone else communicator.gather(mine)
-        checkpoint[_KEY] = {"world_size": communicator.world_size, "ranks": ranks}
+        checkpoint[_KEY] = {
+            "world_size": communicator.world_size,
+            "accumulated": trainer.accumulate_grad_batches,
+            "ranks": ranks,
+        }
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Take where the loaders were, and mend what Lightning is about to read about its loops."""
         if trainer.state.fn != TrainerFn.FITTING or "loops" not in checkpoint:
             return
-        loops = checkpoint["loops"]["fit_loop"]
-        progress, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]
-        batches = 0 if progress["is_last_batch"] else int(progress["current"]["ready"])
-        if batches and epochs["current"]["processed"] == epochs["current"]["started"]:
-            # A limit or a request ended the epoch early. Lightning counts it as a whole one, and would go on at
-            # this batch of the next.
-            for counters in (epochs["total"], epochs["current"]):
-                counters["processed"] = counters["completed"] = counters["started"] - 1
-        epoch = epochs["current"]["started"] - (1 if batches else 0)
-        self._resume = _Resume(batches, epoch, checkpoint.get(_KEY))
-        if self._resume.states is not None:  # Lightning has those of rank 0, for every rank
+        loops, saved = checkpoint["loops"]["fit_loop"], checkpoint.get(_KEY, {})
+        point = settle_counters(loops, saved.get("accumulated", trainer.accumulate_grad_batches))
+        self._resume = _Resume(point, saved)
+        if point.no_batches_left:
+            loops["state_dict"]["combined_loader"] = []
+        elif self._resume.states is not None:  # Lightning has those of rank 0, for every rank
             loops["state_dict"]["combined_loader"] = self._resume.states
 
     # -- in a run that is resumed --
@@ -147,7 +174,7 @@ class LoaderPosition(Callback):
         resume.settle(self._trainer, loaders)
         # Workers ask for their first batches as soon as the iterator is made, before Lightning does this.
         _set_sampler_epoch(loaders[number], resume.epoch)
-        saved = resume.batches and number < len(resume.records)
+        saved = resume.within_epoch and number < len(resume.records)
         return resume.batches, resume.records[number] if saved else None
 
     def has_begun(self, asks: Any) -> None:
@@ -166,39 +193,58 @@ class LoaderPosition(Callback):
         return int(loop.epoch_progress.current.processed), int(loop.epoch_loop.batch_progress.current.ready)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Go on with the random numbers too; the loaders have begun."""
+        """Go on with the random numbers and the metrics too; the loaders have begun. Ranks: all, together."""
         resume, self._resume = self._resume, None
-        if resume is None or not resume.batches:
+        if resume is None:
             return
-        resume.settle(trainer, _loaders(trainer))
-        if self.begins_again():
-            mark_as_ended(trainer, [_passes(one, resume.batches) > 1 for one in _loaders(trainer)])
-        if resume.records:
-            _set_states(_GLOBAL, resume.records[0]["now"])
-        # Lightning takes every loader that saves no state for one that starts from the beginning.
-        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
+        trainer.callback_metrics.update(resume.metrics)
+        _set_states(_of_device(), resume.device)
+        loaders = _loaders(trainer)
+        if resume.within_epoch:
+            resume.settle(trainer, loaders)
+            if self.begins_again():
+                mark_as_ended(trainer, [_passes(one, resume.batches) > 1 for one in loaders])
+            if resume.records:
+                _set_states(_GLOBAL, resume.records[0]["now"])
+            # Lightning takes every loader that saves no state for one that starts from the beginning.
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
+        elif resume.point.no_batches_left:
+            for loader, record in zip(loaders, resume.records, strict=False):
+                _set_states([*_GLOBAL, *_generators(loader)], record["now"])
+        self._steps_plateaus = bool(resume.metrics) or not resume.point.no_batches_left
+        _resume_averaging(trainer, pl_module)
+        go_on(trainer, resume.point)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Have Lightning step the ``ReduceLROnPlateau`` of the epoch that was resumed, which it leaves out."""
+        if self._steps_plateaus:
+            self._steps_plateaus = False
+            step_plateaus_of_resumed_epoch(trainer)
 
 
 class _Resume:
     """What a checkpoint says of the epoch in which, or after which, it was made."""
 
-    def __init__(self, batches: int, epoch: int, saved: dict[str, Any] | None) -> None:
-        self.batches, self.epoch = batches, epoch  # seen of the epoch (0: it begins), and its number
+    def __init__(self, point: ResumePoint, saved: dict[str, Any]) -> None:
+        self.point, self.epoch = point, point.epoch
+        self.within_epoch = point.begun and not point.no_batches_left  # where the loaders go on
+        self.batches = point.batches if self.within_epoch else 0  # that they leave out
         self.begun: list[Any] = []
         self._settled, self._asked = False, 0
         self._communicator = current_communicator()
-        self._saved = saved or {"world_size": self._communicator.world_size, "ranks": []}
+        self._saved = {"world_size": self._communicator.world_size, "ranks": [], **saved}
         # Of each loader that Lightning has asked for: what it is like, on each rank.
         self._now: list[list[dict[str, Any]]] = []
         ranks, rank = self._saved["ranks"], self._communicator.rank
         alike = self._saved["world_size"] == self._communicator.world_size and rank < len(ranks)
         mine = ranks[rank] if alike else {}
         self.records: list[dict[str, Any]] = mine.get("loaders", [])  # of this rank's loaders
-        self.states = mine.get("states")
+        self.states, self.device = mine.get("states"), mine.get("device")
+        self.metrics: dict[str, Any] = (mine or (ranks[0] if ranks else {})).get("metrics", {})
 
     def asked_for(self, loader: Any) -> None:
         """Take in a loader that is about to begin. Ranks: all, together; one gather within an epoch."""
-        if self.batches:
+        if self.within_epoch:
             described = {**_nature(loader), "keeps_state": _saves_its_state(loader)}
             self._now.append(self._communicator.gather(described))
             return
@@ -210,7 +256,7 @@ class _Resume:
 
     def settle(self, trainer: Any, loaders: list[Any]) -> None:
         """Find the batch at which the epoch goes on, and say what it repeats; all ranks with the same facts."""
-        if self._settled or not self.batches:
+        if self._settled or not self.within_epoch:
             return
         self._settled = True
         now = self._now[-len(loaders) :]
@@ -262,9 +308,22 @@ def _division(loaders: list[list[dict[str, Any]]]) -> str:
 def _count_batches(trainer: Any, batches: int) -> None:
     """Let the loop go on at another batch, where a batch of all ranks has another size."""
     progress = trainer.fit_loop.epoch_loop.batch_progress.current
-    open_batch = progress.processed - progress.completed  # saved at the end of a batch
-    progress.ready = progress.started = progress.processed = batches
-    progress.completed = batches - open_batch
+    progress.ready = progress.started = progress.processed = progress.completed = batches
+
+
+def _resume_averaging(trainer: Any, pl_module: Any) -> None:
+    """Let Lightning's SWA that had begun go on, at the learning rates of the checkpoint."""
+    # It makes its scheduler at the start of an epoch, which a fit that goes on within one does not come to, and the
+    # scheduler changes the rates as it is made.
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    for one in trainer.callbacks:
+        if not isinstance(one, StochasticWeightAveraging) or trainer.current_epoch > one.swa_end:
+            continue
+        if one.state_dict()["latest_update_epoch"] >= 0:
+            rates = [group["lr"] for group in groups]
+            one.on_train_epoch_start(trainer, pl_module)
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
 
 
 # -- Loaders that can begin within their epoch --
@@ -418,6 +477,13 @@ def _described(loader: Any) -> dict[str, Any]:
 
 # What is drawn from without naming a generator.
 _GLOBAL = (torch.default_generator, random, numpy.random)
+
+
+def _of_device() -> list[Any]:
+    """Return the generator of this rank's GPU, from which dropout there draws."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return []
+    return [torch.cuda.default_generators[torch.cuda.current_device()]]
 
 
 def _generators(loader: Any) -> list[Any]:

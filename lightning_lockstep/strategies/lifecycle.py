@@ -170,6 +170,7 @@ class RankLifecycle:
         self.supervisor = RankSupervisor(settings.supervisor)
         self._uneven_inputs = UnevenInputs(settings.uneven_inputs)
         self._strategy, self._precision = strategy, precision
+        self.last_checkpoint = ""  # that this run has saved
 
     @property
     def failed(self) -> bool:
@@ -205,6 +206,7 @@ class RankLifecycle:
     def connect(self) -> Communicator:
         """Connect the ranks, listen for failures, show once which rank runs where. Ranks: all, together."""
         reset_seed()
+        self.last_checkpoint = ""
         self.set_world_ranks()
         place, sharing = self.startup.share_of_cores(self._strategy)
         self.supervisor.apply_threads(local_rank=place, local_world_size=sharing)
@@ -248,6 +250,7 @@ class RankLifecycle:
 
     def whole_folder(self, target: str) -> AbstractContextManager[str]:
         """Give a folder to write into, which is a checkpoint once all ranks have written. Ranks: all, together."""
+        self.last_checkpoint = target
         return whole_folder(
             target,
             rank=self._strategy.global_rank,
@@ -413,6 +416,19 @@ class LifecycleHooks(ParallelStrategy):
     def is_padding_batch(self) -> bool:
         """Return whether this rank's current training batch is a padding batch, which must contribute nothing."""
         return self.lifecycle.is_padding_batch()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint on rank 0."""
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if "loops" in checkpoint:  # else it has weights alone
+            self.lifecycle.last_checkpoint = str(filepath)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Say how to go on after a signal; callbacks have saved what they save after an exception."""
+        super().on_exception(exception)
+        self.lifecycle.supervisor.say_interruption(exception, self.lifecycle.last_checkpoint)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for every rank; after a failure, return at once."""

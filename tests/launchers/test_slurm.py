@@ -152,6 +152,23 @@ def test_a_requeued_job_goes_on_where_it_was(
     assert sorted(re.findall(r"rank \d of \d: .*", output)) == expected
 
 
+def test_a_job_that_slurm_does_not_requeue_says_so(slurm: Slurm, tmp_path: Path) -> None:
+    script = f"srun {sys.executable} {PROGRAM} requeue"
+    job = slurm.submit(script, "--no-requeue", *ONE_NODE, cwd=tmp_path, env={"RUN_FOLDER": str(tmp_path)})
+    deadline = time.monotonic() + patience(60)
+    while "step 10" not in slurm.output(tmp_path, job):
+        assert time.monotonic() < deadline, slurm.describe(tmp_path, job)
+        time.sleep(0.1)
+    slurm.signal(job, signal.SIGUSR1)
+    assert slurm.wait(job) == "FAILED", slurm.describe(tmp_path, job)
+    output = slurm.output(tmp_path, job)
+    said = re.findall(
+        r"Slurm did not requeue the job \(scontrol requeue (\d+): .+\): submit it again", output
+    )
+    assert said == [job], output
+    assert "was asked to requeue" not in output
+
+
 @pytest.mark.parametrize("do", ["raise", "kill"])
 def test_a_failing_rank_is_named_last(slurm: Slurm, do: str, tmp_path: Path) -> None:
     outcome = srun(slurm, do, *TWO_NODES, cwd=tmp_path)

@@ -244,30 +244,63 @@ def test_a_signal_outside_of_training_is_obeyed_at_the_next_batch_or_the_end(tmp
         assert ended["saved"] == ended["batches"]
 
 
-def requeued_by_slurm(folder: str, ours: bool) -> dict[str, Any]:
+def requeued_by_slurm(folder: str, ours: bool, number: signal.Signals) -> dict[str, Any]:
     """Under our strategy the callback is not given, and the environment is detected."""
-    module = Module(act=terminate_on(0, 0, 4, signal.SIGUSR1))
-    given = {"strategy": "lockstep_ddp"} if ours else {"plugins": [SLURMEnvironment(auto_requeue=True)]}
+    module = Module(act=terminate_on(0, 0, 4, number))
+    environment = SLURMEnvironment(auto_requeue=True, requeue_signal=number)
+    given = {"strategy": "lockstep_ddp"} if ours else {"plugins": [environment]}
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning_lockstep").addHandler(handler)
     try:
         fit(module, [] if ours else [StopTogether()], folder, **given)
     except Preempted as preempted:
-        return {"checkpoint": preempted.checkpoint, "saved": Path(preempted.checkpoint).exists()}
+        exists = Path(preempted.checkpoint).exists()
+        return {"checkpoint": preempted.checkpoint, "saved": exists, "said": said[-1]}
     return {}
 
 
-@pytest.mark.parametrize("ours", [False, True])
-def test_the_requeue_signal_of_a_slurm_job_saves_where_lightning_looks_and_requeues_it(tmp_path, ours):
-    """Also where the job is a single task, which is no rank of a cluster."""
+@pytest.mark.parametrize(
+    ("ours", "number", "refuses"),
+    [(False, signal.SIGUSR1, False), (True, signal.SIGUSR1, False), (False, signal.SIGUSR2, True)],
+)
+def test_the_requeue_signal_of_a_slurm_job_saves_where_lightning_looks_and_requeues_it(
+    tmp_path, ours, number, refuses
+):
+    """Also where the job is a single task, which is no rank of a cluster; what Slurm answers is said."""
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
-    scontrol.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n')
+    answers = "echo 'Job is disabled' >&2; exit 1" if refuses else ""
+    scontrol.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n{answers}\n')
     scontrol.chmod(0o755)
     env = {"PATH": f"{scontrol.parent}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}
     env |= dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
     env |= {"SLURM_STEP_NUM_TASKS": "1", "SLURM_JOB_NAME": "train"}
-    (value,) = run_ranks(1, requeued_by_slurm, str(tmp_path), ours, backend=None, env=env, timeout=90)
-    assert value["saved"] and Path(value["checkpoint"]).name.startswith("hpc_ckpt_")
+    (value,) = run_ranks(1, requeued_by_slurm, str(tmp_path), ours, number, backend=None, env=env, timeout=90)
+    path = value["checkpoint"]
+    assert value["saved"] and Path(path).name.startswith("hpc_ckpt_")
     assert (tmp_path / "asked").read_text() == "requeue 7\n"
+    answer = f"Slurm was asked to requeue the job, to resume from {path}"
+    if refuses:
+        refused = "scontrol requeue 7: Job is disabled"
+        answer = f"Slurm did not requeue the job ({refused}): submit it again, to resume from {path}"
+    assert answer in value["said"]
+
+
+def told_to_end(folder: str) -> int | None:
+    try:
+        fit(Module(act=terminate_on(0, 0, 4)), [], folder, strategy="lockstep_ddp")
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else None
+    return 0
+
+
+def test_without_the_callback_sigterm_to_a_single_process_is_said_and_is_no_success(tmp_path):
+    (outcome,) = run_ranks_raw(1, told_to_end, str(tmp_path), backend=None, timeout=90)
+    assert outcome.value == 128 + signal.SIGTERM
+    assert "step 5, batch 4, stage train: SIGTERMException: it received SIGTERM\n" in outcome.stderr
+    assert "This run has saved no checkpoint. The callback StopTogether() saves one" in outcome.stderr
 
 
 class RaisesAfterPosting(Callback):

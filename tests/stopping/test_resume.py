@@ -326,7 +326,9 @@ def table(folder: str, names: list[str]) -> dict[str, Any]:
         again = Saves(path + "2", 2)
         resumed = fit(name, again, ckpt_path=path).seen
         twice = fit(name, ckpt_path=path + "2").seen
-        expected, later = whole[saves.after :], whole[saves.after + 1 :]
+        # With accumulation, the second checkpoint is in the middle of an optimizer step, whose batches come again.
+        later = whole[saves.after + (name != "accumulated") :]
+        expected = whole[saves.after :]
         right = saves.after > 0 and len(expected) > 1 and resumed == expected and twice == later
         rows[name] = "exact" if right else (expected, resumed, twice)
     return rows

@@ -17,6 +17,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_lockstep
@@ -26,6 +27,12 @@ from lightning_lockstep.launchers import subprocess_script
 
 FAULT = sys.argv[1] if len(sys.argv) > 1 else "none"
 START = sys.argv[2] if len(sys.argv) > 2 else "popen"
+SIGNALS = {
+    "kill": signal.SIGKILL,
+    "term": signal.SIGTERM,
+    "predict": signal.SIGTERM,
+    "interrupt": signal.SIGINT,
+}
 GRACE = 2.0 if FAULT in ("prune", "pruned") else 8.0
 
 
@@ -82,10 +89,8 @@ def provoke(rank: int) -> None:
         time.sleep(0.2)
     if kind in ("raise", "flood"):
         raise ValueError("boom in training_step")
-    if kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if kind in ("term", "predict"):
-        os.kill(os.getpid(), signal.SIGTERM)
+    if kind in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[kind])
     if kind == "ours":
         raise BatchSizeError("nothing fits")
     if kind == "memory":
@@ -140,8 +145,13 @@ def main() -> None:
         raise RuntimeError("boom before the ranks met")
     L.seed_everything(1, verbose=False)
     data = TensorDataset(torch.randn(320, 8), torch.randint(0, 4, (320,)))
-    callbacks = [lightning_lockstep.StopTogether(dirpath="stopped")] if FAULT == "endless" else []
-    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    callbacks: list[Any] = []
+    if FAULT == "endless":
+        callbacks.append(lightning_lockstep.StopTogether(dirpath="stopped"))
+    saves = FAULT.startswith("interrupt")
+    if saves:
+        callbacks.append(ModelCheckpoint("saved", "{step}", every_n_train_steps=2))
+    options = {"logger": False, "enable_checkpointing": saves, "enable_progress_bar": False}
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1 if FAULT == "nodes" else 2,

@@ -195,7 +195,20 @@ def test_a_killed_rank_is_named_with_its_signal(rank: int, tmp_path: Path) -> No
 def test_sigterm_to_one_rank_ends_all_with_its_exit_code() -> None:
     outcome = run("term@1")
     assert outcome.returncode == 128 + signal.SIGTERM
-    assert "rank 1 of 2" in outcome.stderr
+    said, _, report = outcome.stderr.rpartition("\nlightning-lockstep: ")
+    assert "This run has saved no checkpoint. The callback StopTogether() saves one" in said
+    assert report.startswith("rank 1 of 2 ") and "Traceback" not in report
+    assert "SIGTERMException: it received SIGTERM" in report, outcome.stderr
+
+
+def test_ctrl_c_in_one_rank_is_reported_once_with_the_last_checkpoint(tmp_path: Path) -> None:
+    outcome = run_script([str(SCRIPT), "interrupt@1"], timeout=LIMIT, cwd=tmp_path)
+    assert outcome.returncode == 130, outcome.output
+    (place,) = re.findall(r"rank 1 of 2 \(.*\) was interrupted at (.*): KeyboardInterrupt", outcome.stderr)
+    assert place == "epoch 0, step 5, batch 5, stage train, in training_step"
+    path = tmp_path / "saved" / "step=4.ckpt"
+    assert f"fit(..., ckpt_path='{path}'). The callback StopTogether(signals=[" in outcome.stderr
+    assert path.exists()
 
 
 def test_sigterm_ends_a_prediction() -> None:
@@ -311,7 +324,7 @@ def test_sigterm_to_all_forked_ranks_ends_the_program() -> None:
     """Lightning's exception for it is a SystemExit without a code."""
     outcome = run("term@all", "fork")
     assert outcome.returncode == 128 + signal.SIGTERM
-    assert outcome.stderr.rstrip().endswith(f"SIGTERMException\n{SAVED}")
+    assert outcome.stderr.rstrip().endswith(f"SIGTERMException: it received SIGTERM\n{SAVED}")
 
 
 @pytest.mark.parametrize("fault", ["none", "alone-first"])

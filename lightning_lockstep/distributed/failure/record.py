@@ -51,6 +51,8 @@ def format_error(error: BaseException) -> str:
     # all there is.
     if full_traceback():
         return "".join(traceback.format_exception(error))
+    if isinstance(error, SIGTERMException):
+        return ""  # raised at the next boundary of a batch, wherever the signal has arrived
     if isinstance(error, LockstepError) and not isinstance(error, RankFailedError):
         return "".join(traceback.format_exception_only(type(error), error))
     return "".join(_lines(traceback.TracebackException.from_exception(error)))
@@ -336,6 +338,8 @@ def describe_error(
 
 
 def _summary(error: BaseException) -> str:
+    if isinstance(error, SIGTERMException):
+        return "SIGTERMException: it received SIGTERM"
     name, text = type(error).__name__, first_lines(without_escapes(str(error)))
     return f"{name}: {text}" if text else name
 

@@ -1,0 +1,83 @@
+"""Where a fit goes on from a checkpoint, by the counters that Lightning's loops have saved.
+
+A checkpoint can be made in any hook. What was done when it was made is kept, and the rest is done after the resume:
+
+============================== =======================================================================================
+made                           the resumed fit
+============================== =======================================================================================
+within a batch                 begins that batch again; with accumulation, the batches of its optimizer step
+at the end of a batch          goes on with what follows it: validation if it is due, schedulers, the next batch
+within a validation            begins that validation again
+at the end of a validation     goes on with what follows it
+at the end of the last batch   goes on with the validation and the end of the epoch
+at the end of an epoch         begins the next epoch; a ``ReduceLROnPlateau`` of that epoch is stepped first
+at the start of an epoch       begins that epoch
+after a fit that was cut short goes on with the next batch of the epoch
+============================== =======================================================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """What is done, and what is left to do, of the epoch in which a checkpoint was made."""
+
+    epoch: int  # the number of the epoch that goes on, or begins
+    begun: bool = False  # else it begins
+    batches: int = 0  # so many batches of it are done
+    no_batches_left: bool = False  # what is left is the end of the epoch
+    batch_open: bool = False  # Lightning had not counted the last batch as completed
+    rest_open: bool = False  # a validation, or what follows one, may be left of the last batch
+    epoch_open: bool = False  # the epoch before has ended, but for its ``ReduceLROnPlateau``
+
+
+def settle_counters(loops: dict[str, Any], accumulated: int) -> ResumePoint:
+    """Return where a fit goes on, and set the counters of its loops, as they were saved, to that."""
+    epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
+    validation = loops["epoch_loop.val_loop.batch_progress"]
+    epoch, batch = epochs["current"], batches["current"]
+    # A loader that has saved its own state goes on behind the batch that it gave last.
+    keeps_state = bool(loops["state_dict"].get("combined_loader"))
+    done = batch["ready"] if keeps_state else batch["processed"]
+    no_batches_left = batches["is_last_batch"] and done == batch["ready"]
+    epoch_ended = epoch["processed"] == epoch["started"]
+    if epoch["ready"] > epoch["started"] or (epoch_ended and (no_batches_left or not done)):
+        total, done = batches["total"]["processed"], 0
+        epoch_open = (
+            epoch_ended and epoch["completed"] < epoch["processed"] and epoch["ready"] == epoch["started"]
+        )
+        point = ResumePoint(epoch["processed"], epoch_open=epoch_open)
+    else:
+        partial = 0 if no_batches_left or keeps_state else done % accumulated  # their gradients are not saved
+        total, done = batches["total"]["processed"] - batch["processed"] + done - partial, done - partial
+        # A limit or a request has ended an epoch that has batches left; Lightning counts it as a whole one.
+        rest_open = 0 < done == batch["ready"] and not epoch_ended
+        batch_open = rest_open and batch["completed"] < done
+        number = epoch["processed"] - epoch_ended
+        point = ResumePoint(number, True, done, no_batches_left, batch_open, rest_open)
+    _set(epochs["total"], point.epoch)
+    _set(epochs["current"], point.epoch)
+    if point.begun:
+        for counters in (epochs["total"], epochs["current"]):
+            counters["ready"] = counters["started"] = point.epoch + 1
+    _set(batches["total"], total)
+    _set(batches["current"], done)
+    batches["is_last_batch"] = point.no_batches_left
+    seen = validation["current"]
+    validated = (
+        not point.batch_open and validation["is_last_batch"] and seen["completed"] == seen["ready"] > 0
+    )
+    _set(validation["total"], 0)
+    _set(validation["current"], 0)
+    validation["is_last_batch"] = False
+    if point.rest_open and not validated:  # by this Lightning knows that it is to be done
+        validation["total"]["ready"] = validation["total"]["started"] = 1
+    return point
+
+
+def _set(counters: dict[str, int], value: int) -> None:
+    counters.update(dict.fromkeys(("ready", "started", "processed", "completed"), value))
