@@ -244,7 +244,7 @@ class RankLifecycle:
         module = self._strategy.lightning_module
         if module is None or not module.automatic_optimization:
             return nullcontext()
-        return every_rank_contributes(module, self.is_padding_batch)
+        return every_rank_contributes(self._strategy, self.is_padding_batch)
 
     def whole_folder(self, target: str) -> AbstractContextManager[str]:
         """Give a folder to write into, which is a checkpoint once all ranks have written. Ranks: all, together."""

@@ -1,0 +1,139 @@
+"""Gradients of two real ranks, whatever the parameters are, and if a rank has no loss: as one process gets them.
+
+Starting ranks is what costs, so one pair of ranks runs all the fits.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+from lightning_lockstep import LockstepDDPStrategy
+from lightning_lockstep._doors.lightning import LightningModule, Trainer, seed_everything
+from tests.helpers import run_ranks
+from tests.strategies.test_fits import QUIET
+
+SAMPLES, BATCH = 24, 8  # of all ranks together
+
+
+class Net(LightningModule):
+    """A sum of a layer and a sparse embedding, which get one gradient, and of parameters of many kinds."""
+
+    # `left_out`: what rank 1 returns for some batches.
+    def __init__(self, *, left_out: str = "", unused: bool = False, complex_too: bool = True) -> None:
+        super().__init__()
+        seed_everything(1, verbose=False)
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.tokens, self.bag = nn.Embedding(12, 4, sparse=True), nn.EmbeddingBag(12, 4, sparse=True)
+        self.transposed = nn.Parameter(torch.ones(3, 4).t())
+        self.empty, self.scalar = nn.Parameter(torch.ones(0, 4)), nn.Parameter(torch.tensor(1.0))
+        self.wide = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64 if complex_too else torch.float32))
+        self.last = nn.Linear(4, 1)
+        if unused:
+            self.unused = nn.Parameter(torch.ones(2))
+        self.left_out = left_out
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        image, tokens, target = batch
+        hidden = self.conv(image.contiguous(memory_format=torch.channels_last)).mean((2, 3)) + self.bag(
+            tokens
+        )
+        hidden = hidden * self.scalar + self.transposed.sum(1) + self.empty.sum(0)
+        hidden = (hidden * self.phase.abs() * self.wide).float()
+        loss = (self.last(hidden + self.tokens(tokens[:, 0])) - target[:, None]).square().mean()
+        if batch_idx in (1, 2) and self.global_rank == 1 and self.left_out:
+            return None if self.left_out == "none" else loss * 0.0
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        dense = [p for name, p in self.named_parameters() if name not in ("tokens.weight", "bag.weight")]
+        groups = [{"params": dense, "weight_decay": 0.1}, {"params": [self.tokens.weight, self.bag.weight]}]
+        return torch.optim.SGD(groups, 0.02)
+
+    def values(self) -> dict[str, list[float]]:
+        return {
+            name: (torch.view_as_real(p) if p.is_complex() else p).detach().flatten().tolist()
+            for name, p in self.named_parameters()
+        }
+
+
+def data(world_size: int, rank: int) -> DataLoader[Any]:
+    drawn = torch.Generator().manual_seed(2)
+    images, tokens = (
+        torch.rand(SAMPLES, 3, 8, 8, generator=drawn),
+        torch.randint(12, (SAMPLES, 3), generator=drawn),
+    )
+    whole = TensorDataset(images, tokens, torch.rand(SAMPLES, generator=drawn))
+    return DataLoader(Subset(whole, range(rank, SAMPLES, world_size)), BATCH // world_size)
+
+
+def fitted(net: Net, *, strategy: Any = None, **options: Any) -> Any:
+    trainer = Trainer(
+        **{**QUIET, "max_epochs": 2, **options},
+        strategy=LockstepDDPStrategy(**{"stall_timeout": 20, **(strategy or {})}),
+    )
+    trainer.fit(net, data(2, int(os.environ["RANK"])))
+    return net.values()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "copied": {"strategy": {"gradient_as_bucket_view": False}},
+    "unused": {"strategy": {"find_unused_parameters": True}, "unused": True},
+    "static": {"strategy": {"static_graph": True}},
+    "accumulated": {"accumulate_grad_batches": 2},
+    "half": {"precision": "16-mixed", "complex_too": False},
+    "bfloat16": {"precision": "bf16-mixed"},
+    "compressed": {"strategy": {"ddp_comm_hook": "bf16_compress"}, "complex_too": False},
+}
+
+
+def fits() -> dict[Any, Any]:
+    found: dict[Any, Any] = {"together": fitted(Net()), "of one process": of_one_process()}
+    for name, given in OPTIONS.items():
+        for left_out in ("none", "times 0"):
+            options = dict(given)
+            of_net = {key: options.pop(key) for key in ("unused", "complex_too") if key in options}
+            found[name, left_out] = fitted(Net(left_out=left_out, **of_net), **options)
+    return found
+
+
+def of_one_process() -> dict[str, list[float]]:
+    net = Net()
+    optimizer = net.configure_optimizers()
+    for _ in range(2):
+        for number, batch in enumerate(data(1, 0)):
+            optimizer.zero_grad()
+            net.training_step(batch, number).backward()  # type: ignore[union-attr]
+            optimizer.step()
+    return net.values()
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[Any, Any]:
+    first, second = run_ranks(2, fits, backend=None, timeout=120)
+    assert str(first) == str(second), "the weights stay equal"
+    return first  # type: ignore[no-any-return]
+
+
+def assert_close(weights: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
+    assert weights.keys() == expected.keys()
+    for name, values in weights.items():
+        assert values == pytest.approx(expected[name], abs=1e-6), name
+
+
+def test_what_is_added_to_a_sparse_embedding_gets_its_whole_gradient(found: dict[Any, Any]) -> None:
+    """DDP divides the values of a sparse gradient in place, which may be the gradient of another layer too."""
+    assert_close(found["together"], found["of one process"])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_rank_without_a_loss_gives_zero_gradients(found: dict[Any, Any], name: str) -> None:
+    assert_close(found[name, "none"], found[name, "times 0"])
+    assert found[name, "none"]["tokens.weight"] != found["together"]["tokens.weight"]
