@@ -125,7 +125,7 @@ class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
         super().configure_ddp()
         for weight in sparse_weights(self.model):  # type: ignore[arg-type] # wrapped just now
             # DDP divides sparse gradients in place, and their values may be the gradient of another tensor too.
-            self._hooks.append(weight.register_hook(_copied))
+            self._hooks.append(weight.register_hook(_copied))  # type: ignore[no-untyped-call]
         # Lightning registers a hook on CUDA only, so it is not given one.
         hook, state = compression_hook(
             self.settings.ddp_comm_hook,
@@ -148,6 +148,6 @@ class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
         return Capabilities()
 
 
-@unserializable_hook
+@unserializable_hook  # type: ignore[untyped-decorator]
 def _copied(gradient: Tensor) -> Tensor:
     return gradient.clone()

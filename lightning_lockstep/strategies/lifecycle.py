@@ -41,6 +41,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -343,6 +344,17 @@ def _is_plugin_given() -> bool:
     return any(isinstance(plugin, ClusterEnvironment) for plugin in (plugins if several else [plugins]))
 
 
+def _mean_loss(closure: Callable[[], Any]) -> Any:
+    """Return the mean over the ranks of what a closure returns, by which all decide the same."""
+    loss = closure()
+    if not isinstance(loss, torch.Tensor):
+        return loss
+    communicator = current_communicator()
+    # In double precision, so that the mean of losses is as good as the loss of the whole batch.
+    total = communicator.all_reduce(loss.detach().to("cpu", torch.float64, copy=True))
+    return (total / communicator.world_size).to(loss)
+
+
 # -- What every strategy of this package does where Lightning calls it: it hands over to its
 # :class:`RankLifecycle`
 
@@ -394,6 +406,12 @@ class LifecycleHooks(ParallelStrategy):
         """Run the module's training step, in which every rank contributes to the reductions."""
         with self.lifecycle.contributing():
             return super().training_step(*args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """Make an optimizer's step. Ranks: for LBFGS all, together; one small all-reduce each time it asks for the loss."""
+        if isinstance(optimizer, torch.optim.LBFGS) and current_communicator().world_size > 1:
+            closure = partial(_mean_loss, closure)
+        return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's validation step, unless the run is to stop."""

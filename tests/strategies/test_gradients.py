@@ -96,6 +96,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def fits() -> dict[Any, Any]:
     found: dict[Any, Any] = {"together": fitted(Net()), "of one process": of_one_process()}
+    for search in (None, "strong_wolfe"):
+        found["curve", search] = learned(Curve(search))
+        found["curve", search, "by hand"] = learned(Curve(search, by_hand=True))
+        found["curve", search, "alone"] = learned_alone(Curve(search))
+    found["curve", "none"] = learned(Curve("strong_wolfe", none_at=1))
+    found["curve", "none", "alone"] = learned_alone(Curve("strong_wolfe", none_at=1))
     for name, given in OPTIONS.items():
         for left_out in ("none", "times 0"):
             options = dict(given)
@@ -113,6 +119,84 @@ def of_one_process() -> dict[str, list[float]]:
             net.training_step(batch, number).backward()  # type: ignore[union-attr]
             optimizer.step()
     return net.values()
+
+
+class Curve(LightningModule):
+    """Learns by LBFGS, each rank from losses of another size; counts how often its loss was asked for."""
+
+    def __init__(self, line_search: str | None, *, by_hand: bool = False, none_at: int = -1) -> None:
+        super().__init__()
+        seed_everything(1, verbose=False)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.line_search, self.none_at, self.automatic_optimization = line_search, none_at, not by_hand
+        self.evaluations = [0] * (SAMPLES // BATCH)
+        self.last = 0.0
+
+    def loss(self, batch: Any, batch_idx: int) -> Tensor:
+        self.evaluations[batch_idx] += 1
+        return (self.layers(batch[0]) - batch[1]).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        if not self.automatic_optimization:
+            self.step_by_hand(batch, batch_idx)
+            return None
+        loss = self.loss(batch, batch_idx)
+        self.last = loss.item()
+        self.log("loss", loss)
+        return None if batch_idx == self.none_at and self.global_rank == 1 else loss
+
+    def step_by_hand(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.loss(batch, batch_idx)
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(
+            self.parameters(), 0.5, max_iter=12, line_search_fn=self.line_search, tolerance_change=0.02
+        )
+
+    def outcome(self) -> Any:
+        return self.evaluations, [p.flatten().tolist() for p in self.parameters()]
+
+
+def curve_data(world_size: int, rank: int) -> DataLoader[Any]:
+    inputs = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    inputs[1::2] *= 0.01
+    whole = TensorDataset(inputs, inputs.sum(1, keepdim=True) * 3)
+    return DataLoader(Subset(whole, range(rank, SAMPLES, world_size)), BATCH // world_size)
+
+
+def learned(curve: Curve) -> Any:
+    rank = int(os.environ["RANK"])
+    strategy = LockstepDDPStrategy(stall_timeout=20)
+    trainer = Trainer(**QUIET, max_epochs=1, precision="64-true", strategy=strategy)
+    trainer.fit(curve, curve_data(2, rank))
+    if curve.automatic_optimization:
+        assert trainer.callback_metrics["loss"] == pytest.approx(curve.last), "what a rank logs stays its own"
+    return curve.outcome()
+
+
+def learned_alone(curve: Curve) -> Any:
+    optimizer = curve.double().configure_optimizers()
+    for number, (inputs, targets) in enumerate(curve_data(1, 0)):
+
+        def closure(batch: Any = (inputs, targets), number: int = number) -> Any:
+            optimizer.zero_grad()
+            loss = curve.loss(batch, number)
+            if number == curve.none_at:  # with every other row, those of rank 1, times 0
+                loss = curve.loss([part[::2] for part in batch], number) / 2
+                curve.evaluations[number] -= 1
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return curve.outcome()
 
 
 @pytest.fixture(scope="module")
@@ -137,3 +221,15 @@ def test_what_is_added_to_a_sparse_embedding_gets_its_whole_gradient(found: dict
 def test_a_rank_without_a_loss_gives_zero_gradients(found: dict[Any, Any], name: str) -> None:
     assert_close(found[name, "none"], found[name, "times 0"])
     assert found[name, "none"]["tokens.weight"] != found["together"]["tokens.weight"]
+
+
+@pytest.mark.parametrize("name", [None, "strong_wolfe", "none"])
+def test_lbfgs_decides_by_the_loss_of_all_ranks(found: dict[Any, Any], name: str | None) -> None:
+    """Each rank asks for the loss as often as the others, and as one process with the whole batch."""
+    counts, weights = found["curve", name, "alone"]
+    assert len(set(counts)) > 1, "the loss decides how often it is asked for"
+    for key in (("curve", name), ("curve", name, "by hand")):
+        if key in found:
+            assert found[key][0] == counts
+            for own, expected in zip(found[key][1], weights, strict=True):
+                assert own == pytest.approx(expected, abs=1e-9)
