@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_lockstep._doors.lightning import SIGTERMException, _TunerExitException
+from lightning_lockstep._doors.lightning import SIGTERMException, TrainerFn, _TunerExitException
 from lightning_lockstep._doors.lightning_internals import (
     call_before_each_batch,
     call_on_sigterm,
@@ -24,6 +24,7 @@ from lightning_lockstep._system import usable_cores
 from lightning_lockstep.distributed import Communicator, FailurePropagation, current_communicator
 from lightning_lockstep.distributed.failure.exit_notes import parent_reads_notes
 from lightning_lockstep.distributed.failure.propagation import propagation_on
+from lightning_lockstep.distributed.guard.collective_call import tell_batch_by
 from lightning_lockstep.distributed.guard.guard import CollectiveGuard, guard_on
 from lightning_lockstep.distributed.guard.watch import GuardSettings
 from lightning_lockstep.errors import ConfigurationError
@@ -160,6 +161,7 @@ class RankSupervisor:
             self.guard = guard_on(communicator.side_channel, self.propagation, self.settings.guard_settings)
             if self.guard is not None:
                 self.guard.folder = self._folder
+            tell_batch_by(self._batch)
         return communicator
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -206,6 +208,14 @@ class RankSupervisor:
         # Nothing is left in a current folder that is no run folder: Lightning does not say who has named it.
         of_logger = getattr(trainer.logger, "log_dir", None)
         return Path(of_logger) if of_logger else None
+
+    def _batch(self) -> str:
+        """Return where a fit is, as collectives of different places are not the same; nothing outside of one."""
+        trainer = self._trainer()
+        if trainer is None or trainer.state.stage is None or trainer.state.fn != TrainerFn.FITTING:
+            return ""
+        place = f"epoch {trainer.current_epoch}, batch {trainer.fit_loop.epoch_loop.batch_idx}"
+        return place if trainer.training else f"{place}, {trainer.state.stage.value}"
 
     def _where(self) -> Mapping[str, Any]:
         trainer = self._trainer()

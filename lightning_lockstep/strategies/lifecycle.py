@@ -408,7 +408,7 @@ class LifecycleHooks(ParallelStrategy):
             return super().training_step(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """Make an optimizer's step. Ranks: for LBFGS all, together; one small all-reduce each time it asks for the loss."""
+        """Make an optimizer's step. Ranks: for LBFGS all, together; an all-reduce each time it asks for the loss."""
         if isinstance(optimizer, torch.optim.LBFGS) and current_communicator().world_size > 1:
             closure = partial(_mean_loss, closure)
         return super().optimizer_step(optimizer, closure, *args, **kwargs)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from lightning_lockstep import LockstepDDPStrategy
+from lightning_lockstep import CollectiveMismatchError, LockstepDDPStrategy
 from lightning_lockstep._doors.lightning import LightningModule, Trainer, seed_everything
 from tests.helpers import run_ranks
 from tests.strategies.test_fits import QUIET
@@ -107,6 +107,7 @@ def fits() -> dict[Any, Any]:
             options = dict(given)
             of_net = {key: options.pop(key) for key in ("unused", "complex_too") if key in options}
             found[name, left_out] = fitted(Net(left_out=left_out, **of_net), **options)
+    found["one backward more"] = one_backward_more()
     return found
 
 
@@ -199,6 +200,32 @@ def learned_alone(curve: Curve) -> Any:
     return curve.outcome()
 
 
+class OneMore(Curve):
+    """Runs one backward more in a batch of rank 1, and makes up for it in a later one of rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__(None, by_hand=True)
+
+    def step_by_hand(self, batch: Any, batch_idx: int) -> None:
+        for _ in range(1 + ((batch_idx, self.global_rank) in ((1, 1), (2, 0)))):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch, batch_idx))
+            optimizer.step()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def one_backward_more() -> str:
+    strategy = LockstepDDPStrategy(stall_timeout=20, guard="verify")
+    with pytest.raises(CollectiveMismatchError) as raised:
+        Trainer(**QUIET, max_epochs=1, strategy=strategy).fit(
+            OneMore().double(), curve_data(2, int(os.environ["RANK"]))
+        )
+    return str(raised.value)
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[Any, Any]:
     first, second = run_ranks(2, fits, backend=None, timeout=120)
@@ -233,3 +260,12 @@ def test_lbfgs_decides_by_the_loss_of_all_ranks(found: dict[Any, Any], name: str
             assert found[key][0] == counts
             for own, expected in zip(found[key][1], weights, strict=True):
                 assert own == pytest.approx(expected, abs=1e-9)
+
+
+def test_gradients_of_different_batches_are_never_added_up_under_verify(found: dict[Any, Any]) -> None:
+    """Rank 1 is still in batch 1 while rank 0 has come to batch 2, with a call of the same kind and shape."""
+    title, _, _, first, second, *rest = found["one backward more"].splitlines()
+    assert title.startswith("ranks disagree on the batch of collective #")
+    assert first.split()[:5] == ["0", "epoch", "0,", "batch", "2"]
+    assert second.split()[:5] == ["1", "epoch", "0,", "batch", "1"]
+    assert rest[-1].startswith("A rank has called more collectives in a batch than another one")

@@ -6,8 +6,9 @@ import functools
 import hashlib
 import os
 import sys
+import threading
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from math import prod
 from types import FrameType
@@ -38,6 +39,7 @@ class CollectiveCall:
     note: str = ""  # shown instead of the shapes, such as what is wrong with the arguments
     parameters: tuple[str, ...] = ()  # whose gradients DDP reduces with it, where that is known
     uneven: bool = False  # shapes may differ between ranks, but for their numbers of dimensions
+    batch: str = ""  # of a fit, such as ``epoch 0, batch 3``, in which it was called
 
     def to_data(self) -> dict[str, Any]:
         """Return the call as plain data, as JSON can hold it."""
@@ -90,6 +92,7 @@ _GROUPS = 4
 def mismatch_report(calls: Mapping[int, CollectiveCall]) -> str:
     """Return the text of a :class:`CollectiveMismatchError`; rows that are not as most are marked."""
     odd, rows = odd_ones(calls), []
+    batches_differ = len({call.batch for call in calls.values()}) > 1
     for rank in sorted(calls):
         call = calls[rank]
         operation, dtype, shape = call.columns()
@@ -98,8 +101,10 @@ def mismatch_report(calls: Mapping[int, CollectiveCall]) -> str:
             operation = f"#{call.number} {operation}"
         if call.group and len({one.group for one in calls.values()}) > 1:
             operation = f"{operation} in {call.group!r}"
-        rows.append((rank, operation, dtype, shape, call.site, "<- differs" if rank in odd else ""))
-    table = plain_table(("rank", "operation", "dtype", "shape", "called from", ""), rows)
+        batch = [call.batch or "-"] if batches_differ else []
+        rows.append((rank, *batch, operation, dtype, shape, call.site, "<- differs" if rank in odd else ""))
+    batch = ["batch"] if batches_differ else []
+    table = plain_table(("rank", *batch, "operation", "dtype", "shape", "called from", ""), rows)
     paragraphs = (f"ranks disagree on {_which(calls.values())}", table, _gradients(calls), _remedy(calls))
     return "\n\n".join(filter(None, paragraphs))
 
@@ -131,7 +136,7 @@ def odd_ones(calls: Mapping[int, CollectiveCall]) -> tuple[int, ...]:
 
 
 def _compared_in_group(call: CollectiveCall) -> Hashable:
-    return *call.compared(), call.group, call.number
+    return *call.compared(), call.group, call.number, call.batch
 
 
 def _which(calls: Collection[CollectiveCall]) -> str:
@@ -141,7 +146,14 @@ def _which(calls: Collection[CollectiveCall]) -> str:
     if len(groups) > 1:
         return "which operation comes next"
     which = f"collective #{number}" if number else "a collective"
+    if _only_batches_differ(calls):
+        which = f"the batch of {which}"
     return f"{which} of group {groups.pop()!r}"
+
+
+def _only_batches_differ(calls: Collection[CollectiveCall]) -> bool:
+    of_calls = {(*call.compared(), call.group, call.number) for call in calls}
+    return len(of_calls) == 1 and len({call.batch for call in calls}) > 1
 
 
 def _remedy(calls: Mapping[int, CollectiveCall]) -> str:
@@ -153,6 +165,12 @@ def _remedy(calls: Mapping[int, CollectiveCall]) -> str:
     titles, dtypes, shapes = (
         set(column) for column in zip(*(c.compared() for c in calls.values()), strict=True)
     )
+    if _only_batches_differ(calls.values()):
+        return (
+            "A rank has called more collectives in a batch than another one, such as those of one backward more: values"
+            " of different batches would be reduced together. Run as many backward passes, and call as many"
+            " collectives, in each batch on every rank."
+        )
     is_other = not is_same or len(titles) > 1
     is_elsewhere = is_same and len(sites) > 1 and all(sites) and not first.uneven
     gathered_at = {call.site for call in calls.values() if call.operation.startswith("all_gather")}
@@ -228,6 +246,31 @@ def _in_short(texts: Sequence[str]) -> str:
     if len(set(texts)) == 1:
         return texts[0] if len(texts) == 1 else f"{len(texts)} x {texts[0]}"
     return ", ".join(texts[:8]) + (", ..." if len(texts) > 8 else "")
+
+
+# -- In which batch of a fit a call was made, which must be equal on all ranks too --
+
+_trains: threading.Thread | None = None  # the thread that trains
+_batch: Callable[[], str] = str
+
+
+def tell_batch_by(function: Callable[[], str]) -> None:
+    """Ask ``function`` for the batch of each call; in the thread that trains."""
+    global _trains, _batch
+    _trains, _batch = threading.current_thread(), function
+
+
+def batch_of_call() -> str:
+    """Return the batch in which the calling thread calls a collective; nothing if it is not the one that trains."""
+    thread = threading.current_thread()
+    # Threads of autograd, which Python calls so, belong to the batch; those of a program may be ahead or behind.
+    return _batch() if thread is _trains or thread.name.startswith("Dummy-") else ""
+
+
+@functools.lru_cache(4)  # asked for each call
+def batch_number(batch: str) -> int:
+    """Return a whole number below 2^63 that stands for a batch, to be mixed into that of a call."""
+    return fingerprint(batch)
 
 
 # -- Where a call came from: the nearest place in the user's own program --

@@ -99,6 +99,16 @@ def test_the_report_shows_what_differs_and_says_what_to_do(
     assert lines[-1].startswith(remedy)
 
 
+def test_ranks_that_are_in_different_batches_are_shown_with_them() -> None:
+    lines = report(
+        {"batch": "epoch 0, batch 4"}, {"batch": "epoch 0, batch 4"}, {"batch": "epoch 0, batch 3"}
+    )
+    assert lines[0] == "ranks disagree on the batch of collective #412 of group 'world'"
+    assert lines[2].split()[:3] == ["rank", "batch", "operation"]
+    assert lines[5].startswith("  2     epoch 0, batch 3  all_gather") and lines[5].endswith("<- differs")
+    assert "as many backward passes" in lines[-1]
+
+
 def test_a_rank_that_is_ahead_is_shown_by_its_number() -> None:
     lines = report({}, {"number": 413}, {})
     assert lines[0].startswith("ranks disagree on collective #412 ")
