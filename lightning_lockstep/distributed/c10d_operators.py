@@ -412,12 +412,13 @@ def zero_with_gradients(
 ) -> Tensor:
     """Return a zero whose backward, once, gives parameters of ``model`` these gradients; zeros in place of ``None``."""
     sparse = {id(weight) for weight in sparse_weights(model)} if model is not None else ()
-    given = [
-        _zeros_like(p, id(p) in sparse) if g is None else g
+    device = parameters[0].device
+    # A node for each: autograd comes to that of the last one first, as it does in most models.
+    zeros = [
+        _Arrival.apply(_zeros_like(p, id(p) in sparse) if g is None else g, device, p)  # type: ignore[no-untyped-call]
         for g, p in zip(gradients, parameters, strict=True)
     ]
-    zero: Tensor = _Arrival.apply(given, *parameters)  # type: ignore[no-untyped-call]
-    return zero
+    return torch.stack(zeros).sum()
 
 
 def sparse_weights(model: nn.Module) -> list[Tensor]:
@@ -438,14 +439,14 @@ def _zeros_like(parameter: Tensor, is_sparse: bool) -> Tensor:
 
 
 class _Arrival(torch.autograd.Function):
-    """Hands each input its gradient."""
+    """Hands a parameter its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return torch.zeros((), device=parameters[0].device)  # real, whatever the parameters are
+    def forward(ctx: Any, gradient: Tensor, device: torch.device, parameter: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return torch.zeros((), device=device)  # real, whatever the parameter is
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        gradients, ctx.gradients = ctx.gradients, None
-        return (None, *gradients)
+        gradient, ctx.gradient = ctx.gradient, None
+        return None, None, gradient

@@ -34,7 +34,7 @@ from lightning_lockstep._doors.lightning_internals import (
 from lightning_lockstep.distributed import Communicator, PendingReduction
 from lightning_lockstep.distributed.c10d_operators import ddp_of, zero_with_gradients
 from lightning_lockstep.distributed.coordination.gather_uneven import gathered_entries
-from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
 from lightning_lockstep.steps.patching import LoaderAround, length_of, replaced
 
 # -- Losses of zero, with which a rank that has nothing to contribute still takes part in the reductions of
@@ -71,6 +71,20 @@ def zero_loss(model: Module, entries: Sequence[Tensor] = ()) -> Tensor:
         parameters = [parameter for parameter in parameters if parameter.grad is not None] or parameters
     zero = zero_with_gradients([None] * len(parameters), parameters, model)
     return torch.stack([zero, *(entry.flatten()[:0].sum().real.to(zero) for entry in entries)]).sum()
+
+
+def with_loss_of_every_rank(output: Any, is_padding_batch: bool, why: str) -> Any:
+    """Return what a step gives, in a padding batch with its loss times 0; raises if it has no loss."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if loss is None:
+        raise CollectiveMismatchError(
+            f"training_step returned no loss: expected one on every rank, since {why}. To leave a batch out, return the"
+            " loss times 0."
+        )
+    if not is_padding_batch:
+        return output
+    zero = (loss * 0.0).nan_to_num()
+    return {**output, "loss": zero} if isinstance(output, Mapping) else zero
 
 
 # -- Ranks that have different numbers of batches --
