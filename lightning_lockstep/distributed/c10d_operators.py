@@ -397,7 +397,7 @@ def deliver_gradients(
         parameters = with_gradient or (parameters[:1] if reduces else [])
     if not parameters:
         return
-    arrival: Tensor = _Arrival.apply([gradients.pop(p) for p in parameters], *parameters)  # type: ignore[no-untyped-call]
+    arrival = zero_with_gradients([gradients.pop(p) for p in parameters], parameters, ddp)
     gradients.clear()
     if ddp is not None and reduces and not backward_began:
         ddp.require_forward_param_sync = True
@@ -407,23 +407,46 @@ def deliver_gradients(
         check_reduced(ddp)  # RuntimeError: it cannot go on
 
 
+def zero_with_gradients(
+    gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], model: nn.Module | None
+) -> Tensor:
+    """Return a zero whose backward, once, gives parameters of ``model`` these gradients; zeros in place of ``None``."""
+    sparse = {id(weight) for weight in sparse_weights(model)} if model is not None else ()
+    device = parameters[0].device
+    # A node for each: autograd comes to that of the last one first, as it does in most models.
+    zeros = [
+        _Arrival.apply(_zeros_like(p, id(p) in sparse) if g is None else g, device, p)  # type: ignore[no-untyped-call]
+        for g, p in zip(gradients, parameters, strict=True)
+    ]
+    return torch.stack(zeros).sum()
+
+
+def sparse_weights(model: nn.Module) -> list[Tensor]:
+    """Return the trained weights of which DDP expects sparse gradients."""
+    layers = (
+        one for one in model.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.sparse
+    )
+    return [layer.weight for layer in layers if layer.weight.requires_grad]
+
+
+def _zeros_like(parameter: Tensor, is_sparse: bool) -> Tensor:
+    # One element seen many times: no memory is needed where memory has just run out.
+    if not is_sparse:
+        return parameter.new_zeros(()).expand(parameter.shape)
+    rows = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+    values = parameter.new_empty(0, *parameter.shape[1:])
+    return torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=False)
+
+
 class _Arrival(torch.autograd.Function):
-    """Hands each input its gradient, zero where there is none."""
+    """Hands a parameter its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: list[Tensor | None], *parameters: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        ctx.like = [(p.shape, p.dtype, p.device) for p in parameters]
-        return parameters[0].new_zeros(())
+    def forward(ctx: Any, gradient: Tensor, device: torch.device, parameter: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return torch.zeros((), device=device)  # real, whatever the parameter is
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        gradients, ctx.gradients = ctx.gradients, None
-        # One element seen many times: no memory is needed where memory has just run out.
-        return (
-            None,
-            *(
-                torch.zeros((), dtype=dtype, device=device).expand(shape) if gradient is None else gradient
-                for gradient, (shape, dtype, device) in zip(gradients, ctx.like, strict=True)
-            ),
-        )
+        gradient, ctx.gradient = ctx.gradient, None
+        return None, None, gradient

@@ -19,6 +19,7 @@ from lightning_lockstep._doors.lightning import (
     CSVLogger,
     SIGTERMException,
     TensorBoardLogger,
+    TrainerFn,
     _TunerExitException,
 )
 from lightning_lockstep._doors.lightning_internals import (
@@ -38,6 +39,7 @@ from lightning_lockstep.distributed.failure.exit_notes import (
 from lightning_lockstep.distributed.failure.process_exit import outcome, outcome_of
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.failure.record import BATCHES, describe_error, tell_place_by
+from lightning_lockstep.distributed.guard.collective_call import tell_batch_by
 from lightning_lockstep.distributed.guard.guard import CollectiveGuard, guard_on
 from lightning_lockstep.distributed.guard.watch import GuardSettings
 from lightning_lockstep.errors import ConfigurationError
@@ -192,6 +194,7 @@ class RankSupervisor:
             self.propagation.folder = self._folder
             self.propagation.on_force = self.on_force
             self.guard = guard_on(communicator.side_channel, self.propagation, self.settings.guard_settings)
+            tell_batch_by(self._batch)
         return communicator
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -271,6 +274,14 @@ class RankSupervisor:
         with suppress(Exception):  # whatever a logger of the user says of its folder
             return None if trainer is None else folder_of_run(trainer, self._job_folder)
         return None
+
+    def _batch(self) -> str:
+        """Return where a fit is, as collectives of different places are not the same; nothing outside of one."""
+        trainer = self._trainer()
+        if trainer is None or trainer.state.stage is None or trainer.state.fn != TrainerFn.FITTING:
+            return ""
+        place = f"epoch {trainer.current_epoch}, batch {trainer.fit_loop.epoch_loop.batch_idx}"
+        return place if trainer.training else f"{place}, {trainer.state.stage.value}"
 
     def _where(self) -> Mapping[str, Any]:
         trainer = self._trainer()

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 from typing_extensions import Unpack
 
 from lightning_lockstep._doors.lightning import ClusterEnvironment, DDPStrategy
 from lightning_lockstep._settings import settings_of
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.distributed.c10d_operators import compression_hook
+from lightning_lockstep.distributed.c10d_operators import compression_hook, sparse_weights
 from lightning_lockstep.distributed.guard.verify import verify_parameters
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.lifecycle import LifecycleHooks, RankLifecycle, RankStartup
@@ -105,6 +107,7 @@ class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
             **options,
         )
         self.detect_unless_given(cluster_environment)
+        self._hooks: list[RemovableHandle] = []
 
     def make_startup(self) -> RankStartup:
         """Return how the ranks are started and connected."""
@@ -120,6 +123,9 @@ class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
         if self.settings.supervisor.guard == "verify":
             verify_parameters(self.model, current_communicator().gather)  # type: ignore[arg-type] # not wrapped yet
         super().configure_ddp()
+        for weight in sparse_weights(self.model):  # type: ignore[arg-type] # wrapped just now
+            # DDP divides sparse gradients in place, and their values may be the gradient of another tensor too.
+            self._hooks.append(weight.register_hook(_copied))  # type: ignore[no-untyped-call]
         # Lightning registers a hook on CUDA only, so it is not given one.
         hook, state = compression_hook(
             self.settings.ddp_comm_hook,
@@ -130,7 +136,18 @@ class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
         if hook is not None:
             self.model.register_comm_hook(state, hook)  # type: ignore[union-attr,operator] # wrapped just now
 
+    def teardown(self) -> None:
+        """See :meth:`LifecycleHooks.teardown`."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        super().teardown()
+
     @property
     def step_capabilities(self) -> Capabilities:
         """What can be done with a training step: everything, as each rank has the whole model and its gradients."""
         return Capabilities()
+
+
+@unserializable_hook  # type: ignore[untyped-decorator]
+def _copied(gradient: Tensor) -> Tensor:
+    return gradient.clone()

@@ -58,6 +58,7 @@ from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.lifecycle import LifecycleHooks, RankLifecycle
 from lightning_lockstep.strategies.mpi import startup_over
 from lightning_lockstep.strategies.options import DeepSpeedSettings, OptionsOfLightning, reject_unknown
+from lightning_lockstep.strategies.uneven_inputs import with_loss_of_every_rank
 
 _LEFT_OUT = (
     "lightning-lockstep: checkpoints are written without the hyperparameter {}: it holds modules that DeepSpeed"
@@ -304,6 +305,15 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         destroy(engine)  # or its hooks would run together with those of the next engine
 
     # -- training steps, and what other features can do with them -------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's training step, after which every rank takes part in the backward."""
+        stage = self._complete_config["zero_optimization"]["stage"]
+        if stage != 2 or not self._module.automatic_optimization:
+            return super().training_step(*args, **kwargs)
+        output = DeepSpeedStrategy.training_step(self, *args, **kwargs)
+        why = "DeepSpeed's stage 2 adds up gradients in the order in which the backward gives them"
+        return with_loss_of_every_rank(output, self.is_padding_batch(), why)
 
     @property
     def handles_gradient_accumulation(self) -> bool:

@@ -51,7 +51,7 @@ from lightning_lockstep.distributed.sharding import (
     set_reductions,
     take_values,
 )
-from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
+from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.numerics.precision import resolve_precision
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.fsdp_steps import DividedGradients, TrialsOfParts
@@ -68,6 +68,7 @@ from lightning_lockstep.strategies.fsdp_units import (
 from lightning_lockstep.strategies.lifecycle import LifecycleHooks, RankLifecycle
 from lightning_lockstep.strategies.mpi import startup_over
 from lightning_lockstep.strategies.options import FSDPSettings, OptionsOfLightning, reject_unknown
+from lightning_lockstep.strategies.uneven_inputs import with_loss_of_every_rank
 
 _BOTH = "cpu:gloo,cuda:nccl"
 _COMPUTES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -299,16 +300,8 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         output = DDPStrategy.training_step(self, *args, **kwargs)
         if not self._module.automatic_optimization:
             return output
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        if loss is None:
-            raise CollectiveMismatchError(
-                "training_step returned no loss: expected one on every rank, since the ranks gather and reduce the"
-                " parts of the model together in the backward. To leave a batch out, return the loss times 0."
-            )
-        if not self.is_padding_batch():
-            return output
-        zero = (loss * 0.0).nan_to_num()
-        return {**output, "loss": zero} if isinstance(output, Mapping) else zero
+        why = "the ranks gather and reduce the parts of the model together in the backward"
+        return with_loss_of_every_rank(output, self.is_padding_batch(), why)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Make an optimizer's step, after which no rank goes on with what it has gathered before.

@@ -41,6 +41,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -246,7 +247,7 @@ class RankLifecycle:
         module = self._strategy.lightning_module
         if module is None or not module.automatic_optimization:
             return nullcontext()
-        return every_rank_contributes(module, self.is_padding_batch)
+        return every_rank_contributes(self._strategy, self.is_padding_batch)
 
     def whole_folder(self, target: str) -> AbstractContextManager[str]:
         """Give a folder to write into, which is a checkpoint once all ranks have written. Ranks: all, together."""
@@ -346,6 +347,17 @@ def _is_plugin_given() -> bool:
     return any(isinstance(plugin, ClusterEnvironment) for plugin in (plugins if several else [plugins]))
 
 
+def _mean_loss(closure: Callable[[], Any]) -> Any:
+    """Return the mean over the ranks of what a closure returns, by which all decide the same."""
+    loss = closure()
+    if not isinstance(loss, torch.Tensor):
+        return loss
+    communicator = current_communicator()
+    # In double precision, so that the mean of losses is as good as the loss of the whole batch.
+    total = communicator.all_reduce(loss.detach().to("cpu", torch.float64, copy=True))
+    return (total / communicator.world_size).to(loss)
+
+
 # -- What every strategy of this package does where Lightning calls it: it hands over to its
 # :class:`RankLifecycle`
 
@@ -397,6 +409,12 @@ class LifecycleHooks(ParallelStrategy):
         """Run the module's training step, in which every rank contributes to the reductions."""
         with self.lifecycle.contributing():
             return super().training_step(*args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """Make an optimizer's step. Ranks: for LBFGS all, together; an all-reduce each time it asks for the loss."""
+        if isinstance(optimizer, torch.optim.LBFGS) and current_communicator().world_size > 1:
+            closure = partial(_mean_loss, closure)
+        return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's validation step, unless the run is to stop."""

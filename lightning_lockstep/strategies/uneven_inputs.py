@@ -32,8 +32,9 @@ from lightning_lockstep._doors.lightning_internals import (
     loaders_in_use,
 )
 from lightning_lockstep.distributed import Communicator, PendingReduction
+from lightning_lockstep.distributed.c10d_operators import ddp_of, zero_with_gradients
 from lightning_lockstep.distributed.coordination.gather_uneven import gathered_entries
-from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
 from lightning_lockstep.steps.patching import LoaderAround, length_of, replaced
 
 # -- Losses of zero, with which a rank that has nothing to contribute still takes part in the reductions of
@@ -41,8 +42,9 @@ from lightning_lockstep.steps.patching import LoaderAround, length_of, replaced
 
 
 @contextmanager
-def every_rank_contributes(module: Any, is_padding_batch: Callable[[], bool]) -> Iterator[None]:
+def every_rank_contributes(strategy: Any, is_padding_batch: Callable[[], bool]) -> Iterator[None]:
     """Let a step that returns ``None``, or has a padding batch, take part in the reductions with zero gradients."""
+    module = strategy.lightning_module
     original = module.training_step  # a callback may have put its own there, as OverflowDetector does
 
     def contributing(*args: Any, **kwargs: Any) -> Any:
@@ -50,20 +52,39 @@ def every_rank_contributes(module: Any, is_padding_batch: Callable[[], bool]) ->
             output = original(*args, **kwargs)
         if output is not None and not is_padding_batch():
             return output
-        zero = zero_loss(module, entries)
+        zero = zero_loss(strategy.model, entries)
         return {**output, "loss": zero} if isinstance(output, Mapping) else zero
 
     with replaced(module, training_step=contributing):
         yield
 
 
-def zero_loss(module: Module, entries: Sequence[Tensor] = ()) -> Tensor:
-    """Return a loss of zero that depends on every trainable parameter, so that all gradients are zero."""
+def zero_loss(model: Module, entries: Sequence[Tensor] = ()) -> Tensor:
+    """Return a loss of zero that gives zero gradients to every parameter that the other ranks wait for."""
     # ``entries`` are what this rank has gathered with gradients: the others wait for it in the backward, from
     # where it gets the gradients of what it has given them.
-    parts = [p.view(-1)[:1].sum() * 0.0 for p in module.parameters() if p.requires_grad and p.numel()]
-    parts += [entry.flatten()[:0].sum().real for entry in entries]  # no element, so no nan times zero
-    return torch.stack([part.float() for part in parts]).sum()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    ddp = ddp_of(model)
+    if ddp is not None and (ddp.find_unused_parameters or ddp.static_graph):
+        # A parameter that no rank uses gets no gradient, so no weight decay: those are left out that had none in the
+        # last step.
+        parameters = [parameter for parameter in parameters if parameter.grad is not None] or parameters
+    zero = zero_with_gradients([None] * len(parameters), parameters, model)
+    return torch.stack([zero, *(entry.flatten()[:0].sum().real.to(zero) for entry in entries)]).sum()
+
+
+def with_loss_of_every_rank(output: Any, is_padding_batch: bool, why: str) -> Any:
+    """Return what a step gives, in a padding batch with its loss times 0; raises if it has no loss."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if loss is None:
+        raise CollectiveMismatchError(
+            f"training_step returned no loss: expected one on every rank, since {why}. To leave a batch out, return the"
+            " loss times 0."
+        )
+    if not is_padding_batch:
+        return output
+    zero = (loss * 0.0).nan_to_num()
+    return {**output, "loss": zero} if isinstance(output, Mapping) else zero
 
 
 # -- Ranks that have different numbers of batches --

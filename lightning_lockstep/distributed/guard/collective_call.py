@@ -6,8 +6,9 @@ import functools
 import hashlib
 import os
 import sys
+import threading
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import prod
 from types import FrameType
@@ -39,6 +40,7 @@ class CollectiveCall:
     note: str = ""  # shown instead of the shapes, such as what is wrong with the arguments
     parameters: tuple[str, ...] = ()  # whose gradients DDP reduces with it, where that is known
     uneven: bool = False  # shapes may differ between ranks, but for their numbers of dimensions
+    batch: str = ""  # of a fit, such as ``epoch 0, batch 3``, in which it was called
     # Epoch, step, batch and stage of this rank's Trainer; no part of the call.
     where: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
@@ -141,7 +143,7 @@ def odd_ones(calls: Mapping[int, CollectiveCall]) -> tuple[int, ...]:
 
 
 def _compared_in_group(call: CollectiveCall) -> Hashable:
-    return *call.compared(), call.group, call.number
+    return *call.compared(), call.group, call.number, call.batch
 
 
 def _which(calls: Collection[CollectiveCall]) -> str:
@@ -151,7 +153,14 @@ def _which(calls: Collection[CollectiveCall]) -> str:
     if len(groups) > 1:
         return "which operation comes next"
     which = f"collective #{number}" if number else "a collective"
+    if _only_batches_differ(calls):
+        which = f"the batch of {which}"
     return f"{which} of group {groups.pop()!r}"
+
+
+def _only_batches_differ(calls: Collection[CollectiveCall]) -> bool:
+    of_calls = {(*call.compared(), call.group, call.number) for call in calls}
+    return len(of_calls) == 1 and len({call.batch for call in calls}) > 1
 
 
 # Stages in which Lightning does not care how many batches each rank has, and what messages call them.
@@ -197,6 +206,12 @@ def _remedy(calls: Mapping[int, CollectiveCall]) -> str:
     titles, dtypes, shapes = (
         set(column) for column in zip(*(c.compared() for c in calls.values()), strict=True)
     )
+    if _only_batches_differ(calls.values()):
+        return (
+            "A rank has called more collectives in a batch than another one, such as those of one backward more: values"
+            " of different batches would be reduced together. Run as many backward passes, and call as many"
+            " collectives, in each batch on every rank."
+        )
     is_other = not is_same or len(titles) > 1
     is_elsewhere = is_same and len(sites) > 1 and all(sites) and not first.uneven
     if is_elsewhere and (is_other or BACKWARD in sites):
@@ -276,6 +291,31 @@ def _in_short(texts: Sequence[str]) -> str:
     if len(set(texts)) == 1:
         return texts[0] if len(texts) == 1 else f"{len(texts)} x {texts[0]}"
     return ", ".join(texts[:8]) + (", ..." if len(texts) > 8 else "")
+
+
+# -- In which batch of a fit a call was made, which must be equal on all ranks too --
+
+_trains: threading.Thread | None = None  # the thread that trains
+_batch: Callable[[], str] = str
+
+
+def tell_batch_by(function: Callable[[], str]) -> None:
+    """Ask ``function`` for the batch of each call; in the thread that trains."""
+    global _trains, _batch
+    _trains, _batch = threading.current_thread(), function
+
+
+def batch_of_call() -> str:
+    """Return the batch in which the calling thread calls a collective; nothing if it is not the one that trains."""
+    thread = threading.current_thread()
+    # Threads of autograd, which Python calls so, belong to the batch; those of a program may be ahead or behind.
+    return _batch() if thread is _trains or thread.name.startswith("Dummy-") else ""
+
+
+@functools.lru_cache(4)  # asked for each call
+def batch_number(batch: str) -> int:
+    """Return a whole number below 2^63 that stands for a batch, to be mixed into that of a call."""
+    return fingerprint(batch)
 
 
 # -- Where a call came from: the nearest place in the user's own program --

@@ -39,6 +39,8 @@ from lightning_lockstep.distributed.guard.call_description import (
 from lightning_lockstep.distributed.guard.collective_call import (
     BACKWARD,
     CollectiveCall,
+    batch_number,
+    batch_of_call,
     fingerprint,
     mismatch_report,
 )
@@ -203,9 +205,10 @@ _SHOWN = 8  # tensors of one call, and rows of parameters
 class CallVerifier(MessageRecorder):
     """Raises on every rank of a group where its ranks are about to call different collectives."""
 
-    # Compared are operation, reduction, root, dtypes, shapes, and for an all-to-all what each rank sends with
-    # what the receiver expects. After an error the group can be used as before. Sends, receives and monitored
-    # barriers are recorded only. It also is a :class:`~lightning_lockstep.distributed.guard.records.CallRecorder`.
+    # Compared are operation, reduction, root, dtypes, shapes, the batch of a fit, and for an all-to-all what each rank
+    # sends with what the receiver expects. After an error the group can be used as before. Sends, receives and
+    # monitored barriers are recorded only. It also is a
+    # :class:`~lightning_lockstep.distributed.guard.records.CallRecorder`.
     #
     # Each collective waits until all ranks of its group have called it, asynchronous ones too. So ranks that
     # call asynchronous collectives of several groups in different orders, or that are to send or receive
@@ -288,10 +291,12 @@ class _GroupVerifier(GroupMessages):
         noted = None
         try:
             described, number = self._looked_up(call)
+            batch = batch_of_call()
             noted = self.collective(described.call)
-            why = self._difference(described, number, call.timeout or self._timeout)
+            why = self._difference(described, number ^ batch_number(batch), call.timeout or self._timeout)
             if why is not None:
-                raise self._mismatch(replace(noted.recorded().call, note=why), call.flat_tensors())
+                noted_call = replace(noted.recorded().call, note=why, batch=batch)
+                raise self._mismatch(noted_call, call.flat_tensors())
         except BaseException:
             if noted is not None:
                 noted.done = True

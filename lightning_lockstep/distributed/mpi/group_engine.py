@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from lightning_lockstep.distributed.c10d_operators import parameters_in_bucket
 from lightning_lockstep.distributed.guard.collective_call import (
     BACKWARD,
     CollectiveCall,
+    batch_of_call,
     call_site,
     call_title,
 )
@@ -195,7 +196,7 @@ class GroupEngine:
             site = "" if here or self.check is None else call_site()
             self.records.begin(number, call.operation, call.shown, call.reduce_op, self._root(call), site)
             task = Task(
-                self._compared(call, number, site, inner, here),
+                self._compared(call, number, site, batch_of_call(), inner, here),
                 timeout=timeout,
                 timed_out=lambda seconds: self._timed_out(self._title(call), number, seconds),
                 lane=self,
@@ -262,19 +263,19 @@ class GroupEngine:
             for comm in communicators:
                 self.runtime.call(comm.Free)
 
-    def _compared(self, call: Call, number: int, site: str, inner: Body, here: bool) -> Body:
+    def _compared(self, call: Call, number: int, site: str, batch: str, inner: Body, here: bool) -> Body:
         # What must be the same on all ranks: whether they carry out MPI's collectives blocking or polled.
         large = call.nbytes > LIMITS.polled
         owner = object()
         together = False
 
         def describe() -> CollectiveCall:
-            return self._described(call, number, site or call_site())
+            return replace(self._described(call, number, site or call_site()), batch=batch)
 
         try:
             busy = here or not large or not self.runtime.may_block(owner)
             if self.check is not None:
-                together = yield from self.check.agree(call.signature(), describe, busy=busy)
+                together = yield from self.check.agree(call.signature(), describe, batch=batch, busy=busy)
                 if call.pairwise:
                     inputs, outputs = call.tensors[: call.reads], call.tensors[call.reads :]
                     yield from self.check.agree_on_sizes(inputs, outputs, describe)

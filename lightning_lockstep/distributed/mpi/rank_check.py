@@ -18,7 +18,12 @@ from torch import Tensor
 
 from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed.failure.record import own_place
-from lightning_lockstep.distributed.guard.collective_call import CollectiveCall, fingerprint, mismatch_report
+from lightning_lockstep.distributed.guard.collective_call import (
+    CollectiveCall,
+    batch_number,
+    fingerprint,
+    mismatch_report,
+)
 from lightning_lockstep.distributed.guard.records import Arrival, Outstanding, RecordedCall
 from lightning_lockstep.distributed.mpi.progress import Body
 from lightning_lockstep.distributed.mpi.runtime import MPIRuntime
@@ -137,6 +142,7 @@ class RankCheck:
         signature: Hashable,
         describe: Describe,  # called on a mismatch only
         *,
+        batch: str,  # in which it was called
         busy: bool,  # this rank must not block in MPI for this operation
     ) -> Generator[list[Any], None, bool]:
         """Wait until all ranks have arrived, and raise on all of them if they call different things."""
@@ -146,7 +152,7 @@ class RankCheck:
             if len(self._fingerprints) > 10_000:
                 self._fingerprints.clear()
             value = self._fingerprints[signature] = fingerprint(signature)
-        memory = self._memory
+        value, memory = value ^ batch_number(batch), self._memory
         memory[0], memory[1], memory[2] = value, -value, busy
         yield [self._comm.Iallreduce(MPI.IN_PLACE, self._buffer, MPI.MAX)]
         if memory[0] != -memory[1]:

@@ -99,6 +99,15 @@ def test_the_report_shows_what_differs_and_says_what_to_do(
     assert lines[-1].startswith(remedy)
 
 
+def test_ranks_that_are_in_different_batches_are_shown_with_them() -> None:
+    calls = [{"batch": f"epoch 0, batch {n}", "where": {"epoch": 0, "batch": n}} for n in (4, 4, 3)]
+    lines = report(*calls)
+    assert lines[0] == "ranks disagree on the batch of collective #412 of group 'world'"
+    assert lines[5].startswith("  2     all_gather") and lines[5].endswith("<- differs")
+    assert "Ranks 0-1 are at epoch 0, batch 4; rank 2 is at epoch 0, batch 3." in lines
+    assert "as many backward passes" in lines[-1]
+
+
 def test_a_rank_that_is_ahead_is_shown_by_its_number() -> None:
     lines = report({}, {"number": 413}, {})
     assert lines[0].startswith("ranks disagree on collective #412 ")
