@@ -89,9 +89,19 @@ def _divided_like(value: Any, like: Any) -> Any:
 
 def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
     """Load weights, whole or divided, into a module. Ranks: each, alone."""
-    own: Any = module.state_dict()
-    divided = _mapped(state, lambda value, place: _divided_like(value, own.get(place[0])))
-    module.load_state_dict(divided, strict)
+    # Each module divides its own values when it loads them, whatever names load_state_dict() has changed until then.
+
+    def divide_own(part: nn.Module, values: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name, like in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+            if prefix + name in values:
+                values[prefix + name] = _divided_like(values[prefix + name], like)
+
+    hooks = [part.register_load_state_dict_pre_hook(divide_own) for part in module.modules()]
+    try:
+        module.load_state_dict(state, strict)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
