@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,6 +55,7 @@ from lightning_lockstep.deepspeed.importing import import_deepspeed
 from lightning_lockstep.deepspeed.precision import resolve_deepspeed_precision
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.checkpoint_folder import saved_at
+from lightning_lockstep.distributed.plain_data import load_without_objects
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.lifecycle import LifecycleHooks, RankLifecycle
@@ -367,7 +369,9 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         checkpoint_path = saved_at(str(checkpoint_path), says=self.is_global_zero)
         weights_only, self._load_folder = weights_only_of_run(weights_only), None
         if not is_deepspeed_checkpoint(checkpoint_path):
-            return DDPStrategy.load_checkpoint(self, checkpoint_path, weights_only)
+            return load_without_objects(
+                partial(DDPStrategy.load_checkpoint, self), checkpoint_path, weights_only
+            )
         stage, communicator = self._complete_config["zero_optimization"]["stage"], current_communicator()
         if not self._fits:
             # DeepSpeed 0.19 itself cannot do this in stage 3, and only on as many ranks in the others.

@@ -17,9 +17,10 @@ import torch
 from lightning_lockstep.deepspeed.checkpoints import consolidation
 from lightning_lockstep.deepspeed.checkpoints.command import main
 from lightning_lockstep.deepspeed.checkpoints.consolidation import consolidate, consolidated
-from lightning_lockstep.deepspeed.checkpoints.files import is_deepspeed_checkpoint, plain_entries, read_file
+from lightning_lockstep.deepspeed.checkpoints.files import is_deepspeed_checkpoint, read_file
 from lightning_lockstep.deepspeed.checkpoints.resuming import whole_checkpoint
 from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.distributed.plain_data import plain_entries
 from lightning_lockstep.errors import ConfigurationError
 from tests.deepspeed.program_checkpoints import CONFIGS, Net, write_checkpoints
 from tests.helpers import run_ranks, run_script

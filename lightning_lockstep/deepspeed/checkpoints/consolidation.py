@@ -25,14 +25,13 @@ from lightning_lockstep.deepspeed.checkpoints.files import (
     Checkpoint,
     Storage,
     in_memory,
-    is_plain,
     memory_budget,
-    plain_entries,
     read_checkpoint,
     read_file,
     replacing,
     save,
 )
+from lightning_lockstep.distributed.plain_data import is_plain, plain_entries
 from lightning_lockstep.distributed.sharded_state import REST, is_parts_folder, read_parts
 from lightning_lockstep.errors import ConfigurationError
 

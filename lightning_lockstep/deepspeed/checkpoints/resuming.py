@@ -34,14 +34,13 @@ from lightning_lockstep.deepspeed.checkpoints.files import (
     Checkpoint,
     find_folder,
     in_memory,
-    is_plain,
-    plain_entries,
     read_checkpoint,
     read_file,
 )
 from lightning_lockstep.deepspeed.checkpoints.redivision import SavedOptimizer
 from lightning_lockstep.deepspeed.engine import agreed
 from lightning_lockstep.distributed import Communicator
+from lightning_lockstep.distributed.plain_data import is_plain, plain_entries
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.patching import replaced
 
@@ -132,7 +131,11 @@ def saving_as(
         )
 
     with replaced(module, state_dict=state_dict):
-        yield {**checkpoint, NAMES: names}
+        # The engine has its optimizer, so what Lightning knows of that is not saved.
+        others = {
+            key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")
+        }
+        yield {**others, NAMES: names}
 
 
 def _state_like(state: Mapping[str, Any], values: Mapping[str, Any]) -> OrderedDict[str, Any]:
