@@ -14,7 +14,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,6 +45,7 @@ from lightning_lockstep._doors.hydra_internals import (
     plain_value,
     search_path_of,
 )
+from lightning_lockstep._text import counted, first_line, plain_table, say
 from lightning_lockstep.distributed.failure.process_exit import error_from_bytes, error_to_bytes, outcome
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 from lightning_lockstep.launchers.hydra import (
@@ -323,6 +324,9 @@ class _Application:
     arguments: argparse.Namespace
     channel: ConfigChannel
     sent: bool = False  # to another process, by a launcher of sweeps
+    jobs: list[tuple[DictConfig, str]] = field(
+        default_factory=list
+    )  # of a sweep in this process: how each ended
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "sent": True, "check": None}
@@ -336,7 +340,21 @@ class _Application:
                 return
             if run_requested(self.arguments):
                 self._check()
-            hydra.main(self.config_path, self.config_name, self.version_base)(self._job())()
+            try:
+                hydra.main(self.config_path, self.config_name, self.version_base)(self._job())()
+            finally:
+                self._show_jobs()
+
+    def _show_jobs(self) -> None:
+        """Print a line for each job of a sweep that ran in this process; nothing of a single run."""
+        here, rows = Path.cwd(), []
+        for config, result in self.jobs:
+            folder = Path(config.hydra.runtime.output_dir)
+            shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
+            rows.append((config.hydra.job.num, " ".join(config.hydra.overrides.task), result, shown))
+        if rows:
+            table = plain_table(("job", "overrides", "result", "folder"), rows)
+            say(f"lightning-lockstep: {counted(len(rows), 'job')} of the sweep\n{table}")
 
     def _check(self) -> None:
         search_path = search_path_of(self.program, self.config_path, self.arguments)
@@ -378,13 +396,20 @@ class _Application:
         config = self._freeze_job()
         last = config.hydra.mode != RunMode.MULTIRUN or self.sent
         channel.send(Message(for_other_ranks(config), last=last))
+        ended = "interrupted"
         try:
-            return self.program(without_hydra(config))
+            result = self.program(without_hydra(config))
+            ended = _in_words(config, result)
+            return result
         except Exception as error:
+            ended = f"failed: {type(error).__name__}: {first_line(error)}"
             # A sweep of one process goes on after a job that failed; ranks that failed cannot.
             if last or outcome.forced_exit_pending or isinstance(error, ConfigurationError):
                 raise Stop(error, running=ranks_run()) from None
             raise
+        finally:
+            if not last:
+                self.jobs.append((config, ended))
 
     def _run_job_elsewhere(self) -> Any:
         """Run one job in the process that a launcher of sweeps has made for it (joblib, submitit)."""
@@ -422,6 +447,13 @@ class _Application:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 OmegaConf.save(without_hydra(config), file)
         return config
+
+
+def _in_words(config: DictConfig, result: object) -> str:
+    """Return the result of a job: the value of its objective, if it has one."""
+    if not isinstance(result, (int, float)):
+        return "finished"
+    return f"{OmegaConf.select(config, 'objective.metric', default='returned')} {result:.4g}"
 
 
 def _import_from(started_in: str) -> None:

@@ -418,13 +418,10 @@ def put_buffer(part: nn.Module, name: str, buffer: Tensor) -> None:
     part._buffers[name] = buffer
 
 
-@TORCH.touches(
+LOAD_OWN_VALUES = _noted(
     "torch.nn.Module._load_from_state_dict",
-    why="loads one module without its parts, with what its class does to older checkpoints",
+    "by it load_state_dict() loads one module without its parts, whose parameters are gathered meanwhile",
 )
-def load_own_values(module: nn.Module, prefix: str, state: dict[str, Any], errors: list[str]) -> None:
-    """Load the parameters and buffers that a module has itself; what does not fit is added to the errors."""
-    module._load_from_state_dict(state, prefix, {}, False, [], [], errors)
 
 
 _touches_versions = TORCH_IF_THERE.touches(

@@ -25,6 +25,7 @@ from lightning_lockstep._doors.torch_internals import (
     versions_of_modules,
 )
 from lightning_lockstep._text import first_line, ranks_in_words
+from lightning_lockstep.distributed.plain_data import TRUST, load_without_objects
 from lightning_lockstep.errors import ConfigurationError
 
 #: The file of a folder that holds what is no divided tensor.
@@ -89,9 +90,22 @@ def _divided_like(value: Any, like: Any) -> Any:
 
 def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
     """Load weights, whole or divided, into a module. Ranks: each, alone."""
-    own: Any = module.state_dict()
-    divided = _mapped(state, lambda value, place: _divided_like(value, own.get(place[0])))
-    module.load_state_dict(divided, strict)
+    # Each module divides its own values when it loads them, whatever names load_state_dict() has changed until then.
+
+    def divide_own(part: nn.Module, values: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name, like in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+            if prefix + name in values:
+                values[prefix + name] = _divided_like(values[prefix + name], like)
+
+    hooks = [
+        part.register_load_state_dict_pre_hook(divide_own)  # type: ignore[no-untyped-call]
+        for part in module.modules()
+    ]
+    try:
+        module.load_state_dict(state, strict)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -210,12 +224,15 @@ def load_parts(
     weights_only: bool,  # whether only plain data may be read
 ) -> dict[str, Any]:
     """Return a checkpoint with this rank's parts of divided tensors. Ranks: all, together."""
+
+    def load(path: Path, weights_only: bool | None) -> Any:
+        return torch.load(path, map_location="cpu", weights_only=weights_only)
+
     try:
-        rest = torch.load(folder / REST, map_location="cpu", weights_only=weights_only)
-    except pickle.UnpicklingError as error:
-        what = str(error).rpartition("WeightsUnpickler error: ")[2].partition(" Please use")[0].strip()
-        raise ConfigurationError(f"{folder / REST}: {what} {_TRUST}") from error
-    except (EOFError, OSError, RuntimeError) as error:
+        rest = load_without_objects(load, folder / REST, weights_only)
+    except ConfigurationError:
+        raise
+    except (EOFError, OSError, RuntimeError, pickle.UnpicklingError) as error:
         raise ConfigurationError(f"{folder / REST} cannot be read: {first_line(error)}. {_WHOLE}") from error
     states = rest.get("optimizer_states", [])
     del states[len(optimizers) :]
@@ -235,10 +252,6 @@ def load_parts(
 
 
 _WHOLE = "Expected all files as they were saved, whole: copy the folder again, or give an earlier checkpoint."
-_TRUST = (
-    "Expected plain data, as anything else could run code when it is read; none of it was run. If you trust the file,"
-    " give weights_only=False to fit, validate, test or predict."
-)
 
 
 def read_parts(
@@ -284,7 +297,7 @@ class _Table(pickle.Unpickler):
             )
             if is_record or isinstance(found, torch.dtype) or (module, name) == GET_LAYOUT:
                 return found
-        raise ConfigurationError(f"names {module}.{name}, which torch does not write there. {_TRUST}")
+        raise ConfigurationError(f"names {module}.{name}, which torch does not write there. {TRUST}")
 
 
 # Where torch has what is in its table, the path of the folder included.

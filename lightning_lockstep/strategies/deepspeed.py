@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,11 +30,12 @@ from lightning_lockstep._text import say
 from lightning_lockstep.deepspeed.builds import prepare_ops, prepared_where_loaded
 from lightning_lockstep.deepspeed.checkpoints.files import is_deepspeed_checkpoint
 from lightning_lockstep.deepspeed.checkpoints.resuming import (
+    Load,
     load_plain_weights,
-    resume_redivided,
+    open_folder,
+    saving_as,
     whole_checkpoint,
     without_trained_parts,
-    writers_differ,
 )
 from lightning_lockstep.deepspeed.config import read_config, with_named_options
 from lightning_lockstep.deepspeed.config_checks import device_type_given
@@ -53,6 +55,7 @@ from lightning_lockstep.deepspeed.importing import import_deepspeed
 from lightning_lockstep.deepspeed.precision import resolve_deepspeed_precision
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.checkpoint_folder import saved_at
+from lightning_lockstep.distributed.plain_data import load_without_objects
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.lifecycle import LifecycleHooks, RankLifecycle
@@ -114,6 +117,7 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
 
     strategy_name = "lockstep_deepspeed"
     _said_left_out = False
+    _load_folder: Load | None = None  # of the checkpoint in hand, once hooks have seen it
 
     def __init__(
         self,
@@ -360,35 +364,38 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         if left_out and not self._said_left_out and self.global_rank == 0:
             say(_LEFT_OUT.format(" and ".join(left_out), ", ".join(f"{name}=..." for name in left_out)))
         self._said_left_out = self._said_left_out or bool(left_out)
+        exclude, module = self.exclude_frozen_parameters, self.deepspeed_engine.module
         with (
             self.lifecycle.whole_folder(target) as draft,
+            saving_as(module, checkpoint, exclude_frozen=exclude) as to_save,
             warnings.catch_warnings(),
         ):
             # That parts of the weights go to several files, and how to join them: docs/deepspeed.md, shorter.
             warnings.filterwarnings("ignore", message="When saving the DeepSpeed Stage 3 checkpoint")
-            super().save_checkpoint(checkpoint, draft, storage_options)
+            super().save_checkpoint(to_save, draft, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint folder of DeepSpeed, or a plain Lightning checkpoint, which has whole weights."""
         checkpoint_path = saved_at(str(checkpoint_path), says=self.is_global_zero)
-        weights_only = weights_only_of_run(weights_only)
+        weights_only, self._load_folder = weights_only_of_run(weights_only), None
         if not is_deepspeed_checkpoint(checkpoint_path):
-            return DDPStrategy.load_checkpoint(self, checkpoint_path, weights_only)
+            return load_without_objects(
+                partial(DDPStrategy.load_checkpoint, self), checkpoint_path, weights_only
+            )
         stage, communicator = self._complete_config["zero_optimization"]["stage"], current_communicator()
         if not self._fits:
             # DeepSpeed 0.19 itself cannot do this in stage 3, and only on as many ranks in the others.
             return whole_checkpoint(checkpoint_path, self._module, communicator, divided=stage == 3)
-        folder = Path(checkpoint_path)
-        if not writers_differ(folder, communicator, stage=stage, half=self._half):
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        return resume_redivided(
+        found, self._load_folder = open_folder(
             self.model,
             self._module,
-            folder,
+            Path(checkpoint_path),
             communicator,
-            strict=self._module.strict_loading,
+            stage=stage,
+            half=self._half,
             plain_only=weights_only is not False,
         )
+        return found
 
     @property
     def _half(self) -> str | None:
@@ -397,8 +404,10 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         return next((name for name, inner in sections if (inner or {}).get("enabled")), None)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load whole weights into the model if the checkpoint has them; DeepSpeed has loaded its own."""
-        if "state_dict" not in checkpoint:
+        """Load weights into the engine's module; of a folder also the state of its optimizer. Ranks: all, together."""
+        if self._load_folder is not None:
+            load, self._load_folder = self._load_folder, None
+            load(checkpoint["state_dict"], strict)
             return
         load_plain_weights(self.model, self._module, checkpoint["state_dict"], strict=strict)
         if self._fits and checkpoint.get("optimizer_states") and self.is_global_zero:

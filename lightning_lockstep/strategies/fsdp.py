@@ -375,6 +375,7 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         if not self._saves_parts:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
+        self.look_at(checkpoint)
         target = self.broadcast(str(filepath)).removeprefix("file://")
         refuse_address(target)
         with self.lifecycle.whole_folder(target) as draft:

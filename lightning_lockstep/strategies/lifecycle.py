@@ -38,7 +38,7 @@ At the end of the file: :class:`LifecycleHooks`, which does so where Lightning c
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -51,16 +51,19 @@ from lightning_lockstep._doors.lightning import (
     LightningModule,
     ParallelStrategy,
     Precision,
+    Strategy,
     rank_zero_only,
     reset_seed,
 )
-from lightning_lockstep._doors.lightning_internals import given_to_trainer
+from lightning_lockstep._doors.lightning_internals import given_to_trainer, weights_only_of_run
 from lightning_lockstep._registry import public, repr_for_fabric
 from lightning_lockstep._settings import launcher_pid
+from lightning_lockstep._text import say
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.distributed.checkpoint_folder import whole_folder
 from lightning_lockstep.distributed.failure.process_exit import outcome
 from lightning_lockstep.distributed.guard.records import size_flight_recorder
+from lightning_lockstep.distributed.plain_data import load_without_objects, objects_in_checkpoint
 from lightning_lockstep.distributed.process_group import (
     default_backend,
     process_group_exists,
@@ -362,7 +365,33 @@ def _mean_loss(closure: Callable[[], Any]) -> Any:
 # :class:`RankLifecycle`
 
 
-class LifecycleHooks(ParallelStrategy):
+class PlainCheckpoints(Strategy):
+    """Base of strategies that read checkpoints as plain data, and say at the first save what is none."""
+
+    _looked = False
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint."""
+        self.look_at(checkpoint)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def look_at(self, checkpoint: Mapping[str, Any]) -> None:
+        """Say once, on rank 0, what of a checkpoint will not load as plain data."""
+        if not self._looked and self.is_global_zero:
+            for sentence in objects_in_checkpoint(checkpoint):
+                say(f"lightning-lockstep: {sentence}")
+        self._looked = True
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint as plain data unless ``weights_only=False``, without hyperparameters that are objects."""
+        return load_without_objects(
+            super().load_checkpoint, checkpoint_path, weights_only_of_run(weights_only)
+        )
+
+
+class LifecycleHooks(PlainCheckpoints, ParallelStrategy):
     """Base of strategies of one process a device, in front of one of Lightning's strategies."""
 
     # A class sets ``lifecycle`` before it calls the constructor of Lightning's, and afterwards

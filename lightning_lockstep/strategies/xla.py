@@ -33,7 +33,12 @@ from lightning_lockstep.launchers.subprocess_script import ScriptLauncher
 from lightning_lockstep.numerics.precision import requested_precision
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.stopping.loader_position import LoaderPosition
-from lightning_lockstep.strategies.lifecycle import LifecycleHooks, RankLifecycle, RankStartup
+from lightning_lockstep.strategies.lifecycle import (
+    LifecycleHooks,
+    PlainCheckpoints,
+    RankLifecycle,
+    RankStartup,
+)
 from lightning_lockstep.strategies.options import LifecycleSettings
 from lightning_lockstep.strategies.xla_steps import XLASteps
 from lightning_lockstep.xla.replicas import DeviceMesh, Replicas, check_replicas
@@ -282,7 +287,7 @@ class LockstepXLAStrategy(XLASteps, LifecycleHooks):
 # -- One process over all XLA devices of its host: batches divided among them, metrics as on one device --
 
 
-class LockstepXLASPMDStrategy(XLASteps, SingleDeviceStrategy):
+class LockstepXLASPMDStrategy(XLASteps, PlainCheckpoints, SingleDeviceStrategy):
     """Training on a mesh of XLA devices, from one process (SPMD).
 
     The program sees one device and whole batches; torch-xla divides each batch among the devices and puts the

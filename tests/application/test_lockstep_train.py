@@ -113,6 +113,9 @@ def test_a_sweep_starts_the_ranks_of_each_job(tmp_path: Path) -> None:
     assert not list(sweep.rglob("*.log")), "nothing was logged"
     assert [summary(sweep / job)["ranks"] for job in ("0", "1")] == [2, 2]
     assert column(sweep / "0", "train_loss") != column(sweep / "1", "train_loss")
+    for job in ("0", "1"):
+        loss = summary(sweep / job)["metrics"]["val_loss"]
+        assert re.search(rf"{job} .*seed={int(job) + 1} +val_loss {loss:.4g} +sweep/{job}", outcome.stderr)
 
 
 def test_torchrun_makes_one_folder(tmp_path: Path) -> None:

@@ -47,6 +47,32 @@ def test_each_job_in_one_process_has_engines_of_its_own(tmp_path: Path) -> None:
     assert len(losses) == 2 and losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
+FAILS_ONCE = """
+from lightning_lockstep.train import hydra_main
+@hydra_main(config_path=None, config_name=None, version_base=None)
+def main(config):
+    if config.a == 2:
+        raise ValueError("two is too many")
+    return config.a / 4 if config.a > 2 else None
+main()
+"""
+
+
+def test_a_sweep_ends_with_a_line_for_each_job(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(FAILS_ONCE)
+    outcome = run_script(["program.py", "-m", "hydra.sweep.dir=sweep", "+a=1,2,3"], cwd=tmp_path, timeout=60)
+    table = outcome.stderr[outcome.stderr.index("lightning-lockstep: 3 jobs of the sweep") :].splitlines()
+    assert [line.split() for line in table[1:5]] == [
+        ["job", "overrides", "result", "folder"],
+        ["0", "+a=1", "finished", "sweep/0"],
+        ["1", "+a=2", *["failed:", "ValueError:", "two", "is", "too", "many"], "sweep/1"],
+        ["2", "+a=3", "returned", "0.75", "sweep/2"],
+    ]
+    assert outcome.returncode == 1
+    single = run_script(["program.py", "+a=1"], cwd=tmp_path, timeout=60)
+    assert single.returncode == 0 and "of the sweep" not in single.output
+
+
 # A script with Hydra's own decorator, by joblib: tests/application/test_foreign_app.py.
 def test_a_job_in_a_process_of_its_own_starts_ranks(tmp_path: Path) -> None:
     env = {"ECHO_TO": str(tmp_path), "ECHO_FIT": "1", "ECHO_SECRET": "none"}

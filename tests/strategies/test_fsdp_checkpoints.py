@@ -34,6 +34,17 @@ def resumed(
     return trainer
 
 
+class Renaming(Net):
+    """Writes names that its own modules do not have, and takes them back when it reads them."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {f"old.{name}": value for name, value in checkpoint["state_dict"].items()}
+
+    def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        bare = {name.removeprefix("old."): value for name, value in state.items()}
+        return super().load_state_dict(bare, *args, **kwargs)
+
+
 def saved_and_resumed(folder: Path) -> dict[str, float]:
     """Two epochs, a checkpoint, and a third epoch under each strategy; the largest difference from one process."""
     reference = weights(fit(Net, 1, max_epochs=3))
@@ -41,6 +52,7 @@ def saved_and_resumed(folder: Path) -> dict[str, float]:
     fit(Net, 1).save_checkpoint(alone)
     fit(Net, 2, fsdp()).save_checkpoint(full)
     fit(Net, 2, fsdp(state_dict="sharded")).save_checkpoint(parts)
+    fit(Renaming, 2, fsdp()).save_checkpoint(folder / "renamed.ckpt")
     answers = {}
     for name, path, ranks, strategy in (
         ("full, one process", full, 1, None),
@@ -49,8 +61,9 @@ def saved_and_resumed(folder: Path) -> dict[str, float]:
         ("one process, FSDP", alone, 2, fsdp()),
         ("parts, FSDP", parts, 2, fsdp()),
         ("parts, FSDP in other units", parts, 2, fsdp(shard=["Linear"], state_dict="sharded")),
+        ("names of its own, FSDP", folder / "renamed.ckpt", 2, fsdp()),
     ):
-        trainer = resumed(ranks, path, strategy)
+        trainer = resumed(ranks, path, strategy, Renaming if path.name == "renamed.ckpt" else Net)
         assert trainer.global_step == 12
         found = weights(trainer) if name != "parts, FSDP in other units" else whole(trainer)
         answers[name] = difference(reference, found) if trainer.is_global_zero else 0.0

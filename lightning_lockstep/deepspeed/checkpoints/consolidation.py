@@ -25,14 +25,13 @@ from lightning_lockstep.deepspeed.checkpoints.files import (
     Checkpoint,
     Storage,
     in_memory,
-    is_plain,
     memory_budget,
-    plain_entries,
     read_checkpoint,
     read_file,
     replacing,
     save,
 )
+from lightning_lockstep.distributed.plain_data import is_plain, plain_entries
 from lightning_lockstep.distributed.sharded_state import REST, is_parts_folder, read_parts
 from lightning_lockstep.errors import ConfigurationError
 
@@ -163,30 +162,42 @@ def _copies(parts: Sequence[Tensor], start: int, tensor: Tensor) -> Values:
 Dtype = Literal["float32", "as_saved"]
 
 
+#: Which parameter each name in the weights of a checkpoint is, by its own name, where it was this package that saved.
+NAMES = "lockstep_parameter_names"
+
+
+def values_of_parameters(checkpoint: Checkpoint) -> dict[str, Values]:
+    """Return the values of parameters by their own names: what is trained in stages 1 to 3, and what is frozen in 3."""
+    trained = put_together(checkpoint, master_vectors(checkpoint))
+    return _frozen(checkpoint) | trained if checkpoint.is_divided else trained
+
+
 def find_values(checkpoint: Checkpoint, dtype: Dtype) -> dict[str, Values]:
     """Return where the values of each tensor are; names of one tensor have the same object."""
     first, is_divided = checkpoint.model_states[0], checkpoint.is_divided
     saved = {name: value for name, value in first["module"].items() if isinstance(value, Tensor)}
-    if checkpoint.optimizer_states:
-        masters = put_together(checkpoint, master_vectors(checkpoint))
-    else:
-        masters = _unnamed_copies(first, saved)
-    frozen = _frozen(checkpoint) if is_divided else {}
-    values = {}
+    known = values_of_parameters(checkpoint) if checkpoint.optimizer_states else _unnamed_copies(first, saved)
+    frozen = first["frozen_param_shapes"] or {}
+    names = first.get(NAMES) if checkpoint.optimizer_states else None
+    if names is None:
+        names = {name: name for name in saved if name not in first["buffer_names"]}
+    values: dict[str, Values] = {}
+    of_parameters: dict[str, Values] = {}
     for name, tensor in saved.items():
-        is_whole = not is_divided or tensor.numel() > 0 or name in first["buffer_names"]
-        if name in masters and (dtype == "float32" or is_divided):
-            values[name] = masters[name].of(torch.float32 if dtype == "float32" else tensor.dtype)
-        elif name in frozen:
-            values[name] = frozen[name].of(_written(frozen[name].parts[0].dtype, dtype))
-        elif is_whole:
+        parameter = names.get(name, "")
+        if parameter in known and (dtype == "float32" or is_divided):
+            found = known[parameter]
+            written = _written(found.parts[0].dtype if parameter in frozen else tensor.dtype, dtype)
+            values[name] = of_parameters.setdefault(parameter, found.of(written))
+        elif not is_divided or tensor.numel() > 0 or not parameter:
             values[name] = Values(tensor.shape, _written(tensor.dtype, dtype), [_flat(tensor)])
-    aliases = _aliases(first, saved, values, masters)
+    aliases = _aliases(first, saved, values, known)
     lost = [name for name in saved if name not in values and name not in aliases]
     if lost and first["frozen_param_shapes"] is not None:
         raise ConfigurationError(
             f"{checkpoint.folder}: holds no values of {', '.join(lost)}. In stage 3 DeepSpeed saves only parameters"
-            " that the optimizer has, and frozen ones."
+            " that the optimizer has, and frozen ones, by the names of named_parameters(). If the module's state_dict()"
+            " gives other names, save the checkpoint with LockstepDeepSpeedStrategy, which adds them."
         )
     return values | {name: values[source] for name, source in aliases.items()}
 
@@ -307,7 +318,7 @@ OWN_KEYS = frozenset(
         *("param_shapes", "shared_params", "frozen_param_shapes", "frozen_param_fragments"),
         *("skipped_steps", "global_steps", "global_samples", "ds_config", "ds_version"),
         *("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "universal_checkpoint_info"),
-        *("sparse_tensor_module_names", "csr_tensor_module_names"),
+        *("sparse_tensor_module_names", "csr_tensor_module_names", NAMES),
     )
 )
 

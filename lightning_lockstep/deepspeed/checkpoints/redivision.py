@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lightning_lockstep._text import listed
 from lightning_lockstep.deepspeed.checkpoints.consolidation import master_vectors, put_together
-from lightning_lockstep.deepspeed.checkpoints.files import Checkpoint, Inert, is_plain
+from lightning_lockstep.deepspeed.checkpoints.files import Checkpoint
+from lightning_lockstep.distributed.plain_data import Inert, is_plain
 from lightning_lockstep.errors import ConfigurationError
 
 _MOST_NAMED = 5  # parameters in one message

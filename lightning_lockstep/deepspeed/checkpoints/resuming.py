@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +16,33 @@ from torch import Tensor, nn
 
 from lightning_lockstep._doors.deepspeed_engines import adapter_of
 from lightning_lockstep._doors.lightning import LightningDataModule, LightningModule
-from lightning_lockstep._doors.torch_internals import load_own_values
+from lightning_lockstep._doors.torch_internals import (
+    LOAD_OWN_VALUES,
+    set_versions_of_modules,
+    storage_identity,
+    versions_of_modules,
+)
 from lightning_lockstep._settings import is_whole
 from lightning_lockstep._text import say
-from lightning_lockstep.deepspeed.checkpoints.consolidation import OWN_KEYS, Values, consolidated, find_values
+from lightning_lockstep.deepspeed.checkpoints.consolidation import (
+    NAMES,
+    OWN_KEYS,
+    consolidated,
+    values_of_parameters,
+)
 from lightning_lockstep.deepspeed.checkpoints.files import (
+    Checkpoint,
     find_folder,
     in_memory,
-    is_plain,
-    plain_entries,
     read_checkpoint,
     read_file,
 )
 from lightning_lockstep.deepspeed.checkpoints.redivision import SavedOptimizer
 from lightning_lockstep.deepspeed.engine import agreed
 from lightning_lockstep.distributed import Communicator
+from lightning_lockstep.distributed.plain_data import is_plain, plain_entries
 from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.steps.patching import replaced
 
 # -- Hyperparameters that hold what the engine trains, which has hung process groups and functions on it --
 
@@ -78,7 +91,61 @@ def consolidated_name(folder: Path) -> Path:
     return folder.with_name(folder.name.removesuffix(".ckpt") + CONSOLIDATED)
 
 
-# -- Whole weights on their way into a model, which may be divided among the ranks --
+# -- Under which names a module saves its parameters: state_dict() may give others than named_parameters() --
+
+
+def names_of_parameters(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
+    """Return whose values a module's state has: for each name in it that is a parameter's, the parameter's own."""
+    known = {_place(parameter): name for name, parameter in reversed(list(module.named_parameters()))}
+    places = {name: _place(value) for name, value in state.items() if isinstance(value, Tensor)}
+    return {name: known[place] for name, place in places.items() if place in known}
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    # Parameters of stage 1 and 2 are parts of one vector; those of stage 3 are empty, each in a storage of its own.
+    return storage_identity(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
+@contextmanager
+def saving_as(
+    module: nn.Module,
+    checkpoint: Mapping[str, Any],
+    *,
+    exclude_frozen: bool,
+) -> Iterator[dict[str, Any]]:
+    """Let DeepSpeed save the weights that a checkpoint has, as ``on_save_checkpoint`` left them, in the body."""
+    # Gives what else DeepSpeed is to save. Until it asks for the weights, it divides those that are whole for now.
+    weights = checkpoint["state_dict"]
+    names, parameters = names_of_parameters(module, weights), dict(module.named_parameters())
+
+    def state_dict(*args: Any, **kwargs: Any) -> OrderedDict[str, Any]:
+        found = {name: parameters[names[name]] if name in names else value for name, value in weights.items()}
+        left_out = {name for name in names if exclude_frozen and not found[name].requires_grad}
+        return _state_like(
+            weights,
+            {
+                name: value.detach() if name in names else value
+                for name, value in found.items()
+                if name not in left_out
+            },
+        )
+
+    with replaced(module, state_dict=state_dict):
+        # The engine has its optimizer, so what Lightning knows of that is not saved.
+        others = {
+            key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")
+        }
+        yield {**others, NAMES: names}
+
+
+def _state_like(state: Mapping[str, Any], values: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Return values as a state that has the versions of modules of another one."""
+    made = OrderedDict(values)
+    set_versions_of_modules(made, versions_of_modules(state))
+    return made
+
+
+# -- Weights on their way into a model, which may be divided among the ranks --
 
 
 def whole_checkpoint(
@@ -86,7 +153,7 @@ def whole_checkpoint(
     module: nn.Module,
     communicator: Communicator,
     *,
-    divided: bool,  # stage 3: rank 0's values go to all, the others get the names alone
+    divided: bool,  # stage 3: rank 0's values go to all, the others get shapes alone
 ) -> dict[str, Any]:
     """Return a checkpoint folder with whole weights, for any number of ranks; on all ranks together."""
     reads = communicator.is_main or not divided
@@ -94,90 +161,115 @@ def whole_checkpoint(
     if not divided:
         return found
     weights = found.pop("state_dict", {})
-    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    buffers = {name: None if name in parameters else value for name, value in weights.items()}
-    others, shared = communicator.broadcast((found, buffers))
-    return {**others, "state_dict": weights or shared}
+    parameters = names_of_parameters(module, module.state_dict())
+    sent = _state_like(
+        weights,
+        {name: value.to("meta") if name in parameters else value for name, value in weights.items()},
+    )
+    others, sent = communicator.broadcast((found, sent))
+    return {
+        **others,
+        "state_dict": weights
+        or _state_like(sent, {name: _without_values(value) for name, value in sent.items()}),
+    }
+
+
+def _without_values(value: Any) -> Any:
+    """Return a tensor that takes no memory for one that has only a shape."""
+    if not isinstance(value, Tensor) or not value.is_meta:
+        return value
+    return torch.zeros((), dtype=value.dtype).expand(value.shape)
 
 
 def load_plain_weights(
     engine: Any,
     module: nn.Module,
-    state: Mapping[str, Tensor],  # whole tensors; in stage 3 those of rank 0 count
+    state: Mapping[str, Any],  # whole tensors; in stage 3 those of rank 0 count
     *,
     strict: bool = True,
 ) -> None:
     """Load whole weights into an engine's module, and into the float32 copies of its optimizer."""
     adapter = adapter_of(engine)
-    if adapter.divides_parameters():
-        _check_names(module, state, strict)
-        _load_by_module(module, state, divided=True)
-    else:
+    with _loading(module, gathers=adapter.divides_parameters()):
         module.load_state_dict(state, strict=strict)
     adapter.refresh_copies()
 
 
-def _load_by_module(
-    module: nn.Module,
-    state: Mapping[
-        str, Any
-    ],  # None: this rank has no values of it; Values: read from files when it is their turn
-    *,
-    divided: bool,  # those of rank 0 go to all ranks, which call this together
-) -> None:
-    """Load whole weights one module at a time."""
+@contextmanager
+def _loading(module: nn.Module, *, gathers: bool) -> Iterator[None]:
+    """Let ``load_state_dict`` gather divided parameters in the body, those of one module at a time; ranks: all."""
+    with ExitStack() as stack:
+        for one in module.modules() if gathers else ():
+            load = partial(_load_gathered, list(one.parameters(recurse=False)), getattr(one, LOAD_OWN_VALUES))
+            stack.enter_context(replaced(one, **{LOAD_OWN_VALUES: load}))
+        yield
+
+
+def _load_gathered(parameters: Sequence[nn.Parameter], load: Callable[..., None], *args: Any) -> None:
+    with _gathered(parameters):
+        load(*args)
+
+
+def _gathered(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+    """Let the body write to divided parameters, on all ranks together; what rank 0 writes counts."""
     import deepspeed
 
-    prefixes = {f"{name}." if name else "": one for name, one in module.named_modules(remove_duplicate=False)}
-    names: dict[str, list[str]] = {prefix: [] for prefix in prefixes}
-    for name in state:
-        names[_prefix_of(name, prefixes)].append(name)
-    for prefix, one in prefixes.items():
-        parameters = list(one.parameters(recurse=False))
-        with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0, enabled=divided):
-            _load_one(one, prefix, {name: state[name] for name in names[prefix] if state[name] is not None})
+    made: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0)
+    return made
 
 
-def _check_names(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Raise if a module and some weights have different names."""
-    names = set(module.state_dict())
-    missing, unexpected = sorted(names - set(state)), sorted(set(state) - names)
-    if strict and (missing or unexpected):
-        raise RuntimeError(
-            f"Error(s) in loading state_dict for {type(module).__name__}: missing {missing}, unexpected {unexpected}"
-        )
-
-
-def _prefix_of(name: str, prefixes: Collection[str]) -> str:
-    """Return the prefix of the innermost module that a name can belong to."""
-    while name not in prefixes:
-        name = name.rstrip(".").rpartition(".")[0]
-        name = f"{name}." if name else ""
-    return name
-
-
-def _load_one(module: nn.Module, prefix: str, state: dict[str, Any]) -> None:
-    errors: list[str] = []
-    values = {
-        name: value.copy_to(in_memory) if isinstance(value, Values) else value
-        for name, value in state.items()
-    }
-    load_own_values(module, prefix, values, errors)
-    if errors:
-        raise RuntimeError(
-            f"Error(s) in loading state_dict for {type(module).__name__}:\n\t" + "\n\t".join(errors)
-        )
+@contextmanager
+def _emptied(module: nn.Module) -> Iterator[None]:
+    """Let all parameters be empty, as a checkpoint of stage 3 has them, in the body."""
+    whole = [(parameter, parameter.data) for parameter in module.parameters()]
+    try:
+        for parameter, values in whole:
+            parameter.data = values.new_empty(0)
+        yield
+    finally:
+        for parameter, values in whole:
+            parameter.data = values
 
 
 # -- A fit that resumes from a checkpoint folder, on as many ranks as have written it or on others --
+
+#: Loads the weights of a checkpoint, by their names, and then whatever else the engine has.
+Load = Callable[[Mapping[str, Any], bool], None]
+
+
+def open_folder(
+    engine: Any,
+    module: nn.Module,
+    folder: Path,
+    communicator: Communicator,
+    *,
+    stage: int,  # of this run
+    half: str | None,  # bf16 or fp16 where this run trains in it
+    plain_only: bool = False,  # on another number of ranks, leaves out what would be unpickled
+) -> tuple[dict[str, Any], Load]:
+    """Return the checkpoint of a folder, with what loads its weights once hooks have seen them; ranks: all."""
+    # In stage 3 the weights in it are empty.
+    if not writers_differ(folder, communicator, stage=stage, half=half):
+        first = _unpickled(folder)
+        load: Load = partial(_resume_by_deepspeed, engine, module, folder, frozenset(first["module"]))
+        entries = {key: value for key, value in first.items() if key not in OWN_KEYS}
+    else:
+        first, load = _redivided(engine, module, folder, communicator)
+        entries = _entries_of_lightning(folder, first, plain_only)
+    return {**entries, "state_dict": first["module"]}, load
+
+
+def _unpickled(folder: Path) -> dict[str, Any]:
+    path = find_folder(folder).model_file()
+    return dict(torch.load(path, map_location="cpu", weights_only=False, mmap=True))
 
 
 def writers_differ(
     folder: Path,
     communicator: Communicator,
     *,
-    stage: int,  # of this run
-    half: str | None,  # bf16 or fp16 where this run trains in it
+    stage: int,
+    half: str | None,
 ) -> bool:
     """Return whether a checkpoint folder was written by another number of ranks, or laid out in another way."""
     # If not, DeepSpeed itself resumes it; each rank then reads its own files, which are looked for here.
@@ -203,7 +295,7 @@ def writers_differ(
         if stage == 0:
             return False  # nothing is divided
         models, optimizers = found.expected_names(first)
-        same_layout = (first.get("frozen_param_fragments") is not None or len(models) > 1) == (stage == 3)
+        same_layout = models[0].startswith("zero_") == (stage == 3)
         same_names = not optimizers or optimizers[0].startswith("bf16_") == (half == "bf16")
         if ranks != communicator.world_size or not same_layout or not same_names:
             return True
@@ -214,51 +306,77 @@ def writers_differ(
     return agreed(communicator, differ)
 
 
-def resume_redivided(
+def _resume_by_deepspeed(
     engine: Any,
     module: nn.Module,
     folder: Path,
-    communicator: Communicator,
-    *,
-    strict: bool = True,  # whether the names of the weights must be the same
-    plain_only: bool = False,  # leaves out what else would be unpickled, as DeepSpeed does
-) -> dict[str, Any]:  # what Lightning has put into it
-    """Load weights, the state of the optimizer and the counters into an engine, whoever has written them."""
+    known: Collection[str],  # names of the weights in the file
+    weights: Mapping[str, Any],
+    strict: bool,
+) -> None:
+    """Let DeepSpeed load a folder that as many ranks have written in the same way; ranks: all, together."""
+
+    def load(src: Mapping[str, Any], dst: nn.Module) -> None:
+        experts = {name: value for name, value in src.items() if name not in known}
+        _load_named(folder, module, _state_like(weights, {**experts, **weights}), strict)
+
+    path = find_folder(folder).path
+    engine.load_checkpoint(
+        str(path.parent), tag=path.name, load_lr_scheduler_states=False, custom_load_fn=load
+    )
+
+
+def _load_named(folder: Path, module: nn.Module, weights: Mapping[str, Any], strict: bool) -> None:
+    try:
+        module.load_state_dict(weights, strict=strict)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"{folder}: is of another model. {error}\nIf the checkpoint need not have all weights of the model, as with"
+            " exclude_frozen_parameters or adapters alone, set `strict_loading = False` in the LightningModule."
+        ) from error
+
+
+def _redivided(
+    engine: Any, module: nn.Module, folder: Path, communicator: Communicator
+) -> tuple[dict[str, Any], Load]:
+    """Return what the first file has, and what loads a folder that other ranks have written; ranks: all, together."""
     # Every rank reads of all files what it needs, one parameter at a time.
     adapter = adapter_of(engine)
 
-    def read() -> tuple[dict[str, Any], SavedOptimizer, dict[str, Any]]:
+    def read() -> tuple[Checkpoint, SavedOptimizer]:
         checkpoint = read_checkpoint(folder)
         saved = SavedOptimizer(checkpoint)
         saved.check(adapter)
-        first = checkpoint.model_states[0]
-        weights: dict[str, Any] = {
-            name: value
-            for name, value in first["module"].items()
-            if not isinstance(value, Tensor) and is_plain(value)  # extra state of a module
-        }
-        weights |= find_values(checkpoint, "float32")
-        try:
-            _check_names(module, weights, strict)
-        except RuntimeError as error:
-            raise ConfigurationError(f"{folder}: is of another model. {error}") from error
-        return first, saved, weights
+        return checkpoint, saved
 
-    first, saved, weights = agreed(communicator, read)
-    _load_by_module(module, weights, divided=adapter.divides_parameters())
-    saved.write_to(adapter, communicator.rank)
-    adapter.set_counters(
-        steps=first["global_steps"],
-        skipped=first["skipped_steps"],
-        samples=first.get("global_samples"),
-        ranks=first["dp_world_size"],
-    )
-    if communicator.is_main:
-        say(
-            f"lightning-lockstep: {folder} was written by {first['dp_world_size']} ranks; weights and the state of the"
-            f" optimizer are redivided among {communicator.world_size}."
+    checkpoint, saved = agreed(communicator, read)
+    first = checkpoint.model_states[0]
+
+    def load(weights: Mapping[str, Any], strict: bool) -> None:
+        divides = adapter.divides_parameters()
+        with _emptied(module) if checkpoint.is_divided else _loading(module, gathers=divides):
+            _load_named(folder, module, weights, strict)
+        values = values_of_parameters(checkpoint)
+        for name, parameter in module.named_parameters():
+            if name in values:
+                with _gathered([parameter]) if divides else nullcontext():
+                    parameter.data.copy_(values[name].copy_to(in_memory))
+        saved.write_to(adapter, communicator.rank)
+        adapter.set_counters(
+            steps=first["global_steps"],
+            skipped=first["skipped_steps"],
+            samples=first.get("global_samples"),
+            ranks=first["dp_world_size"],
         )
-    return _entries_of_lightning(folder, first, plain_only)
+        if communicator.is_main:
+            say(
+                f"lightning-lockstep: {folder} was written by {first['dp_world_size']} ranks in stage"
+                f" {_stage_of(first)}; weights and the state of the optimizer are redivided among"
+                f" {communicator.world_size}."
+            )
+
+    plain = {name: value for name, value in first["module"].items() if is_plain(value)}
+    return {**first, "module": _state_like(first["module"], plain)}, load
 
 
 def _stage_of(model_states: Mapping[str, Any]) -> int:
@@ -272,9 +390,7 @@ def _stage_of(model_states: Mapping[str, Any]) -> int:
 def _entries_of_lightning(folder: Path, first: dict[str, Any], plain_only: bool) -> dict[str, Any]:
     entries = {key: value for key, value in first.items() if key not in OWN_KEYS}
     if not plain_only and not is_plain(entries):
-        whole = torch.load(
-            find_folder(folder).model_file(), map_location="cpu", weights_only=False, mmap=True
-        )
+        whole = _unpickled(folder)
         return {key: whole[key] for key in entries}
     kept, dropped = plain_entries(entries)
     if dropped:

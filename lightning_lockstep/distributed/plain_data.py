@@ -1,0 +1,280 @@
+"""Files that torch has saved, read as plain data: an object of a class stays a description of it, which runs nothing.
+
+What is plain data in another coat becomes plain: containers of OmegaConf, paths, subclasses of dict and list. Arrays
+and numbers of numpy stay what they are, and so do objects of a class that this process has declared safe by
+``torch.serialization.add_safe_globals``.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+import numpy
+import torch
+
+from lightning_lockstep._text import listed
+from lightning_lockstep.errors import ConfigurationError
+
+_RUNS_PROGRAMS = ("os", "posix", "nt", "sys")  # modules that torch refuses even where they are declared safe
+_CONTAINERS = (dict, OrderedDict, Counter)
+_SEQUENCES = (list, tuple, set, torch.Size)
+_SCALARS = (
+    *(str, int, float, bool, complex, bytes, bytearray, type(None)),
+    *(torch.Tensor, torch.nn.Parameter, torch.device, torch.dtype),
+)
+_OF_NUMPY = {
+    **{f"numpy.{core}.multiarray._reconstruct": numpy.empty(0).__reduce__()[0] for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray.scalar": numpy.float64(0).__reduce__()[0] for core in ("core", "_core")},
+    "numpy.ndarray": numpy.ndarray,
+    "numpy.dtype": numpy.dtype,
+}
+_DTYPES_OF_NUMPY = {type(numpy.dtype(code)) for code in numpy.typecodes["All"]}
+#: What a damaged or foreign file makes of the unpickler.
+UNREADABLE = (
+    *(OSError, EOFError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError),
+    *(pickle.UnpicklingError, struct.error),
+)
+
+
+class Inert:
+    """An object of a class that is not plain data, as a file describes it; it runs nothing."""
+
+    origin = "?"
+    arguments: tuple[Any, ...]  # what the object was to be made with
+    state: Any  # what was to be put into it, or None
+
+    def __new__(cls, *arguments: Any) -> Inert:
+        """Keep the arguments; what an unpickler makes may never see ``__init__``."""
+        made = super().__new__(cls)
+        made.arguments, made.state = arguments, None
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __repr__(self) -> str:
+        return f"<inert {self.origin}>"
+
+
+class _PlainDict:
+    """Stands for a subclass of ``dict``: only a plain dictionary gets items from the unpickler."""
+
+    def __new__(cls, *arguments: Any) -> OrderedDict[Any, Any]:  # type: ignore[misc]
+        return OrderedDict()
+
+
+class _PlainList:
+    """Stands for a subclass of ``list``."""
+
+    def __new__(cls, *arguments: Any) -> list[Any]:  # type: ignore[misc]
+        return []
+
+
+class _PlainPath:
+    """Stands for the paths of ``pathlib``, which come through as strings."""
+
+    def __new__(cls, *parts: Any) -> str:  # type: ignore[misc]
+        return str(PurePosixPath(*map(str, parts)))
+
+
+def read_plain(file: Path | IO[bytes]) -> Any:
+    """Return what ``torch.save`` has written, other objects inert; of a path, tensors memory-mapped."""
+    foreign = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    dangerous = sorted(name for name in foreign if name.partition(".")[0] in _RUNS_PROGRAMS)
+    if dangerous:
+        raise ConfigurationError(
+            f"{file}: names {', '.join(dangerous)}, which could run code when the file is loaded; none of it was"
+            " run. No checkpoint needs anything like that: find out where this file comes from."
+        )
+    return _without_omegaconf(_load(file, foreign))
+
+
+def _load(file: Path | IO[bytes], foreign: Iterable[str]) -> Any:
+    stands_for = {name: _stand_in(name) for name in foreign}
+    of_numpy = list(_DTYPES_OF_NUMPY) if any(name in _OF_NUMPY for name in foreign) else []
+    while True:
+        pairs: list[Any] = [(stand_in, name) for name, stand_in in stands_for.items()]
+        try:
+            with torch.serialization.safe_globals(pairs + of_numpy):
+                if not isinstance(file, Path):
+                    file.seek(0)
+                return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, Path))
+        except pickle.UnpicklingError as error:
+            # A subclass of dict or list shows itself when it is to get items.
+            name = next((name for name, kind in stands_for.items() if repr(kind) in str(error)), None)
+            if name is None or not _is_inert(stands_for[name]):
+                raise
+            stands_for[name] = _PlainDict if "SETITEM" in str(error) else _PlainList
+
+
+def _stand_in(name: str) -> Any:
+    if name in _OF_NUMPY:
+        return _OF_NUMPY[name]
+    if name == "collections.defaultdict":
+        return _PlainDict
+    if name.startswith("pathlib.") and name.endswith("Path"):
+        return _PlainPath
+    return type(f"Inert[{name}]", (Inert,), {"origin": name})
+
+
+def _is_inert(value: object) -> bool:
+    """Return whether a value is an object of a class that was not made, or such a class."""
+    return isinstance(value, Inert) or (isinstance(value, type) and issubclass(value, Inert))
+
+
+def _without_omegaconf(value: Any) -> Any:
+    """Return nested containers with plain ones for those of OmegaConf; interpolations stay text."""
+    if type(value) in (dict, list):
+        parts = value.items() if type(value) is dict else enumerate(value)
+        for key, part in list(parts):
+            value[key] = _without_omegaconf(part)
+    elif type(value) is tuple:
+        return tuple(map(_without_omegaconf, value))
+    elif isinstance(value, Inert) and value.origin.startswith("omegaconf.") and type(value.state) is dict:
+        inner = value.state.get("_content", value.state.get("_val", value))
+        return value if inner is value else _without_omegaconf(inner)
+    return value
+
+
+# -- What of a value is plain --
+
+
+def plain_entries(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the entries that are plain data, and the names of those that had to be left out."""
+    # An entry is a value, or in a dictionary one of its values: half of a callback's state would be worse
+    # than none.
+    kept: dict[str, Any] = {}
+    dropped = []
+    for key, value in values.items():
+        if is_plain(value):
+            kept[key] = value
+        elif type(value) in _CONTAINERS:
+            kept[key] = {k: v for k, v in value.items() if is_plain(k) and is_plain(v)}
+            dropped += [f"{key}.{k}" for k in value if k not in kept[key]]
+        else:
+            dropped.append(str(key))
+    return kept, dropped
+
+
+def is_plain(value: object) -> bool:
+    """Return whether a value is made of numbers, text, tensors and containers alone."""
+    kind = type(value)
+    if kind in _CONTAINERS:
+        parts = [*value.items(), *getattr(value, "__dict__", {}).items()]  # type: ignore[attr-defined]
+        return all(is_plain(key) and is_plain(part) for key, part in parts)
+    if kind in _SEQUENCES:
+        return all(map(is_plain, value))  # type: ignore[call-overload]
+    return kind in _SCALARS
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield what nested containers hold, with its place."""
+    if type(value) in _CONTAINERS:
+        for key, part in value.items():
+            yield from _leaves(part, f"{name}.{key}" if name else str(key))
+    elif type(value) in _SEQUENCES:
+        for part in value:
+            yield from _leaves(part, name)
+    else:
+        yield name, value
+
+
+# -- A checkpoint of Lightning, of which a run needs no hyperparameter --
+
+_HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+_THEIR_TYPES = ("hparams_type", "datamodule_hparams_type")
+_MOST_NAMED = 5  # in one message
+#: What is said of a file that holds more.
+TRUST = (
+    "Expected plain data, as anything else could run code when it is read; none of it was run. If you trust the file,"
+    " give weights_only=False to fit, validate, test or predict."
+)
+
+
+def load_without_objects(
+    load: Callable[[Any, bool | None], dict[str, Any]],
+    path: Any,
+    weights_only: bool | None,
+) -> dict[str, Any]:
+    """Return what ``load`` reads; if it has objects of classes, without the hyperparameters that are some."""
+    try:
+        return load(path, weights_only)
+    except pickle.UnpicklingError as error:
+        if weights_only is False:
+            raise
+        import fsspec  # type: ignore[import-untyped]
+
+        try:
+            with fsspec.open(str(path), "rb") as file:
+                content = read_plain(file)
+        except ConfigurationError:
+            raise
+        except UNREADABLE:
+            raise error from None
+    for key in _HYPERPARAMETERS:
+        values = content.get(key)
+        if type(values) is dict:
+            content[key] = {name: one for name, one in values.items() if not any(_inert_in(one))}
+        elif key in content:
+            content[key] = {}
+    for key in _THEIR_TYPES:
+        content.pop(key, None)
+    objects = list(_inert_in({key: value for key, value in content.items() if key != "state_dict"}))
+    if objects:
+        raise ConfigurationError(f"{path}: holds objects of classes: {listed(objects, _MOST_NAMED)}. {TRUST}")
+    return content  # type: ignore[no-any-return]
+
+
+def _inert_in(value: Any) -> Iterator[str]:
+    for name, leaf in _leaves(value, ""):
+        if _is_inert(leaf):
+            yield f"{name} ({getattr(leaf, 'origin', '?')})".strip()
+
+
+def objects_in_checkpoint(checkpoint: Mapping[str, Any]) -> list[str]:
+    """Return sentences on what is to be saved and will not load as plain data."""
+    given = {key: checkpoint.get(key) or {} for key in _HYPERPARAMETERS}
+    hyperparameters = [
+        f"{name} ({type(value).__name__})"
+        for key, values in given.items()
+        for name, value in (values if type(values) is dict else {key: values}).items()
+        if not is_plain(value) and type(value) not in torch.serialization.get_safe_globals()
+    ]
+    others = [
+        f"{name} ({type(leaf).__module__}.{type(leaf).__qualname__})"
+        for name, leaf in _leaves({k: v for k, v in checkpoint.items() if k not in _NOT_LOOKED_AT}, "")
+        if type(leaf) not in _SCALARS and not isinstance(leaf, torch.Tensor) and _becomes_inert(leaf)
+    ]
+    said = []
+    if hyperparameters:
+        said.append(
+            f"the checkpoints have hyperparameters that are objects of classes: {listed(hyperparameters, _MOST_NAMED)}."
+            " A fit resumes without them. To read them: load_from_checkpoint(path, weights_only=False). To leave one"
+            " out: save_hyperparameters(ignore=[its name]), and give it to load_from_checkpoint as an argument."
+        )
+    if others:
+        said.append(
+            f"the checkpoints have objects of classes: {listed(others, _MOST_NAMED)}. To resume from them, give"
+            " weights_only=False to fit, validate, test or predict; or keep numbers, text, tensors, lists and dicts"
+            " there instead."
+        )
+    return said
+
+
+_NOT_LOOKED_AT = ("state_dict", *_HYPERPARAMETERS, *_THEIR_TYPES)
+
+
+def _becomes_inert(value: Any) -> bool:
+    file = io.BytesIO()
+    with suppress(Exception):  # what cannot be saved fails when it is
+        torch.save(value, file)
+        file.seek(0)
+        return any(_inert_in(read_plain(file)))
+    return False
