@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import resource
 import statistics
 import tempfile
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder
@@ -20,10 +22,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks._fit import BARE
-from benchmarks.engine import Comparison, Report, interleave
+from benchmarks.engine import Comparison, Report, Table, interleave
 from lightning_lockstep import AutoBatchSize
 from lightning_lockstep.batch_size import search_run
 from lightning_lockstep.batch_size.memory import MemoryMeter, MemoryUse
+from tests.helpers import chosen_device, leave_memory, on_device, run_ranks
 
 WALL = 600
 FULL = "CUDA out of memory. Tried to allocate 20.00 MiB"
@@ -78,8 +81,7 @@ class SimulatedMeter(MemoryMeter):
 def fit(module: Walled, *callbacks: Callback, steps: int = 1) -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         Trainer(
-            accelerator="cpu",
-            devices=1,
+            **on_device(1),
             max_steps=steps,
             **BARE,
             default_root_dir=folder,
@@ -214,10 +216,51 @@ def step_cost(stretches: int, stretch: int = 10) -> dict[str, dict[str, list[flo
     }
 
 
-def run(quick: bool) -> Report:
+REAL_SEARCHES: dict[str, Callable[[], Any]] = {
+    PEER: lambda: ClockedFinder(mode="binsearch", max_trials=40),
+    "Lightning power": lambda: ClockedFinder(mode="power", max_trials=40),
+    "AutoBatchSize model": lambda: Clocked("model", max_val=10**6),
+    "AutoBatchSize binsearch": lambda: Clocked("binsearch", max_val=10**6),
+}
+
+
+def real_search(name: str, room: int) -> tuple[int, float, int]:
+    """Search for a batch size with so much memory, in a process of its own: (trials, seconds, size found)."""
+    quiet()
+    module, callback = Walled(wall=10**9, width=1024), REAL_SEARCHES[name]()
+    module.loader_ = TensorDataset(torch.randn(1, 1024).expand(10**6, 1024))
+    if chosen_device() == "cuda":
+        torch.cuda.init()
+        leave_memory(room)
+    else:
+        in_use = psutil.Process().memory_info().vms
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + room, -1))
+    fit(module, callback)
+    trials = len(callback.result.trials) if isinstance(callback, AutoBatchSize) else len(callback.tried)
+    return trials, callback.seconds, module.batch_size
+
+
+def real_searches(room: int) -> Table:
+    """The searches where memory really runs out."""
+    rows = []
+    for name in REAL_SEARCHES:
+        ((trials, seconds, size),) = run_ranks(1, real_search, name, room, backend=None, timeout=120)
+        rows.append([name, str(trials), f"{seconds:.2f}", str(size)])
+    title = f"search with {room / 2**30:g} GiB of real memory, {chosen_device()}"
+    return Table(title, ["search", "trials", "seconds", "size found"], rows)
+
+
+def quiet() -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
+
+
+def run(quick: bool) -> Report:
+    quiet()
+    if chosen_device() == "cuda":
+        table = real_searches(2 * 2**30)
+        return Report("Search for a batch size where memory runs out", [table])
     found: dict[str, str] = {}
     variants = {
         PEER: finder(found, PEER, lambda: ClockedFinder(mode="binsearch")),

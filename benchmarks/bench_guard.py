@@ -22,7 +22,7 @@ from benchmarks.engine import Comparison, Report, Samples, Table, interleave
 from lightning_lockstep.distributed.guard.records import size_flight_recorder
 from lightning_lockstep.errors import LockstepError
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
-from tests.helpers import run_ranks, run_ranks_raw, run_script
+from tests.helpers import chosen_device, run_ranks, run_ranks_raw, run_script, wait_for_device
 
 ROOT = Path(__file__).parent.parent
 OFF, WATCH, NO_RECORDER = "off", "watch", "off, and torch's flight recorder off"
@@ -44,16 +44,16 @@ def supervised(guard: Any, **options: Any) -> RankSupervisor:
 
 
 def small() -> Act:
-    tensor = torch.ones(8)
+    tensor = torch.ones(8, device=chosen_device())
     return lambda: dist.all_reduce(tensor)
 
 
 def step(widths: list[int]) -> Act:
     torch.manual_seed(0)
     layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers).to(chosen_device()))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    batch = torch.randn(32, widths[0])
+    batch = torch.randn(32, widths[0], device=chosen_device())
 
     def act() -> None:
         optimizer.zero_grad()
@@ -69,6 +69,7 @@ def seconds(act: Act, calls: int) -> float:
     for _ in range(calls):
         started = time.perf_counter()
         act()
+        wait_for_device()
         found.append(time.perf_counter() - started)
     return statistics.median(found)
 
@@ -190,12 +191,16 @@ def run(quick: bool) -> Report:
     rounds = 3 if quick else 11
     counts = {"small": 300, "1 M": 30, "10 M": 8}
     tables = []
-    for size in (2, 4):
-        samples = run_ranks(size, in_turn, counts, rounds, timeout=400)[0]
+    on_cpu = chosen_device() == "cpu"
+    for size, backend in {2: "gloo", 4: "gloo"}.items() if on_cpu else {1: "nccl", 2: "gloo"}.items():
+        samples = run_ranks(size, in_turn, counts, rounds, timeout=400, backend=backend)[0]
         for name, limit in (("1 M", 1.02), ("10 M", 1.01)):
-            title = f"DDP step, {name} parameters, {size} ranks"
+            title = f"DDP step, {name} parameters, {size} ranks" + ("" if on_cpu else f", {backend}")
             tables.append(Comparison(title, samples[name], peer=OFF, at_most={WATCH: limit}))
-        tables.append(small_comparison(f"all_reduce of 8 float32, {size} ranks", samples["small"], OFF))
+        title = f"all_reduce of 8 float32, {size} ranks" + ("" if on_cpu else f", {backend}")
+        tables.append(small_comparison(title, samples["small"], OFF))
+    if not on_cpu:
+        return Report("guard='watch' over off", tables, ["Two ranks share the card."])
     found = apart(2, 2000, 2 if quick else 7)
     tables.append(
         small_comparison(

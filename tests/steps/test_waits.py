@@ -18,7 +18,7 @@ import lightning_lockstep as lockstep
 from lightning_lockstep import LockstepDDPStrategy
 from lightning_lockstep._doors.lightning import Callback
 from tests.helpers import chosen_device, run_ranks
-from tests.strategies.fsdp_models import Net, fit, fsdp
+from tests.strategies.fsdp_models import LogsLoss, fit, fsdp
 
 #: What reads a tensor's values, by the names of Python and torch.
 READS = {
@@ -68,13 +68,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "FSDP, OverflowDetector": ({"OverflowDetector": {}}, {"shard": "Block"}, 1),
 }
 FIRST, STEPS = 9, 2  # in the middle of the third epoch
-
-
-class Logs(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.log("loss", loss)
-        return loss
 
 
 class Reads(TorchFunctionMode):
@@ -134,7 +127,7 @@ def counted() -> dict[str, dict[str, int]]:
         first = First()
         strategy = fsdp(**options) if "shard" in options else LockstepDDPStrategy(**options)
         made = [getattr(lockstep, one)(**given) for one, given in callbacks.items()]
-        fit(Logs, 2, strategy, callbacks=[first, *made], max_epochs=3)
+        fit(LogsLoss, 2, strategy, callbacks=[first, *made], max_epochs=3)
         found[name] = dict(first.reads.found)
     return found
 
