@@ -224,8 +224,8 @@ REAL_SEARCHES: dict[str, Callable[[], Any]] = {
 }
 
 
-def real_search(name: str, room: int) -> tuple[int, float, int]:
-    """Search for a batch size with so much memory, in a process of its own: (trials, seconds, size found)."""
+def real_search(name: str, room: int) -> list[str]:
+    """Search with so much memory, in a process of its own: trials, seconds, size, whether a step with it fits."""
     quiet()
     module, callback = Walled(wall=10**9, width=1024), REAL_SEARCHES[name]()
     module.loader_ = TensorDataset(torch.randn(1, 1024).expand(10**6, 1024))
@@ -235,19 +235,24 @@ def real_search(name: str, room: int) -> tuple[int, float, int]:
     else:
         in_use = psutil.Process().memory_info().vms
         resource.setrlimit(resource.RLIMIT_AS, (in_use + room, -1))
-    fit(module, callback)
-    trials = len(callback.result.trials) if isinstance(callback, AutoBatchSize) else len(callback.tried)
-    return trials, callback.seconds, module.batch_size
+    trains = "yes"
+    try:
+        fit(module, callback)
+    except RuntimeError as error:
+        trains = f"no: {type(error).__name__}"
+    ours = isinstance(callback, AutoBatchSize) and callback.result is not None
+    trials = len(callback.result.trials) if ours else len(callback.tried)
+    return [str(trials), f"{callback.seconds:.2f}", str(module.batch_size), trains]
 
 
 def real_searches(room: int) -> Table:
     """The searches where memory really runs out."""
     rows = []
     for name in REAL_SEARCHES:
-        ((trials, seconds, size),) = run_ranks(1, real_search, name, room, backend=None, timeout=120)
-        rows.append([name, str(trials), f"{seconds:.2f}", str(size)])
+        (found,) = run_ranks(1, real_search, name, room, backend=None, timeout=120)
+        rows.append([name, *found])
     title = f"search with {room / 2**30:g} GiB of real memory, {chosen_device()}"
-    return Table(title, ["search", "trials", "seconds", "size found"], rows)
+    return Table(title, ["search", "trials", "seconds", "size found", "the step after it fits"], rows)
 
 
 def quiet() -> None:

@@ -41,6 +41,7 @@ VARIANTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         },
     ),
 }
+DETECTORS = ("OverflowDetector", "OverflowDetector hooks")
 WARMUP = 10
 
 
@@ -91,10 +92,10 @@ def in_turn(names: list[str], ranks: int, rounds: int, steps: int) -> Samples:
 
 
 def run(quick: bool) -> Report:
-    """One rank, which has nobody to compare its weights with; then two, which share the device."""
+    """One rank, for which there is no guard and nobody to compare with; then two, which share the device."""
     tables = []
     rounds, steps = (3, 60) if quick else (9, 210)
-    for ranks, names in (1, [name for name in VARIANTS if name != REPLICAS]), (2, [NONE, REPLICAS, EVERY]):
+    for ranks, names in (1, [NONE, *DETECTORS, EVERY]), (2, list(VARIANTS)):
         samples = run_ranks(ranks, in_turn, names, ranks, rounds, steps, backend=None, timeout=600)[0]
         over = "nccl" if ranks == 1 and chosen_device() == "cuda" else "gloo"
         title = f"step, 1 M parameters, batch 32 per rank, {ranks} rank{'s' * (ranks > 1)} over {over}"

@@ -191,16 +191,14 @@ def run(quick: bool) -> Report:
     rounds = 3 if quick else 11
     counts = {"small": 300, "1 M": 30, "10 M": 8}
     tables = []
-    on_cpu = chosen_device() == "cpu"
-    for size, backend in {2: "gloo", 4: "gloo"}.items() if on_cpu else {1: "nccl", 2: "gloo"}.items():
-        samples = run_ranks(size, in_turn, counts, rounds, timeout=400, backend=backend)[0]
+    for size in (2, 4):
+        samples = run_ranks(size, in_turn, counts, rounds, timeout=400)[0]
         for name, limit in (("1 M", 1.02), ("10 M", 1.01)):
-            title = f"DDP step, {name} parameters, {size} ranks" + ("" if on_cpu else f", {backend}")
+            title = f"DDP step, {name} parameters, {size} ranks"
             tables.append(Comparison(title, samples[name], peer=OFF, at_most={WATCH: limit}))
-        title = f"all_reduce of 8 float32, {size} ranks" + ("" if on_cpu else f", {backend}")
-        tables.append(small_comparison(title, samples["small"], OFF))
-    if not on_cpu:
-        return Report("guard='watch' over off", tables, ["Two ranks share the card."])
+        tables.append(small_comparison(f"all_reduce of 8 float32, {size} ranks", samples["small"], OFF))
+    if chosen_device() == "cuda":
+        return Report("guard='watch' over off, gloo", tables, ["The ranks share the card."])
     found = apart(2, 2000, 2 if quick else 7)
     tables.append(
         small_comparison(

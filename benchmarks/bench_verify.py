@@ -128,11 +128,11 @@ def in_one_process(calls: int, steps: int, rounds: int) -> dict[str, Samples]:
     }
 
 
-def one_sample(variant: str, calls: int, steps: int, backend: str) -> dict[str, float]:
+def one_sample(variant: str, calls: int, steps: int) -> dict[str, float]:
     """One sample of each measurement in a process of its own, which is what DETAIL needs."""
     torch.set_num_threads(1)
     dist.set_debug_level_from_env()  # read at import, and this process is forked from one that has imported torch
-    dist.init_process_group(backend)
+    dist.init_process_group("gloo")
     try:
         assert (dist.get_debug_level() == dist.DebugLevel.DETAIL) == (variant == DETAIL)
         return one_sample_of_each(variant, calls, steps)
@@ -152,7 +152,7 @@ def one_sample_of_each(variant: str, calls: int, steps: int) -> dict[str, float]
     return found
 
 
-def in_processes(size: int, calls: int, rounds: int, backend: str) -> dict[str, Samples]:
+def in_processes(size: int, calls: int, rounds: int) -> dict[str, Samples]:
     """The variants, each in fresh processes, in turn."""
     environment = {DETAIL: {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}}
     samples: dict[str, Samples] = {
@@ -163,8 +163,9 @@ def in_processes(size: int, calls: int, rounds: int, backend: str) -> dict[str, 
         shift = number % len(variants)
         for variant in variants[shift:] + variants[:shift]:
             print(f"{size} ranks, round {number + 1}/{rounds}: {variant}")
-            given = variant, calls, STEPS, backend
-            found = run_ranks(size, one_sample, *given, env=environment.get(variant), backend=None)[0]
+            found = run_ranks(
+                size, one_sample, variant, calls, STEPS, env=environment.get(variant), backend=None
+            )[0]
             for name, value in found.items():
                 samples[name][variant].append(value)
     return samples
@@ -173,16 +174,14 @@ def in_processes(size: int, calls: int, rounds: int, backend: str) -> dict[str, 
 def run(quick: bool) -> Report:
     rounds = 2 if quick else 7
     tables = []
-    on_cpu = chosen_device() == "cpu"
-    for size, backend in {2: "gloo", 4: "gloo"}.items() if on_cpu else {1: "nccl", 2: "gloo"}.items():
-        calls = CALLS.get(size, 150) // (5 if quick else 1)
-        over = "" if on_cpu else f" over {backend}"
-        for name, samples in in_processes(size, calls, rounds, backend).items():
-            title = f"{name}, {size} ranks{over}, a process each time"
+    for size, calls in CALLS.items():
+        calls = calls // 5 if quick else calls
+        for name, samples in in_processes(size, calls, rounds).items():
+            title = f"{name}, {size} ranks, a process each time"
             tables.append(Comparison(title, samples, peer=DETAIL, at_most={VERIFY: 1.0}))
-        together = run_ranks(size, in_one_process, calls, STEPS, rounds, timeout=240, backend=backend)[0]
+        together = run_ranks(size, in_one_process, calls, STEPS, rounds, timeout=240)[0]
         for name, samples in together.items():
-            title = f"{name}, {size} ranks{over}, the same processes"
+            title = f"{name}, {size} ranks, the same processes"
             if ACCELERATE in samples:
                 tables.append(Comparison(title, samples, peer=ACCELERATE, at_most={VERIFY: 1 / 3}))
             else:

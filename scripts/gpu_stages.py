@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,8 +60,8 @@ STAGES = [
     ),
     Stage(
         "benchmarks",
-        200,
-        topics=("overflow", "guard", "verify", "replica_check", "batch_size", "overhead", "step"),
+        215,
+        topics=("batch_size", "replica_check", "overflow", "guard", "verify"),
     ),
 ]
 
@@ -85,48 +86,41 @@ class Run:
         """Run one stage and say how it ended."""
         stage, started = STAGES[number - 1], time.monotonic()
         ends_at = started + stage.limit * self.slow
-        with (self.results / f"stage-{number}.log").open("w") as log:
-            said = [self.tests(stage, log.fileno(), ends_at)] if stage.tests else []
-            said += [self.topic(topic, log.fileno(), ends_at) for topic in stage.topics]
+        log = self.results / f"stage-{number}.log"
+        log.write_text("")
+        said = [self.tests(stage, log, ends_at)] if stage.tests else []
+        for topic in stage.topics:
+            half = time.monotonic() + stage.limit * self.slow / 2  # one that hangs leaves the others time
+            said.append(self.topic(topic, log, min(ends_at, half)))
         took = time.monotonic() - started
         self.say(f"stage {number} of {len(STAGES)}, {stage.title}: {', '.join(said)} in {took:.0f} s")
 
-    def tests(self, stage: Stage, log: int, ends_at: float) -> str:
+    def tests(self, stage: Stage, log: Path, ends_at: float) -> str:
         """Run tests on the device; returns how many passed and failed, and lists those that failed."""
-        one, junit = self.results / "junit-of-stage.xml", self.results / "junit.xml"
-        # Where a card is, the processes wait for it; those of the CPU would be in each other's way.
-        workers = min(4, len(os.sched_getaffinity(0)) // 4) if self.device == "cuda" else 0
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-v",
-            "-p",
-            "xdist.plugin",
-            "-p",
-            "pytest_timeout",
-            "-W",
-            "default",
-        ]
-        command += ["--device", self.device, f"-n{workers}", f"--timeout={stage.limit * self.slow * 0.7:.0f}"]
-        command += ["--tb=short", f"--junitxml={one}", *(("-k", stage.only) if stage.only else ())]
-        code = self.command([*command, *stage.tests], log, ends_at)
-        cases = []
+        one = self.results / "junit-of-stage.xml"
+        workers = min(4, len(os.sched_getaffinity(0)) // 4)
+        spread = f"-n{workers} --dist=loadfile" if workers else "-n0"
+        limits = f"--timeout={0.7 * stage.limit * self.slow:.0f} --junitxml={one}"
+        options = f"-v --tb=short -W default -p xdist.plugin -p pytest_timeout {spread} {limits}".split()
+        command = [sys.executable, "-m", "pytest", "--device", self.device, *options]
+        only = ("-k", stage.only) if stage.only else ()
+        code = self.command([*command, *only, *stage.tests], log, ends_at)
         if one.exists():
             suites = ET.parse(one).getroot()
             one.unlink()
             self.suites.extend(suites)
-            ET.ElementTree(self.suites).write(junit)
-            cases = list(suites.iter("testcase"))
-        bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
-        skipped = sum(case.find("skipped") is not None for case in cases)
-        for case in bad:
-            self.say(f"  failed: {case.get('classname')}::{case.get('name')}")
-        counts = {"passed": len(cases) - len(bad) - skipped, "failed": len(bad), "skipped": skipped}
-        text = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count) or "no tests"
+            ET.ElementTree(self.suites).write(self.results / "junit.xml")
+            for case in suites.iter("testcase"):
+                if case.find("failure") is not None or case.find("error") is not None:
+                    self.say(f"  failed: {case.get('classname')}::{case.get('name')}")
+        # Of the log, which is written as it goes.
+        ended = Counter(
+            re.findall(r"(?m)^(?:\S+::.* |\[gw\d+\] .*)(PASSED|FAILED|ERROR|SKIPPED)\b", log.read_text())
+        )
+        text = ", ".join(f"{count} {kind.lower()}" for kind, count in ended.items()) or "no tests"
         return text + self.how(code, ends_at)
 
-    def topic(self, topic: str, log: int, ends_at: float) -> str:
+    def topic(self, topic: str, log: Path, ends_at: float) -> str:
         """Run a topic of the benchmarks; its tables are added to those before."""
         command = [sys.executable, "-m", "benchmarks", topic, "--device", self.device, "--quick"]
         code = self.command([*command, "--add-to", str(self.results / "benchmarks.md")], log, ends_at)
@@ -141,22 +135,17 @@ class Run:
             return " (cut off at its limit)"
         return f" (exit code {code})" if code else ""
 
-    def command(self, command: list[str], log: int, ends_at: float) -> int | None:
+    def command(self, command: list[str], log: Path, ends_at: float) -> int | None:
         """Run a command until its end or its limit, with all its output in the log."""
         if time.monotonic() >= ends_at:
             return None
-        os.write(log, f"$ {shlex.join(command)}\n".encode())
         # Plugins that a machine happens to have, such as pytest-benchmark, warn of what others do.
         env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}
-        done = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+        with log.open("a") as file:
+            file.write(f"$ {shlex.join(command)}\n")
+            file.flush()
+            streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+            done = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **streams)
         try:
             return done.wait(ends_at - time.monotonic())
         except subprocess.TimeoutExpired:

@@ -139,5 +139,8 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 def fsdp(**options: Any) -> LockstepFSDPStrategy:
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if chosen_device() == "cuda" and ranks > torch.cuda.device_count():
-        options = {"process_group_backend": "gloo", **options}  # also where nccl would take what is on the card
+        options = {
+            "process_group_backend": "gloo",
+            **options,
+        }  # also where nccl would take what is on the card
     return LockstepFSDPStrategy(**{"shard": "Block", **options})

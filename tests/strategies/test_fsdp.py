@@ -336,7 +336,7 @@ def working_fits() -> dict[str, Any]:
                     {k: v for k, v in one.items() if "calls" not in k} for one in (reference, found)
                 )
             answers[name] = difference(reference, found) if trainer.is_global_zero else 0.0
-        except Exception:  # noqa: PERF203
+        except Exception:
             answers[name] = traceback.format_exc()[-3000:]
     return answers
 
