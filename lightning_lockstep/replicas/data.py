@@ -127,10 +127,12 @@ class BatchRecorder:
         return row
 
     def _repeated(self, epoch: int) -> str | None:
-        before = row_of(self._epochs.get(epoch - 1, ()))
+        if epoch - 1 not in self._epochs:
+            return None
+        before = row_of(self._epochs[epoch - 1])
         for number, row in enumerate(row_of(self._epochs[epoch])):
             # Of fewer batches the same order is no rarity.
-            if not before or before[number] != row or len(set(row)) < PROBED:
+            if before[number] != row or len(set(row)) < PROBED:
                 continue
             if _shuffles(loader := loaders_in_use(self._trainer.fit_loop)[number]):
                 return (

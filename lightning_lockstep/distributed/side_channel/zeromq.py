@@ -224,8 +224,8 @@ class ZeroMQSideChannel(SideChannel):
         self._put(self._say_goodbye)
         self.flush(timeout)
         self._put(self._end)
-        # Its last act waits for what was sent last to leave. Not on a thread made for that: from Python 3.12 on none can
-        # be started at exit.
+        # Its last act waits for what was sent last to leave. Not on a thread made for that: Python 3.12 and later start
+        # none at exit.
         self._sockets.join(max(timeout, 0.5) + max(timeout, 1.0))
         self._arrived.put(None)
         self._calls.join(max(timeout, 0.5))
