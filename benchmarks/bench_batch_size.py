@@ -165,7 +165,7 @@ class Turns(Callback):
     """Times the steps of one fit in which the guard is there for a stretch, then away for one, and so on.
 
     With and without it share process, weights, memory and the moment, so what is left is the guard. A stretch
-    without it has neither its optimization loop nor its callback.
+    without it has neither its closures nor its callback.
     """
 
     def __init__(self, guard: AutoBatchSize, stretch: int) -> None:
@@ -188,11 +188,13 @@ class Turns(Callback):
         self._set(trainer, on=True)
 
     def _set(self, trainer: Trainer, *, on: bool) -> None:
-        loop = trainer.fit_loop.epoch_loop
+        own = vars(trainer.fit_loop.epoch_loop.automatic_optimization)
         if self.guarded is None:
-            self.guarded = loop.automatic_optimization
+            self.guarded = own["_make_closure"]
         self.on = on
-        loop.automatic_optimization = self.guarded if on else self.guarded.original
+        own.pop("_make_closure", None)
+        if on:
+            own["_make_closure"] = self.guarded
         trainer.callbacks = [self, self.guard] if on else [self]
 
     def medians(self, on: bool, which: int) -> list[float]:
