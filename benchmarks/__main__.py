@@ -8,7 +8,6 @@ import os
 import pkgutil
 import sys
 import time
-import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +23,17 @@ from tests.helpers.device import DEVICE
 
 HERE = Path(__file__).parent
 #: The topics whose training runs on the device of ``--device``; the others measure the CPU and the network.
-ON_DEVICE = ("overflow", "overhead", "replica_check", "step", "stragglers")
+ON_DEVICE = (
+    "batch_size",
+    "callbacks",
+    "guard",
+    "overflow",
+    "overhead",
+    "replica_check",
+    "step",
+    "stragglers",
+    "verify",
+)
 
 
 def topics() -> dict[str, str]:
@@ -67,29 +76,14 @@ def _line(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def run_all(device: str, quick: bool, console: Console) -> int:
-    """Run the topics that train on a device, one after the other; on a GPU results/cuda.md gets all their tables."""
-    tables, failed = [], []
-    started = time.monotonic()
-    for topic in ON_DEVICE:
-        console.print(f"[bold]{topic}[/bold]")
-        try:
-            report = importlib.import_module(f"benchmarks.bench_{topic}").run(quick)
-        except Exception:  # the others still count
-            traceback.print_exc()
-            failed.append(topic)
-            continue
-        tables += [replace(table, title=f"{report.title}: {table.title}") for table in report.tables]
-    about = facts(quick)
-    about["took"] = f"{time.monotonic() - started:.0f} s"
-    notes = ["Two ranks share the card, over gloo, where there is one."] if device == "cuda" else []
-    whole = Report(f"Training on {device}", tables, notes + [f"failed: {topic}" for topic in failed])
-    show(whole, about, console)
-    if device == "cuda":
-        quick_too = " --quick" if quick else ""
-        page = markdown(whole, about, f"python -m benchmarks all --device cuda{quick_too}")
-        (HERE / "results" / "cuda.md").write_text(page)
-    return 1 if failed else 0
+def add_to(page: Path, report: Report, about: dict[str, str], command: str) -> None:
+    """Put the report behind what the page has already, its title before that of each table."""
+    tables = [replace(table, title=f"{report.title}: {table.title}") for table in report.tables]
+    text = markdown(replace(report, tables=tables), about, command)
+    if page.exists():
+        text = "\n## " + text.split("\n## ", 1)[1]
+    with page.open("a") as file:
+        file.write(text)
 
 
 def main() -> int:
@@ -104,9 +98,9 @@ def main() -> int:
     listed = ", ".join(ON_DEVICE)
     parser.add_argument(
         "topic",
-        choices=["all", *sorted(known)],
+        choices=sorted(known),
         metavar="topic",
-        help=f"one of those above, or all: {listed}",
+        help="one of those above",
     )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help=f"for {listed} (default: cpu)"
@@ -120,6 +114,7 @@ def main() -> int:
         metavar="CHECKOUT",
         help="compare with another checkout of this project, in turn",
     )
+    parser.add_argument("--add-to", type=Path, metavar="PAGE", help="add the tables to this page")
     parser.add_argument("--rounds", type=int, default=6, help="rounds of --against (default: 6)")
     given = parser.parse_args()
     # Written to a file or a pipe, a narrow default width would break every cell.
@@ -127,13 +122,11 @@ def main() -> int:
     if given.device == "cuda":
         import torch
 
-        if given.topic not in ("all", *ON_DEVICE):
+        if given.topic not in ON_DEVICE:
             parser.error(f"--device cuda: {given.topic} trains on no device; {listed} do")
         if not torch.cuda.is_available():
             parser.error("--device cuda: there is no CUDA device here")
     os.environ[DEVICE] = given.device
-    if given.topic == "all":
-        return run_all(given.device, given.quick, console)
     started = time.monotonic()
     if given.against is not None:
         report = run_against(given.topic, given.against.resolve(), HERE.parent, rounds=given.rounds)
@@ -142,6 +135,8 @@ def main() -> int:
     about = facts(given.quick)
     about["took"] = f"{time.monotonic() - started:.0f} s"
     show(report, about, console)
+    if given.add_to is not None:
+        add_to(given.add_to, report, about, f"scripts/gpu, on {given.device}")
     if not given.quick and given.against is None and given.device == "cpu":
         target = HERE / "results" / f"{given.topic}.md"
         target.parent.mkdir(exist_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import resource
 import statistics
 import tempfile
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder
@@ -20,10 +22,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks._fit import BARE
-from benchmarks.engine import Comparison, Report, interleave
+from benchmarks.engine import Comparison, Report, Table, interleave
 from lightning_lockstep import AutoBatchSize
 from lightning_lockstep.batch_size import search_run
 from lightning_lockstep.batch_size.memory import MemoryMeter, MemoryUse
+from tests.helpers import chosen_device, leave_memory, on_device, run_ranks
 
 WALL = 600
 FULL = "CUDA out of memory. Tried to allocate 20.00 MiB"
@@ -78,8 +81,7 @@ class SimulatedMeter(MemoryMeter):
 def fit(module: Walled, *callbacks: Callback, steps: int = 1) -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         Trainer(
-            accelerator="cpu",
-            devices=1,
+            **on_device(1),
             max_steps=steps,
             **BARE,
             default_root_dir=folder,
@@ -163,7 +165,7 @@ class Turns(Callback):
     """Times the steps of one fit in which the guard is there for a stretch, then away for one, and so on.
 
     With and without it share process, weights, memory and the moment, so what is left is the guard. A stretch
-    without it has neither its optimization loop nor its callback.
+    without it has neither its closures nor its callback.
     """
 
     def __init__(self, guard: AutoBatchSize, stretch: int) -> None:
@@ -186,11 +188,13 @@ class Turns(Callback):
         self._set(trainer, on=True)
 
     def _set(self, trainer: Trainer, *, on: bool) -> None:
-        loop = trainer.fit_loop.epoch_loop
+        own = vars(trainer.fit_loop.epoch_loop.automatic_optimization)
         if self.guarded is None:
-            self.guarded = loop.automatic_optimization
+            self.guarded = own["_make_closure"]
         self.on = on
-        loop.automatic_optimization = self.guarded if on else self.guarded.original
+        own.pop("_make_closure", None)
+        if on:
+            own["_make_closure"] = self.guarded
         trainer.callbacks = [self, self.guard] if on else [self]
 
     def medians(self, on: bool, which: int) -> list[float]:
@@ -214,10 +218,56 @@ def step_cost(stretches: int, stretch: int = 10) -> dict[str, dict[str, list[flo
     }
 
 
-def run(quick: bool) -> Report:
+REAL_SEARCHES: dict[str, Callable[[], Any]] = {
+    PEER: lambda: ClockedFinder(mode="binsearch", max_trials=40),
+    "Lightning power": lambda: ClockedFinder(mode="power", max_trials=40),
+    "AutoBatchSize model": lambda: Clocked("model", max_val=10**6),
+    "AutoBatchSize binsearch": lambda: Clocked("binsearch", max_val=10**6),
+}
+
+
+def real_search(name: str, room: int) -> list[str]:
+    """Search with so much memory, in a process of its own: trials, seconds, size, whether a step with it fits."""
+    quiet()
+    module, callback = Walled(wall=10**9, width=1024), REAL_SEARCHES[name]()
+    module.loader_ = TensorDataset(torch.randn(1, 1024).expand(10**6, 1024))
+    if chosen_device() == "cuda":
+        torch.cuda.init()
+        leave_memory(room)
+    else:
+        in_use = psutil.Process().memory_info().vms
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + room, -1))
+    trains = "yes"
+    try:
+        fit(module, callback)
+    except RuntimeError as error:
+        trains = f"no: {type(error).__name__}"
+    ours = isinstance(callback, AutoBatchSize) and callback.result is not None
+    trials = len(callback.result.trials) if ours else len(callback.tried)
+    return [str(trials), f"{callback.seconds:.2f}", str(module.batch_size), trains]
+
+
+def real_searches(room: int) -> Table:
+    """The searches where memory really runs out."""
+    rows = []
+    for name in REAL_SEARCHES:
+        (found,) = run_ranks(1, real_search, name, room, backend=None, timeout=120)
+        rows.append([name, *found])
+    title = f"search with {room / 2**30:g} GiB of real memory, {chosen_device()}"
+    return Table(title, ["search", "trials", "seconds", "size found", "the step after it fits"], rows)
+
+
+def quiet() -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
+
+
+def run(quick: bool) -> Report:
+    quiet()
+    if chosen_device() == "cuda":
+        table = real_searches(2 * 2**30)
+        return Report("Search for a batch size where memory runs out", [table])
     found: dict[str, str] = {}
     variants = {
         PEER: finder(found, PEER, lambda: ClockedFinder(mode="binsearch")),

@@ -154,8 +154,9 @@ class CUDAMeter(MemoryMeter):
         return MemoryUse(float(torch.cuda.max_memory_allocated(self.device)), self._limit())
 
     def _limit(self) -> float:
-        free, _ = torch.cuda.mem_get_info(self.device)
-        available = free + torch.cuda.memory_reserved(self.device)
+        free, total = torch.cuda.mem_get_info(self.device)
+        allowed = torch.cuda.get_per_process_memory_fraction(self.device) * total
+        available = min(free + torch.cuda.memory_reserved(self.device), allowed)
         return float(min(available, self.memory_limit or available))
 
 
@@ -244,9 +245,10 @@ def limited_memory(meter: MemoryMeter | None) -> Iterator[None]:
             stack.callback(resource.setrlimit, resource.RLIMIT_DATA, (soft, hard))
         elif isinstance(meter, CUDAMeter) and meter.memory_limit is not None:
             total = torch.cuda.get_device_properties(meter.device).total_memory
-            share = min(1.0, meter.memory_limit / total)
+            before = torch.cuda.get_per_process_memory_fraction(meter.device)
+            share = min(before, meter.memory_limit / total)
             torch.cuda.set_per_process_memory_fraction(share, meter.device)
-            stack.callback(torch.cuda.set_per_process_memory_fraction, 1.0, meter.device)
+            stack.callback(torch.cuda.set_per_process_memory_fraction, before, meter.device)
         yield  # else the limit raises by itself, or memory cannot be read
 
 

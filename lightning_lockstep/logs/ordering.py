@@ -366,7 +366,8 @@ class OrderingThread:
             self._thread = threading.Thread(
                 target=self._print_when_due, name="lockstep-log-order", daemon=True
             )
-            self._thread.start()
+            with suppress(RuntimeError):  # Python is exiting, and prints what is queued at the end
+                self._thread.start()
 
     def _run(self) -> None:
         """Do the work that is queued, unless another thread is about to, and print."""

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from lightning_lockstep._text import ranks_in_words, say
 from lightning_lockstep.distributed import SideChannel
@@ -253,7 +254,8 @@ def with_sender(work: Work, *, open_if_easy: bool = True) -> bool:
     _kept_back.append(work)
     if known[0] != 0 and (_waiter is None or not _waiter.is_alive()):
         _waiter = threading.Thread(target=_look_for_channel, name="lockstep-log-open", daemon=True)
-        _waiter.start()
+        with suppress(RuntimeError):  # Python is exiting, and prints what is kept back at the end
+            _waiter.start()
     if side_channel_if_open() is not None:
         _find_sender()  # opened while this line was put aside, and perhaps nobody looks again
     return True

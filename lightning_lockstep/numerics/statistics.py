@@ -164,15 +164,14 @@ def plain_values(value: object) -> Tensor | None:  # None: no tensor, an empty o
 
 
 def has_bad_values(value: object, *, allow_inf: bool = False) -> bool:
-    """Return whether a value is a tensor with a nan or an infinity; on a GPU it waits for the values."""
+    """Return whether a value is a tensor with a nan or an infinity; on a GPU this waits once."""
     tensor = plain_values(value)
     if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
         return False
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     with torch.no_grad():
-        low, high = torch.aminmax(tensor)
-        ends = (float(low), float(high))
+        ends = torch.stack(torch.aminmax(tensor)).tolist()  # one wait for both
     return any(math.isnan(end) or (math.isinf(end) and not allow_inf) for end in ends)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -238,10 +237,16 @@ class Detection(StepDetection):
     def _check(self, optimizer: Optimizer, record: StepRecord) -> tuple[bool, StepRecord | None]:
         """Return whether all ranks know of something bad, and the step to replay if this one does."""
         # A mean over ranks carries a nan of any of them into the gradients of all, unless each holds but a part.
-        here = self._gradients_are_bad(p for group in optimizer.param_groups for p in group["params"])
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         steps = [step for step in (self._suspect, record) if step is not None]
-        origin = next((step for step in steps if self._loss_is_bad(step)), None)
-        origin = self._read_activations(record) or origin
+        here, origin = False, None
+        # All at once first: each look makes the host wait for a GPU, and nearly always nothing is bad.
+        if self._gradients_are_bad(parameters, [*self._losses(steps), *self._flags_due(record)]):
+            here = self._gradients_are_bad(parameters)
+            origin = next((step for step in steps if self._loss_is_bad(step)), None)
+            origin = self._first_due(record) or origin
+        elif self._is_due:
+            self._unread = []
         # Nothing is sent without a hit, but for 4 bytes in this case.
         if self._communicator.world_size == 1 or self._engine is not None or not self._settings.gradients:
             return self._on_any_rank(here or origin is not None), origin
@@ -252,31 +257,45 @@ class Detection(StepDetection):
             return here
         return bool(self._communicator.all_reduce(torch.tensor(int(here), dtype=torch.int32), "max"))
 
-    def _gradients_are_bad(self, parameters: Iterable[Tensor]) -> bool:
+    def _gradients_are_bad(self, parameters: Iterable[Tensor], others: Sequence[Tensor] = ()) -> bool:
+        """Return whether a gradient, where they are looked at, or another value is bad; a GPU is waited for once."""
         if not self._settings.gradients:
-            return False
+            return any_bad(others)
         if self._engine is None:
-            return any_bad([g for p in parameters if (g := p.grad) is not None])
-        return self._engine.known_bad() or any_bad([g for g in self._engine.gradients() if g.numel()])
+            return any_bad([*(g for p in parameters if (g := p.grad) is not None), *others])
+        return self._engine.known_bad() or any_bad(
+            [*(g for g in self._engine.gradients() if g.numel()), *others]
+        )
+
+    def _losses(self, records: Iterable[StepRecord]) -> list[Tensor]:
+        if self._settings.allowed.match("loss"):
+            return []
+        return [record.loss for record in records if record.loss is not None]
 
     def _loss_is_bad(self, record: StepRecord) -> bool:
-        loss = record.loss
-        if loss is None or self._settings.allowed.match("loss"):
-            return False
-        return not math.isfinite(loss.item()) if loss.numel() == 1 else has_bad_values(loss)
+        return any(map(has_bad_values, self._losses([record])))
 
     def _micro_batch_is_bad(self, record: StepRecord) -> bool:
         """Return whether gradients or loss are bad after a micro-batch that no optimizer step follows."""
-        bad = self._gradients_are_bad(self._module.parameters()) or self._loss_is_bad(record)
+        bad = self._gradients_are_bad(self._module.parameters(), self._losses([record]))
         # With an engine a bad gradient may lie on another rank: all ranks ask.
         return bad if self._engine is None else self._on_any_rank(bad)
 
-    def _read_activations(self, record: StepRecord) -> StepRecord | None:
-        """Read the activation flags, every so many optimizer steps; those in between are kept."""
+    def _flags_due(self, record: StepRecord) -> list[Tensor]:
+        """Return the activation flags that are to be read now, every so many optimizer steps; keep the others."""
         self._keep(record)
         self._checked += 1
+        flags = [step.activation_flag for step in self._unread] if self._is_due else []
+        return [flag for flag in flags if flag is not None]
+
+    @property
+    def _is_due(self) -> bool:
+        return self._checked % self._settings.check_every_n_steps == 0
+
+    def _first_due(self, record: StepRecord) -> StepRecord | None:
+        """Return the first step with a bad activation of those that are to be read now."""
         every = self._settings.check_every_n_steps
-        origin = None if self._checked % every else self._first_unread()
+        origin = self._first_unread() if self._is_due else None
         if origin is not None and origin is not record and every > 1:
             later = record.occasion.batch_number - origin.occasion.batch_number
             origin.notes.append(

@@ -137,7 +137,7 @@ def _checksums(tensors: Sequence[_Bits]) -> Tensor:
     if sums:
         # By the position of a piece among all: a tensor whose pieces change places is another one.
         numbers = torch.stack(sums) * _weights(device, len(sums))
-        total.index_add_(0, torch.tensor(owners, device=device), numbers)
+        total.index_add_(0, _indices(owners, device), numbers)
     for members in few.values():
         _add_few(total, members, weights, spare)
     return total
@@ -177,9 +177,14 @@ def _add_few(
         joined = torch.cat([bits for _, bits, _ in members[first:last]]).long()
         running = torch.zeros(length + 1, dtype=torch.int64, device=total.device)
         torch.cumsum(_mix(joined, out=spare[:length]).mul_(weights[:length]), 0, out=running[1:])
-        owners = torch.tensor([owner for owner, _, _ in members[first:last]], device=total.device)
-        total.index_add_(0, owners, running[torch.tensor(ends, device=total.device)].diff() * factor)
+        owners = _indices([owner for owner, _, _ in members[first:last]], total.device)
+        total.index_add_(0, owners, running[_indices(ends, total.device)].diff() * factor)
         first = last
+
+
+def _indices(numbers: Sequence[int], device: torch.device) -> Tensor:
+    # From pinned memory a GPU fetches them by itself; for others the host would wait until it has done all before.
+    return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _mix(words: Tensor, out: Tensor | None = None) -> Tensor:

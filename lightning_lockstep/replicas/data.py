@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -24,8 +24,28 @@ _ROWS = 2
 Row = list[list[int]]
 
 
-def batch_sums(batch: Any, loaders: int) -> list[int] | None:
-    """Return a checksum of the batch of each loader, or nothing if some of it is unknown; on a GPU it waits for them.
+class BatchSum:
+    """A checksum of a batch, on its way from the device."""
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self._tensors: Checksums | None = Checksums([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        self._texts = [zlib.crc32(repr(leaf).encode()) for leaf in leaves if not isinstance(leaf, Tensor)]
+        self._number = 0
+
+    def number(self) -> int:
+        """Return it; on a GPU this waits for the device, the first time."""
+        if self._tensors is not None:
+            self._number, self._tensors = folded([*self._tensors.numbers(), *self._texts]), None
+        return self._number
+
+
+def row_of(sums: Iterable[Iterable[BatchSum]]) -> Row:
+    """Return the numbers; on a GPU this waits for the device."""
+    return [[one.number() for one in of_loader] for of_loader in sums]
+
+
+def batch_sums(batch: Any, loaders: int) -> list[BatchSum] | None:
+    """Return a checksum of the batch of each loader, or nothing if some of it is unknown.
 
     What is left where an object is passed over, such as the labels that come with it, may be equal by chance.
     """
@@ -35,7 +55,7 @@ def batch_sums(batch: Any, loaders: int) -> list[int] | None:
     leaves = [list(_leaves(part)) for part in parts]
     if len(parts) != loaders or not all(_is_known(leaf) for of_part in leaves for leaf in of_part):
         return None
-    return [_sum_of(of_part) for of_part in leaves]
+    return [BatchSum(of_part) for of_part in leaves]
 
 
 def _is_known(leaf: Any) -> bool:
@@ -44,12 +64,6 @@ def _is_known(leaf: Any) -> bool:
         if isinstance(leaf, Tensor)
         else isinstance(leaf, (str, bytes, int, float, type(None)))
     )
-
-
-def _sum_of(leaves: Sequence[Any]) -> int:
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    texts = [zlib.crc32(repr(leaf).encode()) for leaf in leaves if not isinstance(leaf, Tensor)]
-    return folded([*Checksums(tensors).numbers(), *texts])
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -71,8 +85,8 @@ class BatchRecorder:
         self._trainer, self._every = trainer, every_n_steps
         loaders = loaders_in_use(trainer.fit_loop)
         self._parts = len(loaders) if joins_batches(trainer.fit_loop) else 1
-        self._row: Row = [[] for _ in range(self._parts)]
-        self._epochs: dict[int, Row] = {}
+        self._row: list[list[BatchSum]] = [[] for _ in range(self._parts)]
+        self._epochs: dict[int, list[list[BatchSum]]] = {}
         # Ranks that share one model, as in tensor parallelism, have the same batches too.
         samplers = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
         shares = samplers.get("num_replicas", trainer.world_size)
@@ -105,7 +119,7 @@ class BatchRecorder:
         last = min(PROBED, self._trainer.num_training_batches) - 1
         return self._repeated(epoch) if index == last else None
 
-    def row(self) -> Row:
+    def row(self) -> list[list[BatchSum]]:
         """Return the last batches, and begin another row if it will be as long."""
         row = [list(sums) for sums in self._row]
         if self._every >= PROBED:
@@ -113,10 +127,12 @@ class BatchRecorder:
         return row
 
     def _repeated(self, epoch: int) -> str | None:
-        before = self._epochs.get(epoch - 1)
-        for number, row in enumerate(self._epochs[epoch]):
+        if epoch - 1 not in self._epochs:
+            return None
+        before = row_of(self._epochs[epoch - 1])
+        for number, row in enumerate(row_of(self._epochs[epoch])):
             # Of fewer batches the same order is no rarity.
-            if before is None or before[number] != row or len(set(row)) < PROBED:
+            if before[number] != row or len(set(row)) < PROBED:
                 continue
             if _shuffles(loader := loaders_in_use(self._trainer.fit_loop)[number]):
                 return (

@@ -33,7 +33,7 @@ from lightning_lockstep.distributed.coordination.stop_agreement import StepAgree
 from lightning_lockstep.distributed.side_channel.channel import Message, SideChannel
 from lightning_lockstep.replicas.checksums import Checksums, folded
 from lightning_lockstep.replicas.contents import Named
-from lightning_lockstep.replicas.data import BatchComparison, Row, same_batches_text
+from lightning_lockstep.replicas.data import BatchComparison, BatchSum, row_of, same_batches_text
 from lightning_lockstep.replicas.report import NAMED, Difference, Differences, Finding, judge
 
 _log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Check:
         evidence: Mapping[str, Any],  # see `judge`
         gradients: Sequence[tuple[list[str], Checksums]],  # of each optimizer
         held: Mapping[str, tuple[int, ...]],  # by name the ranks that hold the same, of what is divided
-        row: Row,
+        row: Sequence[Sequence[BatchSum]],
     ) -> None:
         self.count, self.settings, self.evidence, self.row = count, settings, evidence, row
         self._held = dict(held)
@@ -90,7 +90,7 @@ class Check:
                 if name not in own_buffers:
                     values.setdefault(self._held.get(name, ()), []).append(number)
         folds = [(ranks, folded(of_ranks)) for ranks, of_ranks in values.items()]
-        return {"count": self.count, "folds": folds, "row": self.row}
+        return {"count": self.count, "folds": folds, "row": row_of(self.row)}
 
     def fine(self, held: Sequence[int]) -> dict[str, Any]:
         """Return the numbers of what these ranks hold; of what is whole on each rank where there are none."""

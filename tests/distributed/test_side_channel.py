@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -65,7 +66,9 @@ def exchange() -> dict[str, Any]:
     expected = 100 * channel.world_size if channel.rank == 0 else 0
     complete = wait_until(lambda: len(got) == others and own and len(ordered) == expected)
     current_communicator().barrier()
-    shut_down()
+    # As at the exit of Python 3.12 and later, which start no thread any more.
+    with patch.object(threading.Thread, "start", side_effect=RuntimeError("interpreter shutdown")):
+        shut_down()
     names = [thread.name for thread in threading.enumerate() if thread.name.startswith("lockstep")]
     return {
         "complete": complete,

@@ -3,7 +3,7 @@
 Import from here: ``from tests.helpers import run_ranks, world_size``.
 """
 
-from tests.helpers.device import chosen_device, leave_memory, on_device
+from tests.helpers.device import chosen_device, leave_memory, on_device, wait_for_device
 from tests.helpers.faults import kill_self, on_rank, raise_on, stop_self
 from tests.helpers.leaks import LeakCheck
 from tests.helpers.markers import world_size
@@ -36,5 +36,6 @@ __all__ = [
     "run_script",
     "start_script",
     "stop_self",
+    "wait_for_device",
     "world_size",
 ]

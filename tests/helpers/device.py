@@ -44,6 +44,14 @@ def _shared_card() -> Any:
     return SharedCard()
 
 
+def wait_for_device() -> None:
+    """Wait until the card has done what it was told, so that a clock that is read next counts all of it."""
+    if chosen_device() == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+
+
 def leave_memory(size: int) -> None:
     """Let this process allocate ``size`` bytes more on the card; an allocation beyond that really fails."""
     import torch

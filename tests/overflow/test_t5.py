@@ -15,7 +15,7 @@ from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
 from torch.utils.data import DataLoader
 
 from lightning_lockstep import ConfigurationError, FP32Modules, OverflowDetectedError, OverflowDetector
-from tests.helpers import run_ranks
+from tests.helpers import chosen_device, run_ranks
 from tests.overflow.models import Task, data, fit
 
 pytestmark = [
@@ -38,7 +38,7 @@ def plugin(precision: str) -> Any:
     """The precision plugin; Lightning itself would turn float16 on the CPU into bfloat16."""
     if precision.endswith("-true"):
         return HalfPrecision(precision)  # type: ignore[arg-type]
-    return MixedPrecision(precision, device="cpu")  # type: ignore[arg-type]
+    return MixedPrecision(precision, device=chosen_device())  # type: ignore[arg-type]
 
 
 def transformers_frames(task: Any, batch: torch.Tensor, *, precision: str) -> str:
@@ -130,7 +130,7 @@ def test_two_ranks_find_what_transformers_finds(tmp_path: Path) -> None:
         assert ours[-1].split()[1:] == ["inf", "output"]
 
 
-def test_the_remedy_lets_the_failing_run_pass(tmp_path: Path) -> None:
+def test_the_remedy_lets_the_failing_run_pass(tmp_path: Path, device: str) -> None:
     t5 = example()
     loader = t5.batches(rank=0, bad_rank=0)
     detector = OverflowDetector()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -210,3 +213,27 @@ def test_what_failed_is_listed_with_its_error(tmp_path: Path) -> None:
     assert listed[1].startswith("ERROR test_some::test_needs: ")
     assert "OSError: no such thing" in listed[1]
     assert listed[2:] == [f"no report {tmp_path / 'absent.xml'}: pytest did not come to its end"]
+
+
+@pytest.mark.slow
+def test_a_stage_of_the_gpu_run_says_how_it_ended_and_one_cut_off_keeps_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = importlib.util.spec_from_file_location("gpu_stages", ROOT / "scripts" / "gpu_stages.py")
+    assert spec is not None and spec.loader is not None
+    gpu = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "gpu_stages", gpu)  # where its dataclass looks for itself
+    spec.loader.exec_module(gpu)
+    found = gpu.Stage("numbers", 100, ("tests/replicas/test_checksums.py",))
+    monkeypatch.setattr(gpu, "STAGES", [found, gpu.Stage("hangs", 100)])
+    run, log = gpu.Run("cpu", tmp_path, slow=1.0), tmp_path / "stage-2.log"
+    run.stage(1)
+    assert re.fullmatch(r"stage 1 of 2, numbers: 10 passed in \d+ s\n", capsys.readouterr().out)
+    ends_at = time.monotonic() + 5
+    code = run.command([sys.executable, "-c", "import time; print('begun'); time.sleep(300)"], log, ends_at)
+    assert code and run.how(code, ends_at) == " (cut off at its limit)"
+    assert "begun" in log.read_text()
+    assert run.how(run.command(["never", "begun"], log, ends_at), ends_at) == " (not begun)"
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "summary.txt", "junit.xml", "stage-1.log", "stage-2.log"
+    }  # fmt: skip

@@ -15,7 +15,7 @@ from lightning_lockstep._doors.lightning import LightningModule, Trainer
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.replicas.checksums import BitViews
 from lightning_lockstep.replicas.contents import Contents, Named, facts
-from lightning_lockstep.replicas.data import BatchRecorder, batch_sums
+from lightning_lockstep.replicas.data import BatchRecorder, batch_sums, row_of
 from lightning_lockstep.replicas.exchange import largest_differences
 from lightning_lockstep.replicas.report import Finding
 from tests.helpers import run_ranks
@@ -145,7 +145,7 @@ def test_batches_of_which_a_part_is_unknown_are_not_compared(batch: Any) -> None
 
 def test_the_loaders_of_a_batch() -> None:
     one, two = torch.ones(2), torch.zeros(2)
-    assert batch_sums([one, two], 2) == batch_sums({"a": one, "b": two}, 2)
+    assert row_of([batch_sums([one, two], 2)]) == row_of([batch_sums({"a": one, "b": two}, 2)])
     assert batch_sums([one, {"a": one, "b": two}], 3) is None, "loaders in loaders"
     assert batch_sums((one, "text", None, 1.0), 1) is not None
 

@@ -323,29 +323,34 @@ WORKS: dict[str, tuple[type[Net] | Callable[[], Net], dict[str, Any], dict[str, 
 def working_fits() -> dict[str, Any]:
     answers: dict[str, Any] = {}
     fsdp_units.LEAST_UNIT = 100
+    ranks = int(os.environ["WORLD_SIZE"])
     for name, (make, options, settings) in WORKS.items():
+        if ranks == 1 and name not in ("shard by class", "offload"):
+            continue
         try:
             reference = weights(fit(make, 1, **settings))
-            trainer = fit(make, 2, fsdp(**options), **settings)
+            trainer = fit(make, ranks, fsdp(**options), **settings)
             found = weights(trainer)
             if options.get("activation_checkpointing"):  # which calls the blocks once more in the backward
                 reference, found = (
                     {k: v for k, v in one.items() if "calls" not in k} for one in (reference, found)
                 )
             answers[name] = difference(reference, found) if trainer.is_global_zero else 0.0
-        except Exception:  # noqa: PERF203
+        except Exception:
             answers[name] = traceback.format_exc()[-3000:]
     return answers
 
 
 @pytest.fixture(scope="module")
 def worked(device: str) -> Any:
-    return run_ranks(2, working_fits, backend=None, timeout=240)
+    answers = run_ranks(2, working_fits, backend=None, timeout=240)
+    # Two ranks may share a card, over gloo; one has it for itself, over nccl.
+    return answers + (run_ranks(1, working_fits, backend=None, timeout=60) if device == "cuda" else [])
 
 
 @pytest.mark.parametrize("what", WORKS)
 def test_a_fit_has_the_weights_of_one_process(what: str, worked: list[dict[str, Any]]) -> None:
-    for rank in worked:
+    for rank in (answers for answers in worked if what in answers):
         assert isinstance(rank[what], float), rank[what]
         assert rank[what] < 1e-5
 

@@ -224,14 +224,11 @@ class ZeroMQSideChannel(SideChannel):
         self._put(self._say_goodbye)
         self.flush(timeout)
         self._put(self._end)
-        self._sockets.join(max(timeout, 0.5))
+        # Its last act waits for what was sent last to leave. Not on a thread made for that: Python 3.12 and later start
+        # none at exit.
+        self._sockets.join(max(timeout, 0.5) + max(timeout, 1.0))
         self._arrived.put(None)
         self._calls.join(max(timeout, 0.5))
-        if not self._sockets.is_alive():
-            # It waits for what was sent last to leave; a separate thread keeps that wait bounded in any case.
-            ending = threading.Thread(target=self._context.term, name="lockstep-term", daemon=True)
-            ending.start()
-            ending.join(max(timeout, 1.0))
         if not self._context.closed:
             _unfinished.append(self._context)
         self._closed()
@@ -266,6 +263,7 @@ class ZeroMQSideChannel(SideChannel):
             for one in (self._wakes, self._woken, self._probed):
                 if one is not None:
                     one.close()
+            self._context.term()
 
     def _send_posted(self) -> None:
         for _ in range(len(self._outbox)):
