@@ -12,8 +12,8 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -67,6 +67,21 @@ def use_group(group: RankGroup | None) -> None:
     """Make ``group``, which no process group of torch connects, the current one; ``None`` forgets it."""
     global _given, _of_torch
     _given, _of_torch = group, (None, None)
+
+
+@contextmanager
+def world_of_one() -> Iterator[None]:
+    """Let torch's default process group in the body be one of this rank alone. Ranks: any, alone."""
+    global _given, _of_torch
+    everyone, before = dist.group.WORLD, (_given, _of_torch)
+    one = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    dist.group.WORLD, _given = one, None
+    try:
+        yield
+    finally:
+        dist.group.WORLD = everyone
+        _given, _of_torch = before
+        dist.destroy_process_group(one)
 
 
 def _store() -> Store | None:

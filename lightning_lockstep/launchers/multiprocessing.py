@@ -65,9 +65,11 @@ from lightning_lockstep.launchers.notebook import (
     begin_rank,
     check_kernel,
     in_kernel,
+    leave_group_of_one,
     prepare_fork,
 )
 from lightning_lockstep.launchers.rank_processes import BadEnd, RankProcesses, end_with_parent
+from lightning_lockstep.launchers.subprocess_script import runs_without_children
 
 if TYPE_CHECKING:
     from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
@@ -311,8 +313,10 @@ class SpawnedLauncher(_MultiProcessingLauncher):
         """Run ``function`` in every rank and return what rank 0 returned."""
         in_cell = self._start_method == "fork" and in_kernel()
         self._check(trainer, in_cell=in_cell)
+        runs_without_children(self._supervisor)
+        leave_group_of_one()  # before the port is chosen: an earlier Trainer of one rank may have left its own
         if self._start_method == "fork":
-            prepare_fork()  # before the port is chosen: an earlier Trainer of one rank may have left its own
+            prepare_fork()
         strategy, environment = self._strategy, self._strategy.cluster_environment
         if isinstance(environment, LockstepEnvironment) and "MASTER_PORT" not in os.environ:
             environment.adopt_port(free_port())

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -26,7 +26,8 @@ from lightning_lockstep.distributed.failure.exit_notes import parent_reads_notes
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.guard.guard import CollectiveGuard, guard_on
 from lightning_lockstep.distributed.guard.watch import GuardSettings
-from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.distributed.side_channel.opening import side_channel_if_open
+from lightning_lockstep.errors import ConfigurationError, LockstepError
 
 # -- How many CPU threads a rank may use, and on which cores --
 
@@ -161,6 +162,18 @@ class RankSupervisor:
             if self.guard is not None:
                 self.guard.folder = self._folder
         return communicator
+
+    def join_connected(self) -> None:
+        """Take part in failures of ranks that are connected already, before they meet for this Trainer, if ever."""
+        channel = side_channel_if_open(open_if_easy=True)
+        if channel is not None:
+            self.propagation = propagation_on(channel)
+            self.propagation.begin_fit()
+
+    def refuse(self, error: LockstepError) -> NoReturn:
+        """Raise an error that every rank raises, before the ranks meet for this Trainer: rank 0 prints it."""
+        self.join_connected()
+        raise error if self.propagation is None else self.propagation.error_to_raise(error)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function``; when it raises, inform the other ranks, or report which of them failed first."""
