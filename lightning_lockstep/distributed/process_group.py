@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import Store, TCPStore
 
 from lightning_lockstep._doors.torch_internals import default_store
-from lightning_lockstep._settings import restore_variables
+from lightning_lockstep._settings import HAS_MET, restore_variables
 from lightning_lockstep._text import first_line, say
 from lightning_lockstep.distributed.rendezvous import ANY, listening_address
 from lightning_lockstep.errors import LaunchError
@@ -262,7 +262,8 @@ def start_process_group(
     """Make the default process group, unless this process has one already."""
     if process_group_exists():
         return
-    for variable, value in (("MASTER_ADDR", address), ("MASTER_PORT", str(port))):
+    here = {"MASTER_ADDR": address, "MASTER_PORT": str(port), HAS_MET: str(os.getpid())}
+    for variable, value in here.items():
         _place_before.setdefault(variable, os.environ.get(variable))
         os.environ[variable] = value
     limit = timeout.total_seconds()

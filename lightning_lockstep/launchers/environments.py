@@ -19,8 +19,9 @@ from lightning_lockstep._doors.lightning import (
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
-from lightning_lockstep._settings import launcher_pid
+from lightning_lockstep._settings import launcher_pid, started_by_rank_that_has_met
 from lightning_lockstep._text import plain_table, say
+from lightning_lockstep.distributed.failure.process_exit import end_now
 from lightning_lockstep.distributed.mpi.runtime import MPIRendezvous, agree_on_rendezvous
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.rank_variables import (
@@ -363,7 +364,17 @@ def check_has_device(
             f" Trainer of the script, and num_nodes to the number of nodes. Train on other ranks in a script of its"
             f" own{anew}. To validate, test or predict on one device: devices=1 and strategy='lockstep_ddp'."
         )
-    if not external or environment.local_rank() < num_devices:
+    if not external:
+        return
+    if connected is None and started_by_rank_that_has_met():
+        # Not raised: a program that caught it would go on here. Lightning ends its ranks for any other exit code.
+        end_now(
+            0,
+            f"lightning-lockstep: process {os.getpid()} ends: it was started in addition to ranks that had met, which go"
+            " on. Use either Lightning's strategies or lockstep_... in all Trainers of a script: each starts its own"
+            " ranks.\n",
+        )
+    if environment.local_rank() < num_devices:
         return
     environment.validate_settings(num_devices=num_devices, num_nodes=num_nodes)
     raise LaunchError(

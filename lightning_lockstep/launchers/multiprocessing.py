@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_lockstep import _system
 from lightning_lockstep._doors.lightning import (
@@ -359,7 +361,18 @@ class SpawnedLauncher(_MultiProcessingLauncher):
     ) -> Any:
         """Run in a started rank: as Lightning does, under the supervisor."""
         self._supervisor.attach(trainer)
+        _unshare_metrics(None if trainer is None else trainer.lightning_module)
         supervised = partial(self._supervisor.run, function)
         answers: queue.Queue[Any] = queue.Queue()
         self._wrapping_function(local_rank, trainer, supervised, args, kwargs, answers, snapshot)
         return None if answers.empty() else answers.get()
+
+
+def _unshare_metrics(module: nn.Module | None) -> None:
+    """Give this rank its own states of metrics: spawned ranks would all add to the same memory."""
+    # Lightning does so with parameters and buffers, which these are not.
+    for metric in module.modules() if module is not None else ():
+        if isinstance(metric, Metric):
+            for name, state in metric.metric_state.items():
+                if isinstance(state, Tensor):
+                    setattr(metric, name, state.clone())

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -299,6 +300,14 @@ def rank_command() -> tuple[list[str], str | None]:
         by_hydra = hydra_child_command()
         if by_hydra is not None:
             return by_hydra
+    main, program = sys.modules["__main__"], sys.argv[0]
+    if getattr(main, "__spec__", None) is None and not Path(program).exists():
+        given = {"-c": "python -c", "-": "standard input", "": "standard input"}.get(program, repr(program))
+        raise LaunchError(
+            f"The program is {given}, which is no file in {Path.cwd()}: ranks are started by running it again. Put"
+            " it into a file, or fork the ranks from this process: strategy='lockstep_ddp_fork', or"
+            " start_method='fork'."
+        )
     return list(_basic_subprocess_cmd()), None
 
 

@@ -54,7 +54,7 @@ from lightning_lockstep._doors.lightning import (
     reset_seed,
 )
 from lightning_lockstep._doors.lightning_internals import given_to_trainer
-from lightning_lockstep._registry import public, repr_for_fabric
+from lightning_lockstep._registry import public, strategy_repr
 from lightning_lockstep._settings import launcher_pid
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.distributed.checkpoint_folder import whole_folder
@@ -382,7 +382,7 @@ class LifecycleHooks(ParallelStrategy):
     #: Whether ranks that are connected may each run a Trainer of one device alone.
     runs_alone = True
     cluster_environment: Any = GivenEnvironment()
-    __repr__ = repr_for_fabric
+    __repr__ = strategy_repr
 
     @staticmethod
     def detect_environment() -> ClusterEnvironment:

@@ -1,4 +1,7 @@
-"""A program of several Trainers: each argument is one, as ENTRY_POINT:STRATEGY:DEVICES; what came of it goes to a file a rank."""
+"""A program of several Trainers, each an argument ENTRY_POINT:STRATEGY:DEVICES; what came of it goes to a file a rank.
+
+After the name of a strategy "!" stands for a new module; "0/" at the start stands for `if trainer.is_global_zero`.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,9 @@ def main() -> None:
     catches = sys.argv[1] == "catch"
     net = Net()
     for case in sys.argv[2:]:
-        entry, strategy, devices = case.split(":")
+        if case.startswith("0/") and rank_here() != "0":
+            continue
+        entry, strategy, devices = case.removeprefix("0/").split(":")
         if strategy.endswith("!"):  # a module that no Trainer has had
             strategy, net = strategy[:-1], Net()
         try:
@@ -83,8 +88,6 @@ def main() -> None:
             if not catches:
                 raise
             said = f"LaunchError: {error}"
-        except IndexError as error:
-            said = repr(error)
         with Path(f"rank{rank_here()}").open("a") as file:
             file.write(f"{case} {said}\n")
 
