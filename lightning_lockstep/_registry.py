@@ -124,7 +124,9 @@ def strategy_repr(strategy: Any) -> str:
         )
     fields = dataclasses.fields(settings) if settings is not None else ()
     options = {field.name: getattr(settings, field.name) for field in fields}
-    given = [f"{field.name}={options[field.name]!r}" for field in fields if options[field.name] != field.default]
+    given = [
+        f"{field.name}={options[field.name]!r}" for field in fields if options[field.name] != field.default
+    ]
     return f"{name}({', '.join(given)})"
 
 

@@ -32,7 +32,7 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 JOB_TOKEN = "LOCKSTEP_JOB_TOKEN"
 #: Set by our process launcher in each rank it starts: the process id of the launching rank.
 LAUNCHER_PID = "LOCKSTEP_RANK_LAUNCHER_PID"
-#: Set by each rank in its own environment once it has met the others: its process id.
+#: Set by the first rank of a node in its own environment once it has met the others: its process id.
 HAS_MET = "LOCKSTEP_RANK_HAS_MET"
 #: Set by our mpirun launcher in each rank of its host: the folder in which a rank notes how it ended.
 ENDED_FOLDER = "LOCKSTEP_RANK_ENDED_FOLDER"

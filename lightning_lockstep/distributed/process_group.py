@@ -262,7 +262,11 @@ def start_process_group(
     """Make the default process group, unless this process has one already."""
     if process_group_exists():
         return
-    here = {"MASTER_ADDR": address, "MASTER_PORT": str(port), HAS_MET: str(os.getpid())}
+    here = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    if (
+        "LOCAL_RANK" not in os.environ
+    ):  # the first process of a node; nothing that it starts is a rank of this job
+        here[HAS_MET] = str(os.getpid())
     for variable, value in here.items():
         _place_before.setdefault(variable, os.environ.get(variable))
         os.environ[variable] = value

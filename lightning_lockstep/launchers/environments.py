@@ -287,7 +287,7 @@ class LockstepEnvironment(LightningEnvironment):
 
 
 class AloneEnvironment(LockstepEnvironment):
-    """The environment of a Trainer of one rank where several are connected: each runs it alone, the first one writes."""
+    """The environment of a Trainer of one rank where several are connected: each runs it alone, rank 0 writes."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -350,13 +350,11 @@ def check_has_device(
 ) -> None:
     """Raise if the Trainer expects other ranks than were started or connected, as far as this rank can see."""
     external, expected = environment.creates_processes_externally, num_devices * num_nodes
-    mine = environment.node_rank() * num_devices + environment.local_rank()
-    # One rank alone may start others, unless whoever started it has not.
-    if connected not in (None, (mine, expected), *(() if external else ((0, 1),))):
-        started_here = launcher_pid() is not None or not external
-        anew = (
-            ", or let each Trainer start new ones with strategy='lockstep_ddp_spawn'" if started_here else ""
-        )
+    starts_others = not external and connected == (0, 1)
+    mine = -1 if connected is None else environment.node_rank() * num_devices + environment.local_rank()
+    if connected is not None and connected != (mine, expected) and not starts_others:
+        by_another = external and launcher_pid() is None
+        anew = "" if by_another else ", or let each Trainer start its own with strategy='lockstep_ddp_spawn'"
         raise LaunchError(
             f"devices={num_devices} and num_nodes={num_nodes} make this process rank {mine} of {expected}, but an"
             f" earlier Trainer, or the program that started it, has connected it as rank {connected[0]} of"
@@ -370,9 +368,9 @@ def check_has_device(
         # Not raised: a program that caught it would go on here. Lightning ends its ranks for any other exit code.
         end_now(
             0,
-            f"lightning-lockstep: process {os.getpid()} ends: it was started in addition to ranks that had met, which go"
-            " on. Use either Lightning's strategies or lockstep_... in all Trainers of a script: each starts its own"
-            " ranks.\n",
+            f"lightning-lockstep: process {os.getpid()} ends: it was started in addition to ranks that had met, which"
+            " go on. Use either Lightning's strategies or lockstep_... in all Trainers of a script: each starts its"
+            " own ranks.\n",
         )
     if environment.local_rank() < num_devices:
         return

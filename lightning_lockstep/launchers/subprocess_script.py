@@ -35,7 +35,7 @@ from lightning_lockstep.launchers.environments import (
     LockstepEnvironment,
     check_has_device,
 )
-from lightning_lockstep.launchers.rank_processes import BadEnd, RankProcesses, end_with_parent
+from lightning_lockstep.launchers.rank_processes import SAY_AFTER, BadEnd, RankProcesses, end_with_parent
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, current_job
 
 # -- Ctrl-C for a main thread that sits in a collective --
@@ -113,8 +113,6 @@ _DIVIDED = (
     "The parameters of this module are divided among the ranks, so one rank cannot run it alone: expected a module"
     " with whole parameters. Make a new one from a checkpoint, with load_from_checkpoint."
 )
-# After how long the parent says, at its own exit, which children it still waits for [s].
-_SAY_AFTER = 30.0
 
 
 def _is_orderly(code: int) -> bool:
@@ -301,7 +299,7 @@ def rank_command() -> tuple[list[str], str | None]:
         if by_hydra is not None:
             return by_hydra
     main, program = sys.modules["__main__"], sys.argv[0]
-    if getattr(main, "__spec__", None) is None and not Path(program).exists():
+    if getattr(main, "__spec__", None) is None and not Path(program).is_file():
         given = {"-c": "python -c", "-": "standard input", "": "standard input"}.get(program, repr(program))
         raise LaunchError(
             f"The program is {given}, which is no file in {Path.cwd()}: ranks are started by running it again. Put"
@@ -326,12 +324,9 @@ def _end_children() -> None:
             outcome.printed_a_line()
             outcome.repeat_headline()
         return
-    ranks.wait(_SAY_AFTER)
-    if busy := ranks.running():
-        say(
-            f"lightning-lockstep: waiting for {ranks_in_words(busy)} of this host to end. Ctrl-C terminates them."
-        )
-        ranks.wait()
+    ranks.wait(SAY_AFTER)
+    ranks.say_who_runs()
+    ranks.wait()
     ranks.look()
     # An exit code may have been agreed on since it was seen.
     bad = [end for end in sorted(ranks.bad, key=lambda end: end.rank) if not _is_orderly(end.returncode)]

@@ -51,20 +51,16 @@ class Net(L.LightningModule):
 
 def run(entry: str, strategy: str, devices: int, net: Net) -> Any:
     samples = DataLoader(TensorDataset(torch.arange(float(SAMPLES))[:, None]), batch_size=4)
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices,
         strategy=strategy,
         max_epochs=1,
         default_root_dir="runs",
-        **quiet,  # type: ignore[arg-type]
+        enable_model_summary=False,
     )
     result = getattr(trainer, entry)(net, samples)
-    if entry == "predict":
-        seen = sum(map(len, result))
-    else:
-        seen = int(trainer.callback_metrics["seen"])
+    seen = sum(map(len, result)) if entry == "predict" else int(trainer.callback_metrics["seen"])
     return seen, trainer.world_size, trainer.is_global_zero
 
 

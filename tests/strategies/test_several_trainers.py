@@ -53,7 +53,12 @@ SPAWNED = {
     "test:lockstep_ddp!:1": 1,
     "fit:lockstep_ddp_spawn!:2": 2,
 }
-STOCK_FIRST = {"fit:ddp:2": 2, "test:lockstep_ddp:1": 1, "fit:lockstep_ddp!:2": 2, "fit:lockstep_ddp:3": OTHER_RANKS}
+STOCK_FIRST = {
+    "fit:ddp:2": 2,
+    "test:lockstep_ddp:1": 1,
+    "fit:lockstep_ddp!:2": 2,
+    "fit:lockstep_ddp:3": OTHER_RANKS,
+}
 PYTHON = [sys.executable]
 TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc_per_node=2"]
 
@@ -94,6 +99,7 @@ def test_each_trainer_is_right_or_one_error_of_all_ranks(
             else:
                 share = expected if case.startswith("predict") else 1
                 assert said[case] == str((SAMPLES // share, expected, rank == 0)), (case, said[case])
+    assert "\x1b" not in outcome.output, "no bars are drawn where there is no terminal"
     # Only the first rank of a Trainer has written; a refused one has written nothing.
     worked = [case for case, expected in cases.items() if isinstance(expected, int)]
     assert len(list((tmp_path / "runs" / "lightning_logs").iterdir())) == len(worked)
