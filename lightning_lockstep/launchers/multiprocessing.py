@@ -384,9 +384,8 @@ class SpawnedLauncher(_MultiProcessingLauncher):
         in_cell = self._start_method == "fork" and in_kernel()
         self._check(trainer, in_cell=in_cell)
         runs_without_children(self._supervisor)
-        leave_group_of_one()  # before the port is chosen: an earlier Trainer of one rank may have left its own
-        if self._start_method == "fork":
-            prepare_fork()
+        # Before the port is chosen: an earlier Trainer of one rank may have left its own.
+        prepare_fork() if self._start_method == "fork" else leave_group_of_one()
         strategy, environment = self._strategy, self._strategy.cluster_environment
         if isinstance(environment, LockstepEnvironment) and "MASTER_PORT" not in os.environ:
             environment.adopt_port(free_port())

@@ -68,6 +68,7 @@ def leave_group_of_one() -> None:
 
 def prepare_fork() -> None:
     """Stop what would not survive the fork and can be started again on both sides."""
+    leave_group_of_one()
     _end_openmp_threads()
     for stream in (sys.stdout, sys.stderr):  # what is buffered would be written by every rank too
         with suppress(OSError, ValueError, AttributeError):
