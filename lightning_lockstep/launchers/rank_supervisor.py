@@ -168,6 +168,7 @@ class RankSupervisor:
         channel = side_channel_if_open(open_if_easy=True)
         if channel is not None:
             self.propagation = propagation_on(channel)
+            self.propagation.where = self._where
             self.propagation.begin_fit()
 
     def refuse(self, error: LockstepError) -> NoReturn:
