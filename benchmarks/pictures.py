@@ -107,9 +107,11 @@ def failing_rank(folder: Path) -> None:
     pictures = []
     for strategy in ("ddp", "lockstep_ddp"):
         shown, _ = train("raise", strategy, limit=LIMIT)
-        lines = last_rows(shown, 12)
-        title = f'Trainer(strategy="{strategy}"): the last of {len(printed(shown))} lines'
-        pictures.append(draw(lines, title, f"failing-{strategy}"))
+        program = [f'trainer = L.Trainer(accelerator="cpu", devices=2, strategy="{strategy}")', ""]
+        if strategy != "ddp":
+            program.insert(0, "import lightning_lockstep")
+        title = f"{strategy}: the last of {len(printed(shown))} lines"
+        pictures.append(draw([*program, *last_rows(shown, 12)], title, f"failing-{strategy}"))
     (folder / "failing-rank.svg").write_text(stacked(pictures))
 
 
