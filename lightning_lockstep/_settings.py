@@ -74,8 +74,17 @@ def launcher_pid() -> int | None:
 
 
 def started_by_rank_that_has_met() -> bool:
-    """Return whether the process that started this one is a rank that had met the others before."""
-    return os.environ.get(HAS_MET) == str(os.getppid())
+    """Return whether the process that started this one is a rank that had met the others before, or was one."""
+    given = os.environ.get(HAS_MET)
+    if given is None or given == str(os.getppid()):
+        return given is not None
+    try:
+        os.kill(int(given), 0)
+    except ProcessLookupError:  # it has ended since
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def ended_folder() -> str | None:

@@ -34,14 +34,13 @@ ON_RANKS = {
     "fit:lockstep_ddp_spawn!:2": 2,
 }
 OTHER_STRATEGIES = {
+    "fit:ddp!:2": 2,  # Lightning starts a process in addition, which ends by itself
     "fit:lockstep_fsdp!:2": 2,
     "test:lockstep_fsdp:1": DIVIDED,
     "test:lockstep_fsdp!:1": 1,
     "fit:lockstep_deepspeed_stage_2!:2": 2,
     "test:lockstep_deepspeed_stage_2:1": OTHER_RANKS,
     "test:lockstep_ddp:1": 1,
-    "fit:ddp!:2": 2,
-    "test:lockstep_ddp!:1": 1,
 }
 # Ranks that are no longer there after a call: any order, until the script is to be run again.
 SPAWNED = {
