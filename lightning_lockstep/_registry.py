@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import sys
 from collections.abc import Callable
@@ -112,12 +113,21 @@ def _of_fabric(name: str) -> str:
     return stock if stock in STRATEGY_REGISTRY else "auto"
 
 
-def repr_for_fabric(strategy: Any) -> str:
-    """Return the `repr` of a strategy: all that Fabric says of an object that it does not accept."""
-    return (
-        f"<{type(strategy).__name__} drives the loops of a Trainer: use Trainer(strategy=...), or"
-        f" Fabric(strategy={_of_fabric(strategy.strategy_name)!r}) without what lightning-lockstep adds>"
-    )
+def strategy_repr(strategy: Any) -> str:
+    """Return the `repr` of a strategy: its class and the options that differ from their defaults."""
+    name, settings = type(strategy).__name__, getattr(strategy, "settings", None)
+    # Of an object that Fabric does not accept it says no more than the `repr`.
+    if sys._getframe(1).f_globals.get("__name__", "").endswith("fabric.connector"):
+        return (
+            f"<{name} drives the loops of a Trainer: use Trainer(strategy=...), or"
+            f" Fabric(strategy={_of_fabric(strategy.strategy_name)!r}) without what lightning-lockstep adds>"
+        )
+    fields = dataclasses.fields(settings) if settings is not None else ()
+    options = {field.name: getattr(settings, field.name) for field in fields}
+    given = [
+        f"{field.name}={options[field.name]!r}" for field in fields if options[field.name] != field.default
+    ]
+    return f"{name}({', '.join(given)})"
 
 
 def register_strategies() -> None:

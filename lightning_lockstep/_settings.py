@@ -32,6 +32,8 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 JOB_TOKEN = "LOCKSTEP_JOB_TOKEN"
 #: Set by our process launcher in each rank it starts: the process id of the launching rank.
 LAUNCHER_PID = "LOCKSTEP_RANK_LAUNCHER_PID"
+#: Set by the first rank of a node in its own environment once it has met the others: its process id.
+HAS_MET = "LOCKSTEP_RANK_HAS_MET"
 #: Set by our mpirun launcher in each rank of its host: the folder in which a rank notes how it ended.
 ENDED_FOLDER = "LOCKSTEP_RANK_ENDED_FOLDER"
 #: Set by our mpirun launcher for ranks on several hosts: the configuration of the Hydra job. Gone once a rank has it.
@@ -69,6 +71,20 @@ def launcher_pid() -> int | None:
     """Return the process id of the rank that started this one, or ``None`` if nobody of ours did."""
     given = os.environ.get(LAUNCHER_PID)
     return int(given) if given else None
+
+
+def started_by_rank_that_has_met() -> bool:
+    """Return whether the process that started this one is a rank that had met the others before, or was one."""
+    given = os.environ.get(HAS_MET)
+    if given is None or given == str(os.getppid()):
+        return given is not None
+    try:
+        os.kill(int(given), 0)
+    except ProcessLookupError:  # it has ended since
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def ended_folder() -> str | None:

@@ -5,6 +5,7 @@ from lightning_lockstep.distributed.coordination.communicator import (
     SingleProcessCommunicator as SingleProcessCommunicator,
 )
 from lightning_lockstep.distributed.coordination.communicator import TorchCommunicator as TorchCommunicator
+from lightning_lockstep.distributed.coordination.communicator import alone as alone
 from lightning_lockstep.distributed.coordination.communicator import at_shut_down as at_shut_down
 from lightning_lockstep.distributed.coordination.communicator import (
     current_communicator as current_communicator,

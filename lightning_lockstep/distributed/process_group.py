@@ -12,8 +12,8 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import Store, TCPStore
 
 from lightning_lockstep._doors.torch_internals import default_store
-from lightning_lockstep._settings import restore_variables
+from lightning_lockstep._settings import HAS_MET, restore_variables
 from lightning_lockstep._text import first_line, say
 from lightning_lockstep.distributed.rendezvous import ANY, listening_address
 from lightning_lockstep.errors import LaunchError
@@ -67,6 +67,21 @@ def use_group(group: RankGroup | None) -> None:
     """Make ``group``, which no process group of torch connects, the current one; ``None`` forgets it."""
     global _given, _of_torch
     _given, _of_torch = group, (None, None)
+
+
+@contextmanager
+def world_of_one() -> Iterator[None]:
+    """Let torch's default process group in the body be one of this rank alone. Ranks: any, alone."""
+    global _given, _of_torch
+    everyone, before = dist.group.WORLD, (_given, _of_torch)
+    one = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    dist.group.WORLD, _given = one, None
+    try:
+        yield
+    finally:
+        dist.group.WORLD = everyone
+        _given, _of_torch = before
+        dist.destroy_process_group(one)
 
 
 def _store() -> Store | None:
@@ -247,7 +262,12 @@ def start_process_group(
     """Make the default process group, unless this process has one already."""
     if process_group_exists():
         return
-    for variable, value in (("MASTER_ADDR", address), ("MASTER_PORT", str(port))):
+    here = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    if (
+        "LOCAL_RANK" not in os.environ
+    ):  # the first process of a node; nothing that it starts is a rank of this job
+        here[HAS_MET] = str(os.getpid())
+    for variable, value in here.items():
         _place_before.setdefault(variable, os.environ.get(variable))
         os.environ[variable] = value
     limit = timeout.total_seconds()

@@ -20,10 +20,10 @@ from lightning_lockstep._doors.lightning import (
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
-from lightning_lockstep._settings import launcher_pid
+from lightning_lockstep._settings import launcher_pid, started_by_rank_that_has_met
 from lightning_lockstep._text import plain_table, say
+from lightning_lockstep.distributed.failure.process_exit import end_now
 from lightning_lockstep.distributed.mpi.runtime import MPIRendezvous, agree_on_rendezvous
-from lightning_lockstep.distributed.side_channel.opening import known_rank
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.rank_variables import (
     INTERACTIVE,
@@ -287,6 +287,28 @@ class LockstepEnvironment(LightningEnvironment):
         """Leave the environment variables alone; the launcher that set them puts them back."""
 
 
+class AloneEnvironment(LockstepEnvironment):
+    """The environment of a Trainer of one rank where several are connected: each runs it alone, rank 0 writes."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._global_rank = rank
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: a world of one would make every rank the one that writes files and prints."""
+
+    def local_rank(self) -> int:
+        """Return 0, the place of the one device."""
+        return 0
+
+    def node_rank(self) -> int:
+        return 0
+
+
 def detect_environment(*, mpi: bool = False) -> ClusterEnvironment:
     """Return the cluster environment of this process, without starting or importing MPI.
 
@@ -337,20 +359,36 @@ def requeue_job() -> str | None:
     )
 
 
-def check_has_device(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> None:
-    """Raise if the Trainer expects other ranks than were started, as far as this rank can see."""
-    if not environment.creates_processes_externally:
+def check_has_device(
+    environment: ClusterEnvironment,
+    num_devices: int,
+    num_nodes: int,
+    connected: tuple[int, int] | None = None,  # the rank that this process is already, and of how many
+) -> None:
+    """Raise if the Trainer expects other ranks than were started or connected, as far as this rank can see."""
+    external, expected = environment.creates_processes_externally, num_devices * num_nodes
+    starts_others = not external and connected == (0, 1)
+    mine = -1 if connected is None else environment.node_rank() * num_devices + environment.local_rank()
+    if connected is not None and connected != (mine, expected) and not starts_others:
+        by_another = external and launcher_pid() is None
+        anew = "" if by_another else ", or let each Trainer start its own with strategy='lockstep_ddp_spawn'"
+        raise LaunchError(
+            f"devices={num_devices} and num_nodes={num_nodes} make this process rank {mine} of {expected}, but an"
+            f" earlier Trainer, or the program that started it, has connected it as rank {connected[0]} of"
+            f" {connected[1]}. Set devices to the number of ranks on each node, the same on every node and in every"
+            f" Trainer of the script, and num_nodes to the number of nodes. Train on other ranks in a script of its"
+            f" own{anew}. To validate, test or predict on one device: devices=1 and strategy='lockstep_ddp'."
+        )
+    if not external:
         return
-    expected = num_devices * num_nodes
-    connected = known_rank()
-    if connected is not None and launcher_pid() is None:  # by the program that started the ranks
-        mine = environment.node_rank() * num_devices + environment.local_rank()
-        if connected != (mine, expected):
-            raise LaunchError(
-                f"devices={num_devices} and num_nodes={num_nodes} make this process rank {mine} of {expected}, but the"
-                f" program that started it has connected it as rank {connected[0]} of {connected[1]}. Set devices to"
-                " the number of ranks on each node, the same on every node, and num_nodes to the number of nodes."
-            )
+    if connected is None and started_by_rank_that_has_met():
+        # Not raised: a program that caught it would go on here. Lightning ends its ranks for any other exit code.
+        end_now(
+            0,
+            f"lightning-lockstep: process {os.getpid()} ends: it was started in addition to ranks that had met, which"
+            " go on. Use either Lightning's strategies or lockstep_... in all Trainers of a script: each starts its"
+            " own ranks.\n",
+        )
     if environment.local_rank() < num_devices:
         return
     environment.validate_settings(num_devices=num_devices, num_nodes=num_nodes)

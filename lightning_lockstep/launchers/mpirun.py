@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import signal
 import subprocess
 import sys
@@ -245,6 +246,9 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
         self._check_can_spawn_children()
         program, folder = rank_command()
         environ = token_for_children()
+        if not (sys.stdout is not None and sys.stdout.isatty()) and "TTY_COMPATIBLE" not in os.environ:
+            # Open MPI gives each rank a terminal even so, on which rich would draw bars for whoever reads the file.
+            environ["TTY_COMPATIBLE"] = "0"
         if hosts:
             program, config = config_for_all_hosts(program)
             environ |= config

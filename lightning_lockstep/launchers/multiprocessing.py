@@ -6,6 +6,7 @@ ranks left at their end, and raises one error with the first failing rank's own 
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import pickle
@@ -19,13 +20,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import ismethod
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_lockstep import _system
 from lightning_lockstep._doors.lightning import (
+    Trainer,
     TrainerFn,
     _check_bad_cuda_fork,
     _check_missing_main_guard,
@@ -66,9 +72,11 @@ from lightning_lockstep.launchers.notebook import (
     begin_rank,
     check_kernel,
     in_kernel,
+    leave_group_of_one,
     prepare_fork,
 )
-from lightning_lockstep.launchers.rank_processes import BadEnd, RankProcesses, end_with_parent
+from lightning_lockstep.launchers.rank_processes import SAY_AFTER, BadEnd, RankProcesses, end_with_parent
+from lightning_lockstep.launchers.subprocess_script import runs_without_children
 
 if TYPE_CHECKING:
     from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
@@ -217,15 +225,23 @@ def run_in_ranks(
         folder = Path(name)
         output = RankOutput(folder, group.number) if group.in_cell else None
 
+        returned: list[float] = []  # when rank 0 was seen to have returned, until that was said
+
         def between() -> None:
             memory.look()
+            if not returned and (folder / _RESULT).exists():
+                returned.append(time.monotonic())
+            if returned and time.monotonic() - returned[0] > SAY_AFTER:
+                returned[0] = math.inf
+                ranks.say_who_runs()
             if output is not None:
                 output.show(ranks.running())
 
         def start(rank: int) -> Any:
             context: Any = mp.get_context(group.start_method)
             process = context.Process(target=_be_rank, args=(rank, group, folder, function, args))
-            process.start()
+            with _named_if_unpicklable(args, group.start_method):
+                process.start()
             return process
 
         ranks = RankProcesses(between=between)
@@ -247,6 +263,62 @@ def run_in_ranks(
             raise preempted
         result = folder / _RESULT
         return pickle.loads(result.read_bytes()) if result.exists() else None
+
+
+@contextmanager
+def _named_if_unpicklable(args: tuple[Any, ...], start_method: str) -> Iterator[None]:
+    """Say, where arguments cannot be pickled for a rank, which part of which object it is."""
+    try:
+        yield
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        if start_method == "fork":  # nothing is pickled for it
+            raise
+        raise LaunchError(
+            f"{_unpicklable_part(args)} cannot be pickled ({type(error).__name__}: {error}), and ranks that are started"
+            f" by {start_method!r} get copies of the Trainer and of all that it is given. Make it on each rank, in"
+            " setup(), or replace a lambda or an inner function by one of the file, or use strategy='lockstep_ddp',"
+            " which runs the script again."
+        ) from None
+
+
+def _unpicklable_part(args: tuple[Any, ...]) -> str:
+    flat = [part for one in args for part in (one if isinstance(one, tuple) else (one,))]
+    # What the program has given to the Trainer comes first: the Trainer, whose method the function is, holds that too.
+    flat.sort(key=lambda one: (ismethod(one), isinstance(one, Trainer)))
+    found = (_unpicklable(one, type(one).__name__, set()) for one in flat)
+    return next(filter(None, found), "What the ranks are to be given")
+
+
+def _unpicklable(value: Any, name: str, seen: set[int]) -> str | None:
+    """Return the name of the innermost part of a value that cannot be pickled, or ``None`` if all of it can."""
+    if id(value) in seen:
+        return None
+    seen.add(id(value))
+    with suppress(Exception):  # whatever a user's class makes of it
+        ForkingPickler.dumps(value)
+        return None
+    for part, inner in _parts(value):
+        if found := _unpicklable(inner, name + part, seen):
+            return found
+    return name
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", inner) for key, inner in value.items())
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"[{place}]", inner) for place, inner in enumerate(value))
+    elif (
+        hasattr(value, "__dict__")
+        and not isinstance(value, type)
+        and not callable(getattr(value, "__get__", None))
+    ):
+        own = value.__getstate__() if hasattr(value, "__getstate__") else vars(value)
+        for key, inner in own.items() if isinstance(own, dict) else ():
+            if key == "_modules":
+                yield from ((f".{child}", module) for child, module in inner.items())
+            else:
+                yield f".{key}", inner
 
 
 def _be_rank(local_rank: int, group: RanksToStart, folder: Path, function: Any, args: Any) -> None:
@@ -315,8 +387,9 @@ class SpawnedLauncher(_MultiProcessingLauncher):
         """Run ``function`` in every rank and return what rank 0 returned."""
         in_cell = self._start_method == "fork" and in_kernel()
         self._check(trainer, in_cell=in_cell)
-        if self._start_method == "fork":
-            prepare_fork()  # before the port is chosen: an earlier Trainer of one rank may have left its own
+        runs_without_children(self._supervisor)
+        # Before the port is chosen: an earlier Trainer of one rank may have left its own.
+        prepare_fork() if self._start_method == "fork" else leave_group_of_one()
         strategy, environment = self._strategy, self._strategy.cluster_environment
         if isinstance(environment, LockstepEnvironment) and "MASTER_PORT" not in os.environ:
             environment.adopt_port(free_port())
@@ -359,7 +432,18 @@ class SpawnedLauncher(_MultiProcessingLauncher):
     ) -> Any:
         """Run in a started rank: as Lightning does, under the supervisor."""
         self._supervisor.attach(trainer)
+        _unshare_metrics(None if trainer is None else trainer.lightning_module)
         supervised = partial(self._supervisor.run, function)
         answers: queue.Queue[Any] = queue.Queue()
         self._wrapping_function(local_rank, trainer, supervised, args, kwargs, answers, snapshot)
         return None if answers.empty() else answers.get()
+
+
+def _unshare_metrics(module: nn.Module | None) -> None:
+    """Give this rank its own states of metrics: spawned ranks would all add to the same memory."""
+    # Lightning does so with parameters and buffers, which these are not.
+    for metric in module.modules() if module is not None else ():
+        if isinstance(metric, Metric):
+            for name, state in metric.metric_state.items():
+                if isinstance(state, Tensor):
+                    setattr(metric, name, state.clone())

@@ -58,12 +58,17 @@ def check_kernel() -> None:
         )
 
 
-def prepare_fork() -> None:
-    """Stop what would not survive the fork and can be started again on both sides."""
-    if process_group_exists():  # of one rank: this kernel, from an earlier Trainer
+def leave_group_of_one() -> None:
+    """Forget where an earlier Trainer of one rank, this process, has met nobody."""
+    if process_group_exists():
         shut_down(destroy_process_group=True)
         gc.collect()
         forget_rendezvous()
+
+
+def prepare_fork() -> None:
+    """Stop what would not survive the fork and can be started again on both sides."""
+    leave_group_of_one()
     _end_openmp_threads()
     for stream in (sys.stdout, sys.stderr):  # what is buffered would be written by every rank too
         with suppress(OSError, ValueError, AttributeError):

@@ -14,6 +14,7 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
+from lightning_lockstep._text import ranks_in_words, say
 from lightning_lockstep.distributed.failure.process_exit import end_now
 from lightning_lockstep.errors import LaunchError
 
@@ -72,6 +73,8 @@ class SignalForwarding:
 _LOOK_EVERY = 0.1  # [s]; a system call for each process
 _SETTLE = 0.5  # within this time after the first, another bad end may have been the cause [s]
 _CTRL_C = 2.0  # how long ranks that a terminal's Ctrl-C has reached may take before they get it from here [s]
+#: After how long the ranks are named that should have ended and have not [s].
+SAY_AFTER = 30.0
 _KILLED = 5.0  # how long the operating system may take to end a killed process [s]
 
 
@@ -134,6 +137,15 @@ class RankProcesses:
             time.sleep(_LOOK_EVERY)
             self.look()
             self._between()
+
+    def say_who_runs(self) -> None:
+        """Say which ranks are waited for, as nothing else is to be seen of it."""
+        if busy := self.running():
+            pids = ", ".join(str(process.pid) for rank, process in self._numbered() if rank in busy)
+            say(
+                f"lightning-lockstep: waiting for {ranks_in_words(busy)} of this host to end (process {pids}): a thread"
+                " of the program may still run there. Ctrl-C terminates them."
+            )
 
     def wait_or_stop(self, grace_period: float) -> list[BadEnd]:
         """Wait for all, pass signals on to them, and end the others when one has failed; return the first that did."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -42,7 +42,8 @@ from lightning_lockstep.distributed.failure.record import BATCHES, describe_erro
 from lightning_lockstep.distributed.guard.collective_call import tell_batch_by
 from lightning_lockstep.distributed.guard.guard import CollectiveGuard, guard_on
 from lightning_lockstep.distributed.guard.watch import GuardSettings
-from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.distributed.side_channel.opening import side_channel_if_open
+from lightning_lockstep.errors import ConfigurationError, LockstepError
 
 # -- How many CPU threads a rank may use, and on which cores --
 
@@ -196,6 +197,19 @@ class RankSupervisor:
             self.guard = guard_on(communicator.side_channel, self.propagation, self.settings.guard_settings)
             tell_batch_by(self._batch)
         return communicator
+
+    def join_connected(self) -> None:
+        """Take part in failures of ranks that are connected already, before they meet for this Trainer, if ever."""
+        channel = side_channel_if_open(open_if_easy=True)
+        if channel is not None:
+            self.propagation = propagation_on(channel)
+            self.propagation.where = self._where
+            self.propagation.begin_fit()
+
+    def refuse(self, error: LockstepError) -> NoReturn:
+        """Raise an error that every rank raises, before the ranks meet for this Trainer: rank 0 prints it."""
+        self.join_connected()
+        raise error if self.propagation is None else self.propagation.error_to_raise(error)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function``; when it raises, inform the other ranks, or report which of them failed first."""

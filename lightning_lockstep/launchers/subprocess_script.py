@@ -12,13 +12,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lightning_lockstep._doors.lightning import _basic_subprocess_cmd, _SubprocessScriptLauncher
+from lightning_lockstep._doors.lightning import TrainerFn, _basic_subprocess_cmd, _SubprocessScriptLauncher
 from lightning_lockstep._settings import LAUNCHER_PID, launcher_pid
 from lightning_lockstep._text import ranks_in_words, say
-from lightning_lockstep.distributed import shut_down
+from lightning_lockstep.distributed import alone, shut_down
 from lightning_lockstep.distributed.failure.process_exit import (
     at_exit,
     end_now,
@@ -27,8 +28,14 @@ from lightning_lockstep.distributed.failure.process_exit import (
 from lightning_lockstep.distributed.failure.record import describe_exit
 from lightning_lockstep.distributed.process_group import forget_rendezvous, host_rendezvous
 from lightning_lockstep.distributed.rendezvous import token_for_children
-from lightning_lockstep.launchers.environments import LockstepEnvironment
-from lightning_lockstep.launchers.rank_processes import BadEnd, RankProcesses, end_with_parent
+from lightning_lockstep.distributed.side_channel.opening import known_rank
+from lightning_lockstep.errors import LaunchError
+from lightning_lockstep.launchers.environments import (
+    AloneEnvironment,
+    LockstepEnvironment,
+    check_has_device,
+)
+from lightning_lockstep.launchers.rank_processes import SAY_AFTER, BadEnd, RankProcesses, end_with_parent
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, current_job
 
 # -- Ctrl-C for a main thread that sits in a collective --
@@ -91,8 +98,21 @@ _LOOK_EVERY = 0.1
 _REPORT_DELAY = 0.5
 # Python's own exit code for a standard stream that it could not write out at its end, all else being well.
 _NOT_FLUSHED = 120
-# After how long the parent says, at its own exit, which children it still waits for [s].
-_SAY_AFTER = 30.0
+_TOO_LATE = (
+    "devices={}, but an earlier Trainer of this script has run on fewer ranks, or on ranks that were started another"
+    " way: further ranks are started by running the script again, and would run that Trainer again. Let the Trainer"
+    " with the most ranks run first, put each into a script of its own, or let each start new ranks with"
+    " strategy='lockstep_ddp_spawn'."
+)
+_FIT_ALONE = (
+    "Trainer.fit() with devices=1, but an earlier Trainer of this script has connected several ranks: expected"
+    " validate, test or predict, which each rank runs alone. Fits would give each rank other weights. Train on one"
+    " device in a script of its own, or let each Trainer start new ranks with strategy='lockstep_ddp_spawn'."
+)
+_DIVIDED = (
+    "The parameters of this module are divided among the ranks, so one rank cannot run it alone: expected a module"
+    " with whole parameters. Make a new one from a checkpoint, with load_from_checkpoint."
+)
 
 
 def _is_orderly(code: int) -> bool:
@@ -113,12 +133,6 @@ class _StartedRanks(RankProcesses):
         self.supervisor = supervisor
         supervisor.on_force = self.kill
 
-    def can_serve(self, num_processes: int) -> bool:
-        """Return whether a Trainer with this many ranks on the node can use these again."""
-        if not self.processes:  # one rank a node: this process
-            return num_processes == 1
-        return bool(self.running())
-
     def end(self, patience: float) -> list[int]:
         """Wait for the children to exit by themselves, then kill those that are left; return their ranks here."""
         self.wait(patience)
@@ -128,6 +142,21 @@ class _StartedRanks(RankProcesses):
 
 
 _started: _StartedRanks | None = None
+
+
+def connected_rank() -> tuple[int, int] | None:
+    """Return (rank, world size) by which this process is already connected in its job, or ``None``."""
+    is_next_job = _started is not None and _started.job != current_job()
+    return None if is_next_job else known_rank()
+
+
+def runs_without_children(supervisor: RankSupervisor) -> None:
+    """Note that a Trainer of this job runs without ranks that the program is run again for."""
+    global _started
+    job = current_job()
+    if _started is None or _started.job != job:
+        forget_earlier_job(supervisor.settings.grace_period)
+        _started = _StartedRanks(job, supervisor)
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
@@ -146,7 +175,14 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the ranks of this node unless that has been done, then run ``function`` under the supervisor."""
-        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if isinstance(self.cluster_environment, AloneEnvironment):
+            return self._run_alone(function, *args, trainer=trainer, **kwargs)
+        size = {"num_devices": self.num_processes, "num_nodes": self.num_nodes}
+        try:
+            check_has_device(self.cluster_environment, **size, connected=connected_rank())
+        except LaunchError as error:
+            self._supervisor.refuse(error)
+        self.cluster_environment.validate_settings(**size)
         if not self.cluster_environment.creates_processes_externally:
             self._start_ranks()
         elif (parent := launcher_pid()) == os.getppid():  # else the variable is left over from another job
@@ -156,10 +192,24 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self._supervisor.attach(trainer)
         return self._supervisor.run(function, *args, **kwargs)
 
+    def _run_alone(self, function: Callable[..., Any], *args: Any, trainer: Any, **kwargs: Any) -> Any:
+        """Run ``function`` in a world of one, on each rank that comes here; nothing is sent."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._supervisor.refuse(LaunchError(_FIT_ALONE))
+        parameters = trainer.lightning_module.parameters()
+        if any(hasattr(one, "device_mesh") or hasattr(one, "ds_tensor") for one in parameters):
+            self._supervisor.refuse(LaunchError(_DIVIDED))
+        self._supervisor.attach(trainer)
+        self._supervisor.join_connected()
+        with alone():
+            return self._supervisor.run(function, *args, **kwargs)
+
     def _start_ranks(self) -> None:
         global _started
         job = current_job()
-        if _started is not None and _started.job == job and _started.can_serve(self.num_processes):
+        if _started is not None and _started.job == job:
+            if self.num_processes not in (1, len(_started.processes) + 1):
+                raise LaunchError(_TOO_LATE.format(self.num_processes))
             # The children, and the ranks of other nodes, run this same script and will reach this Trainer too.
             self.procs = _started.processes
             _started.work_for(self._supervisor)
@@ -248,6 +298,14 @@ def rank_command() -> tuple[list[str], str | None]:
         by_hydra = hydra_child_command()
         if by_hydra is not None:
             return by_hydra
+    main, program = sys.modules["__main__"], sys.argv[0]
+    if getattr(main, "__spec__", None) is None and not Path(program).is_file():
+        given = {"-c": "python -c", "-": "standard input", "": "standard input"}.get(program, repr(program))
+        raise LaunchError(
+            f"The program is {given}, which is no file in {Path.cwd()}: ranks are started by running it again. Put"
+            " it into a file, or fork the ranks from this process: strategy='lockstep_ddp_fork', or"
+            " start_method='fork'."
+        )
     return list(_basic_subprocess_cmd()), None
 
 
@@ -266,12 +324,9 @@ def _end_children() -> None:
             outcome.printed_a_line()
             outcome.repeat_headline()
         return
-    ranks.wait(_SAY_AFTER)
-    if busy := ranks.running():
-        say(
-            f"lightning-lockstep: waiting for {ranks_in_words(busy)} of this host to end. Ctrl-C terminates them."
-        )
-        ranks.wait()
+    ranks.wait(SAY_AFTER)
+    ranks.say_who_runs()
+    ranks.wait()
     ranks.look()
     # An exit code may have been agreed on since it was seen.
     bad = [end for end in sorted(ranks.bad, key=lambda end: end.rank) if not _is_orderly(end.returncode)]

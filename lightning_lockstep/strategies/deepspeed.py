@@ -116,6 +116,7 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
     """
 
     strategy_name = "lockstep_deepspeed"
+    runs_alone = False  # DeepSpeed keeps groups of the ranks that it has seen first
     _said_left_out = False
     _load_folder: Load | None = None  # of the checkpoint in hand, once hooks have seen it
 
@@ -177,7 +178,7 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
 
     def _configure_launcher(self) -> None:
         # Everything is checked while the Trainer is under construction, before any rank.
-        device_type = self.root_device.type
+        device_type = self.device_type
         import_deepspeed(device_type)
         self._run_config.check_trainer(self.parallel_devices or (), device_type)
         self.config = dict(self._run_config.given)

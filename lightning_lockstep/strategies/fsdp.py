@@ -171,7 +171,7 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
 
     def _configure_launcher(self) -> None:
         # The Trainer is under construction here: the last moment at which a fault stops it before any rank.
-        device_type, startup = self.root_device.type, self.lifecycle.startup
+        device_type, startup = self.device_type, self.lifecycle.startup
         if self.settings.offload == "cpu" and device_type == "cuda":
             startup.backend = startup.backend or _BOTH
             if "nccl" in startup.backend and "cpu:" not in startup.backend:

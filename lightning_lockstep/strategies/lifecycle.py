@@ -56,7 +56,7 @@ from lightning_lockstep._doors.lightning import (
     reset_seed,
 )
 from lightning_lockstep._doors.lightning_internals import given_to_trainer, weights_only_of_run
-from lightning_lockstep._registry import public, repr_for_fabric
+from lightning_lockstep._registry import public, strategy_repr
 from lightning_lockstep._settings import launcher_pid
 from lightning_lockstep._text import say
 from lightning_lockstep.distributed import Communicator, current_communicator
@@ -70,7 +70,9 @@ from lightning_lockstep.distributed.process_group import (
     start_process_group,
 )
 from lightning_lockstep.distributed.side_channel.zeromq import need_descriptors
+from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.environments import (
+    AloneEnvironment,
     LockstepEnvironment,
     belongs_to_slurm,
     check_has_device,
@@ -80,7 +82,7 @@ from lightning_lockstep.launchers.environments import (
 )
 from lightning_lockstep.launchers.multiprocessing import SpawnedLauncher
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
-from lightning_lockstep.launchers.subprocess_script import ScriptLauncher
+from lightning_lockstep.launchers.subprocess_script import ScriptLauncher, connected_rank
 from lightning_lockstep.logs.logger import fold_library_warnings
 from lightning_lockstep.numerics.precision import requested_precision, resolve_precision
 from lightning_lockstep.stopping.loader_position import LoaderPosition
@@ -112,8 +114,10 @@ class RankStartup:
 
     def launcher(self, strategy: Any, supervisor: RankSupervisor) -> Any:
         """Return the launcher that starts the ranks of this node."""
-        environment = strategy.cluster_environment
-        if self.start_method == "popen" or environment.creates_processes_externally:
+        environment, connected = strategy.cluster_environment, connected_rank() or (0, 1)
+        # Ranks that are connected run this script, and come here too: they are used again.
+        exist = environment.creates_processes_externally or connected[1] > 1
+        if self.start_method == "popen" or exist:
             return self.script_launcher(
                 supervisor,
                 environment,
@@ -193,13 +197,20 @@ class RankLifecycle:
 
     def launcher(self) -> Any:
         """Resolve the precision and return the launcher, while the Trainer is under construction."""
-        strategy = self._strategy
+        strategy, connected = self._strategy, connected_rank()
         outcome.install_excepthook()
         hide_srun_hint()
-        if isinstance(strategy.cluster_environment, LockstepEnvironment):
+        if connected and connected[1] > 1 == strategy.num_processes * strategy.num_nodes:
+            self._alone_as(connected[0])
+        elif isinstance(strategy.cluster_environment, LockstepEnvironment):
             check_srun_is_used(strategy.num_nodes)
         self.startup.adopt_ranks(strategy)
-        check_has_device(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+        size = {"num_devices": strategy.num_processes, "num_nodes": strategy.num_nodes}
+        if not self._alone:
+            try:
+                check_has_device(strategy.cluster_environment, **size, connected=connected)
+            except LaunchError as error:
+                self.supervisor.refuse(error)
         if strategy.num_nodes == 1:
             need_descriptors(strategy.num_processes)  # else rank 0, which is elsewhere perhaps, finds out
         strategy.precision_plugin = self._precision(
@@ -207,13 +218,27 @@ class RankLifecycle:
         )
         return self.startup.launcher(strategy, self.supervisor)
 
+    def _alone_as(self, rank: int) -> None:
+        """Let each of the connected ranks run this Trainer of one device alone; ``rank`` is this one."""
+        strategy = self._strategy
+        if not getattr(strategy, "runs_alone", False):
+            return
+        if strategy.parallel_devices[0].type == "cuda":  # that of the earlier Trainer: all have one
+            strategy.parallel_devices = [torch.device("cuda", torch.cuda.current_device())]
+        strategy.cluster_environment = AloneEnvironment(rank)
+
+    @property
+    def _alone(self) -> bool:
+        return isinstance(self._strategy.cluster_environment, AloneEnvironment)
+
     def connect(self) -> Communicator:
         """Connect the ranks, listen for failures, show once which rank runs where. Ranks: all, together."""
         reset_seed()
         self.last_checkpoint = ""
         self.set_world_ranks()
-        place, sharing = self.startup.share_of_cores(self._strategy)
-        self.supervisor.apply_threads(local_rank=place, local_world_size=sharing)
+        if not self._alone:  # else as before: the other ranks compute too
+            place, sharing = self.startup.share_of_cores(self._strategy)
+            self.supervisor.apply_threads(local_rank=place, local_world_size=sharing)
         size_flight_recorder()
         is_new = self.startup.connect(self._strategy, self.settings.duration)
         outcome.install_excepthook()  # in front again: a process group of torch puts its own hook there
@@ -398,8 +423,10 @@ class LifecycleHooks(PlainCheckpoints, ParallelStrategy):
     # :meth:`detect_unless_given`.
 
     lifecycle: RankLifecycle
+    #: Whether ranks that are connected may each run a Trainer of one device alone.
+    runs_alone = True
     cluster_environment: Any = GivenEnvironment()
-    __repr__ = repr_for_fabric
+    __repr__ = strategy_repr
 
     @staticmethod
     def detect_environment() -> ClusterEnvironment:
@@ -415,6 +442,17 @@ class LifecycleHooks(PlainCheckpoints, ParallelStrategy):
     def process_group_backend(self) -> str | None:
         """Name of the backend of the process group; ``None`` until the ranks are connected, if none was given."""
         return self.lifecycle.startup.backend
+
+    @property
+    def device_type(self) -> str:
+        """Type of this rank's device, also before it is known whether the Trainer has one for it."""
+        return (self.parallel_devices or [torch.device("cpu")])[0].type
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """How Lightning divides loaders; a rank that runs alone, whatever its number, has all of each."""
+        given = super().distributed_sampler_kwargs
+        return {**given, "rank": given["rank"] % given["num_replicas"]}
 
     @property
     def _module(self) -> LightningModule:

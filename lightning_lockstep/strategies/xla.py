@@ -106,6 +106,7 @@ class LockstepXLAStrategy(XLASteps, LifecycleHooks):
     """
 
     strategy_name = "lockstep_xla"
+    runs_alone = False  # torch-xla belongs to the devices that it has seen first
 
     def __init__(
         self,

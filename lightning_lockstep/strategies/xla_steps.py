@@ -17,7 +17,7 @@ from lightning_lockstep._doors.lightning import (
     set_shared_parameters,
 )
 from lightning_lockstep._doors.lightning_internals import show_accelerator
-from lightning_lockstep._registry import repr_for_fabric
+from lightning_lockstep._registry import strategy_repr
 from lightning_lockstep._text import say
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.xla.runtime import XLARuntime, check_accelerator, check_torch_xla
@@ -61,7 +61,7 @@ class XLASteps(XLAPending, Strategy):
     _dtypes: DtypeReport | None = None
     _lazy_run: LazyRun | None = None
     _steps_made = 0
-    __repr__ = repr_for_fabric
+    __repr__ = strategy_repr
 
     @property
     def needed_for(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,10 +11,12 @@ from typing import Any, cast
 import pytest
 
 from lightning_lockstep._settings import LAUNCHER_PID
+from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers import subprocess_script
 from lightning_lockstep.launchers.environments import LockstepEnvironment
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
 from lightning_lockstep.launchers.subprocess_script import ScriptLauncher
+from tests.helpers import run_script
 
 
 class Child:
@@ -91,3 +94,56 @@ def test_a_rank_watches_its_parent_until_the_ranks_have_met(monkeypatch: pytest.
     for thread in watches():
         thread.join(10)
     assert watches() == []
+
+
+WITHOUT_A_FILE = """
+import lightning as L
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+import lightning_lockstep
+from lightning_lockstep.errors import LaunchError
+
+
+def fit(strategy, model):
+    options = {"logger": False, "enable_checkpointing": False, "fast_dev_run": 1}
+    L.Trainer(accelerator="cpu", devices=2, strategy=strategy, **options).fit(model)
+
+
+class Net(BoringModel):
+    pass
+
+
+for strategy in ("lockstep_ddp", "lockstep_ddp_spawn", "lockstep_ddp_fork"):
+    model = Net()
+    if strategy == "lockstep_ddp_spawn":
+        model.losses = {"a": [lambda value: value]}
+    try:
+        fit(strategy, model)
+        print(strategy, "has fitted")
+    except LaunchError as error:
+        print(strategy, error)
+"""
+
+
+def test_what_a_rank_cannot_be_started_from_is_said_before_any_is() -> None:
+    outcome = run_script([sys.executable, "-c", WITHOUT_A_FILE], timeout=200)
+    assert outcome.returncode == 0, outcome.output
+    assert outcome.leftovers == ()
+    popen, spawn, fork = (line for line in outcome.stdout.splitlines() if line.startswith("lockstep_"))
+    assert "The program is python -c, which is no file in" in popen
+    assert "or fork the ranks from this process: strategy='lockstep_ddp_fork'" in popen
+    assert "Net.losses['a'][0] cannot be pickled" in spawn
+    assert fork == "lockstep_ddp_fork has fitted"
+    assert "ended before all ranks had met" not in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "called"), [("-", "standard input"), ("", "standard input"), ("gone.py", "'gone.py'")]
+)
+def test_a_program_that_is_no_file_cannot_be_run_again(
+    program: str, called: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [program])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    with pytest.raises(LaunchError, match=f"The program is {called}, which is no file"):
+        subprocess_script.rank_command()

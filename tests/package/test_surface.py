@@ -102,6 +102,7 @@ ROOMS = {
         "StepAgreement",
         "TorchCommunicator",
         "ZeroMQSideChannel",
+        "alone",
         "at_shut_down",
         "current_communicator",
         "register_mpi_backend",

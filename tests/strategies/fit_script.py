@@ -111,7 +111,7 @@ def forget_fault() -> None:
 
 def after_the_fit(rank: int) -> None:
     """Rank 1 still has something to do when rank 0 is through."""
-    subprocess_script._SAY_AFTER = 0.5
+    subprocess_script.SAY_AFTER = 0.5
     if rank == 1:
         time.sleep(2.0)
         print("rank 1 has written its predictions", flush=True)

@@ -224,7 +224,7 @@ def test_a_rank_that_still_works_is_waited_for(fault: str, code: int) -> None:
     assert outcome.returncode == code, outcome.output
     assert outcome.stdout.count("fitted") == 2
     assert "rank 1 has written its predictions" in outcome.stdout
-    assert "waiting for rank 1 of this host to end." in outcome.stderr
+    assert "waiting for rank 1 of this host to end (process " in outcome.stderr
     assert ("rank 1 of this host failed: exit code 3" in outcome.stderr) == (code == 1)
 
 

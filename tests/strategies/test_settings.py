@@ -150,6 +150,13 @@ def test_fabric_refuses_the_object_and_says_what_to_use(name: str, near: str) ->
     assert f"or Fabric(strategy='{near}') without" in str(caught.value)
 
 
+def test_a_strategy_says_what_it_is() -> None:
+    assert repr(LockstepDDPStrategy()) == "LockstepDDPStrategy()"
+    given = LockstepMPIStrategy(uneven_inputs="join", bind_cores=True)
+    assert repr(given) == "LockstepMPIStrategy(bind_cores=True, uneven_inputs='join')"
+    assert repr(lightning_lockstep.LockstepXLASPMDStrategy()) == "LockstepXLASPMDStrategy()"
+
+
 def test_fabric_is_told_so_for_every_name() -> None:
     assert {name for name in StrategyRegistry if name.startswith("lockstep")} <= set(STRATEGY_REGISTRY)
 

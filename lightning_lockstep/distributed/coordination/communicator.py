@@ -7,7 +7,7 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +23,7 @@ from lightning_lockstep.distributed.process_group import (
     current_group,
     process_group_exists,
     use_group,
+    world_of_one,
 )
 from lightning_lockstep.distributed.side_channel.channel import LocalSideChannel, SideChannel
 from lightning_lockstep.distributed.side_channel.opening import close_side_channel, open_side_channel
@@ -289,6 +290,18 @@ def use_communicator(communicator: Communicator, group: RankGroup) -> None:
     global _current
     use_group(group)
     _current = (group, communicator)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let this process in the body be a run of one rank; the ranks stay connected. Ranks: any, alone."""
+    global _current
+    before = _current
+    with world_of_one():
+        try:
+            yield
+        finally:
+            _current = before
 
 
 _at_shut_down: list[Callable[[], None]] = []
