@@ -80,6 +80,16 @@ def current_job() -> tuple[str, object] | None:
     return hydra.runtime.output_dir, hydra.job.get("num")
 
 
+def report_folder(trainer: Any) -> Path | None:
+    """Return where reports of a run are written; ``None`` if it has no folder. Nothing is sent."""
+    folder, job = Path(trainer.default_root_dir), current_job()
+    if folder != Path.cwd() or (job is not None and Path(job[0]).resolve() == folder):
+        return folder
+    # Nothing is left in a current folder that is no run folder: Lightning does not say who has named it.
+    of_logger = getattr(trainer.logger, "log_dir", None)
+    return Path(of_logger) if of_logger else None
+
+
 # -- Per-rank life cycle: CPU threads, failure handling, exit report --
 # Every strategy of ours holds one supervisor and calls it at the few moments that matter: the launch, the
 # ranks having met, a step boundary. It knows the run by its communicator alone, so a strategy needs neither
@@ -198,14 +208,7 @@ class RankSupervisor:
 
     def _folder(self) -> Path | None:
         trainer = self._trainer()
-        if trainer is None:
-            return None
-        folder, job = Path(trainer.default_root_dir), current_job()
-        if folder != Path.cwd() or (job is not None and Path(job[0]).resolve() == folder):
-            return folder
-        # Nothing is left in a current folder that is no run folder: Lightning does not say who has named it.
-        of_logger = getattr(trainer.logger, "log_dir", None)
-        return Path(of_logger) if of_logger else None
+        return None if trainer is None else report_folder(trainer)
 
     def _where(self) -> Mapping[str, Any]:
         trainer = self._trainer()

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_lockstep import AutoBatchSize, EffectiveBatchSize, LockstepDeepSpeedStrategy
 from lightning_lockstep._doors.lightning import Callback, LightningModule, Trainer
 from lightning_lockstep.errors import BatchSizeError
-from tests.batch_size.models import FULL, _FailsInBackward
+from tests.batch_size.models import FULL, _FailsInBackward, largest
 from tests.helpers import run_ranks, run_ranks_raw
 
 pytestmark = [
@@ -151,7 +151,8 @@ RUNS: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
 def with_and_without(folder: str) -> list[Any]:
     found = []
     for stage, where, strategy, options in RUNS:
-        callback, searched = AutoBatchSize("binsearch", margin=0, max_val=24), Walled(where)
+        callback = largest("binsearch", margin=0, max_val=24)
+        searched = Walled(where)
         run = trainer(
             LockstepDeepSpeedStrategy(stage=stage, **strategy), callback, default_root_dir=folder, **options
         )
@@ -227,7 +228,7 @@ def real_limits(folder: str, stages: tuple[int, ...]) -> list[Any]:
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
         # Of the second stage rank 1 has less.
         limit = resident + (230 - 40 * torch.distributed.get_rank() if found else 190) * MIB
-        callback, peak, module = AutoBatchSize(memory_limit=limit), RunPeak(), Big()
+        callback, peak, module = largest(memory_limit=limit), RunPeak(), Big()
         trainer(stage, callback, peak, max_steps=3, **options).fit(module)
         assert callback.result is not None
         trial = next(t for t in reversed(callback.result.trials) if t.size == module.batch_size)
@@ -257,7 +258,7 @@ def test_a_real_limit_is_found_and_kept_to_by_the_steps_that_follow(
 
 
 def breaks(folder: str) -> None:
-    trainer(2, AutoBatchSize(), default_root_dir=folder).fit(Walled("forward", text="a bug of the step"))
+    trainer(2, largest(), default_root_dir=folder).fit(Walled("forward", text="a bug of the step"))
 
 
 def test_another_error_on_one_rank_ends_all(tmp_path: Path) -> None:

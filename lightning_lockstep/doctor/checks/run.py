@@ -156,7 +156,7 @@ _WHO_KILLED = (
     "sacct -j JOB --format=JobID,State,ExitCode,ReqMem,MaxRSS,Elapsed,Timelimit",
 )
 _SMALLER_BATCH = (
-    "# the largest size that fits, the same on all ranks:",
+    "# micro-batches that fit on all ranks, in the same optimizer steps:",
     "lockstep-train callbacks=auto_batch_size ...",
     "# or split a batch that does not fit, and continue:",
     "lockstep-train callbacks=auto_batch_size callbacks.auto_batch_size.on_oom=split ...",
