@@ -152,7 +152,7 @@ _LOG_OPTIONS = tuple(signature(LightningModule.log).parameters)[3:]  # what foll
 def _together(calls: Sequence[_Call]) -> tuple[Any, dict[str, Any]]:
     """Return the value and the options with which one batch would have been logged."""
     options, weights = dict(calls[0].options), [call.weight for call in calls]
-    sizes = [call.options.get("batch_size") for call in calls]
+    sizes: list[Any] = [call.options.get("batch_size") for call in calls]
     if all(size is not None for size in sizes):  # else Lightning takes that of the whole batch
         samples = [call.samples for call in calls]
         # A size that is the same in each part, and not its samples, does not come from the batch.
@@ -165,6 +165,7 @@ def _together(calls: Sequence[_Call]) -> tuple[Any, dict[str, Any]]:
             batch_value(first, _weighted_mean([call.of_metric for call in calls], weights))
         return first, options
     reduction = getattr(options.get("reduce_fx"), "__name__", options.get("reduce_fx"))
-    if reduction in ("sum", "min", "max") and all(_is_number(value) for value in values):
-        return {"sum": sum, "min": min, "max": max}[reduction](values), options
+    reductions: dict[Any, Callable[[Any], Any]] = {"sum": sum, "min": min, "max": max}
+    if reduction in reductions and all(_is_number(value) for value in values):
+        return reductions[reduction](values), options
     return _weighted_mean(values, weights), options
