@@ -302,7 +302,8 @@ def _which_batch(finding: Finding) -> str:
     if between <= 1:
         return ""
     every = max(1, between // 100)
-    return f" ReplicaCheck(every_n_steps={every}) looks more often, to tell {'the' if every == 1 else 'nearly the'} batch."
+    which = "the batch" if every == 1 else "nearly the batch"
+    return f" ReplicaCheck(every_n_steps={every}) looks more often, to tell {which}."
 
 
 def _who(finding: Finding) -> str:
