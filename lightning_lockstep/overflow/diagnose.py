@@ -205,7 +205,7 @@ class Response:
         watched = replace(record, function=finder.around(record.function))
         with suppress(Exception):  # it must not replace what it was called for
             replay(self.trainer, self.module, watched, hooks, answer_collectives=True)
-        return list(finder.found.values())
+        return finder.lines()
 
     @property
     def divided(self) -> bool:

@@ -142,7 +142,9 @@ class LineFinder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[str, str] = {}  # a line of the report each, by what was made
-        self._nodes: dict[Any, None] = {}  # of the graph, that belong to operations seen before
+        self._nodes: dict[
+            Any, Any
+        ] = {}  # of the graph, of operations seen so far, each with the handle of its hook
 
     def around(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Return the step that is watched."""
@@ -152,6 +154,13 @@ class LineFinder(TorchFunctionMode):
                 return step(*args, **kwargs)
 
         return watched
+
+    def lines(self) -> list[str]:
+        """Return what was found, and let go of the graph."""
+        for handle in self._nodes.values():
+            handle.remove()
+        self._nodes.clear()
+        return list(self.found.values())
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -177,8 +186,7 @@ class LineFinder(TorchFunctionMode):
             node = waiting.pop()
             if node is None or node in self._nodes:
                 continue
-            self._nodes[node] = None
-            node.register_hook(partial(self._gradient, name, line))
+            self._nodes[node] = node.register_hook(partial(self._gradient, name, line))
             waiting += [inner for inner, _ in node.next_functions]
 
     def _gradient(self, name: str, line: str, made: Any, given: Any) -> None:
