@@ -111,10 +111,7 @@ class Response:
         if not any(entry["activation"] for entry in entries) or any(entry["loss"] for entry in entries):
             return "the loss or the gradients are not finite"
         if self.communicator.world_size > 1 and self.engine is None and self.settings.action != "warn":
-            record.bad_gradients = []
-            record.notes.append(
-                "Gradients are not shown: this detector has made them nan, to tell all ranks."
-            )
+            record.bad_gradients = ["not shown: this detector has made all of them nan, to tell all ranks"]
         return "an output of a module is not finite, while the loss is"
 
     def _is_bad(self, loss: Tensor | None) -> bool:
