@@ -31,6 +31,7 @@ from tests.helpers import chosen_device, leave_memory, on_device, run_ranks
 WALL = 600
 FULL = "CUDA out of memory. Tried to allocate 20.00 MiB"
 PEER = "Lightning binsearch"
+LARGEST: Any = {"global_batch_size": "largest"}  # as Lightning's does
 
 
 class Walled(LightningModule):
@@ -272,9 +273,13 @@ def run(quick: bool) -> Report:
     variants = {
         PEER: finder(found, PEER, lambda: ClockedFinder(mode="binsearch")),
         "Lightning power": finder(found, "Lightning power", lambda: ClockedFinder(mode="power")),
-        "AutoBatchSize model": finder(found, "AutoBatchSize model", lambda: Clocked("model"), read=True),
-        "AutoBatchSize binsearch": finder(found, "AutoBatchSize binsearch", lambda: Clocked("binsearch")),
-        "AutoBatchSize power": finder(found, "AutoBatchSize power", lambda: Clocked("power")),
+        "AutoBatchSize model": finder(
+            found, "AutoBatchSize model", lambda: Clocked("model", **LARGEST), read=True
+        ),
+        "AutoBatchSize binsearch": finder(
+            found, "AutoBatchSize binsearch", lambda: Clocked("binsearch", **LARGEST)
+        ),
+        "AutoBatchSize power": finder(found, "AutoBatchSize power", lambda: Clocked("power", **LARGEST)),
         "Accelerate from 1024": accelerate_from(found, 1024),
         "Accelerate from 16384": accelerate_from(found, 16384),
     }

@@ -26,7 +26,7 @@ class Net(LightningModule):
         super().__init__()
         width = 20_000
         self.layers = nn.Sequential(nn.Linear(64, width), nn.GELU(), nn.LayerNorm(width), nn.Linear(width, 1))
-        self.batch_size = 2  # AutoBatchSize sets it, and the loader is made with it
+        self.batch_size = 2  # of no account here: AutoBatchSize sets it, and the loader is made with it
 
     def training_step(self, batch, batch_idx):
         return nn.functional.mse_loss(self.layers(batch[0]), batch[0].sum(1, keepdim=True))
@@ -42,13 +42,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=1, help="processes on this host")
     parser.add_argument("--memory-limit", default="1GiB", help="most memory of a rank")
-    parser.add_argument("--global-batch-size", type=int, help="samples of all ranks in one optimizer step")
+    parser.add_argument(
+        "--global-batch-size", type=int, help="of all ranks in one optimizer step; else what fits"
+    )
     parser.add_argument("--plot", action="store_true", help="draw the trials, too (needs matplotlib)")
     parser.add_argument("--tuner", action="store_true", help="search apart from the run, with LockstepTuner")
     given = parser.parse_args()
     finder = AutoBatchSize(
         memory_limit=given.memory_limit,
-        global_batch_size=given.global_batch_size,
+        global_batch_size=given.global_batch_size or "largest",
         on_oom="split",
         plot=given.plot,
     )

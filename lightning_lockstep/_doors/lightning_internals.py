@@ -454,6 +454,14 @@ def logs_as(module: Any, hook: str) -> Iterator[None]:
         module._current_fx_name = before
 
 
+@touches("_ResultMetric._forward_cache", why="what a logged metric gave for the last batch alone")
+def batch_value(metric: Any, *value: Any) -> Any:
+    """Return what a metric gave for the last batch; with a value, set it."""
+    if value:
+        (metric._forward_cache,) = value
+    return metric._forward_cache
+
+
 # -- stopping, callbacks --
 
 

@@ -259,17 +259,20 @@ class Recovery:
         weights = [samples_in(part) / samples for part in split(call.batch, parts)]
         log, results = LogRecord(), list[Any]()
         trained, module = self._trained_now(), self._module
-        # Where the whole batch had its forward, what that left is kept: running statistics, metrics, lists.
-        left: list[Part] = [] if self._marks is None else [BufferCopies(module), ModuleAttributes(module)]
+        # Where the whole batch had its forward, what that left is kept: running statistics, metrics, lists. Where it
+        # had a part of it, so are the metrics that it logged.
+        left: list[Part] = [ModuleAttributes(metric) for metric in self._logged.metrics()]
+        if self._marks is not None:
+            left = [BufferCopies(module), ModuleAttributes(module)]
         with gradients_apart(trained, hooks=False), Snapshot(*left):
             for parameter in set(trained).difference(missing):
                 parameter.requires_grad_(False)  # its gradient has arrived already
             failed = attempt(lambda: results.append(self._run_parts(call, weights, log)))
             gradients = {parameter: parameter.grad for parameter in missing}
         if failed is None:
-            done = len((log if self._marks is not None else self._logged).parts[0])
             with logs_as(module, "training_step"):
-                log.replay(module.log, weights, skip=done)
+                # With its forward done the whole batch has logged all there is.
+                log.replay(module.log, without=log if self._marks is not None else self._logged)
             return results[0], gradients
         if not failed.out_of_memory:
             raise failed.error or BatchSizeError(failed.summary)
@@ -289,7 +292,7 @@ class Recovery:
             replaced(precision, post_backward=lambda tensor, module: tensor.detach()),
         ):
             for part, weight in zip(split(call.batch, len(weights)), weights, strict=True):
-                log.begin_part()
+                log.begin_part(weight, samples_in(part))
                 result = call.make_step({**call.kwargs, name: part})()
                 if result.closure_loss is None:
                     continue
@@ -312,7 +315,7 @@ class Recovery:
                 " ranks average is known only after one complete step. Start with a smaller batch."
             )
         with logs_as(self._module, "training_step"):
-            self._last_logged.replay(self._module.log, [1.0], skip=len(self._logged.parts[0]))
+            self._last_logged.replay(self._module.log, without=self._logged)
 
     @property
     def _where(self) -> str:

@@ -51,12 +51,14 @@ class SizeSearch:
         init_val: int = 2,
         *,
         max_val: int = 8192,
+        why_none_above: str = "max_val",  # what makes ``max_val`` the largest
         max_trials: int = 25,
         tolerance: float = 0.02,
         noise: float | None = None,  # peaks that differ by less say nothing [bytes]
     ) -> None:
         self.mode = "binsearch" if mode == "model" and noise is None else mode
         self.init_val, self.max_val, self.noise = min(init_val, max_val), max_val, noise or 0.0
+        self.why_none_above = why_none_above
         # The search ends when the size found is within this share (tolerance) of the first that cannot fit.
         self.max_trials, self.tolerance = max_trials, tolerance
         self.low = 0  # largest that fitted; 0: none has
@@ -69,7 +71,7 @@ class SizeSearch:
         if not self.trials:
             return Proposal(False, self.init_val, "first size")
         if low >= self.max_val:
-            return Proposal(True, low, f"the largest size allowed, {self.max_val}, fits")
+            return Proposal(True, low, f"{low} fits and nothing larger is tried: {self.why_none_above}")
         if high is not None and high <= 1:
             return Proposal(True, 0, "1 does not fit")
         if high is not None and low and low >= (1 - self.tolerance) * (high - 1):

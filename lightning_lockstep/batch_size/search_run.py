@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_lockstep._doors.lightning import LightningModule, Trainer
-from lightning_lockstep._settings import Faults
+from lightning_lockstep._settings import Faults, is_whole
 from lightning_lockstep._system import write_report
 from lightning_lockstep._text import counted, plain_table, ranks_in_words, say, size_in_words
 from lightning_lockstep.batch_size.loaders import BatchLoaders, SearchRefusedError, loop_of
@@ -49,7 +49,7 @@ class AutoBatchSizeSettings:
     max_val: int = 8192
     memory_limit: str | int | float | None = None
     limit: Literal["shard"] | None = "shard"
-    global_batch_size: int | None = None
+    global_batch_size: int | Literal["largest"] | None = None
     on_oom: Literal["raise", "split", "skip"] = "raise"
     loss_reduction: Literal["mean", "sum"] = "mean"
     reuse: bool = True
@@ -67,7 +67,13 @@ class AutoBatchSizeSettings:
         )
         for name in ("steps_per_trial", "init_val", "max_trials", "max_val"):
             faults.whole(name, getattr(self, name))
-        faults.whole("global_batch_size", self.global_batch_size, optional=True)
+        size = self.global_batch_size
+        faults.check(
+            size in (None, "largest") or (is_whole(size) and size >= 1),
+            "global_batch_size",
+            size,
+            "samples in one optimizer step, a whole number from 1; 'largest', what fits; or None, as configured",
+        )
         if self.memory_limit is not None:
             try:
                 parse_bytes(self.memory_limit)
@@ -152,7 +158,8 @@ def run_search(
     place: BatchLoaders,
     settings: AutoBatchSizeSettings,
     *,
-    most: int,  # the largest size that can be run
+    most: int,  # the largest size to try
+    why_none_above: str,
     accumulates: bool,  # whether batches may be accumulated, by the size found
 ) -> SearchResult:
     """Search on all ranks together until an answer is found."""
@@ -162,6 +169,7 @@ def run_search(
         settings.mode,
         settings.init_val,
         max_val=most,
+        why_none_above=why_none_above,
         max_trials=settings.max_trials,
         noise=None if meter is None else meter.noise,
     )
@@ -190,7 +198,7 @@ def run_search(
             while not (proposal := search.propose()).stop:
                 search.record(tried(proposal.size))
             if not proposal.size:
-                raise BatchSizeError(_nothing_fits(search, proposal.reason, headroom))
+                raise BatchSizeError(_nothing_fits(search, proposal.reason, headroom, meter))
             margin = 0.0 if settings.mode == "power" else settings.margin
             size = _with_margin(search, proposal.size, margin, tried)
             last = next(trial for trial in reversed(trials) if trial.size == size)
@@ -246,18 +254,31 @@ def _is_short(trial: Trial) -> bool:
     return trial.peak is None or trial.limit is None or trial.peak > _SHARE_WITH_KEPT_BLOCKS * trial.limit
 
 
-def _nothing_fits(search: SizeSearch, reason: str, headroom: float | None) -> str:
+def _nothing_fits(search: SizeSearch, reason: str, headroom: float | None, meter: MemoryMeter | None) -> str:
     smallest = min(search.trials, key=lambda trial: trial.size)
     if smallest.size > 1:
         return f"no batch size fits ({reason}); the smallest tried was {smallest.size}"
     limit = smallest.limit
-    if limit is None or headroom is None:
-        return "1 does not fit: model and optimizer alone take all the memory there is"
+    mend = (
+        "use a smaller model, a lower precision, activation checkpointing, or a strategy that shards or offloads the"
+        " optimizer."
+    )
+    if limit is None or headroom is None or meter is None:
+        return f"1 does not fit: one sample needs more memory than there is. To mend it, {mend}"
+    # On CPU most of it may be the interpreter's: a network of 10 kB stands in a process of 400 MiB.
+    on_cpu = isinstance(meter, CPUMeter)
+    who = (
+        "this process (Python, its libraries, data, model and optimizer)" if on_cpu else "model and optimizer"
+    )
+    left = (
+        f"one sample needs more than the {size_in_words(headroom)} left"
+        if headroom > 0
+        else "nothing is left"
+    )
     return (
-        f"1 does not fit: model and optimizer alone take {size_in_words(limit - headroom)} of"
-        f" {size_in_words(limit)} before the first step, and one sample needs more than the"
-        f" {size_in_words(headroom)} left. Use a smaller model, a lower precision, activation"
-        " checkpointing, or a strategy that shards or offloads the optimizer."
+        f"1 does not fit: before the first step {who} {'takes' if on_cpu else 'take'}"
+        f" {size_in_words(limit - headroom)} of {size_in_words(limit)} ({meter.source}), and {left}."
+        f" Raise the limit if the machine has more, or {mend}"
     )
 
 
@@ -283,9 +304,6 @@ def fingerprint_of(
 
 # -- What people see of a search: a line a trial, a table, a picture, and the file a resumed run reads --
 
-FILE = "batch_size.json"
-PICTURE = "batch_size.png"
-
 
 def _trial_line(number: int, trial: Trial) -> str:
     line = f"batch size trial {number}: {trial.size:>6} per rank, "
@@ -309,9 +327,12 @@ def _table(result: SearchResult) -> str:
         for each in sorted(result.trials, key=lambda each: each.size)
     ]
     trials = plain_table(("size", "peak", "limit", "verdict"), rows)
-    numbers = f"{result.size} per rank x {result.accumulate} accumulated x {counted(result.ranks, 'rank')}"
+    numbers = f"  batch size {result.size} per rank"
+    if result.fingerprint.get("loop") == "fit":
+        ranks = counted(result.ranks, "rank")
+        numbers += f" x {result.accumulate} accumulated x {ranks} = {result.global_batch} per optimizer step"
     head = f"AutoBatchSize ({result.mode}): {len(result.trials)} trials in {result.seconds:.1f} s, {result.reason}"
-    return "\n".join([head, trials, f"  batch size {numbers} = {result.global_batch} per optimizer step"])
+    return "\n".join([head, trials, numbers])
 
 
 def say_once(text: str) -> None:
@@ -320,22 +341,31 @@ def say_once(text: str) -> None:
         say(text)
 
 
-def keep_result(folder: str | Path, result: SearchResult, *, plot: bool) -> None:
+def _file_of(folder: Path, loop: str) -> Path:
+    """Return where the result of a search is; one of an evaluation does not replace that of the fit."""
+    return folder / ("batch_size.json" if loop == "fit" else f"batch_size_{loop}.json")
+
+
+def keep_result(trainer: Trainer, folder: Path | None, result: SearchResult, *, plot: bool) -> None:
     """Print the table and write the file, and a picture if asked to; all that on rank 0 alone."""
     if current_communicator().is_main:
         say(_table(result))
-        write_report(Path(folder, FILE), json.dumps(asdict(result), indent=2) + "\n")
+        path = _file_of(folder or Path(trainer.default_root_dir), loop_of(trainer))
+        if folder is not None:
+            write_report(path, json.dumps(asdict(result), indent=2) + "\n")
         if plot:
-            write_report(Path(folder, PICTURE), _picture(result))
+            write_report(path.with_suffix(".png"), _picture(result))
 
 
 def known_size(
-    found: Mapping[str, Any], folder: str | Path, fingerprint: Mapping[str, Any]
+    trainer: Trainer, found: Mapping[str, Any], folder: Path | None, fingerprint: Mapping[str, Any]
 ) -> tuple[int, bool] | None:
     """Return (size, tight) that an earlier search found under the same conditions, by checkpoint or file."""
     communicator, known = current_communicator(), None
     if communicator.is_main:
-        for earlier in (found, _read(Path(folder, FILE))):
+        # Under DeepSpeed the checkpoint is read later than this.
+        written = {} if folder is None else _read(_file_of(folder, loop_of(trainer)))
+        for earlier in (found, written):
             if known is None and earlier.get("fingerprint") == dict(fingerprint):
                 known = int(earlier["size"]), bool(earlier.get("tight"))
     answer: tuple[int, bool] | None = communicator.broadcast(known)

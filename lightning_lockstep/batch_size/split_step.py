@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
+from inspect import signature
 from itertools import pairwise
 from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_lockstep._doors.lightning import LightningModule
+from lightning_lockstep._doors.lightning_internals import batch_value
 
 
 def samples_in(batch: Any) -> int:
@@ -80,12 +85,26 @@ def merged_extra(extras: Sequence[Mapping[str, Any]], weights: Sequence[float]) 
 
 def _weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
     """Return the mean of numbers or single-element tensors; of anything else, the first."""
-    first = values[0]
-    number = isinstance(first, (int, float)) and not isinstance(first, bool)
-    number = number or (isinstance(first, Tensor) and first.is_floating_point())
-    if not number or len(values) != len(weights):
-        return first
-    return sum(w * v for w, v in zip(weights, values, strict=True))
+    if not all(_is_number(value) for value in values) or len(values) != len(weights):
+        return values[0]
+    return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.is_floating_point()
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of ``self.log`` in a part."""
+
+    value: Any
+    of_metric: Any  # what a metric gave for this part
+    options: Mapping[str, Any]
+    weight: float  # of the part
+    samples: int  # of the part
 
 
 class LogRecord:
@@ -95,21 +114,58 @@ class LogRecord:
 
     def __init__(self, log: Callable[..., None] | None = None) -> None:
         self._log = log  # who is told at once too
-        self.parts: list[list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]] = []
+        # By name and how often a part has logged that name before; in the order of the calls.
+        self._calls: dict[tuple[str, int], list[_Call]] = {}
+        self._in_part: dict[str, int] = {}
+        self._part = (1.0, 1)  # its weight and samples
 
-    def begin_part(self) -> None:
-        self.parts.append([])
+    def begin_part(self, weight: float = 1.0, samples: int = 1) -> None:
+        self._in_part, self._part = {}, (weight, samples)
 
     def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if self._log is not None:
             self._log(name, value, *args, **kwargs)
-        detached = value.detach() if type(value) is Tensor else value
-        self.parts[-1].append((name, detached, args, kwargs))
+        if type(value) is Tensor:
+            value = value.detach() if value.is_floating_point() else value.float()  # as Lightning does
+        of_metric = batch_value(value) if isinstance(value, Metric) else None
+        options = {**dict(zip(_LOG_OPTIONS, args, strict=False)), **kwargs}
+        key = name, self._in_part.get(name, 0)
+        self._in_part[name] = key[1] + 1
+        self._calls.setdefault(key, []).append(_Call(value, of_metric, options, *self._part))
 
-    def replay(self, log: Callable[..., None], weights: Sequence[float], *, skip: int) -> None:
-        """Log each value once, averaged over the parts; the first ``skip`` were logged already."""
-        for index, (name, _, args, kwargs) in enumerate(self.parts[0][skip:], skip):
-            same = [part[index] for part in self.parts if index < len(part) and part[index][0] == name]
-            if "batch_size" in kwargs and len(same) == len(self.parts):
-                kwargs = {**kwargs, "batch_size": sum(call[3].get("batch_size", 0) for call in same)}
-            log(name, _weighted_mean([call[1] for call in same], weights), *args, **kwargs)
+    def metrics(self) -> list[Metric]:
+        """Return the metrics that were logged, which have seen the batch."""
+        found = (call.value for calls in self._calls.values() for call in calls)
+        return [value for value in found if isinstance(value, Metric)]
+
+    def replay(self, log: Callable[..., None], *, without: LogRecord | None = None) -> None:
+        """Log each value once, as of all parts together; what ``without`` has was logged already."""
+        for (name, number), calls in self._calls.items():
+            if without is None or (name, number) not in without._calls:
+                value, options = _together(calls)
+                log(name, value, **options)
+
+
+_LOG_OPTIONS = tuple(signature(LightningModule.log).parameters)[3:]  # what follows self, name and value
+
+
+def _together(calls: Sequence[_Call]) -> tuple[Any, dict[str, Any]]:
+    """Return the value and the options with which one batch would have been logged."""
+    options, weights = dict(calls[0].options), [call.weight for call in calls]
+    sizes: list[Any] = [call.options.get("batch_size") for call in calls]
+    if all(size is not None for size in sizes):  # else Lightning takes that of the whole batch
+        samples = [call.samples for call in calls]
+        # A size that is the same in each part, and not its samples, does not come from the batch.
+        fixed = sizes != samples and set(sizes) in ({1}, {sum(samples)})
+        options["batch_size"] = sizes[0] if fixed else sum(sizes)
+        weights = weights if fixed or not sum(sizes) else sizes
+    first, values = calls[0].value, [call.value for call in calls]
+    if isinstance(first, Metric):  # it has seen all parts; what it gave for the batch it has of the last one
+        if all(_is_number(call.of_metric) for call in calls):
+            batch_value(first, _weighted_mean([call.of_metric for call in calls], weights))
+        return first, options
+    reduction = getattr(options.get("reduce_fx"), "__name__", options.get("reduce_fx"))
+    reductions: dict[Any, Callable[[Any], Any]] = {"sum": sum, "min": min, "max": max}
+    if reduction in reductions and all(_is_number(value) for value in values):
+        return reductions[reduction](values), options
+    return _weighted_mean(values, weights), options

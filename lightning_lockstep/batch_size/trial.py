@@ -57,17 +57,26 @@ def largest_to_try(
     max_val: int,
     within_shard: bool,  # no more than the data that every rank gets
     global_batch: int | None,  # samples of all ranks in an optimizer step
+    as_configured: bool,  # nobody has said how many
 ) -> tuple[int, str]:
-    """Return the largest size that a search may try, and why none above can be run (empty: one could)."""
-    communicator, most = current_communicator(), max_val
+    """Return the largest size that a search may try, and why none above it."""
+    communicator = current_communicator()
+    most, why = max_val, f"it is max_val={max_val}"
     if global_batch is not None:
-        most = min(most, math.ceil(global_batch / communicator.world_size))
+        share = math.ceil(global_batch / communicator.world_size)
+        if share <= most:
+            most, why = share, f"it is a rank's share of the global batch of {global_batch}"
+            if as_configured:
+                why += ", as configured; global_batch_size= asks for another, or for the 'largest' that fits"
     if within_shard:
-        most = min(most, int(communicator.all_reduce(torch.tensor(place.samples), "min")))
+        samples = int(communicator.all_reduce(torch.tensor(place.samples), "min"))
+        if samples < most:
+            most, why = samples, "it is all data of a rank (limit=None repeats samples)"
     with place.former_size():
-        return largest_runnable(
+        runnable, reason = largest_runnable(
             lambda size: _why_not_runnable(trainer, place, size), most=most, communicator=communicator
         )
+    return runnable, reason or why
 
 
 def largest_runnable(
@@ -126,8 +135,8 @@ def _fault_of(trainer: Trainer, loaders: Sequence[DataLoader[Any]], name: str) -
     return next(filter(None, (batches_fault(_batches(trainer, each), limit, name) for each in loaders)), "")
 
 
-def _batches(trainer: Trainer, loader: DataLoader[Any]) -> int:
-    samples, size = samples_of_rank(trainer, loader), int(loader.batch_size or 1)
+def _batches(trainer: Trainer, loader: DataLoader[Any], size: int | None = None) -> int:
+    samples, size = samples_of_rank(trainer, loader), size or int(loader.batch_size or 1)
     return samples // size if loader.drop_last else -(-samples // size)
 
 
@@ -145,6 +154,13 @@ def _fault_of_validation(trainer: Trainer, place: BatchLoaders, lengths: Sequenc
         loaders = [each for each in CombinedLoader(source.dataloader()).flattened if _has_length(each)]
         return _fault_of(trainer, [each for each in loaders if _batches(trainer, each)], "limit_val_batches")
     return ""
+
+
+def steps_per_epoch(trainer: Trainer, place: BatchLoaders, size: int) -> int:
+    """Return the optimizer steps of a training epoch in batches of ``size``."""
+    limit, batches = trainer.limit_train_batches, _batches(trainer, place.loaders[0], size)
+    batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+    return -(-batches // trainer.accumulate_grad_batches)
 
 
 def _has_length(loader: object) -> bool:

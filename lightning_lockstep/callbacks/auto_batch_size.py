@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, cast
+
+import torch
 
 from lightning_lockstep._doors.lightning import (
     BatchSizeFinder,
@@ -15,7 +19,7 @@ from lightning_lockstep._doors.lightning import (
 )
 from lightning_lockstep._doors.lightning_internals import faults_as_lightnings
 from lightning_lockstep._settings import settings_of
-from lightning_lockstep._text import say
+from lightning_lockstep._text import counted, say
 from lightning_lockstep.batch_size.loaders import BatchLoaders, SearchRefusedError, in_fit
 from lightning_lockstep.batch_size.memory import return_freed_memory
 from lightning_lockstep.batch_size.recovery import Recovery
@@ -31,7 +35,7 @@ from lightning_lockstep.batch_size.search_run import (
     run_search,
     say_once,
 )
-from lightning_lockstep.batch_size.trial import largest_to_try
+from lightning_lockstep.batch_size.trial import largest_to_try, steps_per_epoch
 from lightning_lockstep.callbacks.effective_batch_size import (
     EffectiveBatchSize,
     keeper_of_global_batch,
@@ -39,6 +43,7 @@ from lightning_lockstep.callbacks.effective_batch_size import (
 )
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.launchers.rank_supervisor import current_job
 from lightning_lockstep.steps.patching import replaced
 from lightning_lockstep.steps.snapshot import RandomState, Snapshot
 
@@ -46,9 +51,13 @@ from lightning_lockstep.steps.snapshot import RandomState, Snapshot
 class AutoBatchSize(BatchSizeFinder):
     """Finds the largest batch size that fits on every rank, before a fit, validate, test or predict.
 
+    A fit keeps its global batch (the loader's batch size x ``accumulate_grad_batches`` x ranks), and with it its
+    optimizer steps: what fits decides how it is divided into micro-batches. Evaluations take the largest that fits.
+
     All ranks try the same size at the same time, each by itself; a size fits when it fits on all of them. The
     search then restores the state of the run exactly. During a trial every attribute named ``batch_arg_name``
-    holds the size that is tried; afterwards it holds the size found, or its old value if the search raises.
+    holds the size that is tried; afterwards it holds the size found, or its old value if the search raises. Without
+    ``global_batch_size`` it and ``accumulate_grad_batches`` have their old values again when the run has ended.
 
     It replaces Lightning's ``BatchSizeFinder`` and has the same arguments (up to ``max_val``), hooks,
     ``scale_batch_size`` and ``optimal_batch_size``. For Lightning's ``Tuner`` see :class:`LockstepTuner`.
@@ -71,13 +80,14 @@ class AutoBatchSize(BatchSizeFinder):
             host.
         limit: ``shard``: never larger than the data one rank gets. ``None`` tries larger ones too, with
             samples repeated.
-        global_batch_size: Keep this global batch (samples of all ranks in one optimizer step) by gradient
-            accumulation; see :class:`EffectiveBatchSize`.
+        global_batch_size: Samples of all ranks in one optimizer step of a fit, by gradient accumulation (see
+            :class:`EffectiveBatchSize`). ``None`` keeps what is configured; ``"largest"`` takes all that fits, as
+            Lightning's does, with a warning if an epoch then has fewer optimizer steps.
         on_oom: When memory runs out in a training step later: ``raise``; ``split`` runs that batch again in
             micro-batches under the same optimizer step; ``skip`` leaves that optimizer step out on all ranks.
         loss_reduction: How the training step's loss adds up over samples, for ``split``.
         reuse: When a run is resumed, take the size that it found before.
-        plot: Also draw memory over batch size to ``batch_size.png`` in the run folder.
+        plot: Also draw memory over batch size to ``batch_size.png``.
         effective_batch_size: Old name of ``global_batch_size``; accepted until the next release.
 
     Attributes:
@@ -114,7 +124,7 @@ class AutoBatchSize(BatchSizeFinder):
         *,
         memory_limit: str | int | float | None = None,
         limit: Literal["shard"] | None = "shard",
-        global_batch_size: int | None = None,
+        global_batch_size: int | Literal["largest"] | None = None,
         on_oom: Literal["raise", "split", "skip"] = "raise",
         loss_reduction: Literal["mean", "sum"] = "mean",
         reuse: bool = True,
@@ -136,7 +146,11 @@ class AutoBatchSize(BatchSizeFinder):
         self.result: SearchResult | None = None
         self.batches_split = 0
         size = self.settings.global_batch_size
-        self._keeper = None if size is None else EffectiveBatchSize(size, batch_arg_name=batch_arg_name)
+        self._keeper: EffectiveBatchSize | None = None
+        if isinstance(size, int):
+            self._keeper = EffectiveBatchSize(size, batch_arg_name=batch_arg_name)
+        # Puts back, when a run ends, what nobody asked to change.
+        self._as_configured: ExitStack | None = None
         self._found: dict[str, Any] = {}
         self._recovery: Recovery | None = None
         self._unlogged = False
@@ -148,16 +162,19 @@ class AutoBatchSize(BatchSizeFinder):
         settings = self.settings
         if settings.on_oom != "raise":
             refuse_engine(trainer, settings.on_oom)
-        if settings.global_batch_size is not None:
-            refuse_fixed_sizes(trainer, f"global_batch_size={settings.global_batch_size}", accumulates=True)
-        if settings.mode != "off" and not getattr(trainer, "fast_dev_run", False):
+        searches = settings.mode != "off" and not getattr(trainer, "fast_dev_run", False)
+        if searches:
             refuse_strategy(trainer)
+        if stage == "fit" and (self._keeper is not None or (searches and not self._takes_largest)):
+            what = f"AutoBatchSize(global_batch_size={settings.global_batch_size}) sets the accumulation"
+            refuse_fixed_sizes(trainer, what, accumulates=True)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search, and guard the steps to come. Ranks: all, together."""
         super().on_fit_start(trainer, pl_module)
-        keeper = keeper_of_global_batch(trainer, self._keeper) if self._keeper is not None else None
-        if self.settings.mode == "off" and keeper is not None:
+        if self.settings.mode == "off" and self._keeper is not None:
+            keeper = keeper_of_global_batch(trainer, self._keeper, self.settings.global_batch_size)
+            assert keeper is not None
             place = unaccumulated(trainer, pl_module, self.settings.batch_arg_name)
             keeper.divide(trainer, place, largest=place.size)
         if self.settings.on_oom != "raise":
@@ -201,7 +218,11 @@ class AutoBatchSize(BatchSizeFinder):
             self.batches_split = sum(current_communicator().gather(self._recovery.recovered))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let go of the loop. Ranks: any, alone."""
+        """Let go of the loop, and put back the size that was configured. Ranks: any, alone."""
+        if self._as_configured is not None:
+            self._as_configured.close()
+            self._as_configured = None
+            self._keeper = None
         if self._recovery is not None:
             self._recovery.close()
             self._recovery = None
@@ -236,13 +257,15 @@ class AutoBatchSize(BatchSizeFinder):
             say_once("AutoBatchSize: no search under fast_dev_run")
             return None
         refuse_strategy(trainer)
-        settings, keeper = self.settings, keeper_of_global_batch(trainer, self._keeper)
-        place, most = self._place_and_most(trainer, pl_module, keeper)
+        settings = self.settings
+        place, keeper = self._place_and_keeper(trainer, pl_module)
+        most, why_none_above = self._largest_to_try(trainer, place, keeper)
         fingerprint, known = fingerprint_of(trainer, pl_module, settings, most), None
+        folder = _result_folder(trainer)
         # Who searches in mid-fit does so since something has changed.
         in_mid_fit = in_fit(trainer) and trainer.train_dataloader is not None
         if settings.reuse and trainer.ckpt_path is not None and not in_mid_fit:
-            known = known_size(self._found, trainer.default_root_dir, fingerprint)
+            known = known_size(trainer, self._found, folder, fingerprint)
         with place.former_size(on_error_only=True):
             if known is not None:
                 size, tight = known
@@ -253,13 +276,20 @@ class AutoBatchSize(BatchSizeFinder):
                     return_freed_memory()
             else:
                 found = run_search(
-                    trainer, pl_module, place, settings, most=most, accumulates=keeper is not None
+                    trainer,
+                    pl_module,
+                    place,
+                    settings,
+                    most=most,
+                    why_none_above=why_none_above,
+                    accumulates=keeper is not None,
                 )
                 size, self.result = found.size, found
                 self._found = {"size": size, "tight": found.tight, "fingerprint": fingerprint}
             if keeper is not None:
                 keeper.divide(trainer, place, largest=size)
             else:
+                self._warn_of_fewer_steps(trainer, place, size)
                 place.apply(size)
         if self.result is not None:
             self.result = replace(
@@ -268,34 +298,74 @@ class AutoBatchSize(BatchSizeFinder):
                 accumulate=trainer.accumulate_grad_batches,
                 fingerprint=fingerprint,
             )
-            keep_result(trainer.default_root_dir, self.result, plot=settings.plot)
+            keep_result(trainer, folder, self.result, plot=settings.plot)
         self.optimal_batch_size = place.size
         return place.size
 
-    def _place_and_most(
-        self, trainer: Trainer, module: LightningModule, keeper: EffectiveBatchSize | None
-    ) -> tuple[BatchLoaders, int]:
-        """Return where the batch size lives, and the largest with which the run can go on."""
+    def _place_and_keeper(
+        self, trainer: Trainer, module: LightningModule
+    ) -> tuple[BatchLoaders, EffectiveBatchSize | None]:
+        """Return where the batch size lives, and what divides the global batch of a fit, if anything does."""
         settings = self.settings
-        # What is accumulated is decided afterwards, by the size found.
+        keeper = keeper_of_global_batch(trainer, self._keeper, settings.global_batch_size)
+        # A loader's hook may look at it. What a keeper accumulates is decided afterwards, by the size found.
         accumulate = trainer.accumulate_grad_batches if keeper is None else 1
         with Snapshot(RandomState.capture()), replaced(trainer, accumulate_grad_batches=accumulate):
             place = BatchLoaders(trainer, module, settings.batch_arg_name)
-            if len(place.loaders) > 1 and not in_fit(trainer):
-                raise SearchRefusedError(
-                    f"there are {len(place.loaders)} loaders; one size for all of them would fit the largest batch"
-                    " only. Pass one loader at a time."
-                )
-            most, reason = largest_to_try(
+        if len(place.loaders) > 1 and not in_fit(trainer):
+            raise SearchRefusedError(
+                f"there are {len(place.loaders)} loaders; one size for all of them would fit the largest batch"
+                " only. Pass one loader at a time."
+            )
+        if keeper is not None or settings.global_batch_size is not None or self._early_exit:
+            return place, keeper
+        # Nobody has asked for another size: what an evaluation takes is not for the fit that follows, nor what this fit
+        # takes for the next one.
+        self._as_configured = ExitStack()
+        self._as_configured.enter_context(place.former_size())
+        if in_fit(trainer):
+            per_rank = torch.tensor(min(place.size, place.samples))
+            total = int(current_communicator().all_reduce(per_rank)) * accumulate
+            keeper = self._keeper = EffectiveBatchSize(total, batch_arg_name=settings.batch_arg_name)
+            self._as_configured.enter_context(replaced(trainer, accumulate_grad_batches=accumulate))
+        return place, keeper
+
+    def _largest_to_try(
+        self, trainer: Trainer, place: BatchLoaders, keeper: EffectiveBatchSize | None
+    ) -> tuple[int, str]:
+        """Return the largest size with which the run can go on, and why it is."""
+        accumulate = trainer.accumulate_grad_batches if keeper is None else 1
+        with Snapshot(RandomState.capture()), replaced(trainer, accumulate_grad_batches=accumulate):
+            return largest_to_try(
                 trainer,
                 place,
-                max_val=settings.max_val,
-                within_shard=settings.limit == "shard",
+                max_val=self.settings.max_val,
+                within_shard=self.settings.limit == "shard",
                 global_batch=None if keeper is None else keeper.global_batch_size,
+                as_configured=self._as_configured is not None,
             )
-        if reason:
-            say_once(f"AutoBatchSize: more than {most} per rank cannot be run: {reason}")
-        return place, most
+
+    @property
+    def _takes_largest(self) -> bool:
+        """Whether the size that fits is the one to train with; who searches and starts no run asks for it too."""
+        return self.settings.global_batch_size == "largest" or (
+            self._early_exit and self.settings.global_batch_size is None
+        )
+
+    def _warn_of_fewer_steps(self, trainer: Trainer, place: BatchLoaders, size: int) -> None:
+        if not in_fit(trainer) or not current_communicator().is_main:
+            return
+        steps, before = (steps_per_epoch(trainer, place, each) for each in (size, place.size))
+        if steps < before:
+            samples = trainer.accumulate_grad_batches * trainer.world_size
+            warnings.warn(
+                f"batch size {size} per rank instead of {place.size}: an epoch has"
+                f" {counted(steps, 'optimizer step')} instead of {before}, and the learning rate stays as it is."
+                f" The size that fits need not be one that trains well. AutoBatchSize(global_batch_size="
+                f"{place.size * samples}) keeps the steps; EffectiveBatchSize({size * samples}, lr_scaling='linear',"
+                f" reference_batch_size={place.size * samples}) scales the learning rate.",
+                stacklevel=2,
+            )
 
     def _counted(self, rank: int, text: str) -> None:
         self.batches_split += 1
@@ -303,3 +373,13 @@ class AutoBatchSize(BatchSizeFinder):
         # Every batch of a run may be split from some point on; the number is logged, a few lines are enough.
         if self.batches_split <= 3 or str(self.batches_split).strip("0") in ("1", "3"):
             say(f"AutoBatchSize: rank {rank} {text} ({self.batches_split} so far)")
+
+
+def _result_folder(trainer: Trainer) -> Path | None:
+    """Return where the result of a search is kept, also for a resumed run; ``None`` if there is no such folder."""
+    folder, job = Path(trainer.default_root_dir), current_job()
+    if folder != Path.cwd() or (job is not None and Path(job[0]).resolve() == folder):
+        return folder
+    # Nothing is left in a current folder that is no run folder: Lightning does not say who has named it.
+    of_logger = getattr(trainer.logger, "log_dir", None)
+    return Path(of_logger) if of_logger else None

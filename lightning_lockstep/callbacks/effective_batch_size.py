@@ -156,14 +156,17 @@ class EffectiveBatchSize(Callback):
                 f"a global batch of {requested} cannot be divided among {trainer.world_size} ranks:"
                 " every rank needs at least one sample"
             )
-        if not trainer.lightning_module.automatic_optimization:
-            raise BatchSizeError(
-                "the module uses manual optimization, so this package does not control how many micro-batches make an"
-                " optimizer step, and cannot keep a global batch"
-            )
         reference = self.reference_batch_size if self.plan is None else self.plan.total
         largest = min(largest, place.samples)
-        self.plan = plan_effective_batch(requested, ranks=trainer.world_size, largest=largest)
+        plan = plan_effective_batch(requested, ranks=trainer.world_size, largest=largest)
+        changes = (plan.micro_batch, plan.accumulate) != (place.size, trainer.accumulate_grad_batches)
+        if changes and not trainer.lightning_module.automatic_optimization:
+            raise BatchSizeError(
+                "the module uses manual optimization, so this package does not control how many micro-batches make an"
+                f" optimizer step, and cannot keep a global batch of {requested} as {plan}: {place.size} per rank are"
+                " configured. Set the batch size yourself, or write AutoBatchSize(global_batch_size='largest')"
+            )
+        self.plan = plan
         if not self.plan.exact and current_communicator().is_main:
             warnings.warn(
                 f"a global batch of {requested} is not possible here; the nearest is used: {self.plan}.",
@@ -194,20 +197,20 @@ class EffectiveBatchSize(Callback):
                 scheduler.base_lrs = [scaled(rate) for rate in scheduler.base_lrs]
 
 
-def keeper_of_global_batch(trainer: Any, own: EffectiveBatchSize | None) -> EffectiveBatchSize | None:
+def keeper_of_global_batch(
+    trainer: Any, own: EffectiveBatchSize | None, given: int | Literal["largest"] | None
+) -> EffectiveBatchSize | None:
     """Return what divides the global batch of a fit: a callback of the Trainer, or an ``AutoBatchSize``'s own."""
     if not in_fit(trainer):
         return None
     asking = [each for each in trainer.callbacks if isinstance(each, EffectiveBatchSize)]
-    asking += [] if own is None else [own]
-    sizes = {each.global_batch_size for each in asking}
+    sizes = {str(each.global_batch_size) for each in asking} | ({str(given)} if given is not None else set())
     if len(sizes) > 1:
-        given = None if own is None else own.global_batch_size
         raise SearchRefusedError(
-            f"AutoBatchSize(global_batch_size={given}) and EffectiveBatchSize ask for global batches of"
-            f" {' and '.join(map(str, sorted(sizes)))}: expected one. Give either of them."
+            f"AutoBatchSize(global_batch_size={given!r}) and EffectiveBatchSize ask for global batches of"
+            f" {' and '.join(sorted(sizes))}: expected one. Give either of them."
         )
-    return asking[0] if asking else None
+    return asking[0] if asking else own
 
 
 def unaccumulated(trainer: Trainer, module: LightningModule, name: str) -> BatchLoaders:

@@ -28,7 +28,7 @@ class RankOrderedLogging(Callback):
     all levels are unchanged.
 
     Args:
-        level: Lowest level on the console.
+        level: Lowest level on the console; loggers whose own level is higher, as Python's are by default, give less.
         files: ``text`` or ``json`` (one object per line) for ``rank-N.log`` or ``rank-N.jsonl``; ``None`` for
             no files.
         folder: Where the files go; by default ``logs`` in the Trainer's log folder.

@@ -39,9 +39,14 @@ class NamePatterns:
         if not self.patterns:
             return False
         if name not in self._known:
-            dotted = name.replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")
-            self._known[name] = any(fnmatchcase(name, p) or fnmatchcase(dotted, p) for p in self.patterns)
+            names = name, dotted(name)
+            self._known[name] = any(fnmatchcase(each, p) for p in self.patterns for each in names)
         return self._known[name]
+
+
+def dotted(name: str) -> str:
+    """Return a name with its indices written with dots."""
+    return name.replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")
 
 
 def module_names(root: nn.Module) -> dict[nn.Module, str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ from lightning_lockstep.errors import OverflowDetectedError
 from lightning_lockstep.numerics.statistics import has_bad_values, tensor_statistics
 from lightning_lockstep.overflow.activations import ActivationWatch
 from lightning_lockstep.overflow.frames import FrameRecorder, Producer
-from lightning_lockstep.overflow.replay import Remedy, StepRecord, advice, replay, search
+from lightning_lockstep.overflow.replay import NO_LINE, LineFinder, Remedy, StepRecord, advice, replay, search
 from lightning_lockstep.overflow.report import RankReport, ReportPublisher
 from lightning_lockstep.overflow.settings import OverflowSettings
 from lightning_lockstep.steps.capabilities import (
     EngineGradients,
     HasEngineGradients,
+    RunsLater,
     capabilities_of,
     missing_capabilities,
 )
@@ -89,7 +90,7 @@ class Response:
         """Return why this is an alarm, the same on every rank; ``None`` for an ordinary skip of a loss scaler."""
         scaling = self._loss_scale()
         if scaling is None:
-            return "the loss or the gradients are not finite"
+            return self._what_is_bad(record)
         scale, floor = scaling
         bad = any(map(has_bad_values, (record.loss, record.activation_flag)))
         entries = self.publisher.collect({"forward": bad, "scale": scale}).entries.values()
@@ -100,6 +101,21 @@ class Response:
             return f"gradients are not finite although the loss scale is down to {lowest:g}"
         too_many = None if self.engine is None else self.engine.why_skips_are_too_many()
         return None if too_many is None else too_many.rstrip(".")
+
+    def _what_is_bad(self, record: StepRecord) -> str:
+        """Return what was seen, the same on every rank, and give up gradients that only say what this detector says."""
+        flags = {"activation": has_bad_values(record.activation_flag), "loss": self._is_bad(record.loss)}
+        if self.watch is None:
+            return "the loss or the gradients are not finite"
+        entries = self.publisher.collect(flags).entries.values()
+        if not any(entry["activation"] for entry in entries) or any(entry["loss"] for entry in entries):
+            return "the loss or the gradients are not finite"
+        if self.communicator.world_size > 1 and self.engine is None and self.settings.action != "warn":
+            record.bad_gradients = ["not shown: this detector has made all of them nan, to tell all ranks"]
+        return "an output of a module is not finite, while the loss is"
+
+    def _is_bad(self, loss: Tensor | None) -> bool:
+        return has_bad_values(loss, allow_inf=self.settings.allowed.match("loss"))
 
     def _loss_scale(self) -> tuple[float, float] | None:
         """Return the loss scale and its floor; ``None`` where the loss is not scaled."""
@@ -164,8 +180,29 @@ class Response:
             recorder = self._replay(record, alone=False)
         report.notes += self._notes(recorder, record)
         self._add_findings(report, recorder, record)
+        outside = report.producer is None and report.backward_producer is None
+        if report.clean is False and (
+            outside or (report.producer is not None and report.producer.kind == "code")
+        ):
+            report.lines = self._lines(record, recorder)
+            if outside and not report.lines:
+                report.remedy = Remedy(text=NO_LINE)
+                return report
         report.remedy = self._remedy(report, record, recorder)
         return report
+
+    def _lines(self, record: StepRecord, recorder: FrameRecorder) -> list[str]:
+        """Return the lines of the program that made the first bad value, found by one more replay."""
+        if not recorder.alone or isinstance(self.trainer.strategy, RunsLater):
+            return []
+        finder, hooks = (
+            LineFinder(),
+            FrameRecorder(self.module, replace(self.settings, modules=(), gradients=False)),
+        )
+        watched = replace(record, function=finder.around(record.function))
+        with suppress(Exception):  # it must not replace what it was called for
+            replay(self.trainer, self.module, watched, hooks, answer_collectives=True)
+        return finder.lines()
 
     @property
     def divided(self) -> bool:

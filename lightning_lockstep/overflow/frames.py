@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_lockstep.numerics.statistics import (
     TensorStatistics,
     call_values,
+    dotted,
     has_bad_values,
     module_names,
     output_values,
@@ -120,6 +121,12 @@ class Producer:
     remarks: str = ""  # on the statistics of the first of them
     before: str = ""  # for code: the module called next
     low_precision: bool = False  # it computed in float16 or bfloat16
+    only_inf: bool = False  # no nan among them
+
+    @property
+    def values(self) -> list[str]:
+        """Names of the bad values, as patterns of ``allow_inf``."""
+        return [dotted(f"{self.before or self.module}.{label}") for label in self.labels[:4]]
 
     def sentence(self) -> str:
         name = f"{self.module or 'the LightningModule'} ({self.type})"
@@ -327,6 +334,8 @@ def _producer(kind: Any, module: str, type_: str, bad: list[Value], *, before: s
         any(v.statistics is not None and v.statistics.used_as in ("float16", "bfloat16") for v in bad)
         or torch.is_autocast_enabled("cuda")
         or torch.is_autocast_enabled("cpu"),
+        kind in ("module", "code", "spot")
+        and all(v.statistics is not None and not v.statistics.nan for v in bad),
     )
 
 

@@ -53,6 +53,7 @@ class RankReport:
     optimizer: list[str] = field(default_factory=list)  # a line for each bad entry of a state
     remedy: Remedy = field(default_factory=Remedy)
     notes: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)  # of the program, which made it where no module did
     clean: bool | None = None  # replaying gave no bad value on this rank; None: it was not replayed
 
     @property
@@ -64,9 +65,8 @@ class RankReport:
         """Return a few lines: what produced the bad value, and the remedy."""
         first = self.producer or self.backward_producer
         rank = f"rank {self.rank} (host {self.host})"
-        if first is None:
-            return f"{rank}: {_WITHOUT_PRODUCER[self.clean]}"
-        lines = [f"{rank}: {first.sentence()}"]
+        lines = [f"{rank}: {_WITHOUT_PRODUCER[self.clean] if first is None else first.sentence()}"]
+        lines += [f"  {line}" for line in self.lines]
         lines += [f"  {line}" for line in self.remedy.lines()]
         return "\n".join(lines)
 
@@ -86,7 +86,8 @@ class RankReport:
         if self.clean:
             lines.append("Clean: replaying the batch on this rank produced no nan or inf.")
         elif self.clean is False and self.producer is None and self.backward_producer is None:
-            lines.append(f"No producer: {_WITHOUT_PRODUCER[False]}.")
+            lines.append(f"No module: {_WITHOUT_PRODUCER[False]}.")
+        lines += self.lines
         lines += _listed("Passed on by", self.propagators)
         if self.rank == 0:  # they are the same on every rank
             lines += _listed("Bad gradients (as reduced over all ranks)", self.gradients)

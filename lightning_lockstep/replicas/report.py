@@ -290,11 +290,20 @@ def report(finding: Finding, differences: Differences) -> str:
     good = "never before" if finding.good is None else f"after batch {finding.good}"
     if finding.good == 0:
         good = "at the start"
-    lines.append(f"They were last found equal {good}.{_who(finding)}")
+    lines.append(f"They were last found equal {good}.{_which_batch(finding)}{_who(finding)}")
     reasons = [*_of_differences(finding, differences), *finding.reasons]
     lines += ["Likely reasons:" if len(reasons) > 1 else "Likely reason:"]
     lines += [f"  {number}. {reason}" for number, reason in enumerate(reasons, 1)]
     return "\n".join(lines)
+
+
+def _which_batch(finding: Finding) -> str:
+    between = finding.count - (finding.count if finding.good is None else finding.good)
+    if between <= 1:
+        return ""
+    every = max(1, between // 100)
+    which = "the batch" if every == 1 else "nearly the batch"
+    return f" ReplicaCheck(every_n_steps={every}) looks more often, to tell {which}."
 
 
 def _who(finding: Finding) -> str:

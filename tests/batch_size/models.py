@@ -131,6 +131,13 @@ class FromLoader(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+def largest(*settings: Any, **more: Any) -> Any:
+    """An AutoBatchSize that trains with the size that fits, as Lightning's finder does."""
+    from lightning_lockstep import AutoBatchSize
+
+    return AutoBatchSize(*settings, **{"global_batch_size": "largest", **more})
+
+
 def trainer(folder: Any, *callbacks: Any, **settings: Any) -> pl.Trainer:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # the models are tiny, and ranks share few cores

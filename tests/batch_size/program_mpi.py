@@ -8,7 +8,7 @@ import tempfile
 import lightning.pytorch as pl
 
 from lightning_lockstep import AutoBatchSize, LockstepMPIStrategy
-from tests.batch_size.models import Walled, trainer
+from tests.batch_size.models import Walled, largest, trainer
 from tests.batch_size.test_ranks import Mid
 
 
@@ -16,7 +16,7 @@ def main() -> None:
     folder, last = tempfile.mkdtemp(), int(os.environ["OMPI_COMM_WORLD_SIZE"]) - 1
     found = {}
     for where in ("forward", "backward", "optimizer"):
-        module, callback = Walled(300, where=where, on_rank=last), AutoBatchSize("binsearch", margin=0)
+        module, callback = Walled(300, where=where, on_rank=last), largest("binsearch", margin=0)
         trainer(folder, callback, devices="auto", strategy=LockstepMPIStrategy()).fit(module)
         found[f"search {where}"] = module.batch_size
     curves = {}

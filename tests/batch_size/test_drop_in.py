@@ -13,7 +13,7 @@ from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import AutoBatchSize, ConfigurationError, LockstepTuner
-from tests.batch_size.models import Walled, trainer
+from tests.batch_size.models import Walled, largest, trainer
 from tests.batch_size.same_run import strategy_for
 from tests.helpers import run_ranks, world_size
 
@@ -31,7 +31,7 @@ def on(ranks: int, folder: Any, *callbacks: Any, **settings: Any) -> pl.Trainer:
 @pytest.mark.parametrize(("wall", "init_val", "max_val"), [(600, 2, 8192), (600, 3, 8192), (10**9, 2, 64)])
 def test_power_answers_what_lightnings_answers(tmp_path, wall, init_val, max_val):
     answers = []
-    for kind in (BatchSizeFinder, AutoBatchSize):
+    for kind in (BatchSizeFinder, largest):
         module, finder = Walled(wall), kind("POWER", 1, init_val, 25, "batch_size", 0.05, max_val)
         trainer(tmp_path, finder).fit(module)
         answers.append((finder.optimal_batch_size, module.batch_size, module.sizes[-1]))
@@ -41,7 +41,7 @@ def test_power_answers_what_lightnings_answers(tmp_path, wall, init_val, max_val
 @pytest.mark.slow
 def test_binsearch_answers_nearly_what_lightnings_answers(tmp_path):
     answers = []
-    for kind in (BatchSizeFinder, AutoBatchSize):
+    for kind in (BatchSizeFinder, largest):
         finder = kind(mode="binsearch", steps_per_trial=1, margin=0.1)
         trainer(tmp_path, finder).fit(Walled(600))
         answers.append(finder.optimal_batch_size)
@@ -52,7 +52,7 @@ def test_binsearch_answers_nearly_what_lightnings_answers(tmp_path):
 @pytest.mark.parametrize("fn", ["validate", "test", "predict"])
 def test_the_other_loops_answer_what_lightnings_answer(tmp_path, fn):
     answers = []
-    for kind in (BatchSizeFinder, AutoBatchSize):
+    for kind in (BatchSizeFinder, largest):
         module, finder = Walled(100), kind("power", max_val=512)
         getattr(trainer(tmp_path, finder, limit_val_batches=1.0), fn)(module)
         answers.append((finder.optimal_batch_size, module.sizes[-1]))
@@ -80,7 +80,7 @@ def test_bad_arguments_are_caught_as_lightnings():
 
 
 def test_what_is_missing_is_caught_as_lightnings(tmp_path):
-    for kind in (BatchSizeFinder, AutoBatchSize):
+    for kind in (BatchSizeFinder, largest):
         with pytest.raises(MisconfigurationException, match="micro"):
             trainer(tmp_path, kind(batch_arg_name="micro")).fit(Walled())
 
@@ -126,7 +126,7 @@ class Unfreezing(Walled):
 
 
 def trains_by_milestones(ranks: int, folder: str) -> Any:
-    module, finder = Unfreezing(), AtMilestones((0, 2), "power", 1)
+    module, finder = Unfreezing(), AtMilestones((0, 2), "power", 1, global_batch_size="largest")
     on(ranks, folder, finder, max_steps=-1, max_epochs=4, limit_val_batches=1.0).fit(module)
     seen = [torch.cat([rows for epoch, rows in module.seen if epoch == n]).tolist() for n in range(4)]
     sizes = [len(next(rows for epoch, rows in module.seen if epoch == n)) for n in range(4)]
@@ -154,10 +154,12 @@ def test_a_subclass_searches_again_at_epochs_of_its_own(world_size, tmp_path):
 
 def test_a_resumed_run_searches_again_where_a_subclass_asks_for_it(tmp_path):
     settings = {"max_steps": -1, "enable_checkpointing": True}
-    first = trainer(tmp_path, AtMilestones((0,), "power", 1), max_epochs=1, **settings)
+    first = trainer(
+        tmp_path, AtMilestones((0,), "power", 1, global_batch_size="largest"), max_epochs=1, **settings
+    )
     first.fit(Unfreezing())
     first.save_checkpoint(tmp_path / "last.ckpt")
-    finder = AtMilestones((2,), "power", 1)
+    finder = AtMilestones((2,), "power", 1, global_batch_size="largest")
     resumed = trainer(tmp_path, finder, max_epochs=3, **settings)
     resumed.fit(Unfreezing(), ckpt_path=tmp_path / "last.ckpt", weights_only=False)
     assert finder.found == [16]

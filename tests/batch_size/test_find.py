@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lightning_lockstep import AutoBatchSize, EffectiveBatchSize
-from tests.batch_size.models import FULL, PassedIn, Walled, trainer
+from tests.batch_size.models import FULL, PassedIn, Walled, largest, trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -28,7 +28,7 @@ pytestmark = [
 @pytest.mark.parametrize("where", ["forward", "backward", "optimizer", "collate"])
 def test_an_attribute_of_the_module_gets_the_size(tmp_path, mode, low, high, where):
     module = Walled(600, where=where)
-    callback = AutoBatchSize(mode)
+    callback = largest(mode)
     trainer(tmp_path, callback).fit(module)
     assert low <= module.batch_size <= high and callback.result.size == module.batch_size
     assert callback.result.largest >= 588 or mode == "power"
@@ -55,14 +55,14 @@ class Remembers(Walled):
 
 @pytest.mark.parametrize("mode", ["binsearch", "model"])
 def test_a_trial_finds_the_module_as_it_was_before_the_last_one(tmp_path, mode):
-    module, callback = Remembers(), AutoBatchSize(mode)
+    module, callback = Remembers(), largest(mode)
     trainer(tmp_path, callback).fit(module)
     assert 570 * 0.96 <= module.batch_size <= 600 and callback.result.largest >= 588
 
 
 def test_never_a_size_that_was_not_run(tmp_path):
     module = Walled(rows=500)
-    callback = AutoBatchSize("power")
+    callback = largest("power")
     trainer(tmp_path, callback, max_steps=1).fit(module)
     assert module.batch_size == 500 and 500 in [t.size for t in callback.result.trials]
 
@@ -83,7 +83,7 @@ class Several(Walled):
 
 def test_several_loaders_are_tried_together(tmp_path):
     module = Several(600)
-    trainer(tmp_path, AutoBatchSize("binsearch", margin=0)).fit(module)
+    trainer(tmp_path, largest("binsearch", margin=0)).fit(module)
     assert 0.98 * 300 <= module.batch_size <= 300 and module.sizes == [module.batch_size] * 2
 
 
@@ -99,12 +99,12 @@ class Data(pl.LightningDataModule):
 def test_hparams_of_a_data_module_and_a_loader_passed_to_fit(tmp_path):
     module, data = PassedIn(600), Data()
     del module.batch_size
-    trainer(tmp_path, AutoBatchSize("binsearch", margin=0)).fit(module, data)
+    trainer(tmp_path, largest("binsearch", margin=0)).fit(module, data)
     assert 588 <= data.hparams.batch_size <= 600
 
     module, sampler = PassedIn(600), RandomSampler(range(2500))
     loader = DataLoader(TensorDataset(torch.randn(2500, 20)), batch_size=8, sampler=sampler, drop_last=True)
-    run = trainer(tmp_path, AutoBatchSize("binsearch", margin=0))
+    run = trainer(tmp_path, largest("binsearch", margin=0))
     run.fit(module, loader)
     used = run.train_dataloader
     assert (
@@ -119,15 +119,13 @@ def test_hparams_of_a_data_module_and_a_loader_passed_to_fit(tmp_path):
 @pytest.mark.parametrize("fn", ["validate", "test", "predict"])
 def test_evaluation_loops(tmp_path, fn):
     module = Walled(600)
-    getattr(trainer(tmp_path, AutoBatchSize("binsearch", margin=0), limit_val_batches=1.0), fn)(module)
+    getattr(trainer(tmp_path, largest("binsearch", margin=0), limit_val_batches=1.0), fn)(module)
     assert (
         588 <= module.batch_size <= 600 and module.sizes[0] == module.batch_size and sum(module.sizes) == 4000
     )
     module = PassedIn(600)
     loader = DataLoader(TensorDataset(torch.randn(2500, 20)), batch_size=8)
-    getattr(trainer(tmp_path, AutoBatchSize("binsearch", margin=0), limit_val_batches=1.0), fn)(
-        module, loader
-    )
+    getattr(trainer(tmp_path, largest("binsearch", margin=0), limit_val_batches=1.0), fn)(module, loader)
     assert 588 <= module.sizes[0] <= 600 and sum(module.sizes) == 2500
 
 
@@ -192,7 +190,7 @@ def equal(a, b) -> bool:
 
 
 def test_everything_is_as_before_bit_for_bit(tmp_path):
-    callback, module = Compare("binsearch"), Stateful()
+    callback, module = Compare("binsearch", global_batch_size="largest"), Stateful()
     trainer(tmp_path, callback).fit(module)
     assert len(callback.result.trials) > 5
     for part, before in callback.before.items():
@@ -242,7 +240,7 @@ def test_the_run_after_a_search_sees_the_same_batches_logs_and_checkpoints(tmp_p
             shuffle=True,
             generator=torch.Generator().manual_seed(9),
         )
-        callback = Files("binsearch", init_val=4, max_val=16)
+        callback = Files("binsearch", init_val=4, max_val=16, global_batch_size="largest")
         checkpoint = pl.callbacks.ModelCheckpoint(folder / "kept", every_n_train_steps=3, save_top_k=-1)
         run = trainer(
             folder,
@@ -283,17 +281,17 @@ def test_an_optimizer_that_already_has_state_is_restored():
 
 def test_a_resumed_run_does_not_search_again(tmp_path, capfd):
     settings = {"enable_checkpointing": True, "max_steps": 3}
-    first = trainer(tmp_path, AutoBatchSize("binsearch"), **settings)
+    first = trainer(tmp_path, largest("binsearch"), **settings)
     first.fit(Walled(600))
     path = tmp_path / "last.ckpt"
     first.save_checkpoint(path)
-    module, callback = Walled(600), AutoBatchSize("binsearch")
+    module, callback = Walled(600), largest("binsearch")
     trainer(tmp_path, callback, **{**settings, "max_steps": 5}).fit(
         module, ckpt_path=path, weights_only=False
     )
     assert callback.result is None and module.batch_size == first.lightning_module.batch_size
     assert "as found earlier" in capfd.readouterr().err
-    module, callback = Walled(600), AutoBatchSize("binsearch", reuse=False)
+    module, callback = Walled(600), largest("binsearch", reuse=False)
     trainer(tmp_path, callback, **{**settings, "max_steps": 7}).fit(
         module, ckpt_path=path, weights_only=False
     )
@@ -326,7 +324,7 @@ def test_a_global_batch_is_kept_and_learning_rates_scale(tmp_path):
 def test_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
     module = Walled(600)
-    trainer(tmp_path, AutoBatchSize("binsearch", plot=True)).fit(module)
+    trainer(tmp_path, largest("binsearch", plot=True)).fit(module)
     assert (tmp_path / "batch_size.png").read_bytes()[:4] == b"\x89PNG"
 
 

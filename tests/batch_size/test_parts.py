@@ -91,19 +91,46 @@ def test_batches_that_may_not_be_changed_are_cut():
     assert volume(strict) == 5 and split(strict, 5)[4]["x"].tolist() == [4]
 
 
-def test_outputs_and_logs_of_parts_are_put_together():
+def test_outputs_of_parts_are_put_together():
     weights = [0.4, 0.6]
     extra = merged_extra(
         [{"y": torch.zeros(2), "n": 1.0, "s": "a"}, {"y": torch.ones(3), "n": 2.0, "s": "b"}], weights
     )
     assert extra["y"].tolist() == [0, 0, 1, 1, 1] and extra["n"] == pytest.approx(1.6) and extra["s"] == "a"
-    record, said = LogRecord(), []
-    for size, value in ((2, 1.0), (3, 2.0)):
-        record.begin_part()
+
+
+#: Values of two parts, of 2 and 3 samples, options of each, what the whole batch logs: value, batch size.
+LOGGED = {
+    "none": ((1.0, 2.0), {}, {}, 1.6, "absent"),
+    "said to be none": ((1.0, 2.0), {"batch_size": None}, {"batch_size": None}, 1.6, None),
+    "samples": ((1.0, 2.0), {"batch_size": 2}, {"batch_size": 3}, 1.6, 5),
+    "tokens": ((1.0, 2.0), {"batch_size": 30}, {"batch_size": 10}, 1.25, 40),
+    "no tokens": ((1.0, 2.0), {"batch_size": 0}, {"batch_size": 0}, 1.6, 0),
+    "that of the loader": ((1.0, 2.0), {"batch_size": 5}, {"batch_size": 5}, 1.6, 5),
+    "always one": ((1.0, 2.0), {"batch_size": 1}, {"batch_size": 1}, 1.6, 1),
+    "sum": ((1, 2), {"reduce_fx": "sum"}, {"reduce_fx": "sum"}, 3, "absent"),
+    "torch.max": ((2.0, 1.0), {"reduce_fx": torch.max}, {"reduce_fx": torch.max}, 2.0, "absent"),
+    "min": ((2.0, 1.0), {"reduce_fx": "min"}, {"reduce_fx": "min"}, 1.0, "absent"),
+}
+
+
+@pytest.mark.parametrize("name", LOGGED)
+@pytest.mark.parametrize("kind", [lambda value: value, torch.tensor])
+def test_a_value_is_logged_as_by_the_whole_batch(name, kind):
+    values, *options, expected, size = LOGGED[name]
+    record, before, said = LogRecord(), LogRecord(), []
+    before.begin_part()
+    before("first", 0.0)
+    for part, (samples, value) in enumerate(zip((2, 3), values, strict=True)):
+        record.begin_part(samples / 5, samples)
         record("first", 0.0)
-        record("loss", torch.tensor(value), batch_size=size)
-    record.replay(lambda name, value, **kw: said.append((name, float(value), kw)), weights, skip=1)
-    assert said == [("loss", pytest.approx(1.6), {"batch_size": 5})]
+        record("loss", kind(value), **options[part])
+        if part:
+            record("rare", 7.0, True)  # a part alone has logged it
+    record.replay(lambda name, value, **kw: said.append((name, float(value), kw)), without=before)
+    (_, value, kept), rare = said
+    assert value == pytest.approx(expected) and kept.get("batch_size", "absent") == size
+    assert rare == ("rare", pytest.approx(7.0), {"prog_bar": True})
 
 
 def halved(start: int, on_rank: int | None) -> tuple[list[int], str, str]:

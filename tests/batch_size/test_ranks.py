@@ -1,4 +1,4 @@
-"""AutoBatchSize on several ranks: the the search and the recovery in mid-run."""
+"""AutoBatchSize on several ranks: the search and the recovery in mid-run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep.batch_size.memory import release_memory
 from lightning_lockstep.errors import BatchSizeError, RankFailedError
-from tests.batch_size.models import FULL, Walled, trainer
+from tests.batch_size.models import FULL, Walled, largest, trainer
 from tests.batch_size.same_run import strategy_for
 from tests.helpers import chosen_device, leave_memory, run_ranks, world_size
 
@@ -29,12 +29,10 @@ pytestmark = pytest.mark.slow
 
 def searches(ranks: int, folder: str) -> list[Any]:
     """One process group, many searches: what runs out on the last rank only."""
-    from lightning_lockstep import AutoBatchSize
-
     found = []
     for where in ("forward", "backward", "optimizer", "collate"):
         module = Walled(300, where=where, on_rank=ranks - 1)
-        callback = AutoBatchSize("binsearch", margin=0)
+        callback = largest("binsearch", margin=0)
         trainer(folder, callback, devices=ranks, strategy=strategy_for(ranks)).fit(module)
         found.append((module.batch_size, callback.result.largest, module.sizes))
     for settings, module in (
@@ -43,9 +41,7 @@ def searches(ranks: int, folder: str) -> list[Any]:
         ({"init_val": 1}, Walled()),
     ):
         try:
-            trainer(folder, AutoBatchSize(**settings), devices=ranks, strategy=strategy_for(ranks)).fit(
-                module
-            )
+            trainer(folder, largest(**settings), devices=ranks, strategy=strategy_for(ranks)).fit(module)
         except BatchSizeError as error:  # noqa: PERF203
             found.append(str(error))
     return found
@@ -55,8 +51,8 @@ def searches(ranks: int, folder: str) -> list[Any]:
 def test_all_ranks_find_the_same_size_whoever_runs_out_and_wherever(world_size, tmp_path):
     answers = run_ranks(world_size, searches, world_size, str(tmp_path), backend=None, timeout=170)
     for answer in answers:
-        for size, largest, sizes in answer[:4]:
-            assert 294 <= size <= 300 and largest == size and sizes == [size] * 2
+        for size, fitted, sizes in answer[:4]:
+            assert 294 <= size <= 300 and fitted == size and sizes == [size] * 2
     errors = [answer[4:] for answer in answers]
     assert all(len(each) == 3 for each in errors)
     assert all(each[1:] == errors[0][1:] for each in errors)
@@ -90,11 +86,9 @@ class Gathering(Walled):
 
 
 def searches_that_gather(folder: str) -> list[Any]:
-    from lightning_lockstep import AutoBatchSize
-
     found: list[Any] = []
     for how in ("lightning", "in place", "message"):
-        module, callback = Gathering(300, how, on_rank=1), AutoBatchSize("binsearch", margin=0)
+        module, callback = Gathering(300, how, on_rank=1), largest("binsearch", margin=0)
         module.norm = nn.Identity()
         try:
             trainer(folder, callback, devices=2, strategy=strategy_for(2)).fit(module)
@@ -152,18 +146,16 @@ class RunPeak(pl.Callback):
 
 
 def real_wall(ranks: int, folder: str, kind: str) -> tuple[int, int, str, float]:
-    from lightning_lockstep import AutoBatchSize
-
     address_space, resident = (int(n) * 4096 for n in Path("/proc/self/statm").read_text().split()[:2])
     limit = 330 * 2**20 + (resident if chosen_device() == "cpu" else 0)
     if kind == "full" and chosen_device() == "cuda":
         leave_memory(limit)
-        callback = AutoBatchSize("model")
+        callback = largest("model")
     elif kind == "full":
         resource.setrlimit(resource.RLIMIT_AS, (address_space + 500 * 2**20, -1))
-        callback = AutoBatchSize("model")
+        callback = largest("model")
     else:
-        callback = AutoBatchSize("model", memory_limit=limit)
+        callback = largest("model", memory_limit=limit)
     module, peak = Big(), RunPeak()
     trainer(folder, callback, peak, devices=ranks, strategy=strategy_for(ranks), max_steps=4).fit(module)
     assert callback.result is not None

@@ -48,7 +48,7 @@ def bad(case: str):
             AutoBatchSize("binsearch", init_val=64),
             Walled(0),
             None,
-            "1 does not fit: model and optimizer alone",
+            "1 does not fit: before the first step this process",
         )
     if case == "batch norm":
         return AutoBatchSize(init_val=1), Walled(), None, "cannot be trained with batch norm"
@@ -89,7 +89,7 @@ def test_a_bug_surfaces_at_once_and_a_module_without_size_is_fine(tmp_path):
         trainer(tmp_path, AutoBatchSize()).fit(Wrong())
     callback, module, loader, _ = bad("fine")
     trainer(tmp_path, callback).fit(module, loader)
-    assert callback.result.size == 64
+    assert callback.result.size == 4
 
 
 def test_bad_arguments_are_told_all_at_once():

@@ -14,7 +14,7 @@ from lightning_lockstep import AutoBatchSize, BatchSizeError, ConfigurationError
 from lightning_lockstep.batch_size.trial import batches_fault, largest_runnable
 from lightning_lockstep.demo.images import ConvNet, DigitsData
 from lightning_lockstep.distributed import current_communicator
-from tests.batch_size.models import FULL, PassedIn, Walled, trainer
+from tests.batch_size.models import FULL, PassedIn, Walled, largest, trainer
 from tests.batch_size.same_run import strategy_for
 from tests.helpers import run_ranks, world_size
 
@@ -57,7 +57,7 @@ class Loaders(Walled):
 )
 @pytest.mark.parametrize("limit", ["shard", None])
 def test_the_largest_size_that_can_be_run_is_found(tmp_path, capfd, size, loaders, settings, reason, limit):
-    module, finder = Loaders(**loaders), AutoBatchSize("power", limit=limit, max_val=1000)
+    module, finder = Loaders(**loaders), largest("power", limit=limit, max_val=1000)
     run = trainer(tmp_path, finder, max_steps=1, **settings)
     run.fit(module)
     assert finder.optimal_batch_size == size and run.global_step == 1
@@ -73,14 +73,14 @@ def test_the_largest_size_that_can_be_run_is_found(tmp_path, capfd, size, loader
 
 def test_a_loader_that_was_passed_and_drops_its_last_batch(tmp_path):
     loader = DataLoader(TensorDataset(torch.randn(90, 20)), batch_size=8, drop_last=True)
-    module, finder = PassedIn(), AutoBatchSize("power", limit=None)
+    module, finder = PassedIn(), largest("power", limit=None)
     run = trainer(tmp_path, finder)
     run.fit(module, loader)
     assert finder.optimal_batch_size == module.batch_size == 90 and module.sizes == [90, 90]
 
 
 def test_without_a_limit_samples_are_repeated(tmp_path):
-    finder = AutoBatchSize("power", limit=None, max_val=256)
+    finder = largest("power", limit=None, max_val=256)
     run = trainer(tmp_path, finder)
     run.fit(Loaders())
     assert finder.optimal_batch_size == 256 and run.global_step == 2
@@ -108,7 +108,7 @@ def runs_digits(ranks: int, folder: str) -> list[Any]:
     found = []
     effective = EffectiveBatchSize(512, lr_scaling="linear", reference_batch_size=256)
     for limit, accumulate, others in (("shard", 3, []), (None, 1, []), (None, 16, [effective])):
-        data, finder = DigitsData(seed=5), AutoBatchSize("power", 1, 64, limit=limit)
+        data, finder = DigitsData(seed=5), (AutoBatchSize if others else largest)("power", 1, 64, limit=limit)
         run = trainer(
             folder,
             *others,
@@ -228,13 +228,13 @@ class Survived(AutoBatchSize):
 def searches(ranks: int, folder: str) -> dict[str, Any]:
     told: dict[str, Any] = {}
     for name, wall, how in (("fits", 300, "memory"), ("full", 0, "memory"), ("bug", 20, "bug")):
-        module, finder = Everywhere(wall, how), Survived("power")
+        module, finder = Everywhere(wall, how), Survived("power", global_batch_size="largest")
         options = {"devices": ranks, "strategy": strategy_for(ranks), "max_steps": 2 if name == "fits" else 0}
         trainer(folder, finder, **options).fit(module, Data())
         told[name] = finder.failed or (sizes_of(module), module.sizes, finder.optimal_batch_size)
     for name, streams in (("uneven", Uneven()), ("stream", Streams())):
         options = {"devices": ranks, "strategy": strategy_for(ranks), "max_steps": 1}
-        run = trainer(folder, AutoBatchSize("power", limit=None), use_distributed_sampler=False, **options)
+        run = trainer(folder, largest("power", limit=None), use_distributed_sampler=False, **options)
         try:
             run.fit(streams)
         except BatchSizeError as error:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_lockstep import AutoBatchSize, EffectiveBatchSize, LockstepDeepSpeedStrategy
 from lightning_lockstep._doors.lightning import Callback, LightningModule, Trainer
 from lightning_lockstep.errors import BatchSizeError
-from tests.batch_size.models import FULL, _FailsInBackward
+from tests.batch_size.models import FULL, _FailsInBackward, largest
 from tests.helpers import run_ranks, run_ranks_raw
 
 pytestmark = [
@@ -151,7 +151,8 @@ RUNS: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
 def with_and_without(folder: str) -> list[Any]:
     found = []
     for stage, where, strategy, options in RUNS:
-        callback, searched = AutoBatchSize("binsearch", margin=0, max_val=24), Walled(where)
+        callback = largest("binsearch", margin=0, max_val=24)
+        searched = Walled(where)
         run = trainer(
             LockstepDeepSpeedStrategy(stage=stage, **strategy), callback, default_root_dir=folder, **options
         )
@@ -206,13 +207,16 @@ def other_loops(folder: str) -> list[Any]:
         callbacks = AutoBatchSize("binsearch", margin=0, max_val=24), EffectiveBatchSize(64), counts
         trainer(stage, *callbacks, default_root_dir=folder).fit(Walled("backward"))
         found.append(counts.found)
-    return found
+    kept = AutoBatchSize("binsearch", margin=0), counts
+    trainer(2, *kept, default_root_dir=folder).fit(Walled("backward", batch_size=16))
+    return [*found, counts.found]
 
 
 def test_evaluation_and_a_global_batch_to_keep(tmp_path: Path) -> None:
     for found in run_ranks(2, other_loops, str(tmp_path), backend=None, timeout=120):
         assert found[:4] == [[10, 10]] * 4
-        assert found[4:] == [(8, 4, 8, 4, 4, 4)] * 2
+        assert found[4:6] == [(8, 4, 8, 4, 4, 4)] * 2
+        assert found[6] == (8, 2, 8, 2, 4, 4), "the global batch of 32 that is configured"
 
 
 # -- memory ------------------------------------------------------------------------------------------------
@@ -227,7 +231,7 @@ def real_limits(folder: str, stages: tuple[int, ...]) -> list[Any]:
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
         # Of the second stage rank 1 has less.
         limit = resident + (230 - 40 * torch.distributed.get_rank() if found else 190) * MIB
-        callback, peak, module = AutoBatchSize(memory_limit=limit), RunPeak(), Big()
+        callback, peak, module = largest(memory_limit=limit), RunPeak(), Big()
         trainer(stage, callback, peak, max_steps=3, **options).fit(module)
         assert callback.result is not None
         trial = next(t for t in reversed(callback.result.trials) if t.size == module.batch_size)
@@ -257,7 +261,7 @@ def test_a_real_limit_is_found_and_kept_to_by_the_steps_that_follow(
 
 
 def breaks(folder: str) -> None:
-    trainer(2, AutoBatchSize(), default_root_dir=folder).fit(Walled("forward", text="a bug of the step"))
+    trainer(2, largest(), default_root_dir=folder).fit(Walled("forward", text="a bug of the step"))
 
 
 def test_another_error_on_one_rank_ends_all(tmp_path: Path) -> None:
@@ -278,6 +282,7 @@ def refusals(folder: str) -> list[str]:
         text(AutoBatchSize(), engine(2, train_micro_batch_size_per_gpu=4)),
         text(AutoBatchSize(), engine(1, train_batch_size=16)),
         text(EffectiveBatchSize(64), engine(2, gradient_accumulation_steps=2)),
+        text(AutoBatchSize(), engine(2, gradient_accumulation_steps=2)),
         text(AutoBatchSize(on_oom="split"), 2),
         text(AutoBatchSize("off", on_oom="skip"), 3),
         text(AutoBatchSize(), engine(2, flops_profiler={"enabled": True})),
@@ -286,11 +291,12 @@ def refusals(folder: str) -> list[str]:
 
 def test_what_fixes_the_size_and_what_an_engine_cannot_do_is_refused(tmp_path: Path) -> None:
     for found in run_ranks(2, refusals, str(tmp_path), backend=None, timeout=60):
-        micro, whole, accumulation, split, skip, profiler = found
+        micro, whole, accumulation, kept, split, skip, profiler = found
         assert micro.startswith(
             "AutoBatchSize is to choose the batch size, and train_micro_batch_size_per_gpu=4"
         )
         assert "train_batch_size=16 in the config of DeepSpeed fixes it" in whole
         assert "EffectiveBatchSize(64), and gradient_accumulation_steps=2" in accumulation
+        assert "sets the accumulation, and gradient_accumulation_steps=2 in the config of DeepSpeed" in kept
         assert "on_oom='split'" in split and "on_oom='skip'" in skip and "on_oom='raise'" in skip
         assert "flops_profiler" in profiler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,6 +52,9 @@ def test_the_minority_is_named_with_the_tensor() -> None:
     text = report(finding, {"w": Difference(0.5, 3, 4, 9, True)})
     assert "differ in their parameters, found after batch 10" in text and "equal after batch 5" in text
     assert "ranks 0,3, rank 1 <- differs" in text and "0.5" in text and "3 of 4" in text
+    assert "equal after batch 5. ReplicaCheck(every_n_steps=1) looks more often, to tell the batch." in text
+    assert "every_n_steps" not in report(replace(finding, good=9), {}), "found in the very batch"
+    assert "ReplicaCheck(every_n_steps=3) " in report(replace(finding, count=305), {})
     assert text.index("a callback wrote weights") < text.index("Memory or arithmetic")
 
 

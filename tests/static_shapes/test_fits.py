@@ -131,7 +131,8 @@ def test_a_search_for_a_batch_size_sees_its_own_batches_and_a_split_is_refused(t
             return loader(11, 4)
 
     net = Model()
-    search = AutoBatchSize(mode="power", init_val=3, max_trials=2, max_val=6, steps_per_trial=1)
+    sizes_tried: Any = {"init_val": 3, "max_trials": 2, "max_val": 6, "steps_per_trial": 1}
+    search = AutoBatchSize(mode="power", global_batch_size="largest", **sizes_tried)
     trainer = Trainer(
         **{**QUIET, "max_epochs": 1}, default_root_dir=tmp_path, callbacks=[search, StaticShapes(**PAD)]
     )

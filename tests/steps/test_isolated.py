@@ -46,7 +46,7 @@ def sizes(ranks: int, folder: str, cases: list[tuple[str, str]]) -> list[Any]:
     found = []
     for mode, where in cases:
         module = ParameterHooks(600, where=where)
-        callback = Noted(mode, margin=0)
+        callback = Noted(mode, margin=0, global_batch_size="largest")
         trainer(folder, callback, devices=ranks, strategy=strategy_for(ranks), max_steps=1).fit(module)
         found.append((module.batch_size, callback.as_before, callback.flags, callback.empty))
     return found
@@ -72,7 +72,7 @@ class Manual(Hooked):
 @pytest.mark.parametrize("where", ["backward", "on_before_optimizer_step"])
 def test_several_optimizers_with_manual_optimization(tmp_path, where):
     module = Manual(600, where=where, manual=True)
-    callback = Noted("binsearch", margin=0)
+    callback = Noted("binsearch", margin=0, global_batch_size="largest")
     trainer(tmp_path, callback, max_steps=2).fit(module)
     assert 588 <= module.batch_size <= 600
     assert callback.as_before and callback.flags and callback.empty
@@ -88,7 +88,7 @@ def test_a_gradient_scaler_is_as_before(tmp_path):
             self.same = (scaler.state_dict(), scaler._scale) == before
 
     module = Hooked(600, where="optimizer_step")
-    callback = Scaled("binsearch", margin=0)
+    callback = Scaled("binsearch", margin=0, global_batch_size="largest")
     from lightning.pytorch.plugins.precision import MixedPrecision
 
     plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=8.0))

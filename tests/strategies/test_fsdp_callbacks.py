@@ -24,7 +24,7 @@ from lightning_lockstep import (
     set_breakpoint,
 )
 from lightning_lockstep._doors.lightning import LightningModule, Trainer, seed_everything
-from tests.batch_size.models import Walled
+from tests.batch_size.models import Walled, largest
 from tests.helpers import run_ranks
 from tests.replicas import fits as replica_fits
 from tests.static_shapes.nets import Net as Shaped
@@ -172,13 +172,13 @@ def searches(folder: str) -> dict[str, Any]:
         """Its loader is made again in each size."""
 
     for where in ("forward", "backward", "optimizer"):
-        fit(where, seeded(Free, 300, where=where, on_rank=1), AutoBatchSize("binsearch", margin=0))
+        fit(where, seeded(Free, 300, where=where, on_rank=1), largest("binsearch", margin=0))
         fit(f"{where}, given", seeded(Free, batch_size=found[where][0]))
     seed_everything(7, verbose=False)
     fit(
         "accumulated",
         Free(60, where="backward", on_rank=0),
-        AutoBatchSize("power", margin=0),
+        largest("power", margin=0),
         accumulate_grad_batches=2,
     )
     try:

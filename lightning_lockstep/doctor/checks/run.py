@@ -167,13 +167,13 @@ _WHO_KILLED = (
 # What to do next, as a command of lockstep-train or, for another program, in it.
 _SMALLER_BATCH = {
     True: (
-        "# the largest size that fits, the same on all ranks:",
+        "# micro-batches that fit on all ranks, in the same optimizer steps:",
         "lockstep-train callbacks=auto_batch_size ...",
         "# or split a batch that does not fit, and continue:",
         "lockstep-train callbacks=auto_batch_size callbacks.auto_batch_size.on_oom=split ...",
     ),
     False: (
-        "# the largest size that fits, the same on all ranks:",
+        "# micro-batches that fit on all ranks, in the same optimizer steps:",
         "Trainer(callbacks=[AutoBatchSize()], ...)",
         "# or split a batch that does not fit, and continue:",
         'Trainer(callbacks=[AutoBatchSize(on_oom="split")], ...)',

@@ -26,6 +26,7 @@ from lightning_lockstep import (
 
 warnings.simplefilter("ignore")
 FOLDER, WHAT = Path(sys.argv[1]), sys.argv[2]
+LARGEST = {"global_batch_size": "largest"}
 log = get_logger("everything", log_level="INFO")
 
 
@@ -115,7 +116,7 @@ def main():
             ("breakpoint", [StopTogether()], {}),
             ("early", [early], {}),
             ("logging", [RankOrderedLogging()], {}),
-            ("batch_size", [AutoBatchSize(mode="power", max_trials=6, max_val=12)], {}),
+            ("batch_size", [AutoBatchSize("power", max_trials=6, max_val=12, **LARGEST)], {}),
             ("overflow", [detector], {}),
         ]:
             trainer, _, found[do] = fit(do, *callbacks, **options)
