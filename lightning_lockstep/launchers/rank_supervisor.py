@@ -203,7 +203,7 @@ class RankSupervisor:
         channel = side_channel_if_open(open_if_easy=True)
         if channel is not None:
             self.propagation = propagation_on(channel)
-            self.propagation.where = self._where
+            self.propagation.folder = self._folder
             self.propagation.begin_fit()
 
     def refuse(self, error: LockstepError) -> NoReturn:
@@ -254,7 +254,7 @@ class RankSupervisor:
         if trainer is None or trainer.state.fn != "fit" or not trainer.is_global_zero:
             return
         told = None if self.propagation is None else self.propagation.record
-        record = told or describe_error(error, trainer.global_rank, trainer.world_size, self._where)
+        record = told or describe_error(error, trainer.global_rank, trainer.world_size)
         told_to_end = record.summary.startswith("SIGTERMException")
         if record.kind != "interrupt" and not told_to_end:
             return
