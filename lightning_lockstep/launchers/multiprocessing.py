@@ -313,12 +313,10 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         and not isinstance(value, type)
         and not callable(getattr(value, "__get__", None))
     ):
+        if isinstance(value, nn.Module):
+            yield from ((f".{name}", child) for name, child in value.named_children())
         own = value.__getstate__() if hasattr(value, "__getstate__") else vars(value)
-        for key, inner in own.items() if isinstance(own, dict) else ():
-            if key == "_modules":
-                yield from ((f".{child}", module) for child, module in inner.items())
-            else:
-                yield f".{key}", inner
+        yield from ((f".{name}", inner) for name, inner in (own.items() if isinstance(own, dict) else ()))
 
 
 def _be_rank(local_rank: int, group: RanksToStart, folder: Path, function: Any, args: Any) -> None:
