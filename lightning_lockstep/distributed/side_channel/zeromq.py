@@ -217,6 +217,10 @@ class ZeroMQSideChannel(SideChannel):
         if self._closing or self._process != os.getpid():
             return
         self._begins_to_close()
+        with self._news:
+            if not self._is_probing:
+                # At exit Python 3.12 and later start no thread that would find out what has become of these.
+                self._lost_ranks.update(self._suspects)
         if self.rank == 0 and timeout:
             with self._news:
                 self._news.wait_for(lambda: len(self._ended_ranks) >= self.world_size - 1, timeout)
