@@ -105,9 +105,10 @@ _TOO_LATE = (
     " strategy='lockstep_ddp_spawn'."
 )
 _FIT_ALONE = (
-    "Trainer.fit() with devices=1, but an earlier Trainer of this script has connected several ranks: expected"
-    " validate, test or predict, which each rank runs alone. Fits would give each rank other weights. Train on one"
-    " device in a script of its own, or let each Trainer start new ranks with strategy='lockstep_ddp_spawn'."
+    "Trainer.fit() with devices=1, but an earlier Trainer of this script, or the program that started it, has connected"
+    " several ranks: expected validate, test or predict, which each rank runs alone. Fits would give each rank other"
+    " weights. To train on all ranks, set devices to the number of ranks on each node. Train on one device in a script"
+    " of its own, or let each Trainer start new ranks with strategy='lockstep_ddp_spawn'."
 )
 _DIVIDED = (
     "The parameters of this module are divided among the ranks, so one rank cannot run it alone: expected a module"

@@ -46,17 +46,19 @@ class Net(LightningModule):
 
 def refused(devices: int) -> str:
     with pytest.raises(LaunchError) as caught:
-        Trainer(devices=devices, strategy=LockstepDDPStrategy(), **QUIET)
+        trainer = Trainer(devices=devices, strategy=LockstepDDPStrategy(), **QUIET)
+        trainer.fit(Net(), DataLoader(TensorDataset(torch.ones(8, 2)), 1))
     return str(caught.value)
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-def test_a_trainer_for_other_ranks_than_are_connected_is_refused_on_each(devices: int) -> None:
-    for rank, text in enumerate(run_ranks(2, refused, devices)):
-        assert f"devices={devices} and num_nodes=1 make this process rank {rank} of {devices}" in text
+def test_a_fit_on_other_ranks_than_are_connected_is_refused_on_each() -> None:
+    for rank, text in enumerate(run_ranks(2, refused, 4)):
+        assert f"devices=4 and num_nodes=1 make this process rank {rank} of 4" in text
         assert (
             f"has connected it as rank {rank} of 2. Set devices to the number of ranks on each node" in text
         )
+    for text in run_ranks(2, refused, 1):
+        assert "To train on all ranks, set devices to the number of ranks on each node." in text
 
 
 def fails_in_a_thread() -> list[str]:
