@@ -200,11 +200,11 @@ class RankLifecycle:
         strategy, connected = self._strategy, connected_rank()
         outcome.install_excepthook()
         hide_srun_hint()
+        self.startup.adopt_ranks(strategy)
         if connected and connected[1] > 1 == strategy.num_processes * strategy.num_nodes:
             self._alone_as(connected[0])
         elif isinstance(strategy.cluster_environment, LockstepEnvironment):
             check_srun_is_used(strategy.num_nodes)
-        self.startup.adopt_ranks(strategy)
         size = {"num_devices": strategy.num_processes, "num_nodes": strategy.num_nodes}
         if not self._alone:
             try:
