@@ -375,7 +375,7 @@ def _step_plateaus(trainer: Any, epochs: int) -> None:
 
 
 @touches(
-    "_Loop._restarting", why="by this Lightning leaves ReduceLROnPlateau out at the end of a resumed epoch"
+    "_FitLoop._restarting", why="by this Lightning leaves ReduceLROnPlateau out at the end of a resumed epoch"
 )
 def step_plateaus_of_resumed_epoch(trainer: Any) -> None:
     """Have Lightning step each ``ReduceLROnPlateau`` at the end of this epoch, as in every other one."""
