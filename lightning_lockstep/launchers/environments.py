@@ -288,18 +288,15 @@ class LockstepEnvironment(LightningEnvironment):
 
 
 class AloneEnvironment(LockstepEnvironment):
-    """The environment of a Trainer of one rank where several are connected: each runs it alone, rank 0 writes."""
+    """The environment of a Trainer of one rank where several are connected: each runs it alone, as rank 0 of 1."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, connected_rank: int) -> None:
         super().__init__()
-        self._global_rank = rank
+        self.connected_rank = connected_rank  # the first one alone writes files and prints
 
     @property
     def creates_processes_externally(self) -> bool:
         return True
-
-    def set_global_rank(self, rank: int) -> None:
-        """Do nothing: a world of one would make every rank the one that writes files and prints."""
 
     def local_rank(self) -> int:
         """Return 0, the place of the one device."""

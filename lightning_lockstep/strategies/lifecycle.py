@@ -256,7 +256,8 @@ class RankLifecycle:
         strategy, environment = self._strategy, self._strategy.cluster_environment
         environment.set_global_rank(strategy.node_rank * strategy.num_processes + strategy.local_rank)
         environment.set_world_size(strategy.num_nodes * strategy.num_processes)
-        rank_zero_only.rank = environment.global_rank()  # type: ignore[attr-defined]
+        alone = isinstance(environment, AloneEnvironment)
+        rank_zero_only.rank = environment.connected_rank if alone else environment.global_rank()  # type: ignore[attr-defined]
 
     def process_dataloader(self, dataloader: object) -> object:
         """Make every rank take the same number of training batches of a loader. Ranks: all; a gather."""
@@ -449,10 +450,12 @@ class LifecycleHooks(PlainCheckpoints, ParallelStrategy):
         return (self.parallel_devices or [torch.device("cpu")])[0].type
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """How Lightning divides loaders; a rank that runs alone, whatever its number, has all of each."""
-        given = super().distributed_sampler_kwargs
-        return {**given, "rank": given["rank"] % given["num_replicas"]}
+    def is_global_zero(self) -> bool:
+        """Whether this rank writes files and prints: of ranks that each run a Trainer alone the first one."""
+        environment = self.cluster_environment
+        if isinstance(environment, AloneEnvironment):
+            return environment.connected_rank == 0
+        return super().is_global_zero
 
     @property
     def _module(self) -> LightningModule:

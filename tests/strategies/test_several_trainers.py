@@ -16,7 +16,7 @@ LIMIT = 300.0  # only so that a hang ends the test
 
 # What each Trainer of a script has to come to, in this order: right on so many ranks, or refused with these words.
 OTHER_RANKS = "has connected it as rank"
-FIT_ALONE = "devices=1, but an earlier Trainer of this script has connected several"
+FIT_ALONE = "devices=1, but an earlier Trainer of this script, or the program"
 DIVIDED = "divided among the ranks"
 TOO_LATE = "has run on fewer ranks, or on ranks that were started another way"
 # On ranks that exist: `{}` is the strategy of the launcher.
