@@ -20,6 +20,7 @@ from lightning_lockstep._doors.lightning import TrainerFn, _basic_subprocess_cmd
 from lightning_lockstep._settings import LAUNCHER_PID, launcher_pid
 from lightning_lockstep._text import ranks_in_words, say
 from lightning_lockstep.distributed import alone, shut_down
+from lightning_lockstep.distributed.failure.exit_notes import keep_failure
 from lightning_lockstep.distributed.failure.process_exit import (
     at_exit,
     end_now,
@@ -332,5 +333,8 @@ def _end_children() -> None:
     # An exit code may have been agreed on since it was seen.
     bad = [end for end in sorted(ranks.bad, key=lambda end: end.rank) if not _is_orderly(end.returncode)]
     if failed := {end.rank: describe_exit(end.returncode)[1] for end in bad}:
+        propagation = ranks.supervisor.propagation
+        if propagation is not None and propagation.record is not None:  # it came when this rank was at its end
+            end_now(1, keep_failure(propagation.record).printed())
         who, codes = ranks_in_words(list(failed)), ", ".join(failed.values())
         end_now(1, f"\nlightning-lockstep: {who} of this host failed: {codes}.\n")

@@ -136,7 +136,8 @@ def test_a_search_for_a_batch_size_sees_its_own_batches_and_a_split_is_refused(t
     trainer = Trainer(
         **{**QUIET, "max_epochs": 1}, default_root_dir=tmp_path, callbacks=[search, StaticShapes(**PAD)]
     )
-    trainer.fit(net)
+    with pytest.warns(UserWarning, match="4 optimizer steps instead of 10"):
+        trainer.fit(net)
     found = search.optimal_batch_size
     assert found is not None and sizes[0] == 3, "the first trial has its own size"
     assert sizes[-1] == found and ("validation", found) in net.shapes

@@ -118,3 +118,37 @@ def test_nobody_catches_it(cases: list[str], expected: str, tmp_path: Path) -> N
     assert expected in outcome.stderr
     for trace in ("Traceback", "CollectiveStallError", "Exception ignored"):
         assert trace not in outcome.stderr
+
+
+LATE = """
+import os, time
+import lightning as L
+import lightning_lockstep
+from lightning_lockstep.demo import ConvNet, DigitsData
+
+class Net(ConvNet):
+    def test_step(self, batch, batch_idx):
+        if os.environ.get("LOCAL_RANK") == "1":
+            while not os.path.exists("over"):
+                time.sleep(0.05)
+            time.sleep(1)
+            raise ValueError("late on rank 1")
+
+if __name__ == "__main__":
+    data, quiet = DigitsData(batch_size=512), {"accelerator": "cpu", "max_epochs": 1, "logger": False}
+    net = Net(width=8)
+    L.Trainer(devices=2, strategy="lockstep_ddp", enable_checkpointing=False, **quiet).fit(net, data)
+    L.Trainer(devices=1, strategy="lockstep_ddp", enable_checkpointing=False, **quiet).test(net, data)
+    open("over", "w").close()
+"""
+
+
+def test_a_rank_that_fails_after_the_program_of_rank_0_has_ended_is_named(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(LATE)
+    outcome = run_script([sys.executable, "late.py"], cwd=tmp_path, timeout=LIMIT)
+    assert outcome.returncode == 1, outcome.output
+    headline, saved = outcome.stderr.rstrip().splitlines()[-2:]
+    assert headline.startswith("rank 1 of 2 ") and headline.endswith(
+        "in test_step: ValueError: late on rank 1"
+    )
+    assert saved.startswith("Saved to ") and (tmp_path / "failure.json").exists()
