@@ -334,7 +334,8 @@ def _end_children() -> None:
     bad = [end for end in sorted(ranks.bad, key=lambda end: end.rank) if not _is_orderly(end.returncode)]
     if failed := {end.rank: describe_exit(end.returncode)[1] for end in bad}:
         propagation = ranks.supervisor.propagation
-        if propagation is not None and propagation.record is not None:  # it came when this rank was at its end
+        # It came when this rank was at its end.
+        if propagation is not None and propagation.record is not None:
             end_now(1, keep_failure(propagation.record).printed())
         who, codes = ranks_in_words(list(failed)), ", ".join(failed.values())
         end_now(1, f"\nlightning-lockstep: {who} of this host failed: {codes}.\n")
