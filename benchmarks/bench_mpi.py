@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.engine import Comparison, Report
-from tests.distributed.mpi.launch import mpi_command, mpi_environ, why_no
+from tests.common.distributed.mpi.launch import mpi_command, mpi_environ, why_no
 from tests.helpers import run_script
 from tests.helpers.cluster import Cluster, why_not
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.bench_mpi import on_one_host
 from benchmarks.engine import Comparison, Report, interleave
 from lightning_lockstep.distributed.mpi.operations import LIMITS
-from tests.distributed.mpi.launch import why_no
+from tests.common.distributed.mpi.launch import why_no
 
 MB = 2**20
 SIZES = (2 * MB, 8 * MB, 32 * MB, 256 * MB)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 
 from benchmarks.engine import Report, Table
-from tests.batch_size.same_run import GLOBAL_BATCH, SETUPS, STEPS, Variant, curves, largest_difference
+from tests.common.batch_size.same_run import GLOBAL_BATCH, SETUPS, STEPS, Variant, curves, largest_difference
 from tests.helpers import run_ranks
 
 VARIANTS = [

@@ -42,21 +42,29 @@ STAGES = [
     Stage(
         "every callback on one card",
         75,
-        ("tests/strategies/test_on_a_device.py",),
+        ("tests/programs/strategies/test_on_a_device.py",),
         "every",
         topics=("callbacks",),
     ),
     Stage(
         "DDP: numbers and failures",
         75,
-        ("tests/strategies/test_fits.py", "tests/strategies/test_on_a_device.py"),
+        ("tests/ranks/strategies/test_fits.py", "tests/programs/strategies/test_on_a_device.py"),
         "not every",
     ),
-    Stage("FSDP and DeepSpeed", 75, ("tests/strategies/test_fsdp.py", "tests/strategies/test_deepspeed.py")),
+    Stage(
+        "FSDP and DeepSpeed",
+        75,
+        ("tests/ranks/strategies/test_fsdp.py", "tests/programs/strategies/test_deepspeed.py"),
+    ),
     Stage(
         "memory, overflow, replicas, waits",
         75,
-        ("tests/batch_size", "tests/overflow", "tests/replicas", "tests/steps"),
+        tuple(
+            str(folder.relative_to(ROOT))
+            for room in ("batch_size", "overflow", "replicas", "steps")
+            for folder in sorted(ROOT.glob(f"tests/*/{room}"))
+        ),
     ),
     Stage(
         "benchmarks",

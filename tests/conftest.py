@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.helpers.children import save_imports
+from tests.helpers import costs
+from tests.helpers.children import put_on_path
 from tests.helpers.device import DEVICE, chosen_device
 from tests.helpers.leaks import LeakCheck
 from tests.helpers.ranks import stop_server
-from tests.helpers.selection import group_of, starts_programs, without_group
 
-save_imports()
+put_on_path()
 
 # A shell without job control starts what it puts into the background deaf to Ctrl-C, and so would be every
 # process that a test starts.
@@ -63,10 +63,15 @@ def leak_police(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.fail("the test left something behind:\n  " + "\n  ".join(leaks), pytrace=False)
 
 
+@pytest.fixture(autouse=True)
+def empty_folder(
+    leak_police: None, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run each test in a folder of its own: not the repository, where the demo may have left runs in `outputs/`."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("cwd"))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--fast", action="store_true", help="leave out the slow tests: those that start programs, or wait"
-    )
     parser.addoption(
         "--device", choices=("cpu", "cuda"), help="only the tests with a `device` fixture, on this device"
     )
@@ -74,38 +79,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark as slow what starts programs; leave it out of the fast part, and begin with it otherwise.
-
-    What waits for seconds without starting a program has the mark in its file.
-
-    A worker that gets a long test at the very end keeps all others waiting. The longest is the group of MPI tests.
-    """
+    """Begin with the costly tests: a worker that gets a long one at the very end keeps all others waiting."""
     for item in items:
-        if starts_programs(item):
-            item.add_marker("slow")
-        if group := group_of(item):
+        if group := costs.group_of(item):
             item.add_marker(pytest.mark.xdist_group(group))
-            if group == "mpi":
-                item.add_marker("mpi")
     if config.getoption("device"):
         others = [item for item in items if "device" not in getattr(item, "fixturenames", ())]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in others]
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    slow.sort(key=lambda item: item.get_closest_marker("mpi") is None)
-    quick = [item for item in items if not item.get_closest_marker("slow")]
-    if config.getoption("fast"):
-        config.hook.pytest_deselected(items=slow)
-        items[:] = quick
-    else:
-        items[:] = slow + quick
+    order = [*reversed(costs.FOLDERS), ""]
+    items.sort(key=lambda item: (costs.group_of(item) != "mpi", order.index(costs.folder_of(item.path))))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Let the helpers know which test starts what; a fixture that it is the first to ask for is part of it."""
+    costs.begin(item)
+    try:
+        return (yield)
+    finally:
+        costs.begin(None)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Report a test under the name by which ``--last-failed`` and the command line find it."""
     if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker compares it with the name that has the group
-        report.nodeid = without_group(report.nodeid)
+        report.nodeid = costs.without_group(report.nodeid)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:

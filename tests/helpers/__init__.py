@@ -3,6 +3,8 @@
 Import from here: ``from tests.helpers import run_ranks, world_size``.
 """
 
+from pathlib import Path
+
 from tests.helpers.device import chosen_device, leave_memory, on_device, wait_for_device
 from tests.helpers.faults import kill_self, on_rank, raise_on, stop_self
 from tests.helpers.leaks import LeakCheck
@@ -17,7 +19,11 @@ from tests.helpers.ranks import (
 )
 from tests.helpers.scripts import Script, ScriptOutcome, run_script, start_script
 
+#: Models, fits and programs that tests of several costs share, a folder for each room.
+COMMON = Path(__file__).parents[1] / "common"
+
 __all__ = [
+    "COMMON",
     "LeakCheck",
     "RankError",
     "RankOutcome",

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.distributed.mpi.launch import mpi_command
+from tests.common.distributed.mpi.launch import mpi_command
 from tests.helpers.child_site.fork_start import FOLDER
 from tests.helpers.patience import patience
 from tests.helpers.ranks import server_command

@@ -16,6 +16,7 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
+from tests.helpers import costs
 from tests.helpers._protocol import Job, RankOutcome, ScriptJob
 from tests.helpers.children import CHILD_SITE
 from tests.helpers.patience import patience
@@ -95,6 +96,7 @@ def run_ranks_raw(
     Raises:
         RankTimeoutError: The time limit ran out and ``allow_timeout`` is False.
     """
+    costs.may_start("ranks")
     folder = Path(tempfile.mkdtemp(prefix="ranks.", dir=_start_server()))
     timeout = patience(timeout)
     started = time.monotonic()

@@ -20,6 +20,7 @@ from types import TracebackType
 
 import psutil
 
+from tests.helpers import costs
 from tests.helpers._protocol import ScriptJob
 from tests.helpers.child_site.fork_start import FOLDER, GIVEN, READ_AT_START
 from tests.helpers.patience import patience
@@ -113,6 +114,7 @@ class Script:
         cwd: str | os.PathLike[str] | None = None,
         fresh: bool = False,
     ) -> None:
+        costs.may_start("programs")
         self._mark = uuid.uuid4().hex
         self._folder = tempfile.TemporaryDirectory(prefix="script.")
         self._seen: dict[int, psutil.Process] = {}

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.helpers.children import save_imports
+from tests.helpers.children import put_on_path
 from tests.soak.outcome import differences
 from tests.soak.plan import FAULTS, LAUNCHES, Plan, draw
 from tests.soak.rules import expect, known
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 def main() -> int:
     """Do the runs that the command line asks for; the exit code is 1 if one is not as expected."""
     given = _arguments()
-    save_imports()
+    put_on_path()
     if (
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     ):  # in the background of a shell; runs would inherit that

@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.distributed.mpi.launch import mpi_command, mpi_environ, why_no
+from tests.common.distributed.mpi.launch import mpi_command, mpi_environ, why_no
 from tests.helpers import start_script
 from tests.soak.outcome import MemoryWatch, Observed, observe
 from tests.soak.outside import act

@@ -23,7 +23,7 @@ FOLDER = "LOCKSTEP_TEST_FORKS"
 # A rank has one of these.
 _OF_RANKS = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 #: What an interpreter or a library reads when it starts, which a fork has behind it, but for what the fork is given.
-READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "TORCH", "LOCKSTEP_TESTS_SHOW_ALL")
+READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "TORCH")
 #: (Without that level of logging a fork could print a warning more.)
 GIVEN = ("PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", "TORCHELASTIC_", "TORCH_CPP_LOG_LEVEL")
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)

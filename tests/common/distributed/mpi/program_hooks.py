@@ -1,0 +1,24 @@
+"""Fits with each communication hook over mpi4py, or one whose callback fails on a rank while another waits in it."""
+
+import functools
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+from lightning_lockstep import LockstepMPIStrategy
+from tests.common.strategies.communication_hooks import fits_with_hooks
+
+warnings.simplefilter("ignore")
+
+
+def main():
+    folder, *names = sys.argv[1:]
+    strategy = functools.partial(LockstepMPIStrategy, backend="mpi4py", grace_period=5.0)
+    found = fits_with_hooks(strategy, *names)
+    Path(folder, f"{os.environ['OMPI_COMM_WORLD_RANK']}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

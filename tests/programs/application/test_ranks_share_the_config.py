@@ -1,0 +1,157 @@
+"""Every rank gets the configuration of rank 0, whoever started it, and writes nothing of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import COMMON, reserve_port, run_script
+from tests.helpers.patience import patience
+
+ECHO = COMMON / "application" / "apps" / "echo.py"
+CAUGHT = ECHO.with_name("caught.py")
+TRICKY = "text='it''s, [a] \"list\": {not} a=b $1 é'".replace("''", "\\'")
+SECRET = "not for everybody"
+TRICKY_VALUE = 'it\'s, [a] "list": {not} a=b $1 é'
+
+
+def echoed(folder: Path, jobs: int = 1) -> list[list[dict[str, Any]]]:
+    """What each rank of each job wrote down."""
+    found = sorted(folder.glob("rank*.json"))
+    names = sorted({path.stem.split("-", 1)[1] for path in found})
+    assert len(names) == jobs, found
+    return [
+        [json.loads(path.read_text()) for path in found if path.stem.split("-", 1)[1] == name]
+        for name in names
+    ]
+
+
+def run_folders(folder: Path) -> list[str]:
+    return sorted(
+        path.parent.parent.relative_to(folder).as_posix() for path in folder.rglob(".hydra/config.yaml")
+    )
+
+
+def logs(folder: Path) -> list[str]:
+    return [path.read_text() for path in sorted(folder.rglob("*.log"))]
+
+
+@pytest.mark.parametrize("program", ["lockstep", "hydra"])
+def test_ranks_that_the_strategy_starts(program: str, tmp_path: Path) -> None:
+    env = {"ECHO_TO": str(tmp_path), "ECHO_FIT": "1", "ECHO_MAIN": program, "ECHO_SECRET": SECRET}
+    outcome = run_script([str(ECHO), TRICKY], env=env, cwd=tmp_path, timeout=120)
+    assert outcome.returncode == 0, outcome.output
+    assert not outcome.leftovers
+    [[first, second]] = echoed(tmp_path)
+    assert first["text"] == first["copy"] == TRICKY_VALUE
+    assert first["numbers"] == [1, 2.5, "3"]
+    assert first["secret"] == second["secret"] == SECRET
+    with_secret = {path for path in tmp_path.rglob("*.*") if path.is_file() and SECRET in path.read_text()}
+    of_hydra = {path for path in with_secret if not path.name.startswith("rank")}
+    assert {path.name for path in of_hydra} == ({"frozen.yaml"} if program == "lockstep" else set())
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in of_hydra), "for this user only"
+    if program == "hydra":
+        # Hydra gives rank 0's function a copy of its own, in which the clock is read again.
+        first.pop("stamp"), second.pop("stamp")
+    assert first == second
+    assert len(run_folders(tmp_path)) == 1
+    assert len(logs(tmp_path)) == 1
+    assert "rank 1" not in logs(tmp_path)[0]
+    assert "rank 1 was here" in outcome.output, "its console stays"
+    assert "Experimental rerun" not in outcome.output
+
+
+def torchrun(*arguments: str, env: dict[str, str], cwd: Path) -> Any:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        *arguments,
+    ]
+    return run_script(command, env=env, cwd=cwd, timeout=120)
+
+
+def test_a_sweep_of_ranks_that_torchrun_starts(tmp_path: Path) -> None:
+    env = {"ECHO_TO": str(tmp_path)}
+    outcome = torchrun(str(ECHO), "-m", "part.value=1,2", TRICKY, env=env, cwd=tmp_path)
+    assert outcome.returncode == 0, outcome.output
+    jobs = echoed(tmp_path, jobs=2)
+    for number, (first, second) in enumerate(jobs):
+        assert first == second
+        assert first["part"]["value"] == number + 1
+        assert first["text"] == TRICKY_VALUE
+    assert [Path(name).name for name in run_folders(tmp_path)] == ["0", "1"]
+    assert len(logs(tmp_path)) == 2
+    assert not any("rank 1" in text for text in logs(tmp_path))
+
+
+def test_a_failure_that_the_last_job_of_a_sweep_catches_lets_all_ranks_end(tmp_path: Path) -> None:
+    outcome = torchrun(str(CAUGHT), "-m", "part.value=1,2", env={"ECHO_TO": str(tmp_path)}, cwd=tmp_path)
+    assert outcome.returncode == 0, outcome.output
+    assert outcome.stdout.count("caught RuntimeError") == 2
+
+
+def test_a_wrong_command_line_ends_all_ranks_of_torchrun_with_one_message(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    outcome = torchrun(str(ECHO), "part=frist", "txet=1", env={"ECHO_TO": str(run)}, cwd=run)
+    assert outcome.returncode != 0
+    assert outcome.output.count("2 errors in the configuration; nothing was started.") == 1, outcome.output
+    assert "exitcode  : 2" in outcome.output
+    assert "hydra/_internal" not in outcome.output
+    assert list(run.iterdir()) == []
+
+
+def test_ranks_that_srun_starts(tmp_path: Path) -> None:
+    with reserve_port() as port:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, str(ECHO), TRICKY],
+                cwd=tmp_path,
+                env=slurm_task(number, port, ECHO_TO=str(tmp_path)),
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for number in (1, 0)
+        ]
+        try:
+            errors = [process.communicate(timeout=patience(90))[1] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    assert [process.returncode for process in processes] == [0, 0], errors
+    [[first, second]] = echoed(tmp_path)
+    assert first == second
+    assert len(run_folders(tmp_path)) == 1
+
+
+def slurm_task(number: int, port: int, **more: str) -> dict[str, str]:
+    """What srun tells each of two tasks on one node."""
+    import os
+
+    told = {
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": str(number),
+        "SLURM_LOCALID": str(number),
+        "SLURM_NODEID": "0",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NNODES": "1",
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NAME": "echo",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "here",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    return {**os.environ, **told, **more}

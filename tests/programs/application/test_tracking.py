@@ -1,0 +1,183 @@
+"""Loggers: checked without being made; what they get of the configuration; where real runs end up."""
+
+from __future__ import annotations
+
+import importlib.util
+import sqlite3
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from lightning_lockstep._application.records import places, plain_configuration
+from lightning_lockstep._doors.lightning import CSVLogger, DummyLogger
+from tests.common.application.command_lines import faults_of, only
+from tests.helpers import ScriptOutcome, run_script
+from tests.programs.application.test_lockstep_train import path_with
+
+MLFLOW = "{_target_:lightning.pytorch.loggers.MLFlowLogger,tracking_uri:'sqlite:///made.db'}"
+QUICK = ("trainer.enable_progress_bar=false", "trainer.accelerator=cpu", "trainer.max_epochs=1")
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        f"+logger.own={MLFLOW}",
+        f"+callbacks.own={{_target_:lightning.pytorch.callbacks.LearningRateMonitor,logging_interval:{MLFLOW}}}",
+    ],
+)
+def test_the_check_makes_no_logger(argument: str) -> None:
+    """Lightning's own makes its store when it is made, wherever it stands in the configuration."""
+    assert faults_of(argument) == []
+    assert not Path("made.db").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["+logger.wandb.projct=x"], "WandbLogger has no setting 'projct'. Did you mean 'project'"),
+        (["logger.wandb.offline=maybe"], "expected true or false or null, given the text 'maybe'"),
+        (["logger.wandb._target_=lightning_lockstep.components.WandLogger"], "Did you mean 'WandbLogger'"),
+        (["+logger.mlflow.uri=x"], "MLFlowLogger has no setting 'uri'."),
+    ],
+)
+def test_what_is_wrong_with_a_logger_is_found_by_its_signature(arguments: list[str], expected: str) -> None:
+    assert expected in only(faults_of("logger=[wandb,mlflow]", *arguments))
+
+
+@pytest.mark.parametrize("found", [None, ModuleSpec("a_bare_folder", None)], ids=["nothing", "folder"])
+@pytest.mark.parametrize(
+    ("logger", "missing", "extra"),
+    [
+        ("wandb", {"wandb"}, "wandb"),
+        ("mlflow", {"mlflow"}, "mlflow"),
+        ("mlflow", {"sqlalchemy"}, "mlflow"),
+        ("tensorboard", {"tensorboard", "tensorboardX"}, "tensorboard"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(
+    logger: str, missing: set[str], extra: str, found: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+
+    def find_other(name: str, *rest: Any) -> Any:
+        return found if name in missing else find(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_other)
+    assert only(faults_of(f"logger={logger}")) == (
+        f"logger.{logger} needs the package {min(missing)!r}, which is not installed here."
+        f" Install it with: pip install 'lightning-lockstep[{extra}]'"
+    )
+
+
+def test_a_run_without_logs_has_no_place_of_a_log() -> None:
+    assert places([DummyLogger(), CSVLogger("run", name="csv", version="0")]) == {
+        "log (CSVLogger)": "run/csv/0"
+    }
+
+
+def test_secrets_are_not_logged() -> None:
+    config = OmegaConf.create(
+        {
+            "a": {"api_key": "abc", "url": "https://u:hunter2hunter2@host", "pad_token": "<pad>"},
+            "b": ["${a.url}"],
+        }
+    )
+    plain = plain_configuration(config, {"DATABASE_PASSWORD": "hunter2hunter2", "SHORT_TOKEN": "o"})
+    assert plain["a"] == {"api_key": "***", "url": "https://u:***@host", "pad_token": "<pad>"}
+    assert plain["b"] == ["https://u:***@host"]
+
+
+def lockstep_train(*arguments: str, cwd: Path, **env: str) -> ScriptOutcome:
+    command = [sys.executable, "-m", "lightning_lockstep.train", *arguments, *QUICK]
+    # wandb and mlflow are a user's: no account, no server, and not the machine of a continuous integration
+    home = {"NETRC": str(cwd / "none"), "CI": "", **env}
+    outcome = run_script(command, env=home, cwd=cwd, timeout=240)
+    assert outcome.returncode == 0, outcome.output
+    assert not outcome.leftovers
+    for noise in ("wandb:", " INFO ", "not found. Creating", "Warning"):
+        assert noise not in outcome.output
+    return outcome
+
+
+def rows(database: Path, query: str) -> list[tuple[Any, ...]]:
+    connection = sqlite3.connect(database)
+    try:
+        return connection.execute(query).fetchall()
+    finally:
+        connection.close()
+
+
+def test_two_ranks_make_one_run_of_each_logger_with_the_whole_configuration(tmp_path: Path) -> None:
+    outcome = lockstep_train(
+        "trainer.devices=2",
+        "trainer.limit_train_batches=3",
+        "logger=[csv,tensorboard,wandb,mlflow]",
+        "hydra.run.dir=run",
+        cwd=tmp_path,
+    )
+    run = tmp_path / "run"
+    assert [path.name for path in tmp_path.iterdir()] == ["run"], "something was written elsewhere"
+    (offline,) = run.glob("wandb/offline-run-*")
+    (file,) = offline.glob("*.wandb")
+    assert b"find_unused_parameters" in file.read_bytes()
+    database = run / "mlflow" / "mlflow.db"
+    assert rows(database, "select status from runs") == [("FINISHED",)]
+    assert ("3",) in rows(
+        database, "select value from params where key = 'config/trainer/limit_train_batches'"
+    )
+    assert rows(database, "select count(*) from metrics where key = 'train_loss'") == [(3,)]
+    for folder in ("csv", "tensorboard"):
+        logged = yaml.safe_load((run / folder / "hparams.yaml").read_text())
+        assert logged["config"]["trainer"]["limit_train_batches"] == 3
+        assert logged["width"] == 32, "the model's own stay"
+    table = outcome.stdout.replace("\n", "")
+    for place in (
+        "run/csv/metrics.csv",
+        "run/tensorboard",
+        f"run/wandb/{offline.name}",
+        "run/mlflow/mlflow.db",
+    ):
+        assert place in table
+
+
+def test_each_job_of_a_sweep_is_a_run_of_its_own(tmp_path: Path) -> None:
+    store = tmp_path / "all.db"
+    lockstep_train(
+        "-m",
+        "seed=1,2",
+        "trainer.limit_train_batches=2",
+        "logger=[wandb,mlflow]",
+        "hydra.sweep.dir=sweep",
+        cwd=tmp_path,
+        MLFLOW_TRACKING_URI=f"sqlite:///{store}",
+    )
+    assert [len(list((tmp_path / "sweep" / job).glob("wandb/offline-run-*"))) for job in "01"] == [1, 1]
+    seeds = rows(store, "select value from params where key = 'config/seed' order by value")
+    assert seeds == [("1",), ("2",)]
+    assert rows(store, "select count(*) from runs") == [(2,)]
+
+
+def test_a_failed_run_says_so_once_and_is_marked(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from lightning.pytorch import Callback\n"
+        "class Fail(Callback):\n"
+        "    def on_train_batch_start(self, *_):\n"
+        "        raise RuntimeError('boom')\n"
+    )
+    outcome = run_script(
+        [
+            *(sys.executable, "-m", "lightning_lockstep.train", *QUICK, "hydra.run.dir=run"),
+            *("logger=[wandb,mlflow]", "+callbacks.own._target_=own.Fail"),
+        ],
+        env={"NETRC": str(tmp_path / "none"), "PYTHONPATH": path_with(tmp_path)},
+        cwd=tmp_path,
+        timeout=240,
+    )
+    assert outcome.returncode == 1, outcome.output
+    assert outcome.output.count("RuntimeError: boom") == 1
+    assert rows(tmp_path / "run" / "mlflow" / "mlflow.db", "select status from runs") == [("FAILED",)]

@@ -1,0 +1,82 @@
+"""What the package offers elsewhere, on ranks under a real MPI; and a rank that ends its program alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.common.distributed.mpi.launch import run_program, why_no
+from tests.helpers import ScriptOutcome
+
+pytestmark = [
+    pytest.mark.skipif(why_no("open_mpi") is not None, reason=why_no("open_mpi") or ""),
+]
+#: Each epoch and batch of a fit.
+BATCHES = [[epoch, batch] for epoch in range(2) for batch in range(12)]
+
+
+def run(what: str, folder: Path) -> tuple[ScriptOutcome, list[Any]]:
+    outcome, _ = run_program("open_mpi", 2, "program_everything.py", folder, arguments=[what])
+    files = [folder / f"{what}-{rank}.json" for rank in (0, 1)]
+    return outcome, [json.loads(file.read_text()) for file in files if file.exists()]
+
+
+@pytest.mark.mpi
+def test_callbacks_and_options_work_as_on_other_strategies(tmp_path: Path) -> None:
+    outcome, found = run("all", tmp_path)
+    assert outcome.returncode == 0 and len(found) == 2, outcome.output
+    for what, seen in found[0].items():
+        other = found[1][what]
+        assert seen["backend"] == "mpi4py"
+        assert seen["weights"] == other["weights"], what
+        assert seen["global_step"] == other["global_step"], what
+        if what != "overflow":
+            assert seen["steps"] == other["steps"], what
+    assert found[0]["uneven"]["global_step"] == 40
+    stopped = found[0]["breakpoint"]["steps"]
+    # Ranks agree to leave some batches after the breakpoint, on a busy machine in the next epoch.
+    assert stopped == BATCHES[: len(stopped)] and 6 <= len(stopped) < len(BATCHES)
+    assert "rank 1: on purpose" in outcome.output
+    assert 2 <= found[0]["early"]["global_step"] <= 4
+    assert found[0]["batch_size"]["batch_size"] == found[1]["batch_size"]["batch_size"] == 12
+    assert found[0]["overflow"]["skipped"] == found[1]["overflow"]["skipped"] == 2
+    first, second = (outcome.output.find(f"rank {rank} was here") for rank in (0, 1))
+    assert 0 < first < second
+
+
+@pytest.mark.mpi
+def test_a_preempted_run_goes_on_at_the_next_batch(tmp_path: Path) -> None:
+    outcome, _ = run("preempt", tmp_path)
+    assert outcome.returncode == 75, outcome.output
+    assert "rank 1: received SIGTERM" in outcome.output
+    outcome, found = run("resume", tmp_path)
+    assert outcome.returncode == 0 and len(found) == 2, outcome.output
+    for seen in found:
+        assert seen["global_step"] == 24
+        first = len(BATCHES) - len(seen["steps"])  # ranks agree to leave some batches after the signal
+        assert first >= 6
+        assert seen["steps"] == BATCHES[first:]
+    assert found[0]["weights"] == found[1]["weights"]
+
+
+@pytest.mark.mpi
+def test_ranks_do_not_wait_for_one_that_has_ended_its_program(tmp_path: Path) -> None:
+    outcome, _ = run_program("open_mpi", 3, "program_exit.py", tmp_path)
+    assert outcome.returncode != 0 and not outcome.timed_out, outcome.output
+    assert "the pair went on" in outcome.output
+    # In a sub-group too, a report names ranks by their numbers in the default group.
+    row = r"  2 +all_reduce\(sum\)  float32  \(5,\) +program_exit.py:\d+ in main  <- differs"
+    assert re.search(row, outcome.output), outcome.output
+    assert "over MPI cannot complete: rank 1 exited without calling it" in outcome.output
+
+
+@pytest.mark.mpi
+def test_a_rank_that_exits_after_fit_ends_the_others(tmp_path: Path) -> None:
+    outcome, found = run("leave", tmp_path)
+    assert outcome.returncode != 0 and not found and not outcome.timed_out, outcome.output
+    assert "rank 1 exited without calling it" in outcome.output
+    assert outcome.leftovers == ()

@@ -1,0 +1,274 @@
+"""Collectives that one of two ranks answers by itself, while the other is elsewhere."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.nn.functional as dist_nn
+
+from lightning_lockstep.distributed.local_collectives import UnansweredCollectiveError, local_collectives
+from tests.common.distributed.mpi.launch import mpi_command, mpi_environ, why_no
+from tests.helpers import COMMON, run_ranks, run_script
+
+PROGRAM = COMMON / "distributed" / "program_local_collectives.py"
+R = dist.ReduceOp
+
+
+def four() -> torch.Tensor:
+    return torch.arange(4.0)
+
+
+def reduced(op: Any, tensor: torch.Tensor) -> Any:
+    dist.all_reduce(tensor, op)
+    return tensor.tolist()
+
+
+def gathered() -> Any:
+    places = [torch.empty(4), torch.empty(4)]
+    dist.all_gather(places, four())
+    return [place.tolist() for place in places]
+
+
+def into(call: Callable[..., Any], size: int, *args: Any, **options: Any) -> Any:
+    output = torch.full((size,), -1.0)
+    call(output, *args, **options)
+    return output.tolist()
+
+
+def asynchronous() -> Any:
+    tensor, output = four(), torch.empty(8)
+    works = [
+        dist.all_reduce(tensor, async_op=True),
+        dist.all_gather_into_tensor(output, four(), async_op=True),
+        dist.barrier(async_op=True),
+    ]
+    assert all(work.wait() and work.is_completed() for work in works)
+    (value,) = works[0].get_future().wait()
+    assert value.data_ptr() == tensor.data_ptr()
+    return [tensor.tolist(), output.tolist()]
+
+
+def exchanged() -> Any:
+    outputs = [torch.empty(2), torch.empty(2)]
+    dist.all_to_all(outputs, list(four().split(2)))
+    return [output.tolist() for output in outputs]
+
+
+def objects(rank: int) -> Any:
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, {"rank": rank})
+    box = [f"of rank {rank}"]
+    dist.broadcast_object_list(box, rank)
+    return everyone, box
+
+
+def to_one(rank: int) -> Any:
+    """Root here, then root there: gather, scatter, reduce and broadcast."""
+    places = [torch.empty(4), torch.empty(4)]
+    dist.gather(four(), places, dst=rank)
+    dist.gather(four(), None, dst=1 - rank)
+    mine, theirs, total, other, kept = torch.empty(2), torch.empty(2), four(), four(), four()
+    dist.scatter(mine, list(four().split(2)), src=rank)
+    dist.scatter(theirs, None, src=1 - rank)
+    dist.reduce(total, rank)
+    dist.reduce(other, 1 - rank)
+    dist.broadcast(kept, 1 - rank)
+    return [t.tolist() for t in (*places, mine, theirs, total, other, kept)]
+
+
+def coalesced() -> Any:
+    one, two = torch.ones(1), torch.ones(2)
+    with dist._coalescing_manager():
+        dist.all_reduce(one)
+        dist.all_reduce(two)
+    return [one.tolist(), two.tolist()]
+
+
+def compiled_style() -> Any:
+    """Functional collectives, as compiled code calls them."""
+    world = dist.group.WORLD
+    return [
+        functional.all_reduce(four(), "sum", world).tolist(),
+        functional.all_gather_tensor(four(), 0, world).tolist(),
+        functional.reduce_scatter_tensor(four(), "sum", 0, world).tolist(),
+    ]
+
+
+def with_gradients() -> Any:
+    """Gather and sum by autograd; both are answered in the backward too."""
+    gradients = []
+    for call in (lambda t: torch.cat(dist_nn.all_gather(t)), dist_nn.all_reduce):
+        leaf = torch.ones(3, requires_grad=True)
+        call(leaf * 1).sum().backward()
+        gradients.append(leaf.grad.tolist())
+    saved = torch.ones(2, requires_grad=True) * 2
+    square = saved * saved
+    dist.all_reduce(saved.detach())  # as a backend does, it writes without raising the version
+    square.sum().backward()
+    return gradients
+
+
+def refused(rank: int) -> list[str]:
+    calls: list[Callable[[], Any]] = [
+        lambda: dist.send(four(), 1 - rank),
+        lambda: dist.recv(four(), 1 - rank),
+        lambda: dist.broadcast_object_list([1], 1 - rank),
+        lambda: dist.scatter_object_list([None], None, 1 - rank),
+        lambda: dist.all_gather(uneven(rank), four()),
+    ]
+    said = []
+    for call in calls:
+        with pytest.raises(
+            UnansweredCollectiveError, match="in a step that runs on one rank alone"
+        ) as caught:
+            call()
+        said.append(str(caught.value).split(" cannot")[0])
+    return said
+
+
+def uneven(rank: int) -> list[torch.Tensor]:
+    """Room for this rank's four values, and for three of the other."""
+    return [torch.empty(4 if each == rank else 3) for each in (0, 1)]
+
+
+def answers(rank: int) -> dict[str, Any]:
+    """Call everything on this rank alone."""
+    half = list(four().split(2))
+    with local_collectives() as local:
+        found = {
+            "reduced": [reduced(op, four()) for op in (R.SUM, R.PRODUCT, R.AVG, R.MIN, R.MAX)],
+            "whole numbers": [reduced(op, torch.tensor([5])) for op in (R.BAND, R.BOR, R.BXOR)],
+            "flags": reduced(R.SUM, torch.tensor([True, False])),
+            "gathered": gathered(),
+            "into": into(dist.all_gather_into_tensor, 8, four()),
+            "scattered sums": [
+                into(dist.reduce_scatter_tensor, 2, four()),
+                into(dist.reduce_scatter, 2, half),
+            ],
+            "exchanged": [exchanged(), into(dist.all_to_all_single, 4, four())],
+            "uneven exchange": into(dist.all_to_all_single, 2, four(), [1, 1], [3, 1] if rank else [1, 3]),
+            "asynchronous": asynchronous(),
+            "objects": objects(rank),
+            "to one": to_one(rank),
+            "coalesced": coalesced(),
+            "functional": compiled_style(),
+            "gradients": with_gradients(),
+            "refused": refused(rank),
+        }
+        dist.barrier()
+        assert local.count > 30
+    return found
+
+
+def expected(rank: int) -> dict[str, Any]:
+    own, double = [[0.0, 1.0], [2.0, 3.0]][rank], [[0.0, 2.0], [4.0, 6.0]][rank]
+    all_four, twice = four().tolist(), (2 * four()).tolist()
+    return {
+        "reduced": [twice, [0.0, 1.0, 4.0, 9.0], all_four, all_four, all_four],
+        "whole numbers": [[5], [5], [0]],
+        "flags": [True, False],
+        "gathered": [all_four, all_four],
+        "into": all_four * 2,
+        "scattered sums": [double, double],
+        "exchanged": [[own, own], own * 2],
+        "uneven exchange": [3.0, 3.0] if rank else [0.0, 0.0],
+        "asynchronous": [twice, all_four * 2],
+        "objects": ([{"rank": rank}] * 2, [f"of rank {rank}"]),
+        "to one": [all_four, all_four, own, [0.0, 0.0], twice, all_four, all_four],
+        "coalesced": [[2.0], [2.0, 2.0]],
+        "functional": [twice, all_four * 2, double],
+        "refused": ["send", "recv", "broadcast", "broadcast", "allgather"],
+    }
+
+
+def one_alone(rank_alone: int) -> Any:
+    """Rank ``rank_alone`` answers for itself while the other waits in an all-reduce that both then make."""
+    warnings.simplefilter("ignore")
+    found = answers(dist.get_rank()) if dist.get_rank() == rank_alone else None
+    total = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(total)
+    before = torch.tensor([1.0])
+    with local_collectives():
+        dist.all_reduce(before)
+    dist.all_reduce(total)
+    return found, total.item(), before.item()
+
+
+def check(rank: int, found: dict[str, Any]) -> None:
+    # Gloo's exchange in torch.distributed.nn is made of scatters, and those of the other rank are zeros.
+    gradients = found.pop("gradients")
+    assert gradients in ([[1.0] * 3, [2.0] * 3], [[2.0] * 3, [2.0] * 3])
+    wanted = json.loads(json.dumps(expected(rank)))
+    found = json.loads(json.dumps(found))
+    assert found == wanted
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_operation_is_answered_and_the_group_is_left_as_it_was(rank: int) -> None:
+    both = run_ranks(2, one_alone, rank, timeout=60)
+    check(rank, both[rank][0])
+    assert [each[1:] for each in both] == [(6.0, 2.0)] * 2
+
+
+def sub_group() -> Any:
+    group = dist.new_group([0, 2])
+    tensor, other = torch.ones(1), torch.ones(1)
+    if dist.get_rank() == 2:
+        with local_collectives():
+            dist.all_reduce(tensor, group=group)
+            dist.all_reduce(other)
+    dist.barrier()
+    return tensor.item(), other.item()
+
+
+def test_a_sub_group_counts_its_own_ranks() -> None:
+    assert run_ranks(3, sub_group, timeout=60)[2] == (2.0, 3.0)
+
+
+def compiled() -> Any:
+    """Count what a compiled step is compiled to, and what it gives with answers and without."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=backend)
+    def step(tensor: torch.Tensor) -> torch.Tensor:
+        return functional.all_reduce(tensor, "sum", dist.group.WORLD) * 2
+
+    alone = [step(four()).tolist()]
+    with local_collectives() as local:
+        if dist.get_rank() == 1:
+            alone.append(step(four()).tolist())
+    dist.barrier()
+    return alone, local.count, step(four()).tolist(), len(graphs)
+
+
+def test_compiled_code_is_answered_and_not_compiled_again() -> None:
+    four_times = (4 * four()).tolist()
+    zero, one = run_ranks(2, compiled, timeout=120)
+    assert zero == ([four_times], 0, four_times, 1)
+    assert one == ([four_times] * 2, 1, four_times, 1)
+
+
+def test_without_a_process_group_nothing_is_done() -> None:
+    with local_collectives() as local:
+        assert local.count == 0
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(why_no("open_mpi") is not None, reason=str(why_no("open_mpi")))
+def test_a_process_group_written_in_python(tmp_path: Path) -> None:
+    command = [*mpi_command("open_mpi", 2), str(PROGRAM), str(tmp_path)]
+    outcome = run_script(command, env=mpi_environ(), cwd=tmp_path, timeout=90)
+    assert outcome.returncode == 0, outcome.output
+    check(1, json.loads((tmp_path / "found.json").read_text()))

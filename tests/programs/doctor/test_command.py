@@ -1,0 +1,226 @@
+"""The command as users call it: a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lightning_lockstep
+from lightning_lockstep.doctor import command
+from lightning_lockstep.doctor.check_runner import Checks
+from lightning_lockstep.doctor.command import main, select
+from lightning_lockstep.doctor.hosts import ChecksOnHosts
+from lightning_lockstep.doctor.registry import CheckOptions, CheckResult
+from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.launchers.mpi_hosts import Host
+from tests.common.doctor.imitated_machine import read_machine, run_check
+from tests.common.doctor.machines import FOLDER
+
+OLD_KERNEL, HANGING_KERNEL = FOLDER / "kernel_old_ubuntu.yaml", FOLDER / "kernel_old_and_hangs.yaml"
+
+
+def doctor(*arguments: object, **more: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lightning_lockstep.doctor", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **more)
+
+
+@pytest.fixture
+def on_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Run the command in this process as if on an imitated machine; return its exit code and what it prints."""
+
+    def run(path: Path, *arguments: str) -> tuple[int, str]:
+        class ChecksThere(Checks):
+            def results(self, tick: Callable[[], None] = lambda: None) -> Iterator[CheckResult]:
+                yield from (run_check(name, read_machine(path), CheckOptions()) for name in self.names)
+
+        monkeypatch.setattr(command, "Checks", ChecksThere)
+        with pytest.raises(SystemExit) as ended:
+            command.main(arguments)
+        return int(str(ended.value.code)), capsys.readouterr().out
+
+    return run
+
+
+def test_rows_lines_to_paste_and_exit_code(on_machine: Callable[..., tuple[int, str]]) -> None:
+    code, printed = on_machine(HANGING_KERNEL, "kernel")
+    assert code == 1, printed
+    assert "Linux kernel" in printed and "did not end within 10 s" in printed
+    assert "\nsudo dnf --enablerepo=elrepo-kernel install kernel-ml && sudo reboot\n" in printed
+    assert "1 check in" in printed and "1 problem" in printed
+
+
+def test_warnings_count_only_when_strict(on_machine: Callable[..., tuple[int, str]]) -> None:
+    assert on_machine(OLD_KERNEL, "kernel")[0] == 0
+    assert on_machine(OLD_KERNEL, "kernel", "--strict")[0] == 3
+
+
+def test_json_is_all_that_is_printed() -> None:
+    done = doctor("--only", "kernel,packages", "--json")
+    report = json.loads(done.stdout)
+    assert [check["check"] for check in report["checks"]] == ["packages", "kernel"]
+    assert report["status"] in ("ok", "warning", "problem") and done.stderr == ""
+
+
+def test_only_rows_of_a_status_are_shown(on_machine: Callable[..., tuple[int, str]]) -> None:
+    _, printed = on_machine(OLD_KERNEL, "kernel", "--only", "problem")
+    assert "5.4.0" not in printed and "1 warning" in printed
+
+
+def test_an_unknown_check_is_refused() -> None:
+    done = doctor("kernal")
+    assert done.returncode == 2
+    assert "check 'kernal': expected one of" in done.stderr and "Did you mean 'kernel'?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("gpus", "devices"), ("nccl", "network"), ("SSH", "mpi"), ("driver", "cuda")]
+)
+def test_what_a_check_looks_at_names_it(given: str, meant: str) -> None:
+    with pytest.raises(
+        ConfigurationError, match=f"check '{given}': expected one of .* Did you mean '{meant}'"
+    ):
+        select([given])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--hosts", " , "], "--hosts ' , ': expected names of hosts"),
+        (["--hosts", "a,-oProxyCommand=x"], "--hosts: '-oProxyCommand=x': expected names or addresses"),
+        (["--hosts", "a", "--ssh-args", "'x"], '--ssh-args "\'x": expected shell syntax'),
+        (["--hostfile", "empty"], "--hostfile empty: it names no host"),
+        (["--hostfile", "binary"], "hostfile binary: it cannot be read"),
+        (["--hostfile", "absent"], "--hostfile absent: there is no such file"),
+    ],
+)
+def test_hosts_that_cannot_be_used_are_refused(
+    arguments: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "empty").write_text("\n# nobody\n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["kernel", *arguments])
+    assert ended.value.code == 2 and told in capsys.readouterr().err
+
+
+def test_explain_runs_nothing() -> None:
+    done = doctor("--explain", "kernel")
+    assert done.returncode == 0 and "back-port" in done.stdout
+
+
+def test_without_an_environment() -> None:
+    """As in a prolog of Slurm."""
+    folder = str(Path(sys.executable).resolve().parent)
+    package = str(Path(__file__).resolve().parents[3])
+    done = doctor("kernel", env={"PATH": folder, "PYTHONPATH": package}, cwd="/")
+    assert done.returncode in (0, 1) and "Linux kernel" in done.stdout, done.stderr
+
+
+def test_a_terminal_gets_a_progress_line() -> None:
+    """On a pseudo-terminal; in a file there is none."""
+    main, other = os.openpty()
+    command = [sys.executable, "-m", "lightning_lockstep.doctor", "kernel", "packages"]
+    process = subprocess.Popen(command, stdout=other, env={**os.environ, "TERM": "xterm"})
+    os.close(other)
+    shown = b""
+    with contextlib.suppress(OSError):  # the other side has closed
+        while part := os.read(main, 4096):
+            shown += part
+    os.close(main)
+    assert process.wait(60) in (0, 1)
+    assert b"of 2 checks ended; running: " in shown and b"Linux kernel" in shown
+    assert "checks ended" not in doctor("kernel").stdout
+
+
+def test_interrupted_it_leaves_nothing_behind(tmp_path: Path) -> None:
+    """A check that waits for a program ends with the doctor, and so does the program, even where that is killed."""
+    (tmp_path / "hanging.py").write_text(
+        "import os, time\nfrom lightning_lockstep.doctor import check\n"
+        "@check(name='hanging', summary='hangs', why='to test')\n"
+        "def hanging(machine, options):\n"
+        "    program = 'echo $$ > $PID.part; mv $PID.part $PID; exec sleep 600'\n"
+        "    machine.run(['sh', '-c', program], timeout=600)\n"
+    )
+    metadata = tmp_path / "hanging-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: hanging\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[lightning_lockstep.doctor_checks]\nhanging = hanging:hanging\n"
+    )
+    pid = tmp_path / "pid"
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    command = [sys.executable, "-m", "lightning_lockstep.doctor", "hanging"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, env={**os.environ, "PID": str(pid), "PYTHONPATH": path}
+    )
+    _wait_until(lambda: pid.exists() and pid.read_text() != "")
+    process.kill()
+    process.wait(60)
+    child = Path("/proc", pid.read_text().strip(), "cmdline")
+    _wait_until(lambda: not child.exists() or child.read_bytes() == b"")
+
+
+def test_ctrl_c_ends_the_ssh_of_each_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = tmp_path / "pid"
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f"#!/bin/sh\necho $$ > {pid}.part; mv {pid}.part {pid}; exec sleep 600\n")
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+    def interrupt() -> None:
+        if pid.exists():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(ChecksOnHosts(["kernel"], CheckOptions(), [Host("node1.invalid")]).results(interrupt))
+    process = Path("/proc", pid.read_text().strip(), "cmdline")
+    _wait_until(lambda: not process.exists() or process.read_bytes() == b"")
+
+
+def _wait_until(arrived: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not arrived():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+HEAVY = ["torch", "lightning", "deepspeed", "mpi4py", "pytorch_lightning"]
+
+
+@pytest.mark.parametrize("module", ["command", "check_runner", "machine", "checks.packages"])
+def test_the_doctor_imports_no_engine(module: str, tmp_path: Path) -> None:
+    program = tmp_path / "lockstep-doctor"  # the name of the console script
+    program.write_text(
+        f"import sys, importlib\nimportlib.import_module('lightning_lockstep.doctor.{module}')\n"
+        f"print([name for name in {HEAVY} if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_version_completion_and_a_help_that_breaks_no_word() -> None:
+    assert doctor("--version").stdout == f"lightning-lockstep {lightning_lockstep.__version__}\n"
+    words = {
+        "_LOCKSTEP_DOCTOR_COMPLETE": "complete_bash",
+        "COMP_WORDS": "lockstep-doctor de",
+        "COMP_CWORD": "1",
+    }
+    assert doctor(env={**os.environ, **words}).stdout.split() == ["deepspeed", "devices"]
+    lines = doctor("--help", env={**os.environ, "COLUMNS": "80"}).stdout.splitlines()
+    assert max(map(len, lines)) <= 80

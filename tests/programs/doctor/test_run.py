@@ -1,0 +1,314 @@
+"""Run folders that the doctor reads: of real runs, and of files that somebody has damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from lightning_lockstep._application.checks import find_checkpoint
+from lightning_lockstep.doctor.checks.run import run
+from lightning_lockstep.doctor.machine import Machine
+from lightning_lockstep.doctor.registry import CheckOptions, Finding, Status
+from tests.common.distributed.mpi.launch import mpi_environ
+from tests.helpers import run_script
+
+SMALL = "data=source_text model=byte_gpt data.max_bytes=60000 trainer.accelerator=cpu test=false trainer.max_steps=4"
+TWO = "trainer.devices=2 trainer.num_sanity_val_steps=0"
+
+
+def findings(folder: Path) -> list[Finding]:
+    return list(run(Machine(), CheckOptions(folders=(str(folder),))))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("arguments", "status", "subject", "told", "fix"),
+    [
+        ("trainer.devices=1", Status.OK, "run", "it finished: 4 steps on 1 rank;", ""),
+        (
+            f"{TWO} callbacks=overflow model.learning_rate=1e30",
+            Status.PROBLEM,
+            "overflow",
+            "nan or inf (rank 0, batch",
+            "lockstep-train callbacks=overflow trainer.gradient_clip_val=1.0 model.learning_rate=LOWER ...",
+        ),
+        (
+            f"{TWO} model._target_=tests.common.doctor.faulty_models.AsksForTooMuch",
+            Status.PROBLEM,
+            "out of memory",
+            "rank 1 of 2",
+            "lockstep-train callbacks=auto_batch_size ...",
+        ),
+        (
+            f"{TWO} model._target_=tests.common.doctor.faulty_models.Stalls strategy.stall_timeout=2",
+            Status.PROBLEM,
+            "collective guard",
+            "rank 1 never came to collective",
+            "lockstep-doctor network",
+        ),
+    ],
+    ids=["healthy", "overflow", "out_of_memory", "stalled"],
+)
+def test_real_runs(arguments: str, status: Status, subject: str, told: str, fix: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "lightning_lockstep.train", *SMALL.split(), *arguments.split()]
+    outcome = run_script([*command, f"hydra.run.dir={folder}"], env=mpi_environ(), timeout=120)
+    assert not outcome.timed_out and (outcome.returncode == 0) == (subject == "run"), outcome.output
+    found = findings(folder)
+    assert (found[0].status, found[0].subject) == (status, subject), found
+    assert told in found[0].evidence and fix in "\n".join(found[0].fix), found
+    assert all(finding.status is not Status.PROBLEM for finding in found[1:]), found
+
+
+def test_a_search_for_a_batch_size_is_told(tmp_path: Path) -> None:
+    content = {
+        "size": 24,
+        "accumulate": 2,
+        "ranks": 4,
+        "trials": [{}, {}, {}],
+        "reason": "the limit is found",
+    }
+    (tmp_path / "batch_size.json").write_text(json.dumps(content))
+    [size] = [finding for finding in findings(tmp_path) if finding.subject == "batch size"]
+    assert "24 per rank x 2 accumulated x 4 ranks, after 3 trials" in size.evidence
+
+
+@pytest.mark.parametrize(
+    ("log", "mark", "fix"),
+    [("csv/metrics.csv", ".hydra", "debug=overflow"), ("metrics.csv", "checkpoints", "OverflowDetector()")],
+)
+def test_a_loss_that_is_not_finite_is_found_in_the_log(log: str, mark: str, fix: str, tmp_path: Path) -> None:
+    (tmp_path / mark).mkdir()
+    (tmp_path / log).parent.mkdir(exist_ok=True)
+    (tmp_path / log).write_text("epoch,step,train_loss\n0,0,2.5\n0,1,nan\n0,2,nan\n")
+    [metrics] = [finding for finding in findings(tmp_path) if finding.subject == "metrics"]
+    assert "train_loss is nan at step 1" in metrics.evidence and fix in metrics.fix[0]
+
+
+def test_the_runs_of_a_script_are_found_below_its_folder_and_need_no_summary(tmp_path: Path) -> None:
+    for version in range(3):
+        folder = tmp_path / "lightning_logs" / f"version_{version}"
+        folder.mkdir(parents=True)
+        (folder / "hparams.yaml").write_text("{}")
+        os.utime(folder / "hparams.yaml", (1, 1))
+    [run_of_script, *_] = findings(folder)
+    assert run_of_script.status is Status.OK and "no failure was recorded" in run_of_script.evidence
+    [found] = findings(tmp_path)
+    assert (
+        found.status is Status.OK
+        and "3 run folders below it; none of these runs has failed" in found.evidence
+    )
+    record = {"rank": 1, "world_size": 2, "host": "h", "summary": "ValueError: boom", "where": {"step": 7}}
+    own = '  File "/me/train.py", line 9, in step\n    raise ValueError\n'
+    trace = f'Traceback:\n{own}  File "/x/site-packages/torch/nn.py", line 3, in f\n'
+    (folder / "failure.json").write_text(json.dumps(record | {"traceback": trace}))
+    [found] = findings(tmp_path)
+    assert found.fix == (f"lockstep-doctor run {folder}",)
+    [failed, *_] = findings(folder)
+    assert failed.status is Status.PROBLEM and "rank 1 of 2 on h, step 7: ValueError: boom" in failed.evidence
+    assert (
+        failed.evidence.endswith('File "/me/train.py", line 9, in step\nraise ValueError') and not failed.fix
+    )
+    ours = {
+        "summary": "BatchSizeError: none fits",
+        "traceback": "lightning_lockstep.errors.BatchSizeError: none\nhere",
+    }
+    (folder / "failure.json").write_text(json.dumps(record | ours))
+    assert findings(folder)[0].evidence.endswith("step 7: BatchSizeError: none\nhere"), "all of its message"
+
+
+def test_the_log_of_the_last_attempt_is_read_to_its_end(tmp_path: Path) -> None:
+    rows = "".join(f"0,{step},2.5\n" for step in range(120_000))
+    of_attempts = {".": "0,0,nan\n", "attempt-1": f"{rows}0,120000,nan\n"}
+    for number, (name, lines) in enumerate(of_attempts.items()):
+        file = tmp_path / "csv" / name / "metrics.csv"
+        file.parent.mkdir(parents=True)
+        file.write_text(f"epoch,step,train_loss\n{lines}")
+        os.utime(file, (number, number))
+    [metrics] = [finding for finding in findings(tmp_path) if finding.subject == "metrics"]
+    assert "train_loss is nan at step 120000" in metrics.evidence
+
+
+def test_a_run_that_left_nothing_can_go_on_from_its_newest_whole_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "x=[1,2] y"
+    (folder / "checkpoints").mkdir(parents=True)
+    for number, name in enumerate(("best.ckpt", "preempted.ckpt")):
+        with zipfile.ZipFile(folder / "checkpoints" / name, "w") as archive:
+            archive.writestr("data.pkl", "x")
+        os.utime(folder / "checkpoints" / name, (number, number))
+    (folder / ".hydra").mkdir()
+    record = {
+        "job": {"name": "train", "config_name": "mine"},
+        "overrides": {"hydra": ["hydra.run.dir=x"], "task": ["seed=3", "ckpt_path=auto"]},
+        "runtime": {
+            "config_sources": [
+                {"provider": "main", "path": "lightning_lockstep.conf"},
+                {"provider": "command-line", "path": "/my conf"},
+            ]
+        },
+    }
+    (folder / ".hydra" / "hydra.yaml").write_text(json.dumps({"hydra": record}))
+    half = (folder / "checkpoints" / "best.ckpt").read_bytes()[:20]
+    (folder / "checkpoints" / "last.ckpt").write_bytes(half)  # it was killed while it wrote this
+    found = {finding.subject: finding for finding in findings(folder)}
+    assert "it may still be running" in found["run"].evidence  # written to just now
+    [command] = found["checkpoints"].fix
+    *start, override = shlex.split(command)
+    assert start == ["lockstep-train", "--config-dir", "/my conf", "--config-name", "mine", "seed=3"]
+    [read] = OverridesParser.create().parse_overrides([override])
+    assert read.get_key_element() == "ckpt_path"
+    path = read.value()
+    assert find_checkpoint(str(path), run_folder=tmp_path, started_in=tmp_path) == str(
+        folder / "checkpoints" / "preempted.ckpt"
+    )
+    record["job"]["name"] = "own_program"  # type: ignore[index]
+    (folder / ".hydra" / "hydra.yaml").write_text(json.dumps({"hydra": record}))
+    assert not any(finding.fix for finding in findings(folder) if finding.subject == "checkpoints")
+
+
+def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "last.ckpt").write_bytes(b"")
+    found = {finding.subject: finding for finding in findings(tmp_path)}
+    assert found["checkpoints"].status is Status.NOT_APPLICABLE and not found["checkpoints"].fix
+
+
+def test_a_rank_that_was_killed_is_not_said_to_be_out_of_memory(tmp_path: Path) -> None:
+    record = {"rank": 1, "world_size": 2, "host": "h", "summary": "killed by SIGKILL"}
+    (tmp_path / "failure.json").write_text(json.dumps(record))
+    [killed] = [finding for finding in findings(tmp_path) if finding.status is Status.PROBLEM]
+    assert killed.subject == "killed" and "a scheduler (at a limit)" in killed.evidence
+    assert any(line.startswith("sacct -j JOB") for line in killed.fix)
+    assert not any("auto_batch_size" in line for line in killed.fix)
+
+
+def test_a_long_report_is_read_whole_and_one_cut_short_is_named(tmp_path: Path) -> None:
+    report = {
+        "error": "CollectiveTimeoutError",
+        "text": "rank 1 never came to collective 7\n" + "x" * 1_100_000,
+    }
+    (tmp_path / "guard-report.json").write_text(json.dumps(report))
+    [guard] = [finding for finding in findings(tmp_path) if finding.status is Status.PROBLEM]
+    assert guard.subject == "collective guard" and "rank 1 never came to collective 7" in guard.evidence
+    (tmp_path / "guard-report.json").unlink()
+    (tmp_path / "failure.json").write_text('{"rank": 1, "summary": "RuntimeErr')
+    [cut] = [finding for finding in findings(tmp_path) if finding.status is Status.PROBLEM]
+    assert cut.subject == "records" and "failure.json cannot be read" in cut.evidence
+    assert not any("it was killed" in finding.evidence for finding in findings(tmp_path))
+
+
+def test_reports_of_an_earlier_attempt_do_not_count_for_a_run_that_finished(tmp_path: Path) -> None:
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / "overflow").mkdir()
+    written = {
+        "guard-report.json": {"error": "CollectiveTimeoutError", "text": "rank 1 never came to collective 7"},
+        "overflow/batch-1.json": {"ranks": [{"rank": 0, "producer": {"module": "block.1"}}]},
+        "failure.json": {"rank": 1, "summary": "RuntimeError"},
+        ".hydra/overrides.yaml": [],
+        "summary.json": {"steps": 100, "ranks": 2, "metrics": {"loss": 1.0}},
+    }
+    for number, (name, content) in enumerate(written.items()):
+        (tmp_path / name).write_text(json.dumps(content))
+        os.utime(tmp_path / name, (number, number))
+    found = findings(tmp_path)
+    assert {(finding.status, finding.subject) for finding in found} == {
+        (Status.OK, "run"),
+        (Status.NOT_APPLICABLE, "collective guard"),
+    }
+    os.utime(tmp_path / "failure.json")  # and that of a later one does
+    assert (Status.PROBLEM, "failure") in {(f.status, f.subject) for f in findings(tmp_path)}
+
+
+def test_a_folder_whose_name_has_brackets(tmp_path: Path) -> None:
+    folder = tmp_path / "x=[1,2]"
+    (folder / "overflow").mkdir(parents=True)
+    content = {"ranks": [{"rank": 0, "batch_number": 3, "producer": {"module": "block.1"}}]}
+    (folder / "overflow" / "batch-3.json").write_text(json.dumps(content))
+    [overflow] = [finding for finding in findings(folder) if finding.status is Status.PROBLEM]
+    assert "block.1 made the first nan or inf (rank 0, batch 3)" in overflow.evidence
+    assert overflow.fix[0] == f"less '{folder}/overflow/batch-3.txt'"
+
+
+@pytest.mark.parametrize(
+    ("producer", "remedy", "evidence", "fix"),
+    [
+        (
+            {"kind": "module", "module": "block.1", "low_precision": True},
+            {"modules": ["block.1", "head"], "tried": True, "text": ""},
+            "block.1 made the first nan or inf",
+            "'callbacks.fp32_modules.modules=[block.1,head]'",
+        ),
+        (
+            {"kind": "module", "module": "block.1", "low_precision": False},
+            {"modules": [], "tried": False, "text": "It computed in float32 already."},
+            "It computed in float32 already.",
+            "model.learning_rate=LOWER",
+        ),
+        (
+            {"kind": "weight", "module": "", "low_precision": True},
+            {"modules": [], "text": "An earlier optimizer step made the weights nan or inf."},
+            "the weights of the LightningModule were already nan or inf",
+            "model.learning_rate=LOWER",
+        ),
+        ({"kind": "batch", "module": ""}, {"text": "Check the samples."}, "Check the samples.", ""),
+    ],
+    ids=["float32_helps", "float32_already", "weight", "batch"],
+)
+def test_an_overflow_gets_the_remedy_of_its_report(
+    producer: dict[str, object], remedy: dict[str, object], evidence: str, fix: str, tmp_path: Path
+) -> None:
+    (tmp_path / "overflow").mkdir()
+    content = {"ranks": [{"rank": 0, "batch_number": 3, "producer": producer, "remedy": remedy}]}
+    (tmp_path / "overflow" / "batch-3.json").write_text(json.dumps(content))
+    [overflow] = [finding for finding in findings(tmp_path) if finding.status is Status.PROBLEM]
+    assert evidence in overflow.evidence and fix in "\n".join(overflow.fix), overflow
+    assert ("fp32_modules" in "\n".join(overflow.fix)) == bool(remedy.get("modules")), overflow
+    assert (len(overflow.fix) == 1) == (producer["kind"] == "batch"), overflow
+
+
+@pytest.mark.parametrize("place", ["a_folder", "a_file"])
+def test_what_is_no_run_folder_gets_no_verdict(place: str, tmp_path: Path) -> None:
+    (tmp_path / "a_folder" / "etc").mkdir(parents=True)
+    (tmp_path / "a_file").write_text("127.0.0.1 localhost")
+    [found] = findings(tmp_path / place)
+    assert found.status is Status.PROBLEM and "it contains no file of a run" in found.evidence
+
+
+def test_the_folder_of_a_sweep_points_to_its_jobs(tmp_path: Path) -> None:
+    for job in range(11):
+        (tmp_path / str(job) / ".hydra").mkdir(parents=True)
+        (tmp_path / str(job) / ("failure.json" if job in (2, 10) else "summary.json")).write_text("{}")
+    [found] = findings(tmp_path)
+    assert found.status is Status.PROBLEM and "11 run folders below it" in found.evidence
+    assert found.fix == (f"lockstep-doctor run {tmp_path}/2 {tmp_path}/10",)
+    for job in (2, 10):
+        (tmp_path / str(job) / "summary.json").write_text("{}")
+    assert findings(tmp_path)[0].status is Status.OK
+
+
+@pytest.mark.parametrize(
+    "content", ["", "null", "[1]", '"text"', "{", '{"ranks": 3}', '{"text": null, "trials": 1}']
+)
+def test_damaged_files_are_read_without_an_error(content: str, tmp_path: Path) -> None:
+    (tmp_path / "overflow").mkdir()
+    for name in (
+        "failure.json",
+        "summary.json",
+        "guard-report.json",
+        "batch_size.json",
+        "overflow/batch-1.json",
+    ):
+        (tmp_path / name).write_text(content)
+    assert findings(tmp_path)
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    [found] = findings(tmp_path / "none")
+    assert found.status is Status.PROBLEM and "there is no such folder" in found.evidence

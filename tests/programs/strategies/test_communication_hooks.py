@@ -1,0 +1,76 @@
+"""Torch's communication hooks of DDP over gloo and over mpi4py: which work, with equal weights on all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_lockstep import LockstepDDPStrategy
+from lightning_lockstep.distributed import c10d_operators
+from lightning_lockstep.errors import CollectiveStallError
+from tests.common.distributed.mpi.launch import run_program, why_no
+from tests.common.strategies.communication_hooks import HOOKS, REFUSED, fits_with_hooks
+from tests.helpers import run_ranks
+
+needs_mpi = pytest.mark.skipif(why_no("open_mpi") is not None, reason=why_no("open_mpi") or "")
+
+
+def as_expected(first: dict[str, float | str], second: dict[str, float | str]) -> dict[str, float]:
+    """Hold what each hook should do; return the sum of the weights by hook."""
+    assert list(first) == list(HOOKS)
+    for name, text in REFUSED.items():
+        assert all(text in str(one[name]) for one in (first, second)), (name, first[name], second[name])
+    worked = {name: value for name, value in first.items() if name not in REFUSED}
+    assert worked == {name: second[name] for name in worked}
+    numbers = {name: float(value) for name, value in worked.items()}
+    assert numbers["allreduce"] == numbers["none"] and numbers["own, chained"] == numbers["none"]
+    assert numbers["power_sgd"] != numbers["none"] and numbers["fp16"] != numbers["none"]
+    return numbers
+
+
+def bucket_of(index: int) -> Any:
+    return SimpleNamespace(buffer=lambda: torch.ones(2), index=lambda: index)
+
+
+def test_a_hook_that_completes_its_futures_in_a_later_call_ends_in_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(c10d_operators, "_LATER", 0.0)
+
+    def deferring(state: Any, bucket: Any) -> Any:
+        return torch.futures.Future()
+
+    hook, _ = c10d_operators.compression_hook(deferring, None, None, timeout=0.1)
+    assert hook is not None
+    with pytest.raises(CollectiveStallError, match=r"deferring returned for bucket 3 .* after 0\.1 s"):
+        hook(None, bucket_of(3))
+
+
+@pytest.mark.parametrize("hook", [lambda state, bucket: bucket.buffer(), lambda state, bucket: None])
+def test_a_hook_that_returns_no_future_is_an_error_that_says_so(hook: Any) -> None:
+    made, _ = c10d_operators.compression_hook(hook, None, None, timeout=1.0)
+    assert made is not None
+    with pytest.raises(TypeError, match=r"returned (Tensor|NoneType), expected a torch\.futures\.Future"):
+        made(None, bucket_of(0))
+
+
+@pytest.mark.mpi
+@needs_mpi
+def test_each_hook_over_gloo_and_mpi4py(tmp_path: Path) -> None:
+    gloo = as_expected(*run_ranks(2, fits_with_hooks, LockstepDDPStrategy, backend=None, timeout=180))
+    outcome, found = run_program("open_mpi", 2, "program_hooks.py", tmp_path, timeout=180)
+    assert outcome.returncode == 0 and len(found) == 2, outcome.output
+    assert as_expected(found[0], found[1]) == gloo
+
+
+@pytest.mark.mpi
+@needs_mpi
+def test_a_callback_that_raises_while_that_of_another_rank_waits_ends_the_job(tmp_path: Path) -> None:
+    outcome, found = run_program("open_mpi", 2, "program_hooks.py", tmp_path, arguments=["failing"])
+    assert outcome.returncode != 0 and not found and not outcome.timed_out, outcome.output
+    assert "KeyError: 'a bad callback on purpose'" in outcome.output
+    assert outcome.leftovers == ()

@@ -1,0 +1,408 @@
+"""Fits under real DeepSpeed on two CPU ranks: the numbers of DDP, checkpoints of every stage, what is refused.
+
+Starting ranks is what costs, and importing DeepSpeed, so each test runs several fits in one pair of ranks.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import re
+import signal
+from contextlib import redirect_stderr
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_lockstep import (
+    ConfigurationError,
+    LockstepDDPStrategy,
+    LockstepDeepSpeedStrategy,
+    SyncedEarlyStopping,
+)
+from lightning_lockstep._doors.lightning import LightningModule, ModelCheckpoint, Trainer
+from tests.common.distributed.mpi.launch import mpi_environ, why_no
+from tests.helpers import COMMON, ScriptOutcome, chosen_device, on_device, run_ranks, run_script
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
+]
+
+QUIET = {
+    "accelerator": "cpu",
+    "devices": 2,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+STAGES = (0, 1, 2, 3)
+
+
+class Net(LightningModule):
+    """A frozen layer, a buffer and a size that two ranks cannot divide evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = torch.nn.Linear(8, 33), torch.nn.Linear(33, 3)
+        self.norm = torch.nn.LayerNorm(33)
+        self.register_buffer("scale", torch.tensor(0.5))
+        self.frozen = torch.nn.Linear(3, 3)
+        self.frozen.requires_grad_(False)
+        self.losses: list[float] = []
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.frozen(self.second(self.scale * self.norm(self.first(inputs)).relu()))
+        return outputs
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        inputs, targets = batch
+        loss = torch.nn.functional.cross_entropy(self(inputs).float(), targets)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        inputs, targets = batch
+        loss = torch.nn.functional.cross_entropy(self(inputs).float(), targets)
+        self.log("val_loss", loss, sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], 0.02)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+
+class WithSGD(Net):
+    """Unlike Adam's, its steps are as large as the gradients."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], 0.1, momentum=0.9)
+
+
+class TwoOptimizers(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.first, self.second)]
+
+
+def loader(batch_size: int = 8) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(64, 8, generator=generator)
+    return DataLoader(TensorDataset(inputs, (inputs.sum(1) > 0).long()), batch_size)
+
+
+def trainer(strategy: Any, **options: Any) -> Trainer:
+    ranks = int(os.environ.get("WORLD_SIZE", 2))
+    settings = {**QUIET, **on_device(ranks), "max_epochs": 1, "enable_checkpointing": False, **options}
+    return Trainer(strategy=strategy, **settings)
+
+
+def curve(strategy: Any, net: Net | None = None, *, batch_size: int = 8, **options: Any) -> list[float]:
+    net = Net() if net is None else net
+    trainer(strategy, **options).fit(net, loader(batch_size), loader())
+    return net.losses
+
+
+# -- the numbers ---------------------------------------------------------------------------------------
+
+
+def curves() -> dict[str, Any]:
+    common: dict[str, Any] = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "max_epochs": 2}
+    found: dict[str, Any] = {"ddp": curve(LockstepDDPStrategy(), **common)}
+    for stage in STAGES:
+        found[f"stage {stage}"] = curve(LockstepDeepSpeedStrategy(stage=stage), **common)
+    bare = {name: value for name, value in common.items() if name == "max_epochs"}
+    by_config = {
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": 2},
+    }
+    found["the same by its own config"] = curve(LockstepDeepSpeedStrategy(config=by_config), **bare)
+    found["verified"] = curve(LockstepDeepSpeedStrategy(stage=2, guard="verify"), **common)
+    offloaded = LockstepDeepSpeedStrategy(stage=2, offload_optimizer="cpu", adapt=True)
+    with_sgd = {"accumulate_grad_batches": 2, "max_epochs": 2}
+    found["ddp, SGD"] = curve(LockstepDDPStrategy(), WithSGD(), **with_sgd)
+    found["stage 2, SGD"] = curve(LockstepDeepSpeedStrategy(stage=2), WithSGD(), **with_sgd)
+    if chosen_device() == "cpu":  # DeepSpeed would first compile its optimizer for the host of a card
+        found["offloaded"] = curve(offloaded, **common)
+    return found
+
+
+def test_every_stage_has_the_loss_curve_of_ddp(device: str) -> None:
+    # Two ranks may share a card, over gloo; one has it for itself, over nccl.
+    launches = {2: "gloo"} if device == "cpu" else {2: "gloo", 1: "nccl"}
+    answers = [run_ranks(ranks, curves, backend=backend, timeout=240) for ranks, backend in launches.items()]
+    for found in itertools.chain(*answers):
+        assert found.pop("stage 2, SGD") == pytest.approx(found.pop("ddp, SGD"), abs=2e-6)
+        expected = found.pop("ddp")
+        assert len(expected) == 8 and expected[-1] < expected[0]
+        for name, losses in found.items():
+            assert losses == pytest.approx(expected, abs=2e-6), name
+
+
+class Counting(Net):
+    """Its learning rate falls with each optimizer step; it takes down who has stepped how often after each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[int, int]] = []
+
+    def configure_optimizers(self) -> Any:
+        (optimizer,), _ = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        engine: Any = self.trainer.model
+        self.steps.append(
+            (self.trainer.global_step, getattr(engine, "global_steps", self.trainer.global_step))
+        )
+
+
+def uneven_accumulation() -> dict[str, Any]:
+    """Epochs of six batches and steps of four: the last two make a step of their own."""
+    common: dict[str, Any] = {"batch_size": 6, "accumulate_grad_batches": 4, "max_epochs": 2}
+    strategies = {"ddp": LockstepDDPStrategy()} | {
+        f"stage {stage}": LockstepDeepSpeedStrategy(stage=stage) for stage in STAGES
+    }
+    found = {}
+    for name, strategy in strategies.items():
+        net = Counting()
+        found[name] = curve(strategy, net, **common), net.steps
+    net = Counting()
+    curve(LockstepDeepSpeedStrategy(stage=2), net, precision="bf16-mixed", **common)
+    found["bf16"] = [], net.steps
+    return found
+
+
+def test_an_epoch_that_accumulation_does_not_divide_ends_with_a_step_as_under_ddp() -> None:
+    for found in run_ranks(2, uneven_accumulation, timeout=240):
+        losses, steps = found.pop("ddp")
+        assert [lightning for lightning, _ in steps] == [0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 4]
+        for name, (of_stage, steps_of_stage) in found.items():
+            assert steps_of_stage == steps, name
+            if name != "bf16":
+                assert of_stage == pytest.approx(losses, abs=2e-6), name
+
+
+def half_curves() -> dict[str, list[float]]:
+    whole = curve(LockstepDDPStrategy(), max_epochs=2)
+    named = curve(LockstepDeepSpeedStrategy(stage=2), max_epochs=2, precision="bf16-mixed")
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    by_config = curve(LockstepDeepSpeedStrategy(config=config), max_epochs=2)
+    divided = curve(LockstepDeepSpeedStrategy(stage=3), max_epochs=2, precision="bf16-true")
+    return {"float32": whole, "named": named, "by config": by_config, "stage 3": divided}
+
+
+def test_bf16_is_asked_for_by_the_trainer_or_by_the_config() -> None:
+    for found in run_ranks(2, half_curves, timeout=240):
+        assert found["named"] == found["by config"] != found["float32"]
+        for losses in found.values():
+            assert losses == pytest.approx(found["float32"], abs=0.02)
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------
+
+
+def checkpoints(folder: str) -> dict[Any, Any]:
+    """Fit, evaluate from the best, resume from the last, and consolidate, for each stage."""
+    found: dict[Any, Any] = {}
+    for stage in STAGES:
+        saver = ModelCheckpoint(
+            f"{folder}/{stage}", "best", monitor="val_loss", save_last=True, enable_version_counter=False
+        )
+        options: dict[str, Any] = {"callbacks": [saver], "enable_checkpointing": True}
+        strategy = LockstepDeepSpeedStrategy(stage=stage, consolidate=True)
+        runner, net = trainer(strategy, max_epochs=2, **options), Net()
+        runner.fit(net, loader(), loader())
+        (tested,) = runner.test(net, loader(), ckpt_path="best", verbose=False)
+        predicted: Any = runner.predict(net, loader(), ckpt_path="last")
+        resumed = Net()
+        again = trainer(LockstepDeepSpeedStrategy(stage=stage), max_epochs=3)
+        again.fit(resumed, loader(), ckpt_path=saver.last_model_path)
+        from_plain = Net()
+        plain = trainer(LockstepDeepSpeedStrategy(stage=stage), max_epochs=3)
+        plain.fit(from_plain, loader(), ckpt_path=f"{folder}/{stage}/last.consolidated.ckpt")
+        (of_plain,) = plain.validate(
+            from_plain, loader(), ckpt_path=f"{folder}/{stage}/last.consolidated.ckpt", verbose=False
+        )
+        found[stage] = {
+            "best": saver.best_model_score.item() if saver.best_model_score is not None else None,
+            "tested": tested["val_loss"],
+            "predicted": predicted[0].float().tolist(),
+            "resumed": resumed.losses,
+            "step": again.global_step,
+            "of plain": of_plain["val_loss"],
+            "first of plain": from_plain.losses[0],
+        }
+    straight = Net()
+    trainer(LockstepDDPStrategy(), max_epochs=3).fit(straight, loader())
+    found["straight"] = straight.losses
+    return found
+
+
+def test_checkpoints_of_every_stage(tmp_path: Path) -> None:
+    found = run_ranks(2, checkpoints, str(tmp_path), timeout=300)
+    for of_rank in found:
+        straight = of_rank["straight"]
+        for stage in STAGES:
+            one = of_rank[stage]
+            assert one["tested"] == pytest.approx(one["best"], abs=1e-6), stage
+            assert one["of plain"] == pytest.approx(one["best"], abs=1e-6), stage
+            # It goes on with the state of the optimizer and of the scheduler, as one fit of three epochs.
+            assert one["resumed"] == pytest.approx(straight[8:], abs=2e-6), stage
+            assert one["step"] == 12
+            assert one["first of plain"] == pytest.approx(straight[8], abs=2e-6), stage
+    for stage in STAGES:
+        weights = torch.load(tmp_path / str(stage) / "last.consolidated.ckpt", weights_only=True)[
+            "state_dict"
+        ]
+        net = Net()
+        net.load_state_dict(weights)
+        net.eval()
+        first = next(iter(DataLoader(loader().dataset, 8, sampler=range(0, 64, 2))))[0]
+        assert torch.allclose(net(first), torch.tensor(found[0][stage]["predicted"]), atol=1e-6), stage
+        assert not list((tmp_path / str(stage)).glob("*.writing")) + list(
+            (tmp_path / str(stage)).glob("*.before")
+        )
+
+
+# -- what is refused -----------------------------------------------------------------------------------
+
+
+def refusals() -> dict[str, str]:
+    def text(**options: Any) -> str:
+        strategy = options.pop("strategy", {})
+        net = options.pop("net", Net)()
+        try:
+            trainer(LockstepDeepSpeedStrategy(**strategy), **options).fit(net, loader())
+        except ConfigurationError as error:
+            return str(error)
+        return "no error"
+
+    return {
+        "batch size": text(strategy={"config": {"train_micro_batch_size_per_gpu": 16}}),
+        "accumulation": text(
+            strategy={"config": {"gradient_accumulation_steps": 4}}, accumulate_grad_batches=2
+        ),
+        "precision": text(strategy={"config": {"bf16": {"enabled": True}}}, precision="32-true"),
+        "clipping": text(strategy={"stage": 1}, gradient_clip_val=1.0, gradient_clip_algorithm="value"),
+        "unknown": text(strategy={"config": {"zero_optimization": {"stage": 2, "reduce_bucket_sise": 5}}}),
+        "optimizers": text(net=TwoOptimizers),
+        "offload": text(strategy={"stage": 2, "offload_optimizer": "cpu"}),
+    }
+
+
+def test_what_contradicts_or_cannot_be_is_said_by_name() -> None:
+    one, other = run_ranks(2, refusals, timeout=120)
+    assert one == other
+    for name, words in {
+        "batch size": ("train_micro_batch_size_per_gpu", "16", "8"),
+        "accumulation": ("gradient_accumulation_steps", "4", "accumulate_grad_batches", "2"),
+        "precision": ("bf16", "32-true"),
+        "clipping": ("gradient_clip_algorithm", "value"),
+        "unknown": ("zero_optimization.reduce_bucket_sise", "reduce_bucket_size"),
+        "optimizers": ("TwoOptimizers", "expected one optimizer"),
+        "offload": ("AdamW", "zero_force_ds_cpu_optimizer", "adapt=True"),
+    }.items():
+        for word in words:
+            assert word in one[name], (name, one[name])
+
+
+# -- skipped steps ---------------------------------------------------------------------------------------
+
+
+class Exploding(Net):
+    """From the third batch on its gradients are not finite."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if batch_idx >= 2 else loss
+
+
+def explodes() -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for precision in ("bf16-mixed", "32-true"):
+        net, said = Exploding(), io.StringIO()
+        with redirect_stderr(said):
+            runner = trainer(LockstepDeepSpeedStrategy(stage=2), precision=precision)
+            runner.fit(net, loader(2))
+        lines = [line for line in said.getvalue().splitlines() if line.startswith("lightning-lockstep:")]
+        finite = all(parameter.isfinite().all() for parameter in net.parameters())
+        found[precision] = [lines, finite, runner.precision_plugin.history.skips]  # type: ignore[attr-defined]
+    return found
+
+
+def test_steps_that_are_skipped_in_a_row_are_said_once_by_rank_0() -> None:
+    first, second = run_ranks(2, explodes, timeout=180)
+    for precision in ("bf16-mixed", "32-true"):
+        lines, finite, skips = first[precision]
+        assert len(lines) == 1 and "A step was skipped" in lines[0], lines
+        assert finite and skips == 14
+        assert second[precision] == [[], True, 14]
+
+
+# -- callbacks -----------------------------------------------------------------------------------------
+
+
+def stops_early() -> list[int]:
+    found = []
+    for stage in (1, 3):
+        stop = SyncedEarlyStopping("val_loss", patience=0, min_delta=10.0, verbose=False)
+        runner = trainer(LockstepDeepSpeedStrategy(stage=stage), callbacks=[stop], max_epochs=5)
+        runner.fit(Net(), loader(), loader())
+        found.append(runner.current_epoch)
+    return found
+
+
+def test_early_stopping() -> None:
+    assert run_ranks(2, stops_early, timeout=120) == [[2, 2]] * 2
+
+
+# -- scripts as users start them -----------------------------------------------------------------------
+
+SCRIPT = COMMON / "strategies" / "fit_script.py"
+
+
+def run(*args: str) -> ScriptOutcome:
+    outcome = run_script([str(SCRIPT), *args], timeout=180.0)
+    assert not outcome.timed_out, outcome.output
+    assert outcome.leftovers == (), f"no rank is left behind: {outcome.output}"
+    return outcome
+
+
+def test_a_raising_rank_ends_the_job_with_its_traceback_last() -> None:
+    outcome = run("raise@1", "deepspeed")
+    assert outcome.returncode == 1
+    assert re.search(r"ValueError: boom in training_step\nSaved to .*$", outcome.stderr.rstrip()), (
+        outcome.stderr
+    )
+    assert "failed at epoch 0, step 5, batch 5, stage train, in training_step: ValueError" in outcome.stderr
+
+
+def test_a_killed_rank_ends_the_job_and_is_named_last() -> None:
+    outcome = run("kill@1", "deepspeed")
+    assert outcome.returncode == 128 + signal.SIGKILL
+    assert re.search(r"rank 1 of 2 .* was killed by SIGKILL", outcome.stderr[-800:]), outcome.stderr
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(why_no("open_mpi") is not None, reason=str(why_no("open_mpi")))
+def test_over_mpi4py_the_strategy_starts_mpirun() -> None:
+    outcome = run_script([str(SCRIPT), "none", "deepspeed_mpi"], env=mpi_environ(), timeout=180.0)
+    assert outcome.returncode == 0, outcome.output
+    values = [line.split()[-1] for line in outcome.stdout.splitlines() if "fitted" in line]
+    assert len(values) == 2 and len(set(values)) == 1

@@ -1,0 +1,344 @@
+"""What DeepSpeed gets in each run of a Trainer: in a fit, in evaluations, and before a module has its layers."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from contextlib import redirect_stderr
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import hydra.utils
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from hydra.errors import InstantiationException
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_lockstep import ConfigurationError, LockstepDeepSpeedStrategy
+from lightning_lockstep._doors.lightning import LightningModule, Trainer
+from lightning_lockstep._settings import Faults
+from lightning_lockstep.deepspeed.config import without_nulls
+from lightning_lockstep.deepspeed.config_checks import TrainerValues
+from lightning_lockstep.deepspeed.config_completion import RunConfig, check_module_optimizer, optimizer_of
+from tests.common.deepspeed.example_configs import OF_TRANSFORMERS
+from tests.helpers import run_ranks
+
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+
+AUTO_LR = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}
+
+
+class Net(LightningModule):
+    """Its optimizer and scheduler are chosen by what it is given."""
+
+    def __init__(self, scheduler: str = "", lr: float = 0.02) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = self.made()
+        self.scheduler, self.lr = scheduler, lr
+
+    def made(self) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(self.layers(batch[0]).float(), batch[1])
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.training_step(batch, batch_idx), sync_dist=True)
+
+    validation_step = test_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layers(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), self.lr, betas=(0.8, 0.9))
+        if not self.scheduler:
+            return optimizer
+        return [optimizer], [getattr(torch.optim.lr_scheduler, self.scheduler)(optimizer, 1)]
+
+
+class MadeLater(Net):
+    """Has its layers only after configure_model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.layers
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "layers"):
+            self.layers = self.made()
+
+
+def loader(batch_size: int = 8) -> DataLoader[Any]:
+    inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(inputs, (inputs.sum(1) > 0).long()), batch_size)
+
+
+def trainer(config: dict[str, Any], **options: Any) -> Trainer:
+    return Trainer(
+        strategy=LockstepDeepSpeedStrategy(config=config, adapt=True),
+        accelerator="cpu",
+        devices=options.pop("devices", 2),
+        max_epochs=options.pop("max_epochs", 1),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def config_of(runner: Trainer) -> dict[str, Any]:
+    complete: Any = runner.strategy.config  # type: ignore[attr-defined]
+    return complete  # type: ignore[no-any-return]
+
+
+# -- what a module makes ---------------------------------------------------------------------------------
+
+
+def made_by(returned: Any) -> Any:
+    return optimizer_of(SimpleNamespace(configure_optimizers=lambda: returned))
+
+
+def test_the_optimizer_is_found_in_every_form_that_lightning_takes() -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], 0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for returned in (optimizer, [optimizer], {"optimizer": optimizer}, ([optimizer], [])):
+        found = made_by(returned)
+        assert (found.kind, found.defaults["lr"], found.scheduler) == ("AdamW", 0.5, None)
+    for returned in (
+        ([optimizer], [scheduler]),
+        ([optimizer], [{"scheduler": scheduler, "interval": "step"}]),
+        {"optimizer": optimizer, "lr_scheduler": scheduler},
+        {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler}},
+    ):
+        assert made_by(returned).scheduler == "StepLR"
+    assert made_by(None).kind is None
+
+
+@pytest.mark.parametrize(
+    ("config", "scheduler", "expected"),
+    [
+        ({"optimizer": {"type": "Adam", "params": {"lr": 0.5, "betas": [0.9, 0.999]}}}, False, []),
+        ({"optimizer": {"type": "Adam", "params": {}}}, False, []),
+        (
+            {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}},
+            False,
+            ["optimizer.params.lr=0.1 in the config and lr=0.5 in a group of configure_optimizers: expected"],
+        ),
+        (
+            {"optimizer": {"type": "Adam", "params": {"weight_decay": 0.01}}},
+            False,
+            ["optimizer.params.weight_decay=0.01 in the config and weight_decay=0.0 in a group of"],
+        ),
+        (
+            {"optimizer": {"type": "Adam", "params": {"lr": 0.5}}},
+            True,
+            ["optimizer.type='Adam' in the config and a StepLR of configure_optimizers, which would"],
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR"}},
+            True,
+            ["scheduler.type='WarmupLR' in the config and a StepLR of configure_optimizers: expected one"],
+        ),
+        ({"scheduler": {"type": "WarmupLR"}}, False, []),
+    ],
+    ids=str,
+)
+def test_an_optimizer_beside_that_of_the_config(
+    config: dict[str, Any], scheduler: bool, expected: list[str]
+) -> None:
+    groups: list[dict[str, Any]] = [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(2)]
+    groups[1]["weight_decay"] = 0.0
+    optimizer = torch.optim.AdamW(groups, 0.5, weight_decay=0.01)
+    made: Any = ([optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)] if scheduler else [])
+    faults = Faults()
+    check_module_optimizer(config, made_by(made), faults)
+    assert len(faults.texts) == len(expected)
+    for text, begins in zip(faults.texts, expected, strict=True):
+        assert text.startswith(begins)
+
+
+# -- without a run -----------------------------------------------------------------------------------------
+
+
+@needs_deepspeed
+def test_a_null_is_a_key_that_is_not_there() -> None:
+    given = {
+        "optimizer": None,
+        "fp16": {"enabled": True, "loss_scale": None},
+        "zero_optimization": {"stage": 2, "offload_param": None},
+        "scheduler": {"type": "WarmupLR", "params": {"last_batch_iteration": None}},
+    }
+    before = copy.deepcopy(given)
+    assert without_nulls(given) == {
+        "fp16": {"enabled": True},
+        "zero_optimization": {"stage": 2},
+        "scheduler": {"type": "WarmupLR", "params": {"last_batch_iteration": None}},
+    }
+    assert given == before
+    with pytest.raises(ConfigurationError, match="optimiser: DeepSpeed has no such key"):
+        RunConfig({"optimiser": None}, adapt=False, say=print)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("name", sorted(OF_TRANSFORMERS))
+def test_what_only_a_fit_knows_is_not_asked_for_in_evaluations(name: str) -> None:
+    config = RunConfig(OF_TRANSFORMERS[name], adapt=False, say=print).of_evaluation("bf16-mixed")
+    assert config["bf16"] == {"enabled": True} and "optimizer" not in config and "scheduler" not in config
+    assert config["zero_optimization"]["stage"] == OF_TRANSFORMERS[name]["zero_optimization"]["stage"]
+
+
+@needs_deepspeed
+def test_batch_sizes_of_a_fit_do_not_bind_evaluations() -> None:
+    given = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 16, "zero_optimization": {"stage": 2}}
+    assert "train_batch_size" not in RunConfig(given, adapt=False, say=print).of_evaluation("32-true")
+    with pytest.raises(ConfigurationError, match=r"bf16\.enabled=True in the config and precision='32-true'"):
+        RunConfig({**given, "bf16": {"enabled": True}}, adapt=False, say=print).of_evaluation("32-true")
+
+
+@needs_deepspeed
+def test_an_accumulation_that_was_deduced_is_deduced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"train_batch_size": 32, "zero_optimization": {"stage": 2}}
+    config = RunConfig(given, adapt=False, say=print)
+    runner: Any = SimpleNamespace(accumulate_grad_batches=1, lightning_module=None)
+
+    def of_a_loader(batch_size: int) -> tuple[int, int]:
+        monkeypatch.setattr(
+            "lightning_lockstep.deepspeed.config_completion.run_values",
+            lambda *args, accumulation, **kwargs: TrainerValues(
+                batch_size=batch_size, world_size=2, accumulate_grad_batches=accumulation
+            ),
+        )
+        found = config.of_fit(runner, precision="32-true", world_size=2)
+        return found["gradient_accumulation_steps"], runner.accumulate_grad_batches
+
+    assert [of_a_loader(size) for size in (4, 8, 16)] == [(4, 4), (2, 2), (1, 1)]
+    runner.accumulate_grad_batches = 4  # as a callback does it
+    with pytest.raises(ConfigurationError, match="train_batch_size=32: expected 64"):
+        of_a_loader(8)
+
+
+def precision_of_program(*overrides: str) -> str:
+    """The precision of the Trainer that `lockstep-train` makes for these arguments."""
+    with initialize_config_module("lightning_lockstep.conf", version_base="1.3"):
+        fixed = ["trainer.accelerator=cpu", "trainer.devices=1", "trainer.default_root_dir=null"]
+        config = compose("lockstep_train", [*fixed, *overrides])
+    strategy = hydra.utils.instantiate(config.strategy, _convert_="all")
+    made = hydra.utils.instantiate(config.trainer, strategy=strategy, logger=False)
+    return str(made.precision)
+
+
+@needs_deepspeed
+def test_lockstep_train_gives_the_trainer_no_precision_unless_the_user_does(tmp_path: Any) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}))
+    line = ["strategy=deepspeed_stage_2", f"strategy.config={path}"]
+    assert precision_of_program(*line) == precision_of_program(*line, "precision=bf16-mixed") == "bf16-mixed"
+    for given in ("precision='32'", "precision=32-true", "trainer.precision=32"):
+        clash = r"bf16\.enabled=True in the config and precision='32-true' of the Trainer"
+        with pytest.raises(InstantiationException, match=clash):
+            precision_of_program(*line, given)
+
+
+@needs_deepspeed
+def test_a_config_in_place_of_that_of_a_choice_keeps_its_stage_and_offloading(tmp_path: Any) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"gradient_clipping": 1.0}))
+    with initialize_config_module("lightning_lockstep.conf", version_base="1.3"):
+        choice = compose("lockstep_train", ["strategy=deepspeed_stage_3_offload", f"strategy.config={path}"])
+    zero = hydra.utils.instantiate(choice.strategy, _convert_="all").config["zero_optimization"]
+    assert (zero["stage"], zero["offload_optimizer"], zero["offload_param"]) == (3, *2 * [{"device": "cpu"}])
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    with pytest.raises(InstantiationException, match=r"stage=3 and zero_optimization\.stage=2 in the config"):
+        hydra.utils.instantiate(choice.strategy, _convert_="all")
+
+
+def test_without_a_precision_lightnings_own_holds() -> None:
+    for strategy in ("ddp", "single"):
+        assert precision_of_program(f"strategy={strategy}") == "32-true"
+    assert precision_of_program("precision='64'") == "64-true"
+
+
+# -- in runs ---------------------------------------------------------------------------------------------
+
+
+def fits_of_transformers() -> dict[str, Any]:
+    found = {}
+    for name in ("transformers-zero-2", "accelerate-zero-3"):
+        config = copy.deepcopy(OF_TRANSFORMERS[name])
+        config["optimizer"]["params"]["torch_adam"] = True
+        net, said = Net(), io.StringIO()
+        runner = trainer(config, max_epochs=2)
+        with redirect_stderr(said):
+            runner.fit(net, loader(), loader())
+        complete = config_of(runner)
+        (tested,) = runner.test(net, loader(), verbose=False)
+        predicted: Any = runner.predict(net, loader())
+        runner.fit_loop.max_epochs = 3
+        runner.fit(net, loader(4), loader())
+        found[name] = {
+            "optimizer": complete["optimizer"]["params"],
+            "scheduler": complete.get("scheduler", {}).get("params"),
+            "tested": tested["loss"],
+            "predicted": len(predicted),
+            "batch": config_of(runner)["train_micro_batch_size_per_gpu"],
+            "said": [line for line in said.getvalue().splitlines() if "of the AdamW" in line],
+        }
+    return found
+
+
+@needs_deepspeed
+def test_configurations_of_transformers_train_and_evaluate() -> None:
+    for rank, found in enumerate(run_ranks(2, fits_of_transformers, timeout=240)):
+        for name, one in found.items():
+            assert one["optimizer"]["lr"] == 0.02, name
+            assert one["scheduler"] is None or one["scheduler"]["warmup_max_lr"] == 0.02
+            assert one["tested"] < 1.2 and one["predicted"] == 4 and one["batch"] == 4
+            assert len(one["said"]) == (rank == 0)
+        assert found["accelerate-zero-3"]["scheduler"]["total_num_steps"] == 8
+
+
+def single_fits() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def fit(name: str, config: dict[str, Any], net: Net | None = None, **options: Any) -> Trainer:
+        runner = trainer(config, devices=1, **options)
+        try:
+            runner.fit(net or Net(), loader())
+            found[name] = "fitted"
+        except ConfigurationError as error:
+            found[name] = str(error)
+        return runner
+
+    schedule = {"type": "WarmupDecayLR", "params": {"warmup_max_lr": "auto", "total_num_steps": "auto"}}
+    accumulating = {"gradient_accumulation_steps": 3, "scheduler": schedule}
+    runner = fit("steps", accumulating, max_epochs=2, accumulate_grad_batches=1)  # as our program gives it
+    found["steps"] = runner.global_step, config_of(runner)["scheduler"]["params"]
+    stage_3 = {"optimizer": AUTO_LR, "zero_optimization": {"stage": 3}}
+    fit("made later", stage_3, MadeLater())
+    fit("two schedulers", {"scheduler": schedule}, Net("StepLR"))
+    fit("scheduler of an unused optimizer", {"optimizer": AUTO_LR}, Net("StepLR"))
+    fixed = {"type": "AdamW", "params": {"lr": 0.001, "torch_adam": True}}
+    fit("two learning rates", {"optimizer": fixed})
+    import deepspeed
+
+    found["probed"] = "__compatible_ops__" in vars(deepspeed.ops)
+    fit("nulls", {"optimizer": None, "fp16": None, "scheduler": None, "compile": None})
+    return found
+
+
+@needs_deepspeed
+def test_optimizers_schedulers_and_steps_of_real_fits() -> None:
+    (found,) = run_ranks(1, single_fits, timeout=120)
+    steps, params = found["steps"]
+    assert steps == 6 and params == {"warmup_max_lr": 0.02, "total_num_steps": 6}
+    assert not found["probed"], "DeepSpeed has looked for the compilers of all its operations"
+    assert found["made later"] == found["nulls"] == "fitted"
+    assert "a StepLR of configure_optimizers: expected one scheduler" in found["two schedulers"]
+    assert "a StepLR of configure_optimizers, which would" in found["scheduler of an unused optimizer"]
+    assert "optimizer.params.lr=0.001 in the config and lr=0.02" in found["two learning rates"]

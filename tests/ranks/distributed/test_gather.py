@@ -1,0 +1,92 @@
+"""One entry of every rank over the side channel: read later or waited for, with who is missing."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_lockstep.distributed import Gather, LocalSideChannel, current_communicator
+from lightning_lockstep.errors import CollectiveStallError
+from tests.helpers import run_ranks
+
+
+def over_steps() -> dict[str, Any]:
+    rank, channel = dist.get_rank(), current_communicator().side_channel
+    gather = Gather(channel, "test", timeout=1.0)
+    dist.barrier()
+    read = []
+    for step in range(30):
+        gather.post(step, [rank, step])
+        if step:
+            read.append(gather.read(step - 1).complete(f"step {step - 1}"))
+    seen: dict[str, Any] = {"read": read}
+    if rank != 1:
+        gather.post(99, rank)
+        with pytest.raises(CollectiveStallError) as error:
+            gather.read(99).complete("The metric at step 99")
+        seen["error"] = str(error.value)
+    dist.barrier()
+    return seen
+
+
+def test_entries_are_read_a_step_later_and_an_error_names_who_is_missing() -> None:
+    values = run_ranks(3, over_steps)
+    expected = [[[rank, step] for rank in range(3)] for step in range(29)]
+    assert all(value["read"] == expected for value in values)
+    assert values[0]["error"] == values[2]["error"]
+    assert values[0]["error"] == ("The metric at step 99 did not come within 1 s: nothing from rank 1.")
+
+
+def waited_for() -> dict[str, Any]:
+    rank, channel = dist.get_rank(), current_communicator().side_channel
+    gather = Gather(channel, "test", timeout=2.0)
+    dist.barrier()
+    all_of_them = gather.collect("all", {"rank": rank})
+    at_two = gather.collect("two", rank, to=2)
+    late = gather.collect("late", rank) if rank != 1 else None
+    dist.barrier()
+    if rank == 1:  # comes when the others have gone on: it gets what they got
+        late = gather.collect("late", rank)
+    dist.barrier()
+    gather.collect("after", rank)
+    kept = len(gather._coming) + len(gather._complete)
+    return {"all": all_of_them.entries, "two": at_two, "late": late, "kept": kept}
+
+
+def test_every_rank_gets_the_same_entries_or_one_rank_alone_does() -> None:
+    answers = run_ranks(3, waited_for)
+    for rank, answer in enumerate(answers):
+        assert answer["all"] == {r: {"rank": r} for r in range(3)}
+        assert answer["two"].entries == ({r: r for r in range(3)} if rank == 2 else {rank: rank})
+        assert answer["two"].missing == ()
+        assert answer["kept"] == 0
+        assert answer["late"].entries == ({0: 0, 1: 1, 2: 2} if rank == 1 else {0: 0, 2: 2})
+        assert answer["late"].missing == (1,)
+
+
+def without_the_collecting_rank() -> tuple[Any, float]:
+    rank, channel = dist.get_rank(), current_communicator().side_channel
+    gather = Gather(channel, "test", timeout=0.5)
+    dist.barrier()
+    began = time.monotonic()
+    gathered = gather.collect(1, rank) if rank else None
+    took = time.monotonic() - began
+    dist.barrier()
+    return gathered, took
+
+
+def test_a_rank_that_gets_no_answer_has_its_own_entry_and_goes_on() -> None:
+    for rank, (gathered, took) in enumerate(run_ranks(2, without_the_collecting_rank)):
+        if rank:
+            assert (gathered.entries, gathered.missing) == ({1: 1}, (0,))
+            assert took < 20
+
+
+@pytest.mark.parametrize("to", [None, 0])
+def test_one_process_has_its_own_entry(to: int | None) -> None:
+    gather = Gather(LocalSideChannel(), "test")
+    assert gather.collect("key", "mine", to=to).complete("it") == ["mine"]
+    gather.close()

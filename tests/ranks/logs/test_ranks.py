@@ -1,0 +1,318 @@
+"""In-order logging between real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import logging.config
+import os
+import signal
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_lockstep import CollectiveStallError, RankFailedError, get_logger, in_rank_order
+from lightning_lockstep.distributed import current_communicator
+from tests.helpers import run_ranks, run_ranks_raw
+
+
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.places: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+        self.places.append((record.filename, record.funcName))
+
+
+def prepared(name: str, timeout: float = 60.0):
+    """A logger of this rank, what its handlers print here, and a way to wait for lines."""
+    from lightning_lockstep.distributed import current_communicator
+    from lightning_lockstep.logs.sender import sender_on
+
+    kept = Kept()
+    logger = logging.getLogger(name)
+    logger.addHandler(kept)
+    logger.propagate = False
+    sender = sender_on(current_communicator().side_channel)
+    if sender.collector is not None:
+        sender.collector.configure(timeout=timeout, merging=True)
+    return get_logger(name, "INFO"), kept
+
+
+def until(kept: Kept, count: int, limit: float = 20.0) -> list[str]:
+    deadline = time.monotonic() + limit
+    while len(kept.lines) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return kept.lines
+
+
+def library_warnings() -> list[str]:
+    """What this rank shows of warnings that both ranks and rank 1 alone give, from libraries and the user's file."""
+    from lightning_lockstep.logs import logger
+
+    logging.config.dictConfig(
+        {"version": 1, "root": {"level": "ERROR"}}
+    )  # disables the loggers that there are
+    printed: list[str] = []
+    stream = io.StringIO()
+
+    def show(message: Warning | str, *_: object) -> None:
+        printed.append(str(message))
+
+    show.__module__ = "warnings"  # as outside of pytest, which collects warnings itself
+    with warnings.catch_warnings(), contextlib.redirect_stderr(stream):
+        warnings.simplefilter("always")
+        warnings.showwarning = show
+        logger.fold_library_warnings()
+        logger.fold_library_warnings()
+        current_communicator()
+        for file in (torch.optim.__file__, "/home/me/train.py", os.__file__):
+            warnings.warn_explicit(f"both in {Path(file).name}", UserWarning, file, 3)
+            if dist.get_rank() == 1:
+                warnings.warn_explicit(f"rank 1 in {Path(file).name}", UserWarning, file, 3)
+        if dist.get_rank() == 0:
+            time.sleep(1.0)  # a second one would have come by now
+        dist.barrier()
+    return printed + stream.getvalue().splitlines()
+
+
+def test_warnings_of_libraries_are_shown_once_and_none_is_lost() -> None:
+    zero, one = run_ranks(2, library_warnings)
+    # Rank 0 shows its own and what rank 1 alone has said of a library; the user's stay where they are given.
+    assert zero[:3] == ["both in __init__.py", "both in train.py", "both in os.py"]
+    (alone,) = zero[3:]
+    assert alone.startswith("[rank 1] ") and alone.endswith("UserWarning: rank 1 in __init__.py")
+    assert one == [f"{who} in {file}" for file in ("train.py", "os.py") for who in ("both", "rank 1")]
+
+
+def ordinary_calls() -> dict[str, list]:
+    rank = dist.get_rank()
+    log, kept = prepared("ordinary")
+    log.info("main")
+    log.info("all", main_process_only=False)
+    log.info("same %s", "words", in_order=True)
+    time.sleep(0.05 * (3 - rank))  # the last rank calls first
+    log.info("mine is %d", rank, in_order=True)
+    numbers = [1]
+    log.info("now %s", numbers, in_order=True)
+    numbers.append(2)  # too late for the line above
+    log.warning_once("careful", main_process_only=False)
+    log.warning_once("careful", main_process_only=False)
+    if rank == 0:
+        until(kept, 9)
+        time.sleep(0.5)  # a second warning would have come by now
+    dist.barrier()
+    return {"lines": kept.lines, "places": kept.places}
+
+
+def test_who_prints_what():
+    values = run_ranks(4, ordinary_calls)
+    lines = values[0]["lines"]
+    assert lines[:2] == ["main", "[rank 0] all"]
+    assert sorted(lines[2:]) == sorted(
+        [
+            "[ranks 0-3] same words",
+            "[ranks 0-3] now [1]",
+            *[f"[rank {r}] mine is {r}" for r in range(4)],
+            "[ranks 0-3] careful",
+        ]
+    )
+    mine = [line for line in lines if "mine" in line]
+    assert mine == sorted(mine)
+    assert set(values[0]["places"]) == {("test_ranks.py", "ordinary_calls")}
+    assert [v["lines"] for v in values[1:]] == [[f"[rank {r}] all"] for r in (1, 2, 3)]
+
+
+def odd_calls() -> list[str]:
+    rank = dist.get_rank()
+    log, kept = prepared("odd", timeout=1.0)
+    if rank == 1:
+        logging.getLogger("odd").setLevel(logging.WARNING)
+    log.info("rank 1 has another level", in_order=True)
+    if rank != 2:
+        log.warning("rank 2 is silent", in_order=True)
+    for count in range(2 if rank == 3 else 1):
+        log.warning("rank 3 says it twice, %d", count, in_order=True)
+    if rank == 0:
+        until(kept, 6)
+    dist.barrier()
+    return kept.lines
+
+
+def test_ranks_with_other_levels_silent_ranks_and_double_calls():
+    lines = run_ranks(4, odd_calls)[0]
+    assert "[ranks 0,2-3] rank 1 has another level" in lines
+    assert "[ranks 0-1,3] rank 2 is silent" in lines
+    assert "[ranks 0-3] rank 3 says it twice, 0" in lines
+    assert "[rank 3] rank 3 says it twice, 1" in lines
+    missing = sorted(line.split(" did not log")[0] for line in lines if "did not log this line" in line)
+    assert missing == ["rank 2", "ranks 0-2"]
+    assert len(lines) == 6
+
+
+def one_dies() -> list[str]:
+    rank = dist.get_rank()
+    log, kept = prepared("dies", timeout=1.0)
+    dist.barrier()
+    if rank == 2:
+        log.info("last line", in_order=True)
+        from lightning_lockstep.distributed import current_communicator
+
+        current_communicator().side_channel.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    log.info("still here", in_order=True)
+    if rank == 0:
+        return list(until(kept, 4))
+    time.sleep(2.5)
+    return []
+
+
+def test_a_rank_that_dies_holds_nobody_up_and_its_lines_are_printed():
+    outcomes = run_ranks_raw(3, one_dies, timeout=40)
+    assert outcomes[2].signal == signal.SIGKILL
+    lines = outcomes[0].value
+    assert "[rank 2] last line" in lines and "[ranks 0-1] still here" in lines
+    assert sum("rank 2 did not log this line" in line for line in lines) == 1
+    assert sum("ranks 0-1 did not log this line" in line for line in lines) == 1
+
+
+def alone_and_out() -> None:
+    """Rank 1 alone calls in order, and all leave at once: what is held back comes out at the exit."""
+    log, _ = prepared("alone", timeout=60.0)
+    logging.getLogger("alone").addHandler(logging.StreamHandler())
+    dist.barrier()
+    if dist.get_rank() == 1:
+        log.info("only I", in_order=True)
+
+
+def test_what_is_held_back_comes_out_at_the_exit():
+    outcomes = run_ranks_raw(2, alone_and_out, timeout=40)
+    assert all(o.ok for o in outcomes)
+    assert "[rank 1] only I" in outcomes[0].stderr
+    assert "rank 0 did not log this line" in outcomes[0].stderr
+
+
+def rank_0_goes_first() -> list[str]:
+    log, kept = prepared("orphans")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    from lightning_lockstep.distributed import current_communicator
+    from lightning_lockstep.distributed.failure.process_exit import run_flushers
+
+    log.info("after the failure", in_order=True)
+    deadline = time.monotonic() + 20
+    while current_communicator().side_channel.usable and time.monotonic() < deadline:
+        time.sleep(0.01)
+    run_flushers()  # what the way out after a failure does
+    return kept.lines
+
+
+def test_when_rank_0_has_failed_the_others_print_what_it_may_not_have_printed():
+    outcomes = run_ranks_raw(2, rank_0_goes_first, timeout=40)
+    assert outcomes[1].value == ["[rank 1, printed here since rank 0 has failed] after the failure"]
+
+
+def late_channel() -> list[str]:
+    """No set-up at all: rank 1 calls before rank 0 has opened anything."""
+    kept = Kept()
+    logging.getLogger("late").addHandler(kept)
+    logging.getLogger("late").propagate = False
+    log = get_logger("late", "INFO")
+    if dist.get_rank() == 0:
+        time.sleep(0.5)
+    log.info("hello %d", dist.get_rank(), in_order=True)
+    if dist.get_rank() == 0:
+        until(kept, 2)
+    dist.barrier()
+    return kept.lines
+
+
+def test_a_plain_process_group_needs_no_set_up():
+    assert run_ranks(2, late_channel)[0] == ["[rank 0] hello 0", "[rank 1] hello 1"]
+
+
+def rank_ordered_sections() -> dict:
+    rank, seen = dist.get_rank(), {}
+    with in_rank_order() as number:
+        began = time.monotonic()
+        time.sleep(0.05)
+        seen["first"] = (number, began, time.monotonic())
+    try:
+        with in_rank_order():
+            seen["body"] = True
+            if rank == 1:
+                raise ValueError("disk full")
+    except (ValueError, RankFailedError) as error:
+        seen["raised"] = (type(error).__name__, str(error).splitlines()[0])
+    with in_rank_order(per_node=True):
+        seen["after"] = True
+    try:
+        if rank != 2:
+            with in_rank_order(timeout=0.5):
+                pass
+    except CollectiveStallError as error:
+        seen["stall"] = str(error)
+    dist.barrier()
+    return seen
+
+
+def test_in_rank_order():
+    values = run_ranks(3, rank_ordered_sections)
+    spans = [v["first"] for v in values]
+    assert [number for number, _, _ in spans] == [0, 1, 2]
+    assert spans[0][2] <= spans[1][1] and spans[1][2] <= spans[2][1], "one after the other"
+    text = "rank 1 failed in in_rank_order(): ValueError: disk full"
+    assert [v["raised"] for v in values] == [
+        ("RankFailedError", text),
+        ("ValueError", "disk full"),
+        ("RankFailedError", text),
+    ]
+    assert [("body" in v) for v in values] == [True, True, False], "ranks after the failure skip the body"
+    assert all(v["after"] for v in values), "and the next block works again"
+    for value in values[:2]:
+        assert "rank 2 never entered it" in value["stall"]
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_a_faulty_handler_does_not_silence_the_collector(ranks):
+    lines = run_ranks(ranks, broken_handler)[0]
+    assert lines[:2] == ["[ranks 0-1] first", "[ranks 0-1] second"]
+    # These two are printed by the thread that looks after what has waited long enough, and it lives on.
+    assert lines[2] == lines[4] == "[rank 0] alone" and all(
+        "rank 1 did not log this line within" in lines[i] for i in (3, 5)
+    )
+
+
+def broken_handler() -> list[str]:
+    log, kept = prepared("broken")
+
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise RuntimeError("no")
+
+    logging.getLogger("broken").addHandler(Broken())
+    log.info("first", in_order=True)
+    if dist.get_rank() == 0:
+        until(kept, 1)
+    dist.barrier()
+    log.info("second", in_order=True)
+    if dist.get_rank() == 0:
+        until(kept, 2)
+        from lightning_lockstep.distributed import current_communicator
+        from lightning_lockstep.logs.sender import sender_on
+
+        sender_on(current_communicator().side_channel).collector.configure(timeout=0.3, merging=True)
+        for lines in (4, 6):
+            log.info("alone", in_order=True)
+            until(kept, lines)
+    dist.barrier()
+    return kept.lines

@@ -1,0 +1,214 @@
+"""Real fits of two ranks that go wrong in the ways that people meet, and what is said of each."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lightning_lockstep import CollectiveMismatchError
+from lightning_lockstep.callbacks import replica_check
+from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.replicas import exchange
+from tests.common.replicas.fits import Case, Kept, fit
+from tests.helpers import run_ranks
+
+
+def on(rank: int) -> bool:
+    return current_communicator().rank == rank
+
+
+class Differs(Callback):
+    """Gives a rank another weight decay before the first step, or other hyperparameters of the module."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if on(1) and self.what == "weight decay":
+            trainer.optimizers[0].param_groups[0]["weight_decay"] = 0.5
+        if self.what == "hparams":
+            pl_module.hparams["folder"] = f"rank {current_communicator().rank}"
+        if on(1) and self.what == "weights":
+            torch.nn.init.zeros_(pl_module.last.bias)
+
+
+class Unfreezes(Callback):
+    """Lets a layer learn after DDP has been told that it does not."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            pl_module.first.requires_grad_(True)
+            trainer.optimizers[0].add_param_group({"params": [*pl_module.first.parameters()]})
+
+
+class NoSync(Callback):
+    """Leaves synchronization off from a batch on."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 6:
+            trainer.strategy.model.require_backward_grad_sync = False
+
+
+class Writes(Callback):
+    """Writes gradients after the reduction, or weights, on a rank."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        if on(1) and self.what == "gradient":
+            pl_module.last.weight.grad.mul_(2)
+
+
+class Reorders(Callback):
+    """Gives a rank two layers of one shape in another order, before DDP is built."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if on(1):
+            last = pl_module.last
+            del pl_module.last
+            pl_module.last = last
+
+
+def reordered() -> str:
+    with pytest.raises(CollectiveMismatchError) as raised:
+        fit(Case(traits=("other",), strategy={"guard": "verify"}), callbacks=[Reorders()])
+    return str(raised.value)
+
+
+def silent() -> dict[str, Any]:
+    """A fit in which no check of rank 1 reaches rank 0."""
+    channel, patience = current_communicator().side_channel, replica_check._AT_THE_END
+    post, replica_check._AT_THE_END = channel.post, 0.3
+    if on(1):
+        channel.post = lambda topic, *args, **options: (  # type: ignore[method-assign]
+            None
+            if topic.startswith("replica/") and topic.endswith("/check")
+            else post(topic, *args, **options)
+        )
+    lines: list[str] = []
+    handler, logger = Kept(lines), logging.getLogger("lightning_lockstep.replicas.exchange")
+    logger.addHandler(handler)
+    try:
+        return {**fit(Case()), "said": lines}
+    finally:
+        logger.removeHandler(handler)
+        channel.post, replica_check._AT_THE_END = post, patience  # type: ignore[method-assign]
+
+
+def after_a_fit_that_only_one_rank_began() -> dict[str, Any]:
+    """A fit after one that rank 1 has counted and rank 0 has not."""
+    if on(1):
+        next(exchange._fits)
+    return fit(Case(fault="bit"))
+
+
+def cases() -> dict[str, Any]:
+    """Fits one after the other, on the same ranks."""
+    return {
+        "loss.backward": fit(Case(traits=("loss.backward",))),
+        "autograd.grad": fit(Case(traits=("autograd.grad",), every=100)),
+        "same data": fit(Case(loader="whole stream")),
+        "sampler off": fit(Case(loader="indexed"), use_distributed_sampler=False),
+        "weight decay": fit(Case(), callbacks=[Differs("weight decay")]),
+        "hparams": fit(Case(), callbacks=[Differs("hparams")]),
+        "weights": fit(Case(), callbacks=[Differs("weights")]),
+        "unfrozen": fit(Case(traits=("unfreezes",)), callbacks=[Unfreezes()]),
+        "no_sync": fit(Case(), callbacks=[NoSync()]),
+        "hook": fit(Case(), callbacks=[Writes("gradient")]),
+        "stock ddp": fit(Case(traits=("loss.backward",)), plain_strategy="ddp"),
+        "warn": fit(Case(traits=("loss.backward",), options={"action": "warn"})),
+        "at the end": fit(Case(fault="bit", step=12, every=100)),
+        "skipped": fit(Case(fault="skipped step")),
+        "buffer": fit(Case(fault="buffer", strategy={"broadcast_buffers": False})),
+        "buffers not compared": fit(
+            Case(fault="buffer", strategy={"broadcast_buffers": False}, options={"buffers": "none"})
+        ),
+        "data not compared": fit(Case(loader="whole stream", options={"data": False})),
+        "same order": fit(Case(loader="own batches", samples=40), use_distributed_sampler=False),
+        "silent": silent(),
+        "another try": after_a_fit_that_only_one_rank_began(),
+        "healthy": fit(Case()),
+    }
+
+
+@pytest.fixture(scope="module")
+def found(device: str) -> dict[str, Any]:
+    rank_0, rank_1 = run_ranks(2, cases, backend="gloo", timeout=240)
+    for name, outcome in rank_0.items():
+        assert outcome["error"] == rank_1[name]["error"], f"{name}: raised alike"
+        assert not rank_1[name]["lines"], "rank 0 alone speaks"
+    return rank_0
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        (
+            "loss.backward",
+            ["after batch 1 of", "found equal at the start", "self.manual_backward(loss)", "first.weight"],
+        ),
+        ("autograd.grad", ["after batch 1 of", "self.manual_backward(loss)"]),
+        ("same data", ["ranks 0-1 work on the same batches", "Stream is iterable", "islice"]),
+        ("sampler off", ["work on the same batches", "use_distributed_sampler=False was given"]),
+        ("weight decay", ["before the first step", "optimizer 0, group 0, weight_decay", "0.5"]),
+        ("weights", ["last.bias", "before the first batch", "found equal never before"]),
+        ("unfrozen", ["first.weight", "frozen or not there when the model was wrapped"]),
+        (
+            "no_sync",
+            ["after batch 10 of", "found equal after batch 5", "require_backward_grad_sync is False"],
+        ),
+        ("hook", ["last.weight", "changed on some ranks after the reduction"]),
+        ("stock ddp", ["self.manual_backward(loss)"]),
+        ("at the end", ["after batch 12 of", "after batch 4", "1 of ", "One bit of one value"]),
+        ("skipped", ["In the minority: rank 1.", "stepped on some ranks only", "[3] on rank 1"]),
+        ("another try", ["first.weight", "found after batch 4"]),
+        ("buffer", ["scale", "Only buffers differ", "In the minority: rank 1."]),
+    ],
+)
+def test_what_goes_wrong_is_named_with_its_reason(name: str, texts: list[str], found: dict[str, Any]) -> None:
+    error = found[name]["error"]
+    assert error is not None
+    for text in texts:
+        assert text in error, error
+
+
+def test_layers_in_another_order_are_named_by_verify_before_ddp_is_built() -> None:
+    first, second = run_ranks(2, reordered, backend="gloo", timeout=120)
+    assert first == second
+    assert "last.weight (1, 16) float32 trained" in first and "other.weight (1, 16)" in first
+
+
+def test_with_warn_the_run_goes_on_and_each_difference_is_told_once(found: dict[str, Any]) -> None:
+    outcome = found["warn"]
+    assert outcome["error"] is None and outcome["steps"] == 12
+    assert sum("self.manual_backward(loss)" in line for line in outcome["lines"]) == 1, outcome["lines"]
+
+
+def test_what_may_differ_is_said_and_ends_nothing(found: dict[str, Any]) -> None:
+    (line,) = found["hparams"]["lines"]
+    assert found["hparams"]["error"] is None
+    assert "hparams of Net: folder" in line and '"rank 1"' in line
+
+
+def test_a_rank_from_which_nothing_comes_stops_nobody_and_is_named(found: dict[str, Any]) -> None:
+    outcome = found["silent"]
+    assert outcome["error"] is None and outcome["steps"] == 12
+    (line,) = outcome["said"]
+    assert "nothing came from rank 1 within" in line
+
+
+def test_an_epoch_in_the_order_of_the_one_before_is_a_warning(found: dict[str, Any]) -> None:
+    outcome = found["same order"]
+    (line,) = outcome["lines"]
+    assert outcome["error"] is None and outcome["steps"] == 12
+    assert "epoch 1 began with the same batches" in line and "set_epoch(epoch)" in line
+
+
+@pytest.mark.parametrize("name", ["buffers not compared", "data not compared", "healthy"])
+def test_no_alarm(name: str, found: dict[str, Any]) -> None:
+    assert found[name] == {"error": None, "lines": [], "steps": 12}

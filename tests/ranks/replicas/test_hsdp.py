@@ -1,0 +1,183 @@
+"""ReplicaCheck where a model is divided and has copies: each part is compared between the ranks that hold it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.distributed.sharded_state import ranks_of_part
+from tests.common.replicas.fits import Case, Net, fit, held
+from tests.helpers import run_ranks
+
+RESUMED = {"traits": ("resume", "dropout"), "trainer": {"accumulate_grad_batches": 2}}
+
+
+def on(rank: int) -> bool:
+    return current_communicator().rank == rank
+
+
+class WritesItself(Net):
+    """Writes one value of what a rank holds of a weight, in a hook."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and on(3):
+            held([self.middle[0].weight])[0][0, 0] += 1
+
+
+class DividesItself(Net):
+    """As one writes it for Lightning's ModelParallelStrategy, with a mesh that has copies."""
+
+    def configure_model(self) -> None:
+        if not isinstance(self, FSDPModule):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            for part in (self.middle, self):
+                fully_shard(part, mesh=mesh)
+
+
+class DividesTensors(Net):
+    """Two copies; within each one, two ranks share the work of a layer, of which both have the last bias."""
+
+    def configure_model(self) -> None:
+        if not isinstance(self, FSDPModule):
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(self.middle, self.device_mesh["tensor_parallel"], plan)
+            fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.case.fault == "shared" and batch_idx == 2 and on(1):
+            held([self.middle[2].bias])[0][0] += 1
+
+
+class Late(Callback):
+    """Keeps rank 2 behind the others after each batch."""
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        time.sleep(0.02 if on(2) else 0)
+
+
+class Writes(Callback):
+    """Writes a gradient of rank 1 after the reduction, or a weight of it before the first batch."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    @torch.no_grad()
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.what == "weight" and on(1):
+            held([pl_module.first.weight])[0].mul_(2)
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        if self.what == "gradient" and on(1):
+            pl_module.first.weight.grad.to_local().mul_(2)
+
+
+def holders() -> list[tuple[int, ...]]:
+    """The ranks that hold what this one does of tensors on a mesh of two by two, and on one of some ranks."""
+    mesh, some = init_device_mesh("cpu", (2, 2)), DeviceMesh("cpu", [1, 3])
+    whole, placements = torch.zeros(4), [Replicate(), Shard(0)]
+    divided = [distribute_tensor(whole, mesh, both) for both in itertools.product(placements, repeat=2)]
+    return [ranks_of_part(one) for one in (*divided, distribute_tensor(whole, some, [Replicate()]))]
+
+
+def test_which_ranks_hold_the_same() -> None:
+    everyone = (0, 1, 2, 3)
+    assert run_ranks(4, holders) == [
+        [everyone, (0, 2), (0, 1), (0,), ()],
+        [everyone, (1, 3), (0, 1), (1,), (1, 3)],
+        [everyone, (0, 2), (2, 3), (2,), ()],
+        [everyone, (1, 3), (2, 3), (3,), (1, 3)],
+    ]
+
+
+def under_tensor_parallelism(case: Case) -> dict[str, Any]:
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)
+    return fit(case, make=DividesTensors, plain_strategy=strategy)
+
+
+def cases() -> dict[str, Any]:
+    """Fits one after the other, on the same ranks."""
+    return {
+        "healthy, tensors": under_tensor_parallelism(Case(every=1)),
+        "tensors": under_tensor_parallelism(Case(every=1, fault="shared")),
+        "healthy": fit(Case(hsdp=True, **RESUMED)),
+        "healthy, late": fit(Case(hsdp=True, every=1), callbacks=[Late()]),
+        "healthy, own": fit(Case(hsdp=True, every=1), make=DividesItself),
+        "hook": fit(Case(hsdp=True), make=WritesItself),
+        "state": fit(Case(hsdp=True, fault="bit of state", rank=2)),
+        "skipped": fit(Case(hsdp=True, fault="skipped step", rank=3)),
+        "late": fit(Case(hsdp=True, fault="layer", rank=2, every=1), callbacks=[Late()]),
+        "own": fit(Case(hsdp=True, fault="bit", step=12, every=100, target=2, rank=0), make=DividesItself),
+        "gradient": fit(Case(hsdp=True), callbacks=[Writes("gradient")]),
+        "start": fit(Case(hsdp=True), callbacks=[Writes("weight")]),
+        "rate": fit(Case(hsdp=True, fault="rate", rank=3)),
+        "warn": fit(Case(hsdp=True, fault="rate", rank=3, options={"action": "warn"})),
+    }
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    of_ranks = run_ranks(4, cases, timeout=240)
+    for name in of_ranks[0]:
+        assert len({one[name]["error"] for one in of_ranks}) == 1, f"{name}: raised alike"
+    return of_ranks[0]
+
+
+@pytest.mark.parametrize("name", ["healthy", "healthy, late", "healthy, own", "healthy, tensors"])
+def test_healthy_runs_give_no_alarm(name: str, found: dict[str, Any]) -> None:
+    assert found[name]["error"] is None and found[name]["lines"] == []
+    assert found[name]["steps"] == (24 if name == "healthy" else 12)
+
+
+PAIR = "which hold the same part of the model, differ in their"
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        (
+            "hook",
+            [f"ranks 1,3, {PAIR} parameters", "middle.0.weight  rank 1, rank 3", "1 of 512", "a hook or"],
+        ),
+        ("hook", ["after batch 4 of", "equal after batch 1.", "No rank is in the minority"]),
+        ("state", [f"ranks 0,2, {PAIR}", "exp_avg of first.weight"]),
+        ("skipped", [f"ranks 1,3, {PAIR}", "In the minority: rank 3.", "stepped on some ranks only"]),
+        ("late", [f"ranks 0,2, {PAIR} parameters", "first.weight", "64 of 64"]),
+        ("own", [f"ranks 0,2, {PAIR} parameters", "middle.0.weight", "One bit of one value"]),
+        ("gradient", [f"ranks 1,3, {PAIR}", "gradients of first.weight differed", "as by a hook."]),
+        ("tensors", [f"ranks 0-1, {PAIR} parameters", "middle.2.bias  rank 0, rank 1"]),
+        ("start", [f"ranks 1,3, {PAIR} parameters, found before the first batch", "first.weight"]),
+        (
+            "rate",
+            ["the ranks differ in their settings", "In the minority: rank 3.", "lr is 0.01 on ranks 0-2"],
+        ),
+    ],
+)
+def test_what_goes_wrong_is_named_with_the_ranks_that_hold_the_part(
+    name: str, texts: list[str], found: dict[str, Any]
+) -> None:
+    error = found[name]["error"]
+    assert error is not None
+    for text in texts:
+        assert text in error, error
+
+
+def test_with_warn_the_settings_and_then_the_parts_are_told(found: dict[str, Any]) -> None:
+    first, second = found["warn"]["lines"]
+    assert found["warn"]["error"] is None and found["warn"]["steps"] == 12
+    assert "the ranks differ in their settings" in first
+    assert f"ranks 1,3, {PAIR} parameters" in second

@@ -1,0 +1,212 @@
+"""Gradients kept apart from a run, and DDP's reducer, which must not notice a step beside it."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import LearningRateFinder
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_lockstep import AutoBatchSize, LockstepDDPStrategy, OverflowDetector
+from lightning_lockstep.steps.isolated import gradients_apart
+from tests.common.batch_size.models import FULL, trainer
+from tests.helpers import run_ranks
+
+# -- On their own --
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.rnn = nn.LSTM(4, 4, num_layers=2, bidirectional=True)
+        self.norm = nn.LayerNorm(8)
+        self.project = nn.Linear(8, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.project.bias.requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(self.project(self.norm(self.rnn(self.embed(x))[0]))).logsumexp(-1).sum()
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_they_come_and_go_unseen_by_the_run(hooks, autocast):
+    torch.manual_seed(0)
+    model, called, arrived = Model(), [], []
+    x = torch.arange(7)
+    twin = copy.deepcopy(model)
+    before = dict(model.named_parameters())
+    nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in before.values() if p.requires_grad]
+    for node in nodes:
+        node.register_hook(lambda *given: arrived.append(given))  # where DDP listens
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(called.append)
+            parameter.register_hook(called.append)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        twin(x).backward()
+        model(x)  # casts parameters, and autocast keeps what it has cast
+        with gradients_apart(model.parameters(), hooks=hooks):
+            assert all(now is before[name] for name, now in model.named_parameters())
+            model(x).backward()
+            gradients = {name: parameter.grad for name, parameter in before.items()}
+            with torch.no_grad():
+                model.norm.weight.mul_(2)
+    for name, parameter in twin.named_parameters():
+        assert (gradients[name] is None) == (parameter.grad is None)
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[name], parameter.grad)
+    assert len(called) == (2 * len(nodes) if hooks else 0) and not arrived
+    assert all(parameter.grad is None for parameter in before.values())
+    assert model.norm.weight.eq(2).all(), "the values are those of the run"
+    called.clear()
+    model(x).backward()
+    assert len(called) == 2 * len(nodes) and len(arrived) == len(nodes)
+
+
+def test_they_are_as_before_after_an_error():
+    model = nn.Linear(2, 2)
+    weight, model.weight.grad = model.weight, torch.ones(2, 2)
+    gradient = weight.grad
+    with pytest.raises(KeyError), gradients_apart(model.parameters(), hooks=True):
+        weight.grad, weight.requires_grad = torch.zeros(2, 2), False
+        raise KeyError
+    assert model.weight is weight and weight.grad is gradient and weight.requires_grad
+
+
+# -- Under DDP: what runs the module beside it, times what it remembers between steps --
+
+
+class Nan(nn.Module):
+    def forward(self, x):
+        return x * float("nan")
+
+
+class Branches(pl.LightningModule):
+    """Every ``turns`` batches the other of two branches is used, or always both (0).
+
+    ``event`` happens in batch 2 of rank 1.
+    """
+
+    def __init__(self, event: str, *, turns: int, manual: bool, rows: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 1), nn.Linear(4, 1)
+        self.bad = Nan()
+        self.event, self.turns, self.rows, self.batch_size = event, turns, rows, 4
+        self.automatic_optimization = not manual
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        happens = batch_idx == 2 and self.global_rank == 1
+        if happens and self.event == "full" and len(x) > 2:
+            raise RuntimeError(FULL)
+        if happens and self.event == "nan":
+            x = self.bad(x)
+        if happens and self.event == "nan beside":
+            self.bad(x.detach())
+        nets = (self.a, self.b)
+        if not self.automatic_optimization:
+            for optimizer, net in zip(self.optimizers(), nets, strict=True):
+                optimizer.zero_grad()
+                self.manual_backward(net(x).square().mean())
+                if all(p.grad is None or p.grad.isfinite().all() for p in net.parameters()):
+                    optimizer.step()
+            return None
+        chosen = [nets[batch_idx // self.turns % 2]] if self.turns else nets
+        return sum(net(x).square().mean() for net in chosen)
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        if self.event != "nan" or not self.automatic_optimization or self.detected:
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+            return
+        optimizer_closure()  # what the detector does in the run that is compared
+        if all(p.grad is None or p.grad.isfinite().all() for p in self.parameters()):
+            optimizer.step(lambda: None)
+
+    @property
+    def detected(self) -> bool:
+        return any(isinstance(c, OverflowDetector) for c in self.trainer.callbacks)
+
+    def configure_optimizers(self):
+        # A gradient of zero is not the same as none.
+        def sgd(parameters):
+            return torch.optim.SGD(parameters, 0.05, momentum=0.9, weight_decay=0.1)
+
+        if self.automatic_optimization:
+            return sgd(self.parameters())
+        return [sgd(self.a.parameters()), sgd(self.b.parameters())]
+
+    def train_dataloader(self):
+        data = torch.randn(64, 4, generator=torch.Generator().manual_seed(1 + self.global_rank))
+        rows = self.rows - (12 if self.rows < 64 else 0) * self.global_rank
+        return DataLoader(TensorDataset(data[:rows]), batch_size=self.batch_size)
+
+
+#: What runs the module beside DDP: the callback, and what happens to the run.
+BESIDE: dict[str, tuple[Any, str]] = {
+    "trial": (lambda: AutoBatchSize("power", max_trials=2, init_val=4, max_val=4), ""),
+    "replay on one rank": (lambda: OverflowDetector(mode="hooks", action="warn"), "nan beside"),
+    "skip": (lambda: OverflowDetector(action="skip"), "nan"),
+    "split": (lambda: AutoBatchSize("off", on_oom="split"), "full"),
+    "lr finder": (lambda: LearningRateFinder(num_training_steps=5, update_attr=False), ""),
+}
+UNUSED: dict[str, Any] = {"find_unused_parameters": True}
+#: What DDP remembers: its options, those of the Trainer and of the module.
+REMEMBERED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "unused, views": (UNUSED, {}, {"turns": 1}),
+    "unused, copies": ({**UNUSED, "gradient_as_bucket_view": False}, {}, {"turns": 1}),
+    "unused, two optimizers": (UNUSED, {}, {"manual": True}),
+    "unused, no_sync": (UNUSED, {"accumulate_grad_batches": 2}, {"turns": 2}),
+    "unused, join": ({**UNUSED, "uneven_inputs": "join"}, {}, {"turns": 1, "rows": 40}),
+    "static graph": ({"static_graph": True}, {}, {}),
+    "bfloat16": (UNUSED, {"precision": "bf16-mixed"}, {"turns": 1}),
+}
+
+
+def fits(beside: str, folder: str) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    answers: dict[str, Any] = {}
+    make, event = BESIDE[beside]
+    for name, (ddp, settings, kind) in REMEMBERED.items():
+        if beside == "split" and (ddp.get("static_graph") or kind.get("manual")):
+            continue  # refused
+        if beside == "lr finder" and (kind.get("manual") or "uneven_inputs" in ddp):
+            continue
+        weights = []
+        for callbacks in ([make()], []):
+            happens = event if callbacks or event == "nan" else ""
+            module = Branches(happens, **{"turns": 0, "manual": False, "rows": 64, **kind})
+            trainer(
+                folder,
+                *callbacks,
+                devices=2,
+                strategy=LockstepDDPStrategy(**ddp),
+                max_steps=-1,
+                max_epochs=1,
+                **{"limit_train_batches": 10, **settings},
+            ).fit(module)
+            weights.append(torch.cat([p.detach().flatten() for p in module.parameters()]).tolist())
+            if callbacks and isinstance(callbacks[0], OverflowDetector) and module.global_rank:
+                assert callbacks[0].reports, "nothing was replayed"
+        answers[name] = weights
+    return answers
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_ddp_does_not_notice_a_step_beside_it(beside, tmp_path):
+    first, second = run_ranks(2, fits, beside, str(tmp_path), backend=None, timeout=170)
+    assert len(first) >= 5
+    for name, (fitted, reference) in first.items():
+        assert second[name][0] == fitted, name
+        # Of parts of a batch sums are rounded differently.
+        error = (1e-3 if name == "bfloat16" else 1e-6) if beside == "split" else 0
+        assert fitted == pytest.approx(reference, rel=0, abs=error), name

@@ -1,0 +1,390 @@
+"""Stopping together in real fits on real ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_lockstep import Preempted, StopTogether, SyncedEarlyStopping, check_breakpoint
+from lightning_lockstep._doors.lightning import Callback, EarlyStopping, SLURMEnvironment
+from tests.common.stopping.fits import (
+    BATCHES,
+    CASES,
+    Module,
+    break_on,
+    early_stopping_case,
+    fit,
+    outcome,
+    terminate_on,
+    world_size,
+)
+from tests.helpers import run_ranks, run_ranks_raw
+
+
+def all_cases(folder: str) -> dict[str, Any]:
+    return {
+        "error": early_stopping_case("only rank 0 has it", folder, False),
+        "use_present": early_stopping_case("only rank 0 has it", folder, False, missing="use_present"),
+        **{
+            (case, how): early_stopping_case(case, folder, False, reduce=how)
+            for case in ("different values", "nan on rank 1")
+            for how in ("mean", "min", "max", "rank0")
+        },
+        "nobody": early_stopping_case("different values", folder, False, monitor="n"),
+    }
+
+
+def test_early_stopping_is_the_same_on_every_rank(tmp_path):
+    values = run_ranks(2, all_cases, str(tmp_path), backend=None, timeout=150)
+    assert values[0] == values[1]
+    ended = values[0]
+    assert ended["error"]["error"] == "MetricMissingError"
+    assert "which is logged by rank 0 and not by rank 1" in ended["error"]["message"]
+    assert ended["use_present"]["reason"] == "PATIENCE_EXHAUSTED"
+    assert ended["nobody"]["error"] == "MetricMissingError" and "`m`" in ended["nobody"]["message"]
+    assert {how: ended["different values", how]["best_score"] for how in ("mean", "min", "max", "rank0")} == {
+        "mean": 1.0,  # 1, 1.1, 1.2: no improvement
+        "min": 0.5,
+        "max": 1.0,
+        "rank0": 0.5,
+    }
+    assert ended["different values", "mean"]["wait_count"] == 2
+    for how in ("mean", "min", "max"):
+        assert ended["nan on rank 1", how]["reason"] == "NON_FINITE_METRIC"
+        assert "not finite on rank 1." in ended["nan on rank 1", how]["message"]
+    assert ended["nan on rank 1", "rank0"]["reason"] == "NOT_STOPPED"
+
+
+def loud(folder: str) -> list[str]:
+    logger, texts = logging.getLogger(EarlyStopping.__module__), []
+    logger.setLevel(logging.INFO)
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    early_stopping_case("different values", folder, False, verbose=True)
+    logger.removeHandler(handler)
+    return texts
+
+
+def test_what_early_stopping_says_is_said_once(tmp_path):
+    first, second = run_ranks(2, loud, str(tmp_path), backend=None, timeout=60)
+    assert second == []
+    improved, stopped = first
+    assert "Metric m improved" in improved and "Signaling Trainer to stop" in stopped
+
+
+class Falling(Module):
+    """Logs a training metric that falls for ten steps and then stays, with a different value on each rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("now", max(0.0, 10.0 - self.global_step) + self.global_rank)
+        return loss
+
+
+def watching_steps(folder: str) -> dict[str, Any]:
+    out = {}
+    for name, options in {
+        "every": {},
+        "third": {"k": 3},
+        "accumulating": {"accumulate_grad_batches": 2},
+        "nobody logs it": {"monitor": "nw"},
+    }.items():
+        k, monitor = options.pop("k", 1), options.pop("monitor", "now")
+        callback = SyncedEarlyStopping(monitor, patience=3, check_every_n_steps=k)
+        module = Falling()
+        try:
+            trainer = fit(module, [callback], folder, **options)
+            out[name] = {
+                **outcome(trainer, callback),
+                "batches": len(module.seen),
+                "steps": trainer.global_step,
+            }
+        except RuntimeError as error:
+            out[name] = str(error)
+    return out
+
+
+def test_a_metric_is_watched_inside_the_epoch(tmp_path):
+    values = run_ranks(2, watching_steps, str(tmp_path), backend=None, timeout=150)
+    assert values[0] == values[1]
+    every = values[0]["every"]
+    # Best at step 10 (logged before the optimizer steps), no better at three more, read one step later.
+    assert every["reason"] == "PATIENCE_EXHAUSTED" and every["best_score"] == 0.5 and every["wait_count"] == 3
+    assert every["steps"] == every["batches"] == 15
+    assert values[0]["third"]["steps"] % 3 == 1, "checked at every third step, read one later"
+    assert values[0]["accumulating"]["batches"] == 2 * values[0]["accumulating"]["steps"]
+    assert "Did you mean 'now'?" in values[0]["nobody logs it"]
+
+
+def breakpoints(folder: str) -> dict[str, Any]:
+    module = Module(act=break_on(1, 7))
+    trainer = fit(module, [StopTogether()], folder, min_epochs=3)
+    found = check_breakpoint()
+    again = Module()
+    fit(again, [StopTogether()], folder, max_epochs=1)
+    return {
+        "last": module.seen[-1][:2],
+        "reason": found.reason if found else None,
+        "min_epochs": trainer.fit_loop.min_epochs,
+        "again": len(again.seen),
+        "after": check_breakpoint(),
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_breakpoint_on_rank_1_takes_all_ranks_out_after_the_same_batch(tmp_path, ranks):
+    values = run_ranks(ranks, breakpoints, str(tmp_path), backend=None, timeout=120)
+    assert all(value == values[0] for value in values)
+    assert (0, 7) <= tuple(values[0]["last"]) < (2, BATCHES - 1), "not before the request, and before the end"
+    assert values[0]["reason"] == "rank 1: the loss looks odd"
+    assert values[0]["min_epochs"] == 3, "given back after the fit"
+    assert values[0]["again"] == BATCHES and values[0]["after"] is None
+
+
+def preempted_then_resumed(folder: str, number: int, options: dict[str, Any]) -> dict[str, Any]:
+    world = world_size()
+    whole = Module()
+    fit(whole, [StopTogether()], folder, max_epochs=3, **options)
+    first = Module(act=terminate_on(world - 1, 1, 4, signal.Signals(number)))
+    before = signal.getsignal(number)
+    try:
+        fit(first, [StopTogether()], folder, max_epochs=3, **options)
+        return {"left": False}
+    except Preempted as preempted:
+        left = {"code": preempted.code, "reason": preempted.reason, "checkpoint": preempted.checkpoint}
+    second = Module()
+    trainer = fit(second, [StopTogether()], folder, max_epochs=3, ckpt_path=left["checkpoint"], **options)
+    return {
+        **left,
+        "handler given back": signal.getsignal(number) == before,
+        "same batches": first.seen + second.seen == whole.seen,
+        "cut": len(first.seen),
+        "steps": trainer.global_step,
+    }
+
+
+@pytest.mark.parametrize(
+    ("ranks", "number", "options", "cut_at"),
+    [
+        (1, signal.SIGUSR1, {}, 1),
+        (1, signal.SIGTERM, {"num_workers": 1}, 1),
+        (2, signal.SIGTERM, {"accumulate_grad_batches": 3}, 3),
+    ],
+)
+def test_a_signal_on_one_rank_saves_ends_all_and_resumes_at_the_next_batch(
+    tmp_path, ranks, number, options, cut_at
+):
+    values = run_ranks(
+        ranks, preempted_then_resumed, str(tmp_path), int(number), options, backend=None, timeout=150
+    )
+    assert all(v["code"] == 75 and v["same batches"] and v["handler given back"] for v in values)
+    assert len({v["cut"] for v in values}) == 1 and len({v["checkpoint"] for v in values}) == 1
+    assert BATCHES + 5 <= values[0]["cut"] < 3 * BATCHES, "not before the signal, and before the end"
+    assert values[0]["cut"] % cut_at == 0, "accumulated gradients are not thrown away"
+    assert values[0]["reason"] == f"rank {ranks - 1}: received {signal.Signals(number).name}"
+    assert Path(values[0]["checkpoint"]).name == "preempted.ckpt"
+    assert len({v["steps"] for v in values}) == 1
+
+
+def outside_of_training(folder: str) -> dict[str, Any]:
+    """A SIGTERM on rank 1 while no training batch is under way."""
+    out = {}
+    for name, epoch, sanity in (
+        ("sanity check", 0, True),
+        ("validation", 1, False),
+        ("last validation", 2, False),
+    ):
+        sent = []
+
+        def act(
+            module: Module, batch_idx: int, epoch: int = epoch, sanity: bool = sanity, sent: list = sent
+        ) -> None:
+            trainer = module.trainer
+            if (module.current_epoch, trainer.sanity_checking) == (epoch, sanity) and not sent:
+                sent.append(batch_idx)
+                if module.global_rank == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+        module = Module()
+        module.act_in_validation = act
+        try:
+            fit(module, [StopTogether()], folder, max_epochs=3, validates=True, num_sanity_val_steps=1)
+            out[name] = {}
+        except Preempted as preempted:
+            saved = torch.load(preempted.checkpoint, weights_only=True)
+            out[name] = {
+                "reason": preempted.reason,
+                "batches": len(module.seen),
+                "saved": saved["global_step"],
+            }
+    return out
+
+
+def test_a_signal_outside_of_training_is_obeyed_at_the_next_batch_or_the_end(tmp_path):
+    values = run_ranks(2, outside_of_training, str(tmp_path), backend=None, timeout=120)
+    assert values[0] == values[1]
+    for name, least in (
+        ("sanity check", 1),
+        ("validation", 2 * BATCHES + 1),
+        ("last validation", 3 * BATCHES),
+    ):
+        ended = values[0][name]
+        assert ended["reason"] == "rank 1: received SIGTERM"
+        # Usually a batch or two later; on a busy machine the decision takes longer than a batch.
+        assert least <= ended["batches"] <= min(least + BATCHES - 2, 3 * BATCHES), name
+        assert ended["saved"] == ended["batches"]
+
+
+def requeued_by_slurm(folder: str, ours: bool, number: signal.Signals) -> dict[str, Any]:
+    """Under our strategy the callback is not given, and the environment is detected."""
+    module = Module(act=terminate_on(0, 0, 4, number))
+    environment = SLURMEnvironment(auto_requeue=True, requeue_signal=number)
+    given = {"strategy": "lockstep_ddp"} if ours else {"plugins": [environment]}
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning_lockstep").addHandler(handler)
+    try:
+        fit(module, [] if ours else [StopTogether()], folder, **given)
+    except Preempted as preempted:
+        exists = Path(preempted.checkpoint).exists()
+        return {"checkpoint": preempted.checkpoint, "saved": exists, "said": said[-1]}
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("ours", "number", "refuses"),
+    [(False, signal.SIGUSR1, False), (True, signal.SIGUSR1, False), (False, signal.SIGUSR2, True)],
+)
+def test_the_requeue_signal_of_a_slurm_job_saves_where_lightning_looks_and_requeues_it(
+    tmp_path, ours, number, refuses
+):
+    """Also where the job is a single task, which is no rank of a cluster; what Slurm answers is said."""
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    answers = "echo 'Job is disabled' >&2; exit 1" if refuses else ""
+    scontrol.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n{answers}\n')
+    scontrol.chmod(0o755)
+    env = {"PATH": f"{scontrol.parent}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}
+    env |= dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
+    env |= {"SLURM_STEP_NUM_TASKS": "1", "SLURM_JOB_NAME": "train"}
+    (value,) = run_ranks(1, requeued_by_slurm, str(tmp_path), ours, number, backend=None, env=env, timeout=90)
+    path = value["checkpoint"]
+    assert value["saved"] and Path(path).name.startswith("hpc_ckpt_")
+    assert (tmp_path / "asked").read_text() == "requeue 7\n"
+    answer = f"Slurm was asked to requeue the job, to resume from {path}"
+    if refuses:
+        refused = "scontrol requeue 7: Job is disabled"
+        answer = f"Slurm did not requeue the job ({refused}): submit it again, to resume from {path}"
+    assert answer in value["said"]
+
+
+def told_to_end(folder: str) -> int | None:
+    try:
+        fit(Module(act=terminate_on(0, 0, 4)), [], folder, strategy="lockstep_ddp")
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else None
+    return 0
+
+
+def test_without_the_callback_sigterm_to_a_single_process_is_said_and_is_no_success(tmp_path):
+    (outcome,) = run_ranks_raw(1, told_to_end, str(tmp_path), backend=None, timeout=90)
+    assert outcome.value == 128 + signal.SIGTERM
+    assert "step 5, batch 4, stage train: SIGTERMException: it received SIGTERM\n" in outcome.stderr
+    assert "This run has saved no checkpoint. The callback StopTogether() saves one" in outcome.stderr
+
+
+class RaisesAfterPosting(Callback):
+    """Comes after the callback that has posted rank 1's value of this step, which nobody has read yet."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 4:
+            raise OSError("disk full")
+
+
+def one_raises_after_posting(folder: str) -> str:
+    callback = SyncedEarlyStopping("now", check_every_n_steps=1)
+    try:
+        fit(Falling(), [callback, RaisesAfterPosting()], folder, strategy="lockstep_ddp")
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_rank_that_raises_between_posting_and_reading_ends_all_with_its_error(tmp_path):
+    outcomes = run_ranks_raw(2, one_raises_after_posting, str(tmp_path), backend=None, timeout=60)
+    said = [str(outcome.value) + outcome.stderr for outcome in outcomes]
+    assert all("OSError: disk full" in text for text in said), said
+    assert "RankFailedError: rank 1 of 2" in said[0], said
+
+
+def stop_file(folder: str) -> dict[str, Any]:
+    def act(module: Module, batch_idx: int) -> None:
+        if batch_idx == 2 and module.current_epoch == 0:
+            Path(folder, "stop").touch()
+        import time
+
+        time.sleep(0.02)
+
+    module = Module(act=act)
+    callback = StopTogether(stop_file="stop", stop_file_interval=0.02, exit_code=None)
+    fit(module, [callback], folder)
+    return {
+        "batches": len(module.seen),
+        "reason": callback.decision.reason,
+        "file": Path(folder, "stop").exists(),
+        "saved": Path(folder, "checkpoints", "preempted.ckpt").exists(),
+    }
+
+
+def test_a_stop_file(tmp_path):
+    (value,) = run_ranks(1, stop_file, str(tmp_path), backend=None, timeout=90)
+    assert 3 <= value["batches"] < 6 * BATCHES and "found the stop file" in value["reason"]
+    assert value["saved"] and not value["file"]
+
+
+def exchange(folder: str) -> dict[str, Any]:
+    states = {}
+    for name, mine, other in (
+        ("stock", EarlyStopping, SyncedEarlyStopping),
+        ("ours", SyncedEarlyStopping, EarlyStopping),
+    ):
+        first = mine("m", patience=5, check_on_train_epoch_end=True)
+        trainer = fit(Module(CASES["different values"]), [first], folder, max_epochs=3)
+        path = str(Path(folder, f"{name}.ckpt"))
+        trainer.save_checkpoint(path)
+        second = other("m", patience=5, check_on_train_epoch_end=True)
+        fit(Module(CASES["different values"]), [second], folder, max_epochs=3, ckpt_path=path)
+        mine_state, other_state = first.state_dict(), second.state_dict()
+        states[name] = {key: float(v) if torch.is_tensor(v) else v for key, v in mine_state.items()} == {
+            key: float(v) if torch.is_tensor(v) else v for key, v in other_state.items()
+        }
+        states[name + " best"] = float(other_state["best_score"])
+    return states
+
+
+def test_checkpoints_of_lightnings_callback_and_ours_can_be_exchanged(tmp_path):
+    (value,) = run_ranks(1, exchange, str(tmp_path), backend=None, timeout=90)
+    assert value["stock"] and value["ours"] and value["stock best"] == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"signals": "SIGTERM"}, "expected a list"),
+        ({"signals": ["SIGKILL"]}, "'SIGKILL'"),
+        ({"exit_code": 300}, "exit_code=300"),
+        ({"filename": "a/b"}, "filename='a/b'"),
+        ({"stop_file_interval": 0}, "stop_file_interval=0"),
+    ],
+)
+def test_bad_arguments(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        StopTogether(**arguments)

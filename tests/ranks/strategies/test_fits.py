@@ -1,0 +1,412 @@
+"""Fits on two real ranks: uneven data, precision, compression, and the same numbers as Lightning's DDP.
+
+Starting ranks is what costs, so each test runs several small fits in one pair of ranks.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_lockstep import CollectiveStallError, ConfigurationError, LockstepDDPStrategy, gather_uneven
+from lightning_lockstep._doors.lightning import CombinedLoader, LightningModule, Trainer, seed_everything
+from tests.helpers import on_device, run_ranks, run_ranks_raw
+
+QUIET = {
+    "accelerator": "cpu",
+    "devices": 2,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "use_distributed_sampler": False,
+}
+
+
+class Net(LightningModule):
+    def __init__(self, none_at: int | None = None, none_on: tuple[int, ...] = (1,)) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)
+        self.none_at, self.none_on = none_at, none_on
+        self.seen: list[str] = []
+        self.dtypes: set[str] = set()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, targets = batch
+        outputs = self.second(self.first(inputs).relu())
+        self.dtypes.add(str(outputs.dtype).removeprefix("torch."))
+        self.seen.append(str(inputs.flatten()[0].item()))
+        if batch_idx == self.none_at and self.global_rank in self.none_on:
+            return None
+        return {"loss": torch.nn.functional.cross_entropy(outputs, targets)}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+    def digest(self) -> float:
+        return sum(parameter.detach().double().abs().sum().item() for parameter in self.parameters())
+
+
+class FirstOfSeveral(Net):
+    """Gets a batch of each of several loaders, and learns from the first."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch[0], batch_idx)
+
+
+class Contrastive(Net):
+    """Its loss compares the rows of all ranks, of which each has another number."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        own = self.second(self.first(batch[0][self.global_rank :]))
+        everyone = gather_uneven({"rows": own, "seen": batch[1][self.global_rank :]})
+        self.seen.append(str([len(rank["seen"]) for rank in everyone]))
+        rows = torch.cat([rank["rows"] for rank in everyone])
+        if batch_idx == self.none_at and self.global_rank in self.none_on:
+            return None
+        return (rows @ rows.t()).logsumexp(1).mean()
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, batches: int, rank: int) -> None:
+        self.batches, self.rank = batches, rank
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(self.rank)
+        for number in range(self.batches * 4):
+            yield torch.randn(8, generator=generator), torch.tensor(number % 4)
+
+
+def loader(batches: int, sized: bool = True) -> DataLoader[Any]:
+    stream = Stream(batches, int(os.environ["RANK"]))
+    if not sized:
+        return DataLoader(stream, batch_size=4)
+    rows = list(stream)
+    return DataLoader(TensorDataset(torch.stack([r[0] for r in rows]), torch.stack([r[1] for r in rows])), 4)
+
+
+def fit(net: Net, data: Any, *, strategy: Any = None, epochs: int = 2, **options: Any) -> Trainer:
+    trainer = Trainer(
+        **{**QUIET, **on_device(2), "max_epochs": epochs, **options},
+        strategy=strategy or LockstepDDPStrategy(),
+    )
+    trainer.fit(net, data)
+    return trainer
+
+
+def seeded(**options: Any) -> Net:
+    seed_everything(7, verbose=False)
+    return Net(**options)
+
+
+class Records(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(f"{record.levelname} {record.getMessage()}")
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What the package logs meanwhile, from level INFO on."""
+    logger, records = logging.getLogger("lightning_lockstep"), Records()
+    level = logger.level
+    logger.addHandler(records)
+    logger.setLevel(logging.INFO)
+    try:
+        yield records.texts
+    finally:
+        logger.removeHandler(records)
+        logger.setLevel(level)
+
+
+def uneven_fits() -> dict[str, Any]:
+    counts = (3, 5)
+    mine = counts[int(os.environ["RANK"])]
+    answers: dict[str, Any] = {}
+    for sized in (True, False):
+        for policy in ("truncate", "join"):
+            net = seeded()
+            with logged() as texts:
+                trainer = fit(net, loader(mine, sized), strategy=LockstepDDPStrategy(uneven_inputs=policy))
+            answers[f"notices {policy} {sized}"] = [text for text in texts if "uneven_inputs" in text]
+            answers[f"{policy} {sized}"] = (trainer.global_step, len(net.seen), net.digest())
+        try:
+            fit(seeded(), loader(mine, sized))
+        except ConfigurationError as error:
+            answers[f"error {sized}"] = str(error)
+    answers["even"] = fit(seeded(), loader(4, sized=False)).global_step
+    limits = ({"limit_train_batches": 2}, {"max_steps": 3}, {"fast_dev_run": 2}, {"overfit_batches": 2})
+    answers["cut short"] = [fit(seeded(), loader(mine, True), **limit).global_step for limit in limits]
+    limits = ({"limit_train_batches": 3}, {"max_steps": 3})
+    answers["cut short, no length"] = [
+        fit(seeded(), loader(mine, False), **limit).global_step for limit in limits
+    ]
+    for name, others, mode in (
+        ("a longer one decides", 8, "max_size_cycle"),
+        ("a shorter one decides", 2, "min_size"),
+        ("the longest differs", 2, "max_size_cycle"),
+    ):
+        several = CombinedLoader([loader(mine), loader(others)], mode)
+        try:
+            answers[name] = fit(FirstOfSeveral(), several).global_step
+        except ConfigurationError as error:
+            answers[name] = str(error)
+    return answers
+
+
+def test_ranks_with_different_amounts_of_data() -> None:
+    first, second = run_ranks(2, uneven_fits, backend=None, timeout=120)
+    for sized in (True, False):
+        # (steps, batches seen, weights) agree on both ranks, and both kinds of loader give the same weights
+        assert first[f"truncate {sized}"] == second[f"truncate {sized}"]
+        assert first[f"truncate {sized}"][:2] == (6, 6)
+        assert first[f"join {sized}"] == second[f"join {sized}"]
+        assert first[f"join {sized}"][:2] == (10, 10)
+    assert first["join True"] == first["join False"]
+    assert first["truncate True"] == first["truncate False"]
+    assert first["join True"][2] != first["truncate True"][2]
+    assert first["error True"] == second["error True"]
+    assert "(rank 0: 3, rank 1: 5)" in first["error True"]
+    assert "uneven_inputs='truncate'" in first["error True"]
+    assert first["error False"] == second["error False"]
+    assert "(rank 0: 3, rank 1: more than 3)" in first["error False"]
+    assert (first["even"], second["even"]) == (8, 8)
+    assert first["cut short"] == second["cut short"] == [4, 3, 2, 4], (
+        "the loop takes the same number on every rank"
+    )
+    assert first["cut short, no length"] == second["cut short, no length"] == [6, 3]
+    for name, steps in (("a longer one decides", 16), ("a shorter one decides", 4)):
+        assert first[name] == second[name] == steps, name
+    assert "(rank 0: 3, rank 1: 5)" in first["the longest differs"] == second["the longest differs"]
+    for policy, steps in (("truncate", 3), ("join", 5)):
+        (notice,) = first[f"notices {policy} True"]
+        expected = f"every rank takes {steps} steps an epoch (rank 0: 3, rank 1: 5)."
+        assert notice == f"WARNING uneven_inputs={policy!r}: {expected}"
+        assert second[f"notices {policy} True"] == [], "rank 0 alone says it"
+
+
+def contrastive_fits() -> dict[str, Any]:
+    answers = {}
+    for policy in ("truncate", "join"):
+        seed_everything(7, verbose=False)
+        net = Contrastive()
+        trainer = fit(
+            net, loader(3 + int(os.environ["RANK"])), strategy=LockstepDDPStrategy(uneven_inputs=policy)
+        )
+        answers[policy] = (trainer.global_step, set(net.seen), net.digest())
+    seed_everything(7, verbose=False)
+    net = Contrastive(none_at=1)
+    answers["none"] = (fit(net, loader(3)).global_step, set(net.seen), net.digest())
+    return answers
+
+
+def test_a_loss_over_the_rows_of_all_ranks() -> None:
+    """A rank whose own loss does not count (a padding batch, or none returned) takes part in backward."""
+    first, second = run_ranks(2, contrastive_fits, backend=None, timeout=60)
+    assert first == second
+    assert first["none"][:2] == (6, {"[4, 3]"})
+    assert first["truncate"][:2] == (6, {"[4, 3]"}) and first["join"][:2] == (8, {"[4, 3]"})
+
+
+def join_by_hand() -> tuple[float, float]:
+    """What `join` must amount to: the rank without data adds nothing, and the mean is over all ranks."""
+    rank = int(os.environ["RANK"])
+    net = seeded()
+    fit(net, loader((2, 3)[rank]), strategy=LockstepDDPStrategy(uneven_inputs="join"), epochs=1)
+    seed_everything(7, verbose=False)
+    reference = Net()
+    optimizer = torch.optim.SGD(reference.parameters(), 0.1, momentum=0.9)
+    batches = []
+    for each in (0, 1):
+        stream = iter(DataLoader(Stream((2, 3)[each], each), batch_size=4))
+        batches.append(list(stream))
+    for step in range(3):
+        optimizer.zero_grad()
+        for each in (0, 1):
+            if step < len(batches[each]):
+                inputs, targets = batches[each][step]
+                outputs = reference.second(reference.first(inputs).relu())
+                (torch.nn.functional.cross_entropy(outputs, targets) / 2).backward()
+        optimizer.step()
+    return net.digest(), reference.digest()
+
+
+def test_join_gives_the_weights_that_one_process_computes(device: str) -> None:
+    for fitted, reference in run_ranks(2, join_by_hand, backend=None, timeout=120):
+        assert fitted == pytest.approx(reference, abs=1e-5)
+
+
+def none_fits() -> dict[str, Any]:
+    answers = {}
+    for name, options in {
+        "plain": {},
+        "unused": {"find_unused_parameters": True},
+        "static": {"static_graph": True},
+    }.items():
+        net = seeded(none_at=1)
+        trainer = fit(net, loader(4), strategy=LockstepDDPStrategy(**options))
+        answers[name] = (trainer.global_step, net.digest())
+    everyone = seeded(none_at=1, none_on=(0, 1))
+    answers["everyone"] = (fit(everyone, loader(4)).global_step, everyone.digest())
+    return answers
+
+
+def test_a_loss_of_none_on_one_rank_hangs_nobody() -> None:
+    first, second = run_ranks(2, none_fits, backend=None, timeout=120)
+    assert first == second, "the weights stay equal"
+    assert {steps for steps, _ in first.values()} == {8}
+    assert first["plain"] == first["unused"] == first["static"]
+
+
+def precision_fits() -> dict[str, Any]:
+    answers: dict[str, Any] = {}
+    for name in ("64-true", "32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"):
+        net = seeded()
+        with logged() as texts:
+            trainer = fit(net, loader(3), precision=name, epochs=1)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        answers[name] = (
+            trainer.precision,
+            sorted(net.dtypes),
+            scaler is not None,
+            str(net.first.weight.dtype),
+            [text for text in texts if "precision" in text],
+        )
+    return answers
+
+
+@pytest.mark.filterwarnings("ignore:You passed")
+def test_each_precision_does_what_it_says(device: str) -> None:
+    first, second = run_ranks(2, precision_fits, backend=None, timeout=120)
+    assert first == second
+    notes = {name: facts[4] for name, facts in first.items() if facts[4]}
+    if device == "cpu":  # where Lightning says something else before
+        (note,) = notes.pop("16-mixed")
+        assert note.startswith("INFO precision='16-mixed' runs in float16 with loss scaling")
+    assert not notes, "a note without a cause"
+    assert {name: facts[:4] for name, facts in first.items()} == {
+        "64-true": ("64-true", ["float64"], False, "torch.float64"),
+        "32-true": ("32-true", ["float32"], False, "torch.float32"),
+        "16-mixed": ("16-mixed", ["float16"], True, "torch.float32"),
+        "bf16-mixed": ("bf16-mixed", ["bfloat16"], False, "torch.float32"),
+        "16-true": ("16-true", ["float16"], False, "torch.float16"),
+        "bf16-true": ("bf16-true", ["bfloat16"], False, "torch.bfloat16"),
+    }
+
+
+def compressed_fits() -> dict[str, Any]:
+    answers = {}
+    for hook in (None, "fp16_compress", "bf16_compress", "power_sgd", doubled):
+        net = seeded()
+        fit(net, loader(4), strategy=LockstepDDPStrategy(ddp_comm_hook=hook), epochs=1)
+        answers[hook.__name__ if callable(hook) else str(hook)] = net.digest()
+    return answers
+
+
+def doubled(state, bucket):  # type: ignore[no-untyped-def]  # torch looks at annotations of hooks
+    """A hook of the user's: no reduction at all, twice the gradient."""
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer() * 2)
+    return done
+
+
+def test_gradient_compression_works_on_cpu_too(device: str) -> None:
+    first, second = run_ranks(2, compressed_fits, backend=None, timeout=120)
+    for name in ("None", "fp16_compress", "bf16_compress", "power_sgd"):
+        assert first[name] == second[name], name
+    assert first["fp16_compress"] == pytest.approx(first["None"], rel=1e-3)
+    assert first["bf16_compress"] == pytest.approx(first["None"], rel=1e-2)
+    # Torch's PowerSGD begins to compress after 1,000 steps; until then it reduces as without a hook.
+    assert first["power_sgd"] == first["None"]
+    assert len({first[name] for name in ("None", "fp16_compress", "bf16_compress", "doubled")}) == 4
+    assert first["doubled"] != second["doubled"], "a hook of the user's is really used"
+
+
+def beside_lightning() -> dict[str, Any]:
+    answers = {}
+    for name in ("ddp", "lockstep_ddp"):
+        net = seeded()
+        trainer = fit(net, loader(4), strategy=name, accumulate_grad_batches=2)
+        answers[name] = (trainer.global_step, net.digest(), trainer.strategy.__class__.__name__)
+    return answers
+
+
+def test_the_weights_are_those_of_lightnings_ddp(device: str) -> None:
+    for answer in run_ranks(2, beside_lightning, backend=None, timeout=120):
+        assert answer["lockstep_ddp"][:2] == answer["ddp"][:2]
+        assert answer["lockstep_ddp"][2] == "LockstepDDPStrategy"
+
+
+def one_rank() -> dict[str, Any]:
+    answers: dict[str, Any] = {}
+    for strategy in ("auto", LockstepDDPStrategy()):
+        net = seeded()
+        trainer = fit(net, loader(4), strategy=strategy, **on_device(1))
+        answers[type(trainer.strategy).__name__] = (trainer.global_step, net.digest())
+    answers["backend"] = torch.distributed.get_backend()
+    return answers
+
+
+def test_one_rank_has_the_weights_of_no_strategy(device: str) -> None:
+    (found,) = run_ranks(1, one_rank, backend=None, timeout=120)
+    assert found.pop("backend") == {"cpu": "gloo", "cuda": "nccl"}[device]
+    assert (
+        found["LockstepDDPStrategy"] == found["SingleDeviceStrategy"] and found["LockstepDDPStrategy"][0] == 8
+    )
+
+
+class Waits(Net):
+    """Rank 1 stays in its second step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1 and self.global_rank == 1:
+            time.sleep(1000)
+        return super().training_step(batch, batch_idx)
+
+
+def one_never_comes() -> str:
+    with pytest.raises(CollectiveStallError) as caught:
+        fit(Waits(), loader(3), strategy=LockstepDDPStrategy(stall_timeout=2.0))
+    return str(caught.value)
+
+
+def test_the_guard_names_the_rank_that_never_comes_and_its_place(device: str) -> None:
+    first, second = (outcome.value for outcome in run_ranks_raw(2, one_never_comes, backend=None))
+    assert first == second and first.startswith("rank 1 never came to collective #")
+    assert re.search(r"1 +- +\S*test_fits.py:\d+ in training_step, after #\d+ .*<- never came", first), first
+
+
+def placement_shown() -> str:
+    shown = io.StringIO()
+    with redirect_stderr(shown):
+        strategy = LockstepDDPStrategy(threads_per_rank=1, bind_cores=True)
+        fit(seeded(), loader(2), strategy=strategy, epochs=1)
+    pinned = sorted(os.sched_getaffinity(0))
+    return f"{shown.getvalue()}|{torch.get_num_threads()}|{pinned}"
+
+
+def test_placement_is_shown_once_in_rank_order_and_cores_are_bound() -> None:
+    (first, second) = (
+        answer.split("|") for answer in run_ranks(2, placement_shown, backend=None, timeout=120)
+    )
+    assert first[-2] == second[-2] == "1"
+    rows = "|".join(first)
+    assert rows.count("2 ranks") == 1
+    assert "2 ranks" not in "|".join(second)
+    if len(os.sched_getaffinity(0)) > 1:
+        assert first[-1] != second[-1], "each rank has a core of its own"

@@ -1,0 +1,325 @@
+"""The callbacks of this package under LockstepFSDPStrategy, in fits on two ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_lockstep import (
+    AutoBatchSize,
+    ConfigurationError,
+    OverflowDetectedError,
+    OverflowDetector,
+    Preempted,
+    StaticShapes,
+    StopTogether,
+    SyncedEarlyStopping,
+    set_breakpoint,
+)
+from lightning_lockstep._doors.lightning import LightningModule, Trainer, seed_everything
+from tests.common.batch_size.models import Walled, largest
+from tests.common.replicas import fits as replica_fits
+from tests.common.static_shapes.nets import Net as Shaped
+from tests.common.static_shapes.nets import loader as ragged
+from tests.common.stragglers import fits as stragglers
+from tests.common.strategies.fsdp_models import QUIET, Block, Net, fsdp, loader
+from tests.helpers import run_ranks
+
+
+def run(module: LightningModule, data: Any = None, strategy: Any = None, **options: Any) -> Trainer:
+    seed_everything(7, verbose=False)
+    ckpt_path = options.pop("ckpt_path", None)
+    trainer = Trainer(**{**QUIET, "devices": 2, "max_epochs": 2, **options}, strategy=strategy or fsdp())
+    trainer.fit(module, data if data is not None else loader(2), ckpt_path=ckpt_path)
+    return trainer
+
+
+def seeded(make: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    seed_everything(7, verbose=False)
+    return make(*args, **options)
+
+
+def digest(trainer: Trainer) -> list[float]:
+    """Sums of this rank's parts of the weights, which any change of them changes."""
+    parameters = list(trainer.lightning_module.parameters())
+    with torch.no_grad():
+        return [float(p.to_local().double().sum()) if hasattr(p, "to_local") else -1.0 for p in parameters]
+
+
+# -- OverflowDetector ----------------------------------------------------------------------------------
+
+
+class _BadBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bad: bool) -> Tensor:
+        ctx.bad = bad
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * float("nan") if ctx.bad else gradient, None
+
+
+class BadBlock(Block):
+    """Goes wrong in some calls, on one rank alone."""
+
+    def __init__(self, how: str, batches: tuple[int, ...]) -> None:
+        super().__init__()
+        self.how, self.batches = how, batches
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        bad = int(self.calls) - 1 in self.batches and os.environ["RANK"] == "1"  # type: ignore[arg-type]
+        return x * float("inf") if bad and self.how == "forward" else _BadBackward.apply(x, bad)  # type: ignore[no-untyped-call]
+
+
+class Bad(Net):
+    def __init__(self, how: str, batches: tuple[int, ...]) -> None:
+        super().__init__()
+        self.blocks[1] = BadBlock(how, batches)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+
+OVERFLOWS: dict[str, dict[str, Any]] = {
+    "forward": {},
+    "backward": {},
+    "forward, kept whole": {"strategy": {"reshard_after_forward": False}},
+    "backward, accumulated": {"trainer": {"accumulate_grad_batches": 2}, "batches": (2,)},
+    "forward, hooks": {"detector": {"mode": "hooks"}},
+    "backward, skip": {"detector": {"action": "skip"}, "batches": (1, 3)},
+    "forward, 16 bits": {"trainer": {"precision": "16-mixed"}},
+    "backward, 16 bits": {"trainer": {"precision": "16-mixed"}, "batches": (1,)},
+    "forward, traced": {"detector": {"trace_batch_nums": [1]}},
+}
+
+
+def overflows(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, case in OVERFLOWS.items():
+        detector = OverflowDetector(report_dir=f"{folder}/{name}", **case.get("detector", {}))
+        module = Bad(name.split(",")[0], case.get("batches", (3,)))
+        error, steps = "", -1
+        try:
+            trainer = run(
+                module,
+                strategy=fsdp(**case.get("strategy", {})),
+                callbacks=[detector],
+                **case.get("trainer", {}),
+            )
+            steps = trainer.global_step
+        except OverflowDetectedError as caught:
+            error = str(caught)
+        first = detector.reports[0] if detector.reports else None
+        what = None if first is None else first.producer or first.backward_producer
+        found[name] = {
+            "error": error,
+            "steps": steps,
+            "module": what and what.module,
+            "batch": first and first.occasion.batch_number,
+            "notes": first and first.notes,
+            "skipped": (detector.skipped_steps, detector.scaler_skips),
+            "finite": all(bool(p.to_local().isfinite().all()) for p in module.parameters()),  # type: ignore[attr-defined]
+        }
+    return found
+
+
+def test_overflow_detector_names_module_rank_and_batch(tmp_path: Path) -> None:
+    zero, one = run_ranks(2, overflows, str(tmp_path), timeout=180)
+    for name in OVERFLOWS:
+        assert zero[name]["error"] == one[name]["error"], name
+        assert zero[name]["finite"] and one[name]["finite"], name
+    for name in ("forward", "backward", "forward, kept whole", "backward, accumulated", "forward, hooks"):
+        assert "rank 1 (host" in one[name]["error"], (name, one[name])
+        assert one[name]["module"] == "blocks.1", (name, one[name])
+        assert one[name]["batch"] == (2 if "accumulated" in name else 3), name
+        assert zero[name]["module"] is None and zero[name]["notes"] == one[name]["notes"] == [], name
+    for found in (zero, one):
+        assert found["backward, skip"]["steps"] == 8 and found["backward, skip"]["skipped"] == (2, 0)
+        # No loss scale lets an infinite forward pass; a bad gradient may come of the scale.
+        assert "which no loss scale can fix" in found["forward, 16 bits"]["error"]
+        assert found["backward, 16 bits"]["skipped"] == (0, 1) and found["backward, 16 bits"]["error"] == ""
+    traces = "".join(path.read_text() for path in (tmp_path / "forward, traced").rglob("*1*.txt"))
+    assert "blocks.0.linear Linear" in traces
+
+
+# -- AutoBatchSize -------------------------------------------------------------------------------------
+
+
+def searches(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def fit(name: str, module: Walled, *callbacks: Any, **options: Any) -> None:
+        trainer = run(
+            module,
+            module.loader(),
+            fsdp(shard="Linear"),
+            callbacks=list(callbacks),
+            default_root_dir=folder,
+            **{"max_steps": 2, "use_distributed_sampler": True, **options},
+        )
+        found[name] = (module.batch_size, digest(trainer))
+
+    class Free(Walled):
+        """Its loader is made again in each size."""
+
+    for where in ("forward", "backward", "optimizer"):
+        fit(where, seeded(Free, 300, where=where, on_rank=1), largest("binsearch", margin=0))
+        fit(f"{where}, given", seeded(Free, batch_size=found[where][0]))
+    seed_everything(7, verbose=False)
+    fit(
+        "accumulated",
+        Free(60, where="backward", on_rank=0),
+        largest("power", margin=0),
+        accumulate_grad_batches=2,
+    )
+    try:
+        fit("split", Free(), AutoBatchSize("off", on_oom="split"))
+    except Exception as error:
+        found["split"] = str(error)
+    return found
+
+
+def test_auto_batch_size_finds_what_fits_and_leaves_no_trace(tmp_path: Path) -> None:
+    both = run_ranks(2, searches, str(tmp_path), timeout=180)
+    for found in both:
+        for where in ("forward", "backward", "optimizer"):
+            assert 294 <= found[where][0] <= 300, where
+            assert found[where] == found[f"{where}, given"], where
+        assert found["accumulated"][0] == 32
+        assert "gradients are reduced while the backward runs" in found["split"]
+
+
+# -- SyncedEarlyStopping, StopTogether -----------------------------------------------------------------
+
+
+class Judged(Net):
+    def on_train_epoch_end(self) -> None:
+        self.log("judged", float(self.current_epoch) if self.global_rank else -1.0)
+
+
+def stops_early() -> tuple[int, str]:
+    stop = SyncedEarlyStopping("judged", patience=1, verbose=False, check_on_train_epoch_end=True)
+    trainer = run(Judged(), callbacks=[stop], max_epochs=6)
+    return trainer.current_epoch, stop.stopping_reason.name
+
+
+def test_early_stopping_is_decided_by_all_ranks() -> None:
+    zero, one = run_ranks(2, stops_early, timeout=120)
+    assert zero == one
+    assert zero[0] < 6 and zero[1] == "PATIENCE_EXHAUSTED"
+
+
+class Leaves(Net):
+    """Rank 1 is told to end by its scheduler, or sets a breakpoint."""
+
+    def __init__(self, how: Any) -> None:
+        super().__init__()
+        self.how = how
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 5 and self.global_rank == 1:
+            self.how()
+        return super().training_step(batch, batch_idx)
+
+
+def terminated() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stops_and_resumes(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind in ("full", "sharded"):
+
+        def fit(module: Net, kind: str = kind, **options: Any) -> Trainer:
+            return run(module, strategy=fsdp(state_dict=kind), max_epochs=3, **options)
+
+        whole = digest(fit(seeded(Net)))
+        left = ""
+        try:
+            fit(seeded(Leaves, terminated), callbacks=[StopTogether(dirpath=f"{folder}/{kind}")])
+        except Preempted as preempted:
+            left = str(preempted.checkpoint)
+        rest = Net()
+        again = fit(rest, ckpt_path=left)
+        found[kind] = (digest(again) == whole, again.global_step, Path(left).is_dir(), len(rest.losses))
+    broken = run(seeded(Leaves, set_breakpoint), callbacks=[StopTogether()], max_epochs=3)
+    path = f"{folder}/by_hand.ckpt"
+    broken.save_checkpoint(path)
+    rest = Net()
+    found["breakpoint"] = (
+        digest(run(rest, ckpt_path=path, max_epochs=3)) == whole,
+        12,
+        False,
+        len(rest.losses),
+    )
+    return found
+
+
+def test_a_stop_on_one_rank_leaves_a_checkpoint_that_resumes(tmp_path: Path) -> None:
+    zero, one = run_ranks(2, stops_and_resumes, str(tmp_path), timeout=150)
+    assert zero == one
+    for kind in ("full", "sharded", "breakpoint"):
+        same, steps, is_folder, batches = zero[kind]
+        assert same and steps == 12 and 0 < batches <= 7, zero
+        assert is_folder == (kind == "sharded")
+
+
+# -- StragglerMonitor, StaticShapes --------------------------------------------------------------------
+
+
+def is_slow() -> dict[str, Any]:
+    return stragglers.fit(1, strategy=fsdp(shard=lambda name, module: isinstance(module, nn.Linear)))
+
+
+def test_straggler_monitor_names_the_slow_rank() -> None:
+    found = run_ranks(2, is_slow, timeout=120)
+    verdicts = [each["verdict"] for each in found]
+    assert verdicts[0]["rank"] == 1, verdicts
+
+
+def shapes() -> dict[str, Any]:
+    rank, found = int(os.environ["RANK"]), {}
+    for name, callbacks in (("ragged", []), ("padded", [StaticShapes(last_batch="pad")])):
+        net = Shaped()  # it seeds itself
+        trainer = run(net, ragged((19, 22)[rank], 6, seed=rank), fsdp(shard="auto"), callbacks=callbacks)
+        found[name] = digest(trainer)
+    return {**found, "sizes": sorted({size for stage, size in net.shapes if stage == "training"})}
+
+
+def test_static_shapes_give_the_weights_of_ragged_batches() -> None:
+    zero, one = run_ranks(2, shapes, backend=None, timeout=120)
+    for found in (zero, one):
+        assert found["padded"] == pytest.approx(found["ragged"], abs=1e-6) and len(found["padded"]) == 4
+        assert found["sizes"] == [6]
+
+
+# -- ReplicaCheck --------------------------------------------------------------------------------------
+
+
+def replicas() -> dict[str, Any]:
+    found = {}
+    for fault in ("", "buffer"):
+        case = replica_fits.Case(fault=fault, steps=7, step=2)
+        found[fault] = replica_fits.fit(case, plain_strategy=fsdp(shard="Linear"))["error"]
+    try:
+        case = replica_fits.Case(steps=7, options={"audit_every_n_steps": 2})
+        replica_fits.fit(case, plain_strategy=fsdp(shard="Linear"))
+    except ConfigurationError as error:
+        found["audit"] = str(error)
+    return found
+
+
+def test_replica_check_compares_what_each_rank_has_whole() -> None:
+    for found in run_ranks(2, replicas, timeout=120):
+        assert found[""] is None
+        assert "scale" in found["buffer"] or "average" in found["buffer"]
+        assert "does not work with LockstepFSDPStrategy" in found["audit"]

@@ -1,0 +1,295 @@
+"""Loaders that give another number of batches than their length says, on two real ranks.
+
+Starting ranks is what costs, so each test runs many small fits in one pair of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, get_worker_info
+
+from lightning_lockstep import (
+    ConfigurationError,
+    LockstepDDPStrategy,
+    LockstepDeepSpeedStrategy,
+    OverflowDetector,
+)
+from lightning_lockstep._doors.lightning import (
+    CombinedLoader,
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+)
+from lightning_lockstep.demo.data import GlobalBatchPartition, GlobalBatchSampler
+from lightning_lockstep.distributed.coordination.communicator import SingleProcessCommunicator
+from lightning_lockstep.strategies.uneven_inputs import AgreeingLoader
+from tests.helpers import run_ranks
+from tests.ranks.strategies.test_fits import QUIET, logged
+
+PROMISED, GIVEN = 5, (5, 3)
+POLICIES = ("error", "truncate", "join")
+
+
+def this_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+class Stream(IterableDataset[Any]):
+    """Gives so many batches of four on each rank, and says another number; its workers share them."""
+
+    def __init__(self, given: tuple[int, ...], promised: int) -> None:
+        self.given, self.promised = given[this_rank()], promised
+
+    def __len__(self) -> int:
+        return self.promised * 4
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        for batch in range(first, self.given, step):
+            for row in range(4):
+                yield torch.full((8,), 0.1 * batch + 0.01 * row + this_rank())
+
+
+def stream(given: tuple[int, ...] = GIVEN, promised: int = PROMISED, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Stream(given, promised), 4, **options)
+
+
+def rows(batches: int, **options: Any) -> DataLoader[Any]:
+    """Return a loader of the rows of a :class:`Stream` that keeps its promise."""
+    stream = Stream((batches, batches), batches)
+    return DataLoader(TensorDataset(torch.stack(list(stream))), 4, collate_fn=first_of_each, **options)
+
+
+def first_of_each(samples: Any) -> torch.Tensor:
+    return torch.stack([sample[0] for sample in samples])
+
+
+class Short(Sampler[int]):
+    """A sampler of one's own that ends early on rank 1."""
+
+    def __len__(self) -> int:
+        return PROMISED * 4
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(GIVEN[this_rank()] * 4))
+
+
+class Net(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4))
+        self.seen: list[float] = []
+        self.evaluated = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        batch = batch[0] if isinstance(batch, list) else batch
+        self.seen.append(round(batch[0, 0].item(), 2))
+        return self.layers(batch).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.evaluated += 1
+        self.log("loss", self.layers(batch).square().mean(), sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layers(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+    def digest(self) -> float:
+        return sum(parameter.detach().double().abs().sum().item() for parameter in self.parameters())
+
+
+def fitted(
+    policy: Any, data: Any, *others: Any, net: Net | None = None, stage: Any = None, **options: Any
+) -> Any:
+    """Return (steps, batches that this rank has seen, weights) of a fit, or the error that it ends with."""
+    net, strategy = net or Net(), LockstepDDPStrategy(uneven_inputs=policy)
+    if stage is not None:
+        strategy = LockstepDeepSpeedStrategy(stage=stage, uneven_inputs=policy)
+    trainer = Trainer(**{**QUIET, "num_sanity_val_steps": 0, "max_epochs": 2, **options}, strategy=strategy)
+    try:
+        trainer.fit(net, data, *others)
+    except (ConfigurationError, MisconfigurationException) as error:
+        return str(error)
+    return trainer.global_step, net.seen, net.digest()
+
+
+def broken_promises() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for policy in POLICIES:
+        with logged() as texts:
+            found[policy, "shorter"] = fitted(policy, stream())
+        found[policy, "said"] = [text for text in texts if "An epoch ends" in text]
+        found[policy, "shorter on all"] = fitted(policy, stream((3, 3)))
+        found[policy, "longer"] = fitted(policy, stream((7, 6)))
+        found[policy, "unlike"] = fitted(policy, stream(promised=5 - this_rank()))
+        found[policy, "cut short"] = fitted(policy, stream(), limit_train_batches=2)
+        found[policy, "accumulated"] = fitted(policy, stream(), accumulate_grad_batches=2)
+        found[policy, "sampler"] = fitted(policy, rows(5, sampler=Short()))
+        for mode, other in (("min_size", 8), ("max_size_cycle", 8), ("max_size_cycle", 2)):
+            several = CombinedLoader([stream(), rows(other)], mode)
+            found[policy, mode, other] = fitted(policy, several)
+    found["true length"] = fitted("join", rows(GIVEN[this_rank()]))
+    return found
+
+
+def test_each_policy_does_what_it_says_whatever_the_lengths_promise() -> None:
+    first, second = run_ranks(2, broken_promises, backend=None, timeout=240)
+    for key in first:
+        if isinstance(first[key], tuple):
+            assert (first[key][0], first[key][2]) == (second[key][0], second[key][2]), key
+        elif key[1] != "said":
+            assert first[key] == second[key], key
+    counts = "(rank 0: more than 3, rank 1: 3 of the 5 that its loader promises)"
+    for case in ("shorter", "sampler", "accumulated"):
+        assert f"different numbers of training batches {counts}: expected" in first["error", case]
+    assert "(rank 0: 5, rank 1: 4)" in first["error", "unlike"]
+    steps = {key: first[key][0] for key in first if isinstance(first[key], tuple) and key != "true length"}
+    for policy in POLICIES:
+        assert steps[policy, "shorter on all"] == 6
+        assert steps[policy, "longer"] == 10
+        assert steps[policy, "cut short"] == 4
+    assert steps["truncate", "shorter"] == steps["truncate", "sampler"] == steps["truncate", "unlike"] == 6
+    assert steps["join", "shorter"] == steps["join", "sampler"] == steps["join", "unlike"] == 10
+    assert (steps["truncate", "accumulated"], steps["join", "accumulated"]) == (4, 6)
+    assert (steps["truncate", "min_size", 8], steps["join", "min_size", 8]) == (6, 10)
+    assert steps["truncate", "max_size_cycle", 8] == steps["join", "max_size_cycle", 8] == 16
+    assert steps["join", "max_size_cycle", 2] == 10
+    assert first["join", "shorter"][2] == pytest.approx(first["true length"][2], abs=1e-6)
+    assert second["join", "shorter"][1] == [1.0, 1.1, 1.2, 1.2, 1.2] * 2
+    assert second["join", "longer"][1] == [1.0, 1.1, 1.2, 1.3, 1.4] * 2
+    assert first["join", "said"] == second["truncate", "said"] == []
+    (said,) = first["truncate", "said"]
+    assert f"after 3 batches, where the length of the training loader promises 5 {counts}" in said
+
+
+class FromLastToFirst(torch.nn.Sequential):
+    """Layers whose gradients arrive in another order than those of most models, which DeepSpeed goes by."""
+
+    def forward(self, rows: Any) -> Any:
+        for layer in reversed(list(self)):
+            rows = layer(rows)
+        return rows
+
+
+class Linear(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = FromLastToFirst(torch.nn.Linear(8, 4), torch.nn.Linear(8, 8))
+
+
+def under_deepspeed() -> dict[Any, Any]:
+    return {
+        (policy, stage): fitted(policy, stream(), net=Linear(), stage=stage, accumulate_grad_batches=2)
+        for policy in ("truncate", "join")
+        for stage in (None, 2)
+    }
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_deepspeed_steps_as_ddp_does() -> None:
+    first, second = run_ranks(2, under_deepspeed, backend=None, timeout=240)
+    for policy, steps in (("truncate", 4), ("join", 6)):
+        assert first[policy, None][0] == first[policy, 2][0] == second[policy, 2][0] == steps
+        assert first[policy, 2][2] == pytest.approx(first[policy, None][2], abs=1e-5)
+
+
+def with_workers() -> Any:
+    workers: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
+    return fitted("truncate", stream((5, 4), promised=6, **workers))
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+def test_workers_that_give_fewer_batches_together() -> None:
+    first, second = run_ranks(2, with_workers, backend=None, timeout=120)
+    assert (first[0], first[2]) == (second[0], second[2])
+    assert first[0] == 8
+
+
+def other_loops() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for policy in POLICIES:
+        net = Net()
+        found[policy] = *fitted(policy, rows(4), stream(), net=net), net.evaluated
+    net = Net()
+    fitted("truncate", stream(), rows(2), net=net)
+    found["early end"] = net.evaluated
+    trainer = Trainer(**QUIET, strategy=LockstepDDPStrategy())
+    (metrics,) = trainer.test(net, stream(), verbose=False)
+    found["test"] = metrics["loss"]
+    found["predict"] = len(trainer.predict(net, stream()) or ())
+    return found
+
+
+def test_in_validation_each_rank_has_its_own_number_of_batches() -> None:
+    both = run_ranks(2, other_loops, backend=None, timeout=120)
+    for found, count in zip(both, GIVEN, strict=True):
+        for policy in POLICIES:
+            steps, _, _, evaluated = found[policy]
+            assert (steps, evaluated) == (8, 2 * count)
+        assert found["predict"] == count
+        assert found["early end"] == 4, "an epoch that ends early is followed by its validation"
+    assert both[0]["test"] == both[1]["test"]
+
+
+class Fetching(Net):
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
+        batch, index, _ = next(dataloader_iter)
+        loss = super().training_step(batch, index)
+        self.log("loss", loss)
+        return loss
+
+
+def look_at_hooks() -> dict[str, Any]:
+    cases: dict[str, list[Any]] = {"alone": [], "detector": [OverflowDetector()]}
+    return {name: fitted("error", rows(2), net=Fetching(), callbacks=cases[name]) for name in cases}
+
+
+def test_a_step_that_fetches_its_batches_must_log_with_a_batch_size() -> None:
+    for found in run_ranks(2, look_at_hooks, backend=None, timeout=60):
+        for text in found.values():
+            assert "`self.log(..., batch_size=...)` should be provided" in text
+
+
+def loaders_of_libraries() -> list[str]:
+    halves = GlobalBatchPartition(samples=16, batch_size=4, world_size=2)
+    trusted = (
+        rows(4),
+        rows(4, sampler=GlobalBatchSampler(range(16), partition=halves, rank=this_rank(), shuffle=True)),
+    )
+    names = []
+    for data in (*trusted, stream((4, 4), 4)):
+        trainer = Trainer(**{**QUIET, "max_epochs": 1}, strategy=LockstepDDPStrategy())
+        trainer.fit(Net(), data)
+        names.append(type(getattr(trainer.train_dataloader, "_loader", trainer.train_dataloader)).__name__)
+    return names
+
+
+def test_nothing_is_sent_for_a_loader_that_keeps_to_its_length() -> None:
+    for names in run_ranks(2, loaders_of_libraries, backend=None, timeout=60):
+        assert names == ["DataLoader", "DataLoader", "AgreeingLoader"]
+
+
+class Epoch:
+    """What a loader asks of a Trainer."""
+
+    current_epoch, max_steps, limit_train_batches = 0, -1, 1.0
+
+
+def test_a_loader_without_a_length_stays_without() -> None:
+    loader = AgreeingLoader(iter(range(4)), SingleProcessCommunicator(), "error", Epoch(), None)
+    with pytest.raises(TypeError, match="has no length"):
+        len(loader)
+    assert list(loader) == [0, 1, 2, 3]

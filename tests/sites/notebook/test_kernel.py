@@ -1,0 +1,289 @@
+"""``notebook_launcher`` in a real kernel: output, results, errors, killed ranks, Interrupt."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.sites.notebook.kernels import Kernel, wait_until
+
+pytestmark = [pytest.mark.allow_leaks("threads")]
+
+# The matrix product has started threads of OpenMP, which no fork has.
+IMPORTS = """
+    import logging, os, signal, time
+    import torch
+    import torch.distributed as dist
+    import lightning_lockstep
+    from lightning_lockstep import notebook_launcher
+
+    torch.set_num_threads(2)
+    matrix = torch.ones(1000, 1000)
+    _ = matrix @ matrix
+    logging.basicConfig(format="%(message)s")
+
+    def rank():
+        return int(os.environ["RANK"])
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    with Kernel(tmp_path_factory.mktemp("kernel")) as kernel:
+        assert kernel.run(IMPORTS).error is None
+        yield kernel
+
+
+def ranks_of(kernel: Kernel) -> list[psutil.Process]:
+    return psutil.Process(kernel.pid).children(recursive=True)
+
+
+def test_the_cell_shows_the_ranks_in_their_order_and_gets_the_result_of_rank_0(kernel: Kernel) -> None:
+    """What programs that a rank starts print, and what goes through handlers of the kernel, included."""
+    output = kernel.run("""
+        def work(word, tensor):
+            if rank() == 0:
+                time.sleep(1)  # the other one is through by then
+            print(word, rank(), end="")
+            os.system("echo ' from a program'")
+            logging.getLogger("work").warning("logged")
+            return {"rank": rank(), "sum": tensor.sum()}
+        notebook_launcher(work, ("hello", torch.ones(3)), num_processes=2)
+    """)
+    assert output.error is None
+    assert output.stdout == "hello 0 from a program\n[rank 1] hello 1 from a program\n"
+    assert output.stderr == "logged\n[rank 1] logged\n"
+    assert output.result == "{'rank': 0, 'sum': tensor(3.)}"
+
+
+def test_ranks_compute_on_several_threads_after_a_kernel_that_did_and_meet_twice(kernel: Kernel) -> None:
+    output = kernel.run("""
+        def work():
+            torch.set_num_threads(2)
+            product = (matrix @ matrix).sum()
+            dist.init_process_group("gloo")
+            dist.all_reduce(product)
+            dist.destroy_process_group()
+            return product.item()
+        torch.set_num_threads(2)
+        [notebook_launcher(work, num_processes=2), (matrix @ matrix).sum().item(), notebook_launcher(work, (), 2)]
+    """)
+    assert output.error is None
+    assert output.result == "[2000000000.0, 1000000000.0, 2000000000.0]"
+
+
+def test_what_a_rank_displays_is_shown(kernel: Kernel) -> None:
+    output = kernel.run("""
+        from IPython.display import HTML, display
+        notebook_launcher(lambda: display(HTML(f"<b>{rank()}</b>")), (), 2)
+    """)
+    assert [data["text/html"] for data in output.displays] == ["<b>0</b>", "<b>1</b>"]
+
+
+def test_a_rank_asks_nothing(kernel: Kernel) -> None:
+    output = kernel.run("notebook_launcher(lambda: input('size? '), (), 2)")
+    assert output.error_type == "EOFError" and output.error is not None
+    assert "was called in a rank of a notebook, where nobody can answer" in output.error
+
+
+def test_a_result_larger_than_a_pipe_and_one_that_cannot_be_sent(kernel: Kernel) -> None:
+    output = kernel.run("len(notebook_launcher(lambda: torch.zeros(1_000_000), (), 2))")
+    assert output.result == "1000000"
+    output = kernel.run("print(notebook_launcher(lambda: open('/dev/null'), (), 2))")
+    assert output.stdout == "None\n"
+    assert "rank 0 returned a TextIOWrapper, which cannot be sent to the kernel" in output.stderr
+
+
+def test_one_process_is_the_kernel_itself(kernel: Kernel) -> None:
+    output = kernel.run("notebook_launcher(os.getpid, (), 1) == os.getpid()")
+    assert output.result == "True"
+
+
+def test_without_a_number_the_hardware_decides(kernel: Kernel) -> None:
+    output = kernel.run("notebook_launcher(lambda: int(os.environ['WORLD_SIZE']))")
+    cores = len(os.sched_getaffinity(0))
+    assert f"num_processes={min(cores, 8)}: " in output.stderr
+
+
+def test_a_rank_that_raises_ends_all_and_the_cell_shows_its_traceback_alone(kernel: Kernel) -> None:
+    output = kernel.run("""
+        def work():
+            if rank() == 1:
+                print("before")
+                raise ValueError("boom " + "x" * 200_000)
+            dist.init_process_group("gloo")  # waits for the other one
+        notebook_launcher(work, (), 2, grace_period=1)
+    """)
+    assert output.error_type == "RankFailedError" and output.error is not None
+    assert re.match(r"RankFailedError: rank 1 of 2 \(host .*\) failed: ValueError: boom x", output.error)
+    assert "in work\n" in output.error and "launch.py" not in output.error
+    assert output.stdout == "[rank 1] before\n"
+    assert ranks_of(kernel) == []
+
+
+def test_a_cell_does_not_wait_for_threads_of_ranks_that_have_raised(kernel: Kernel) -> None:
+    output = kernel.run("""
+        import threading
+        def work():
+            threading.Thread(target=time.sleep, args=(1000,)).start()
+            raise KeyError("it")
+        notebook_launcher(work, (), 2)
+    """)
+    assert output.error_type == "KeyError"
+    assert ranks_of(kernel) == []
+
+
+def test_an_error_that_all_ranks_raise_alike_is_raised_as_it_is(kernel: Kernel) -> None:
+    output = kernel.run("""
+        class Unsendable(Exception):
+            def __init__(self, one, two):
+                super().__init__(f"{one} {two}")
+        def work(error):
+            raise error
+        try:
+            notebook_launcher(work, (KeyError("it"),), 2)
+        except KeyError as error:
+            print("caught", error)
+        notebook_launcher(work, (Unsendable("one", "two"),), 2)
+    """)
+    assert output.stdout == "caught 'it'\n"
+    assert output.error_type == "RuntimeError" and output.error is not None
+    assert "Unsendable: one two" in output.error
+    assert output.error.endswith("All 2 ranks raised this too.")
+
+
+@pytest.mark.parametrize(
+    ("end", "report"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 of 2 .* was killed by SIGKILL\n"),
+        ("os._exit(3)", "rank 1 of 2 .* ended: exit code 3\n"),
+    ],
+)
+def test_a_rank_that_dies_is_named(kernel: Kernel, end: str, report: str) -> None:
+    output = kernel.run(f"""
+        def work():
+            if rank() == 1:
+                {end}
+            time.sleep(1000)
+        notebook_launcher(work, (), 2, grace_period=1)
+    """)
+    assert output.error is not None and re.search(report, output.error), output.error
+    assert ranks_of(kernel) == []
+
+
+def test_interrupt_ends_all_ranks_also_those_that_do_not_listen(kernel: Kernel) -> None:
+    output = kernel.run(
+        """
+        def work():
+            if rank() == 1:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+            print("ready")
+            time.sleep(1000)
+        notebook_launcher(work, (), 2, grace_period=1)
+        """,
+        interrupt_after="ready",
+    )
+    assert output.error == "KeyboardInterrupt: all ranks have ended."
+    assert ranks_of(kernel) == []
+    assert kernel.run("1 + 1").result == "2"
+
+
+def test_interrupt_while_the_others_are_given_time(kernel: Kernel) -> None:
+    output = kernel.run(
+        """
+        def work():
+            if rank() == 1:
+                raise ValueError("boom")
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            print("ready", flush=True)
+            time.sleep(1000)
+        notebook_launcher(work, (), 2, grace_period=1000)
+        """,
+        interrupt_after="ready",
+    )
+    assert output.error == "KeyboardInterrupt: all ranks have ended."
+    assert ranks_of(kernel) == []
+
+
+def test_a_trainer_starts_ranks_from_a_cell(kernel: Kernel) -> None:
+    """Its output comes in rank order too; a rank that is killed is named, and the kernel is fit for a next Trainer."""
+    output = kernel.run("""
+        import lightning as L
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+        class Model(L.LightningModule):
+            def __init__(self, fault=None):
+                super().__init__()
+                self.layer, self.fault = torch.nn.Linear(4, 1), fault
+            def training_step(self, batch, index):
+                print("step", index, flush=True)
+                if self.fault and self.global_rank == 1:
+                    self.fault()
+                return self.layer(batch).mean()
+            def configure_optimizers(self):
+                return torch.optim.SGD(self.parameters(), 0.1)
+        def fit(model):
+            off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+            off = dict.fromkeys(off, False)
+            before = model.layer.weight.clone()
+            trainer = L.Trainer(strategy="lockstep_ddp_notebook", accelerator="cpu", devices=2, max_steps=2, **off)
+            trainer.fit(model, torch.utils.data.DataLoader(torch.ones(16, 4), batch_size=4))
+            return not torch.equal(before, model.layer.weight)
+        fit(Model())
+    """)
+    assert output.error is None, output.error
+    assert output.stdout == "step 0\nstep 1\n[rank 1] step 0\n[rank 1] step 1\n"
+    assert output.result == "True" and "2 ranks" in output.all
+    output = kernel.run("fit(Model(lambda: os.kill(os.getpid(), signal.SIGKILL)))")
+    assert output.error is not None and "\nRankFailedError" not in output.error
+    assert re.match(
+        r"RankFailedError: rank 1 of 2 .* was killed by SIGKILL while the others were", output.error
+    )
+    assert kernel.run("notebook_launcher(lambda: fit(Model()), (), 2)").result == "True"
+    output = kernel.run("fit(Model(lambda: time.sleep(1000)))", interrupt_after="step 0")
+    assert output.error_type == "SystemExit", "what Lightning makes of an interrupted fit"
+    assert ranks_of(kernel) == []
+    assert kernel.run("fit(Model())").result == "True"
+
+
+def test_a_rank_starts_no_ranks(kernel: Kernel) -> None:
+    output = kernel.run("notebook_launcher(lambda: notebook_launcher(rank, (), 2), (), 2)")
+    assert output.error_type == "LaunchError" and output.error is not None
+    assert "Ranks were to be started inside a rank that a notebook has started" in output.error
+
+
+def test_what_cannot_be_used_is_one_message(kernel: Kernel) -> None:
+    output = kernel.run("notebook_launcher(rank, rank, 0, use_prt='1', mixed_precision='bf16', num_nodes=1)")
+    assert output.error_type == "ConfigurationError" and output.error is not None
+    assert "args=" in output.error and "for one argument write args=(argument,)." in output.error
+    assert "num_processes=0: expected a whole number from 1, such as 2, or None." in output.error
+    assert "has no option 'use_prt'. Did you mean 'use_port'?" in output.error
+    assert "mixed_precision='bf16': expected the precision in the Trainer" in output.error
+    assert "num_nodes" not in output.error and "_check" not in output.error
+
+
+def test_ranks_end_with_a_kernel_that_is_killed(tmp_path: Path) -> None:
+    with Kernel(tmp_path) as kernel:
+        pids = tmp_path / "pids"
+
+        def kill() -> None:
+            os.kill(kernel.pid, signal.SIGKILL)
+
+        assert kernel.run(IMPORTS).error is None
+        kernel.manager.autorestart = False  # type: ignore[attr-defined]
+        kernel.client.execute(f"""
+import time, os
+def work():
+    open({str(pids)!r}, "a").write(f"{{os.getpid()}}\\n")
+    time.sleep(1000)
+notebook_launcher(work, (), 2)
+""")
+        assert wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
+        ranks = [int(pid) for pid in pids.read_text().split()]
+        kill()
+        assert wait_until(lambda: not any(psutil.pid_exists(pid) for pid in ranks))

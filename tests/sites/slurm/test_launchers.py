@@ -1,0 +1,181 @@
+"""Ranks that a real Slurm starts, requeues and ends: two nodes on this machine."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from tests.common.distributed.mpi.launch import mpi_command, mpi_environ, why_no
+from tests.helpers.patience import patience
+from tests.helpers.ports import reserve_port
+from tests.helpers.scripts import ScriptOutcome
+from tests.helpers.slurm import Slurm, why_no_pmix, why_no_slurm
+
+PROGRAM = Path(__file__).with_name("program.py")
+REASON = why_no_slurm()
+pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+TWO_NODES = ("-N2", "--ntasks-per-node=2")
+ONE_NODE = ("-N1", "--ntasks-per-node=2")
+NO_PMIX = pytest.mark.skipif(why_no_pmix() is not None, reason=str(why_no_pmix()))
+# Over two nodes on one host PMIx cannot work: both would have one socket.
+WITH_PMIX = pytest.param("pmix", ONE_NODE, marks=NO_PMIX)
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    with Slurm() as made:
+        yield made
+
+
+def srun(slurm: Slurm, do: str, *options: str, cwd: Path, **env: str) -> ScriptOutcome:
+    return slurm.run(
+        ["srun", "--kill-on-bad-exit", *options, sys.executable, str(PROGRAM), do], cwd=cwd, env=env
+    )
+
+
+@pytest.mark.parametrize(("mpi", "options"), [("none", TWO_NODES), ("pmi2", TWO_NODES), WITH_PMIX])
+def test_ddp_is_no_mpi_whatever_srun_offers(
+    slurm: Slurm, mpi: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    outcome = srun(slurm, "fit", f"--mpi={mpi}", *options, cwd=tmp_path)
+    assert outcome.returncode == 0, outcome.output
+    ranks = 4 if options == TWO_NODES else 2
+    expected = [f"rank {rank} of {ranks}: SlurmStepEnvironment 6" for rank in range(ranks)]
+    assert sorted(re.findall(r"rank .*", outcome.stdout)) == expected
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_deepspeed_on_two_nodes(slurm: Slurm, tmp_path: Path) -> None:
+    outcome = srun(slurm, "deepspeed", *TWO_NODES, cwd=tmp_path)
+    assert outcome.returncode == 0, outcome.output
+    expected = [f"rank {rank} of 4: SlurmStepEnvironment 6" for rank in range(4)]
+    assert sorted(re.findall(r"rank \d of .*", outcome.stdout)) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "mpi", "options"),
+    [
+        ("mpich", "pmi2", ("-N2", "--ntasks-per-node=1")),
+        pytest.param("open_mpi", *WITH_PMIX.values, marks=NO_PMIX),
+    ],
+    ids=["mpich", "open_mpi"],
+)
+def test_ranks_of_mpi(slurm: Slurm, kind: str, mpi: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    if (reason := why_no(kind)) is not None:
+        pytest.skip(reason)
+    python = mpi_command(kind, 2)[-1]
+    env = {**mpi_environ(), "DEVICES": options[1][-1]}
+    outcome = slurm.run(
+        ["srun", f"--mpi={mpi}", *options, python, str(PROGRAM), "mpi"], cwd=tmp_path, env=env
+    )
+    assert outcome.returncode == 0 and not outcome.timed_out, outcome.output
+    expected = [f"rank {rank} of 2: SrunMPIEnvironment 6" for rank in range(2)]
+    assert sorted(re.findall(r"rank \d of .*", outcome.stdout)) == expected
+
+
+def test_a_step_with_fewer_tasks_than_its_job_and_tasks_alone(slurm: Slurm, tmp_path: Path) -> None:
+    program = f"{sys.executable} {PROGRAM} fit"
+    job = slurm.submit(f"srun -N1 -n2 {program}; srun -n4 {program}", "-N2", "-n4", cwd=tmp_path)
+    slurm.wait(job)
+    output = slurm.output(tmp_path, job)
+    assert "rank 1 of 2: SlurmStepEnvironment 6" in output, slurm.describe(tmp_path, job)
+    # -n4 on two nodes puts three tasks on one of them.
+    assert "The Trainer and srun disagree" in output and "--nodes=2 --ntasks-per-node=2" in output, output
+
+
+def test_the_trainer_and_srun_disagree(slurm: Slurm, tmp_path: Path) -> None:
+    outcome = srun(slurm, "fit", *ONE_NODE, cwd=tmp_path, NODES="2")
+    assert outcome.returncode != 0
+    assert re.search(r"Trainer \(devices x num_nodes\) +4 +2 +2", outcome.output), outcome.output
+    assert re.search(r"srun +2 +2 +1", outcome.output)
+    assert "devices=2 and num_nodes=1" in outcome.output
+
+
+def test_a_batch_script_without_srun_is_refused_at_once(slurm: Slurm, tmp_path: Path) -> None:
+    job = slurm.submit(f"NODES=2 {sys.executable} {PROGRAM} fit", *TWO_NODES, cwd=tmp_path)
+    assert slurm.wait(job) == "FAILED"
+    assert "Put srun in front of the command" in slurm.output(tmp_path, job)
+
+
+def test_a_step_at_the_port_of_another_says_so(slurm: Slurm, tmp_path: Path) -> None:
+    with reserve_port() as port:
+        other = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        other.set("lockstep/name", "Slurm step 7.0.0@other")
+        outcome = srun(slurm, "fit", *ONE_NODE, cwd=tmp_path, MASTER_PORT=str(port))
+    assert outcome.returncode != 0 and not outcome.timed_out
+    # The first is what rank 0 says, the second what rank 1 does; the first to end stops the other.
+    told = ("another program has that port", "found 'Slurm step 7.0.0@other'")
+    assert any(text in outcome.output for text in told), outcome.output
+
+
+def test_a_master_that_nobody_knows_is_refused_at_once(slurm: Slurm, tmp_path: Path) -> None:
+    outcome = srun(slurm, "fit", *ONE_NODE, cwd=tmp_path, MASTER_ADDR="no-host.invalid")
+    assert outcome.returncode != 0 and not outcome.timed_out
+    assert "MASTER_ADDR='no-host.invalid' cannot be resolved" in outcome.output, outcome.output
+
+
+def test_steps_without_a_port_have_one_of_their_own(slurm: Slurm, tmp_path: Path) -> None:
+    program = f"srun --exact -N1 -n2 {sys.executable} {PROGRAM} fit"
+    job = slurm.submit(f"{program} & {program} & wait", "-N1", "-n4", cwd=tmp_path)
+    assert slurm.wait(job) == "COMPLETED", slurm.describe(tmp_path, job)
+    assert slurm.output(tmp_path, job).count(" of 2: SlurmStepEnvironment 6") == 4
+
+
+@pytest.mark.parametrize(("mpi", "options"), [("none", TWO_NODES), WITH_PMIX])
+def test_a_requeued_job_goes_on_where_it_was(
+    slurm: Slurm, mpi: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Without StopTogether in the program."""
+    script = f"srun --mpi={mpi} {sys.executable} {PROGRAM} requeue"
+    job = slurm.submit(script, *options, cwd=tmp_path, env={"RUN_FOLDER": str(tmp_path)})
+    deadline = time.monotonic() + patience(60)
+    while "step 10" not in slurm.output(tmp_path, job):
+        assert time.monotonic() < deadline, slurm.describe(tmp_path, job)
+        time.sleep(0.1)
+    slurm.signal(job, signal.SIGUSR1)
+    assert slurm.wait(job) == "COMPLETED", slurm.describe(tmp_path, job)
+    output = slurm.output(tmp_path, job)
+    steps = [int(step) for step in re.findall(r"^step (\d+)", output, re.MULTILINE)]
+    assert steps == list(range(40)), output
+    saved = re.findall(r"Slurm was asked to requeue the job, to resume from (\S+\.ckpt)", output)
+    assert len(saved) == 1 and Path(saved[0]).is_file()
+    ranks = 4 if options == TWO_NODES else 2
+    expected = [f"rank {rank} of {ranks}: SlurmStepEnvironment 40" for rank in range(ranks)]
+    assert sorted(re.findall(r"rank \d of \d: .*", output)) == expected
+
+
+def test_a_job_that_slurm_does_not_requeue_says_so(slurm: Slurm, tmp_path: Path) -> None:
+    script = f"srun {sys.executable} {PROGRAM} requeue"
+    job = slurm.submit(script, "--no-requeue", *ONE_NODE, cwd=tmp_path, env={"RUN_FOLDER": str(tmp_path)})
+    deadline = time.monotonic() + patience(60)
+    while "step 10" not in slurm.output(tmp_path, job):
+        assert time.monotonic() < deadline, slurm.describe(tmp_path, job)
+        time.sleep(0.1)
+    slurm.signal(job, signal.SIGUSR1)
+    assert slurm.wait(job) == "FAILED", slurm.describe(tmp_path, job)
+    output = slurm.output(tmp_path, job)
+    said = re.findall(
+        r"Slurm did not requeue the job \(scontrol requeue (\d+): .+\): submit it again", output
+    )
+    assert said == [job], output
+    assert "was asked to requeue" not in output
+
+
+@pytest.mark.parametrize("do", ["raise", "kill"])
+def test_a_failing_rank_is_named_last(slurm: Slurm, do: str, tmp_path: Path) -> None:
+    outcome = srun(slurm, do, *TWO_NODES, cwd=tmp_path)
+    assert outcome.returncode != 0 and not outcome.timed_out
+    lines = [
+        line for line in outcome.stderr.splitlines() if line and not line.startswith(("srun:", "slurmstepd"))
+    ]
+    expected = "ValueError: boom" if do == "raise" else "killed by SIGKILL"
+    assert any("rank 1 of 4" in line for line in lines[-12:]), outcome.stderr
+    assert do == "kill" or (expected in lines[-2] and lines[-1].startswith("Saved to "))

@@ -1,0 +1,159 @@
+"""OverflowDetector on virtual XLA devices: the check is part of the compiled step, and hardly ever read."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_lockstep import ConfigurationError, OverflowDetectedError, OverflowDetector
+from tests.sites.xla.counters import Counts
+from tests.sites.xla.digits import spmd, trainer
+
+BATCH = 8
+
+
+class Exponential(nn.Module):
+    """Overflows where its input is beyond 88."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values.exp()
+
+
+class Net(L.LightningModule):
+    """Batch norm has buffers that a bad batch would spoil, and dropout draws random numbers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, width), nn.BatchNorm1d(width)
+        self.exponential, self.last, self.dropout = Exponential(), nn.Linear(4, 1), nn.Dropout(0.2)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        (rows,) = batch
+        return (
+            self.dropout(self.norm(self.first(rows))).square().mean()
+            + self.last(self.exponential(rows)).square().mean()
+        )
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 0.01)
+
+
+def loader(batches: int, *bad: int) -> DataLoader[Any]:
+    """Return batches of which some hold one value that overflows."""
+    rows = torch.randn(batches, BATCH, 4, generator=torch.Generator().manual_seed(0))
+    for batch in bad:
+        rows[batch, 3, 1] = 200.0
+    return DataLoader(TensorDataset(rows.flatten(0, 1)), BATCH)
+
+
+def fit(folder: Path, net: Net, data: DataLoader[Any], *callbacks: L.Callback, **options: Any) -> None:
+    torch.manual_seed(0)
+    importlib.import_module("torch_xla").manual_seed(0)
+    for parameter in net.parameters():  # made before the seed was set
+        torch.nn.init.uniform_(parameter, -0.5, 0.5)
+    strategy = options.pop("strategy", None) or spmd()
+    trainer(folder, strategy, callbacks=list(callbacks), **{"max_epochs": 1, **options}).fit(net, data)
+
+
+def assert_same(one: Net, other: Net) -> None:
+    expected = {name: value.cpu() for name, value in other.state_dict().items()}
+    for name, value in one.state_dict().items():
+        assert torch.equal(value.cpu(), expected[name]), name
+
+
+@pytest.mark.parametrize("mode", ["replay", "hooks"])
+def test_a_step_reads_nothing_and_compiles_nothing(tmp_path: Path, mode: Any) -> None:
+    counts = Counts()
+    net = Net({"replay": 5, "hooks": 6}[mode])
+    fit(tmp_path, net, loader(65), OverflowDetector(mode=mode), counts)
+    # After 10 steps, 20 more and 30 more.
+    assert counts.reads_by_batch() == {9: 1, 29: 1, 59: 1}
+    assert counts.compiled[1:] == [counts.compiled[1]] * 64, (
+        "the second step compiles with the optimizer's state"
+    )
+
+
+@pytest.mark.parametrize("mode", ["replay", "hooks"])
+def test_the_report_names_the_step_and_its_module(tmp_path: Path, mode: Any) -> None:
+    detector, net, counts = OverflowDetector(mode=mode), Net(7), Counts()
+    with pytest.raises(OverflowDetectedError, match=r"batch_number=3 \(epoch 0, batch 3, step 3\)"):
+        fit(tmp_path, net, loader(20, 3, 5), detector, counts)
+    assert len(counts.reads) == 9, "the answer is read after ten steps"
+    (report,) = detector.reports
+    assert report.producer is not None and report.producer.module == "exponential"
+    assert report.producer.kind == "module" and "at [3]" in report.producer.remarks
+    assert report.gradients == ["last.weight", "last.bias"] and report.loss == float("inf")
+    notes = "\n".join(report.notes)
+    assert "Detected 6 steps after this step" in notes and "were kept as they were at this step" in notes
+    assert ("Outputs with nan or inf in this step: exponential.output, last.output." in notes) == (
+        mode == "hooks"
+    )
+    # Dropout drew what it drew: the replayed loss is that of the step.
+    assert "deterministic" not in notes
+
+
+def test_weights_and_buffers_stay_as_before_the_bad_step(tmp_path: Path) -> None:
+    kept = Net(9)
+    fit(tmp_path, kept, loader(3), OverflowDetector())
+    for options in ({}, {"parameters": "fsdp", "min_size": 1}):
+        net = Net(9)
+        with pytest.raises(OverflowDetectedError):
+            fit(tmp_path, net, loader(20, 3), OverflowDetector(), strategy=spmd(**options))
+        assert_same(net, kept)
+
+
+def test_a_run_without_a_hit_is_the_same_to_the_bit(tmp_path: Path) -> None:
+    for options in ({}, {"parameters": "fsdp", "min_size": 1}):
+        plain, watched = Net(8), Net(8)
+        fit(tmp_path, plain, loader(12), strategy=spmd(**options))
+        fit(tmp_path, watched, loader(12), OverflowDetector(), strategy=spmd(**options))
+        assert_same(plain, watched)
+
+
+def test_bad_values_of_the_last_steps_are_found_at_the_end(tmp_path: Path) -> None:
+    with pytest.raises(OverflowDetectedError, match="batch_number=4 "):
+        fit(tmp_path, Net(7), loader(6, 4), OverflowDetector())
+
+
+def test_no_checkpoint_is_written_after_a_bad_step(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+    with pytest.raises(OverflowDetectedError, match="batch_number=2 "):
+        fit(tmp_path, Net(7), loader(8, 2), OverflowDetector(), saving, enable_checkpointing=True)
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["epoch=0-step=2.ckpt"]
+
+
+def test_a_bad_micro_batch_of_several_is_named(tmp_path: Path) -> None:
+    detector = OverflowDetector()
+    with pytest.raises(OverflowDetectedError, match=r"\(epoch 0, batch 4, step 2\)"):
+        fit(tmp_path, Net(7), loader(8, 4), detector, accumulate_grad_batches=2)
+    assert detector.reports[0].producer.module == "exponential"  # type: ignore[union-attr]
+
+
+def test_a_warning_lets_the_run_go_on(tmp_path: Path) -> None:
+    detector, counts = OverflowDetector(action="warn"), Counts()
+    fit(tmp_path, Net(7), loader(25, 3), detector, counts)
+    assert len(counts.reads) == 25 and len(detector.reports) == 1, "one report for all bad steps in a row"
+    assert detector.reports[0].occasion.batch_number == 3
+    assert "replayed with the weights of that later step" in "\n".join(detector.reports[0].notes)
+    assert (tmp_path / "overflow" / "batch-3.txt").exists()
+
+
+def test_an_interval_of_ones_own(tmp_path: Path) -> None:
+    counts = Counts()
+    with pytest.raises(OverflowDetectedError, match="batch_number=3 "):
+        fit(tmp_path, Net(7), loader(20, 3), OverflowDetector(mode="hooks", check_every_n_steps=5), counts)
+    assert len(counts.reads) == 4
+
+
+def test_a_step_cannot_be_skipped_later(tmp_path: Path) -> None:
+    words = "action='skip'.* does not work with LockstepXLASPMDStrategy: it collects operations and runs them later"
+    with pytest.raises(ConfigurationError, match=words):
+        fit(tmp_path, Net(7), loader(4), OverflowDetector(action="skip"))

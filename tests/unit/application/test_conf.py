@@ -1,0 +1,77 @@
+"""Every config file composes, fits what it names, and explains itself."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import hydra.utils
+import pytest
+from omegaconf import OmegaConf
+
+import lightning_lockstep
+from lightning_lockstep._doors.lightning import Trainer
+from tests.common.application.command_lines import faults_of
+
+CONF = Path(lightning_lockstep.__file__).parent / "conf"
+FILES = sorted(path for path in CONF.rglob("*.yaml"))
+CHOICES = [path for path in FILES if path.parent != CONF and not path.name.startswith("_")]
+
+# What a choice needs beside it to be judged on this machine.
+WITH = {
+    "callbacks/effective_batch_size": ["callbacks.effective_batch_size.global_batch_size=256"],
+    "data/own": ["data._target_=lightning_lockstep.demo.DigitsData"],
+    "data/source_text": ["model=byte_gpt"],
+    "model/byte_gpt": ["data=source_text"],
+    "model/own": ["model._target_=lightning_lockstep.demo.ConvNet"],
+    "trainer/gpu": ["trainer.accelerator=cpu"],
+}
+
+
+def choice_of(path: Path) -> str:
+    return path.relative_to(CONF).with_suffix("").as_posix()
+
+
+@pytest.mark.parametrize("path", CHOICES, ids=choice_of)
+def test_a_choice_composes_and_its_values_fit_their_targets(path: Path) -> None:
+    group, _, name = choice_of(path).rpartition("/")
+    company = WITH.get(choice_of(path), [])
+    assert faults_of(f"{group}={name}", *company) == []
+
+
+def test_several_callbacks_and_loggers_compose() -> None:
+    assert faults_of("callbacks=[lr_monitor,none]", "logger=[csv,tensorboard]") == []
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "checkpoint").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_trainer_takes_the_callbacks_of_each_choice_of_checkpoints(path: Path, tmp_path: Path) -> None:
+    """Lightning refuses two whose state it could not tell apart."""
+    config = OmegaConf.create(
+        {"objective": {"metric": "val_loss", "mode": "min"}, "checkpoint": OmegaConf.load(path)}
+    )
+    for callback in config.checkpoint.values():
+        callback.dirpath = str(tmp_path)
+    callbacks = [hydra.utils.instantiate(callback) for callback in config.checkpoint.values()]
+    trainer = Trainer(callbacks=[*callbacks], logger=False, accelerator="cpu")
+    assert set(callbacks) <= set(trainer.checkpoint_callbacks)
+
+
+@pytest.mark.parametrize("path", FILES, ids=choice_of)
+def test_a_file_opens_with_a_comment_and_explains_each_of_its_keys(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    opening = [line for line in lines[:3] if line.startswith("# ") and not line.startswith("# @package")]
+    assert opening or len(lines) <= 3, "say in the first line what it is"
+    in_defaults = False
+    for line in lines:
+        if re.match(r"\S", line):
+            in_defaults = line.startswith("defaults:")
+        value = re.match(r"\s*([\w]+): +[^#\s]", line)
+        if in_defaults or value is None or value[1] == "_target_" or path.name == "lockstep_train.yaml":
+            continue
+        assert " # " in line, f"{line!r} needs a comment with its unit or its choices"
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
+def test_an_experiment_opens_with_its_launch_command(path: Path) -> None:
+    opening = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    assert any(f"lockstep-train experiment={path.stem}" in line for line in opening)

@@ -1,0 +1,351 @@
+"""AutoBatchSize and EffectiveBatchSize in one process: real fits."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import weakref
+from pathlib import Path
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+from lightning_lockstep import AutoBatchSize, EffectiveBatchSize
+from tests.common.batch_size.models import FULL, PassedIn, Walled, largest, trainer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.allow_leaks("env:POPULATE", "env"),
+]
+
+
+@pytest.mark.parametrize(("mode", "low", "high"), [("power", 512, 512), ("binsearch", 570 * 0.96, 600)])
+@pytest.mark.parametrize("where", ["forward", "backward", "optimizer", "collate"])
+def test_an_attribute_of_the_module_gets_the_size(tmp_path, mode, low, high, where):
+    module = Walled(600, where=where)
+    callback = largest(mode)
+    trainer(tmp_path, callback).fit(module)
+    assert low <= module.batch_size <= high and callback.result.size == module.batch_size
+    assert callback.result.largest >= 588 or mode == "power"
+    assert module.sizes == [module.batch_size] * 2
+    written = json.loads((tmp_path / "batch_size.json").read_text())
+    assert written["size"] == module.batch_size and len(written["trials"]) == len(callback.result.trials)
+    assert any(t["size"] == module.batch_size and t["fits"] for t in written["trials"])
+
+
+class Remembers(Walled):
+    """Its optimizer step is full when the batch before was too large: what a trial leaves, the next would read."""
+
+    seen = 0
+
+    def training_step(self, batch, batch_idx):
+        self.seen = len(batch[0])
+        return super().training_step(batch, batch_idx)
+
+    def optimizer_step(self, *args, **kwargs):
+        if self.seen > 600:
+            raise RuntimeError(FULL)
+        super().optimizer_step(*args, **kwargs)
+
+
+@pytest.mark.parametrize("mode", ["binsearch", "model"])
+def test_a_trial_finds_the_module_as_it_was_before_the_last_one(tmp_path, mode):
+    module, callback = Remembers(), largest(mode)
+    trainer(tmp_path, callback).fit(module)
+    assert 570 * 0.96 <= module.batch_size <= 600 and callback.result.largest >= 588
+
+
+def test_never_a_size_that_was_not_run(tmp_path):
+    module = Walled(rows=500)
+    callback = largest("power")
+    trainer(tmp_path, callback, max_steps=1).fit(module)
+    assert module.batch_size == 500 and 500 in [t.size for t in callback.result.trials]
+
+
+class Several(Walled):
+    """Its hook makes two loaders, so that each batch is a dictionary of two."""
+
+    def train_dataloader(self):
+        return {"left": self.loader(), "right": self.loader()}
+
+    def training_step(self, batch, batch_idx):
+        (left,), (right,) = batch["left"], batch["right"]
+        return super().training_step((torch.cat([left, right]),), batch_idx)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.sizes.append(len(batch["left"][0]))
+
+
+def test_several_loaders_are_tried_together(tmp_path):
+    module = Several(600)
+    trainer(tmp_path, largest("binsearch", margin=0)).fit(module)
+    assert 0.98 * 300 <= module.batch_size <= 300 and module.sizes == [module.batch_size] * 2
+
+
+class Data(pl.LightningDataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"batch_size": 8})
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.randn(3000, 20)), batch_size=self.hparams.batch_size)
+
+
+def test_hparams_of_a_data_module_and_a_loader_passed_to_fit(tmp_path):
+    module, data = PassedIn(600), Data()
+    del module.batch_size
+    trainer(tmp_path, largest("binsearch", margin=0)).fit(module, data)
+    assert 588 <= data.hparams.batch_size <= 600
+
+    module, sampler = PassedIn(600), RandomSampler(range(2500))
+    loader = DataLoader(TensorDataset(torch.randn(2500, 20)), batch_size=8, sampler=sampler, drop_last=True)
+    run = trainer(tmp_path, largest("binsearch", margin=0))
+    run.fit(module, loader)
+    used = run.train_dataloader
+    assert (
+        588 <= used.batch_size <= 600
+        and used.sampler is sampler
+        and used.drop_last
+        and loader.batch_size == 8
+    )
+    assert module.sizes == [used.batch_size] * 2
+
+
+@pytest.mark.parametrize("fn", ["validate", "test", "predict"])
+def test_evaluation_loops(tmp_path, fn):
+    module = Walled(600)
+    getattr(trainer(tmp_path, largest("binsearch", margin=0), limit_val_batches=1.0), fn)(module)
+    assert (
+        588 <= module.batch_size <= 600 and module.sizes[0] == module.batch_size and sum(module.sizes) == 4000
+    )
+    module = PassedIn(600)
+    loader = DataLoader(TensorDataset(torch.randn(2500, 20)), batch_size=8)
+    getattr(trainer(tmp_path, largest("binsearch", margin=0), limit_val_batches=1.0), fn)(module, loader)
+    assert 588 <= module.sizes[0] <= 600 and sum(module.sizes) == 2500
+
+
+class Stateful(Walled):
+    """Keeps all kinds of state that a step changes."""
+
+    def __init__(self, **kwargs):
+        super().__init__(600, **kwargs)
+        self.dropout = nn.Dropout(0.3)
+        self.steps, self.outputs, self.total = 0, [], torch.zeros(3)
+        self.register_buffer("seen", torch.zeros(()))
+        self.before = self.after = None
+
+    def training_step(self, batch, batch_idx):
+        self.steps += 1
+        self.outputs.append(batch_idx)
+        self.total += 1
+        self.seen += len(batch[0])
+        random.random(), np.random.rand()
+        return super().training_step((self.dropout(batch[0]),), batch_idx)
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+def everything(run: pl.Trainer, module: Stateful) -> dict:
+    optimizer = run.strategy.optimizers[0]
+    return {
+        "model": {k: v.clone() for k, v in module.state_dict().items()},
+        "grads": [p.grad for p in module.parameters()],
+        "modes": [m.training for m in module.modules()],
+        "optimizer": optimizer.state_dict(),
+        "optimizer_attributes": {
+            k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float, str))
+        },
+        "schedulers": [c.scheduler.state_dict() for c in run.lr_scheduler_configs],
+        "plain": (module.steps, list(module.outputs), module.total.clone(), list(module.losses)),
+        "random": (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()),
+        "progress": json.dumps(run.fit_loop.state_dict()["epoch_loop.batch_progress"], default=str),
+        "step": run.global_step,
+        "callbacks": len(run.callbacks),
+        "attributes": sorted(vars(module)),
+    }
+
+
+class Compare(AutoBatchSize):
+    def on_fit_start(self, run, module):
+        self.before = everything(run, module)
+        super().on_fit_start(run, module)
+        self.after = everything(run, module)
+
+
+def equal(a, b) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
+def test_everything_is_as_before_bit_for_bit(tmp_path):
+    callback, module = Compare("binsearch", global_batch_size="largest"), Stateful()
+    trainer(tmp_path, callback).fit(module)
+    assert len(callback.result.trials) > 5
+    for part, before in callback.before.items():
+        assert equal(before, callback.after[part]), part
+
+    weights = []
+    for with_search in (True, False):
+        pl.seed_everything(7)
+        module = Stateful(batch_size=16)
+        loops = AutoBatchSize("binsearch", global_batch_size=16, init_val=16, max_val=16)
+        trainer(tmp_path, *([loops] if with_search else []), max_steps=6).fit(module)
+        weights.append(torch.cat([p.flatten() for p in module.parameters()]).detach().clone())
+    assert torch.equal(*weights), "the run after a search is not the run without one"
+
+
+class Diary(pl.loggers.CSVLogger):
+    """Remembers what it was told."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.told = []
+
+    def log_metrics(self, metrics, step=None):
+        self.told.append((step, dict(metrics)))
+
+
+class Files(AutoBatchSize):
+    """Looks for files that the search writes."""
+
+    def find(self, run, module):
+        before = sorted(Path(run.default_root_dir).rglob("*"))
+        size = super().find(run, module)
+        self.new = [path.name for path in sorted(Path(run.default_root_dir).rglob("*")) if path not in before]
+        return size
+
+
+def test_the_run_after_a_search_sees_the_same_batches_logs_and_checkpoints(tmp_path):
+    """A loader that shuffles with a generator of its own, so that its position counts."""
+    seen = []
+    for search in (True, False):
+        folder = tmp_path / str(search)
+        pl.seed_everything(7)
+        module, diary = PassedIn(), Diary(folder)
+        loader = DataLoader(
+            TensorDataset(torch.randn(300, 20)),
+            batch_size=16,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(9),
+        )
+        callback = Files("binsearch", init_val=4, max_val=16, global_batch_size="largest")
+        checkpoint = pl.callbacks.ModelCheckpoint(folder / "kept", every_n_train_steps=3, save_top_k=-1)
+        run = trainer(
+            folder,
+            *([callback] if search else []),
+            checkpoint,
+            max_steps=30,
+            logger=diary,
+            log_every_n_steps=1,
+            enable_checkpointing=True,
+        )
+        run.fit(module, loader)
+        seen.append((module.losses, diary.told, sorted(path.name for path in (folder / "kept").iterdir())))
+        if search:
+            assert len(callback.result.trials) == 2 and callback.new == ["batch_size.json"]
+    assert seen[0] == seen[1] and len(seen[0][1]) >= 30 and len(seen[0][2]) == 10
+
+
+def test_an_optimizer_that_already_has_state_is_restored():
+    from lightning_lockstep.steps.snapshot import whole_run
+
+    net = nn.Linear(3, 3)
+    optimizer = torch.optim.Adam(net.parameters())
+
+    def step():
+        net(torch.randn(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    before = json.dumps([[t.tolist() for t in s.values()] for s in optimizer.state.values()])
+    kept = whole_run(net, [optimizer])
+    step()
+    optimizer.param_groups[0]["lr"] = 5.0
+    kept.restore()
+    assert json.dumps([[t.tolist() for t in s.values()] for s in optimizer.state.values()]) == before
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+
+
+def test_a_resumed_run_does_not_search_again(tmp_path, capfd):
+    settings = {"enable_checkpointing": True, "max_steps": 3}
+    first = trainer(tmp_path, largest("binsearch"), **settings)
+    first.fit(Walled(600))
+    path = tmp_path / "last.ckpt"
+    first.save_checkpoint(path)
+    module, callback = Walled(600), largest("binsearch")
+    trainer(tmp_path, callback, **{**settings, "max_steps": 5}).fit(
+        module, ckpt_path=path, weights_only=False
+    )
+    assert callback.result is None and module.batch_size == first.lightning_module.batch_size
+    assert "as found earlier" in capfd.readouterr().err
+    module, callback = Walled(600), largest("binsearch", reuse=False)
+    trainer(tmp_path, callback, **{**settings, "max_steps": 7}).fit(
+        module, ckpt_path=path, weights_only=False
+    )
+    assert callback.result is not None
+
+
+def test_a_global_batch_is_kept_and_learning_rates_scale(tmp_path):
+    module = Walled(100)
+    run = trainer(tmp_path, AutoBatchSize("binsearch", global_batch_size=960), max_steps=2)
+    run.fit(module)
+    assert module.batch_size * run.accumulate_grad_batches == 960 and module.batch_size <= 100
+
+    module = Walled(batch_size=64)
+    callback = EffectiveBatchSize(256, lr_scaling="sqrt", reference_batch_size=64)
+    run = trainer(tmp_path, callback)
+    run.fit(module)
+    assert (module.batch_size, run.accumulate_grad_batches, callback.plan.exact) == (64, 4, True)
+    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.02)
+    with pytest.warns(
+        UserWarning, match=r"global batch of 127 is not possible here; the nearest is used: \d+"
+    ):
+        module = Walled(batch_size=30)
+        run = trainer(tmp_path, EffectiveBatchSize(127))
+        import warnings
+
+        warnings.simplefilter("always")
+        run.fit(module)
+
+
+def test_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    module = Walled(600)
+    trainer(tmp_path, largest("binsearch", plot=True)).fit(module)
+    assert (tmp_path / "batch_size.png").read_bytes()[:4] == b"\x89PNG"
+
+
+class Kept(pl.Callback):
+    """Looks whether the batch of the last step is still there."""
+
+    def __init__(self):
+        self.last, self.alive = None, 0
+
+    def on_train_batch_start(self, run, module, batch, index):
+        self.alive += self.last is not None and self.last() is not None
+        self.last = weakref.ref(batch[0])
+
+
+@pytest.mark.parametrize("on_oom", ["split", "skip"])
+def test_a_guarded_step_keeps_nothing_alive(tmp_path, on_oom):
+    """A cycle would hold each batch until the collector runs: on a GPU, memory the next step needs."""
+    kept = Kept()
+    gc.disable()
+    try:
+        trainer(tmp_path, AutoBatchSize("off", on_oom=on_oom), kept, max_steps=6).fit(Walled())
+    finally:
+        gc.enable()
+    assert kept.last is not None and kept.alive == 0

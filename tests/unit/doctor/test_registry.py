@@ -1,0 +1,70 @@
+"""The table of checks agrees with the checks; results survive JSON; imitated machines answer as real ones do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_lockstep.doctor.command import select
+from lightning_lockstep.doctor.registry import (
+    BUILT_IN,
+    CheckOptions,
+    CheckResult,
+    Finding,
+    Status,
+    load_check,
+    worst,
+)
+from lightning_lockstep.errors import ConfigurationError
+from tests.common.doctor.imitated_machine import read_machine
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_table_agrees_with_the_check(name: str) -> None:
+    check = load_check(name)
+    assert (check.name, check.summary) == (name, BUILT_IN[name])
+    assert len(check.why.split()) > 20 and check.timeout > 0
+
+
+def test_results_and_options_survive_json() -> None:
+    result = CheckResult(
+        "cuda", (Finding(Status.PROBLEM, "a", "b", ("c", "d")), Finding(Status.OK, "e", "f")), 1.5
+    )
+    assert CheckResult.from_json(json.loads(json.dumps(result.to_json()))) == result
+    options = CheckOptions(timeout=3.0, hosts=("a", "b"), folders=("x",))
+    assert CheckOptions.from_json(json.loads(json.dumps(options.to_json()))) == options
+
+
+def test_the_worst_status_counts() -> None:
+    assert worst([]) is Status.NOT_APPLICABLE
+    assert worst([Status.OK, Status.NOT_APPLICABLE]) is Status.OK
+    assert worst([Status.OK, Status.PROBLEM, Status.WARNING]) is Status.PROBLEM
+
+
+def test_checks_are_chosen_by_name() -> None:
+    assert select(["kernel"]).names == ("kernel",)
+    assert select([], "kernel,packages").names == ("packages", "kernel")
+    assert select([], "warning").least is Status.WARNING
+    assert set(select([]).names) <= set(BUILT_IN) - {"run"}
+    with pytest.raises(ConfigurationError, match="'cudo'"):
+        select(["cudo"])
+
+
+def test_links_and_path_of_an_imitated_machine(tmp_path: Path) -> None:
+    (tmp_path / "machine.yaml").write_text(
+        "environment: {PATH: '/usr/local/cuda/bin:/usr/bin'}\n"
+        "links: {/usr/local/cuda: cuda-12.8}\n"
+        "files: {/usr/local/cuda-12.8/lib64/libcudart.so: ''}\n"
+        "commands: {/usr/local/cuda-12.8/bin/nvcc --version: release 12.8, gcc -dumpversion: {exit: 1, error: no}}\n"
+    )
+    machine = read_machine(tmp_path / "machine.yaml")
+    assert machine.which("nvcc") == "/usr/local/cuda/bin/nvcc"
+    assert machine.real_path("/usr/local/cuda/bin/nvcc") == "/usr/local/cuda-12.8/bin/nvcc"
+    assert machine.run(["nvcc", "--version"]).output == "release 12.8"
+    assert machine.run(["gcc", "-dumpversion"]).returncode == 1
+    assert machine.run(["absent"]).is_missing
+    assert machine.glob("/usr/local/cuda*") == ["/usr/local/cuda", "/usr/local/cuda-12.8"]
+    assert machine.exists("/usr/local/cuda/lib64/libcudart.so")
+    assert not machine.exists("/usr/local/cuda-13.0")

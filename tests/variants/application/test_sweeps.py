@@ -1,0 +1,144 @@
+"""Sweeps by Hydra's other launchers and sweepers: every job has ranks of its own, in whatever process it runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.common.application.command_lines import faults_of, look_at, only
+from tests.helpers import COMMON, ScriptOutcome, run_script
+
+pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+ECHO = COMMON / "application" / "apps" / "echo.py"
+QUICK = ("trainer.enable_progress_bar=false", "trainer.accelerator=cpu", "trainer.devices=2", "test=false")
+TEXT = ("data=source_text", "model=byte_gpt", "data.max_bytes=100000")
+
+
+MODULE = ("-m", "lightning_lockstep.train")
+# What the script does that pip makes for a console command.
+CONSOLE = (
+    "-c",
+    "import sys; from lightning_lockstep.train import main; sys.argv[0] = 'lockstep-train'; main()",
+)
+
+
+def sweep(*arguments: str, cwd: Path, program: tuple[str, str] = MODULE, **env: str) -> ScriptOutcome:
+    command = [sys.executable, *program, "-m", "hydra.sweep.dir=sweep", *QUICK, *arguments]
+    return run_script(command, cwd=cwd, timeout=240, env=env)
+
+
+def summaries(cwd: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(cwd.glob("sweep/*/summary.json"))]
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_each_job_in_one_process_has_engines_of_its_own(tmp_path: Path) -> None:
+    jobs = ("strategy=deepspeed_stage_1,deepspeed_stage_3", "trainer.max_steps=2")
+    outcome = sweep(*TEXT, *jobs, cwd=tmp_path)
+    assert outcome.returncode == 0, outcome.output
+    assert not outcome.leftovers
+    losses = [found["metrics"]["train_loss"] for found in summaries(tmp_path)]
+    assert len(losses) == 2 and losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
+FAILS_ONCE = """
+from lightning_lockstep.train import hydra_main
+@hydra_main(config_path=None, config_name=None, version_base=None)
+def main(config):
+    if config.a == 2:
+        raise ValueError("two is too many")
+    return config.a / 4 if config.a > 2 else None
+main()
+"""
+
+
+def test_a_sweep_ends_with_a_line_for_each_job(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(FAILS_ONCE)
+    outcome = run_script(["program.py", "-m", "hydra.sweep.dir=sweep", "+a=1,2,3"], cwd=tmp_path, timeout=60)
+    table = outcome.stderr[outcome.stderr.index("lightning-lockstep: 3 jobs of the sweep") :].splitlines()
+    assert [line.split() for line in table[1:5]] == [
+        ["job", "overrides", "result", "folder"],
+        ["0", "+a=1", "finished", "sweep/0"],
+        ["1", "+a=2", *["failed:", "ValueError:", "two", "is", "too", "many"], "sweep/1"],
+        ["2", "+a=3", "returned", "0.75", "sweep/2"],
+    ]
+    assert outcome.returncode == 1
+    single = run_script(["program.py", "+a=1"], cwd=tmp_path, timeout=60)
+    assert single.returncode == 0 and "of the sweep" not in single.output
+
+
+# A script with Hydra's own decorator, by joblib: tests/programs/application/test_foreign_app.py.
+def test_a_job_in_a_process_of_its_own_starts_ranks(tmp_path: Path) -> None:
+    env = {"ECHO_TO": str(tmp_path), "ECHO_FIT": "1", "ECHO_SECRET": "none"}
+    jobs = ["-m", "hydra/launcher=submitit_local", "text=first", "hydra.sweep.dir=sweep"]
+    outcome = run_script([str(ECHO), *jobs], env=env, cwd=tmp_path, timeout=240)
+    assert outcome.returncode == 0, outcome.output
+    assert not outcome.leftovers
+    found = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank*.json"))]
+    assert [(values["text"], values["numbers"]) for values in found] == [("first", [1, 2.5, "3"])] * 2
+    [log] = tmp_path.glob("sweep/0/*.log")
+    assert "rank 0 was here" in log.read_text() and "rank 1" not in log.read_text()
+
+
+def test_optuna_goes_by_the_objective_of_ranks_in_workers(tmp_path: Path) -> None:
+    choice = (
+        "hydra/sweeper=optuna",
+        "hydra/launcher=joblib",
+        "hydra.sweeper.n_trials=2",
+        "hydra.sweeper.n_jobs=2",
+    )
+    rates = "model.learning_rate=interval(0.001,0.1)"
+    outcome = sweep(*choice, *TEXT, rates, "trainer.max_steps=2", cwd=tmp_path, program=CONSOLE)
+    assert outcome.returncode == 0, outcome.output
+    assert not outcome.leftovers
+    jobs = summaries(tmp_path)
+    assert [job["ranks"] for job in jobs] == [2, 2]
+    best = OmegaConf.load(tmp_path / "sweep" / "optimization_results.yaml")
+    assert best.best_value == pytest.approx(min(job["metrics"]["val_loss"] for job in jobs))
+    assert f"Best value: {best.best_value}" in outcome.output
+
+
+def test_the_error_of_a_rank_in_a_worker_is_shown_last_with_its_rank(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        """
+from lightning_lockstep.demo import ByteGPT
+
+class Net(ByteGPT):
+    def __init__(self, *, bad, **settings):
+        super().__init__(**settings)
+        self.bad = bad
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_rank == self.bad:
+            raise ValueError("boom")
+        return super().training_step(batch, batch_idx)
+"""
+    )
+    one = ("hydra/launcher=joblib", "model._target_=own.Net", "trainer.max_steps=2")
+    outcome = sweep(*one, *TEXT, "+model.bad=1", cwd=tmp_path)
+    assert outcome.returncode == 1, outcome.output
+    assert not outcome.leftovers
+    lines = outcome.stderr.strip().splitlines()
+    assert lines[-2].startswith("rank 1 of 2 (host "), outcome.output
+    assert lines[-2].endswith("in training_step: ValueError: boom") and lines[-1].startswith("Saved to ")
+    assert "hydra/_internal" not in outcome.stderr and "pickle" not in outcome.stderr
+    assert summaries(tmp_path) == []
+
+
+def test_ranks_that_run_every_job_together_are_no_place_for_a_launcher() -> None:
+    arguments = ("-m", "hydra/launcher=joblib", "seed=1,2")
+    assert look_at(*arguments).faults == []
+    [fault] = look_at(*arguments, alone=False).faults
+    assert fault.text.startswith("hydra/launcher=joblib: expected basic under torchrun, srun or mpirun")
+
+
+def test_a_launcher_that_is_not_installed_names_its_extra() -> None:
+    fault = only(faults_of("hydra/launcher=joblibb"))
+    assert "Did you mean 'joblib'?" in fault
+    assert "pip install 'lightning-lockstep[sweeps]'" in fault

@@ -1,0 +1,206 @@
+"""The rank runner itself: answers, failures, time limit, safety of the fork."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers import (
+    RankError,
+    RankTimeoutError,
+    kill_self,
+    raise_on,
+    run_ranks,
+    run_ranks_raw,
+    stop_self,
+    world_size,
+)
+
+
+def add_up(offset: float) -> tuple[int, float]:
+    value = torch.tensor([float(dist.get_rank()) + offset])
+    dist.all_reduce(value)
+    return dist.get_world_size(), value.item()
+
+
+def facts() -> dict[str, object]:
+    server = Path(f"/proc/{os.getppid()}")
+    leader = int(server.joinpath("stat").read_text().rsplit(")", 1)[1].split()[1])
+    return {
+        "env": {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "EXTRA")},
+        "python_threads": threading.active_count(),
+        "server_threads": len(list(Path(f"/proc/{leader}/task").iterdir())),
+        "own_threads": len(list(Path("/proc/self/task").iterdir())),
+        "cuda": torch.cuda.is_initialized(),
+        "group": dist.is_initialized(),
+        "lightning": "lightning.pytorch" in sys.modules,
+        "lockstep": "lightning_lockstep" in sys.modules,
+        "cwd": os.getcwd(),
+    }
+
+
+def backward_and_reduce() -> float:
+    """What a fork of a process with threads would hang in: OpenMP, autograd's threads, gloo's."""
+    torch.set_num_threads(2)
+    layer = torch.nn.Linear(256, 256)
+    with torch.no_grad():
+        layer.weight.fill_(0.01)
+    layer(torch.ones(512, 256)).sum().backward()
+    assert layer.weight.grad is not None
+    dist.all_reduce(layer.weight.grad)
+    return layer.weight.grad.sum().item()
+
+
+def raise_on_one() -> None:
+    print("a word on standard output")
+    raise_on(1, ValueError("the message of the fault"))
+    dist.barrier()
+
+
+def die_on_one(sig: int) -> str:
+    kill_self(sig, rank=1)
+    return "lived"
+
+
+def stop_on_one() -> None:
+    stop_self(rank=1)
+    a_place_to_wait()
+
+
+def a_place_to_wait() -> None:
+    time.sleep(600)
+
+
+def start_child_and_return() -> int:
+    import subprocess
+
+    return subprocess.Popen(["sleep", "600"]).pid
+
+
+def exit_with(code: int) -> None:
+    sys.exit(code)
+
+
+@world_size(1, 2, 4)
+def test_values_in_rank_order(world_size: int) -> None:
+    total = sum(rank + 0.5 for rank in range(world_size))
+    assert run_ranks(world_size, add_up, 0.5) == [(world_size, total)] * world_size
+
+
+def test_fork_is_taken_from_a_clean_process() -> None:
+    first, second = run_ranks(2, facts, backend=None, env={"EXTRA": "given"})
+    assert first["env"] == {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "EXTRA": "given"}
+    assert second["env"] == {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "EXTRA": "given"}
+    for seen in (first, second):
+        assert seen["python_threads"] == 1
+        assert seen["server_threads"] == 1, "a thread in the fork server would be missing in every rank"
+        assert seen["own_threads"] == 1
+        assert not seen["cuda"]
+        assert not seen["group"]
+        assert seen["lightning"]
+        assert not seen["lockstep"], "the package under test must be imported by the rank itself"
+        assert seen["cwd"] == os.getcwd()
+
+
+def test_threads_work_in_forked_ranks() -> None:
+    assert run_ranks(2, backward_and_reduce, timeout=60) == [pytest.approx(2 * 512 * 256 * 256)] * 2
+
+
+def test_ports_of_simultaneous_jobs_differ() -> None:
+    answers: list[list[tuple[int, float]]] = []
+    jobs = [threading.Thread(target=lambda: answers.append(run_ranks(2, add_up, 0.0))) for _ in range(3)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    assert answers == [[(2, 1.0)] * 2] * 3
+
+
+def test_a_raising_rank_is_reported_with_its_traceback() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, raise_on_one, timeout=60, linger=1)
+    text = str(caught.value)
+    assert "ValueError: the message of the fault" in text
+    assert "in raise_on_one" in text
+    assert "a word on standard output" in text
+    assert caught.value.outcomes[1].exception == "ValueError: the message of the fault"
+
+
+def test_every_failing_rank_is_in_the_message() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(3, raise_on, None, timeout=60, backend=None)
+    assert all(f"fault provoked on rank {rank}" in str(caught.value) for rank in range(3))
+
+
+def test_a_killed_rank_is_reported_with_its_signal() -> None:
+    lived, died = run_ranks_raw(2, die_on_one, signal.SIGKILL, backend=None)
+    assert lived.ok
+    assert lived.value == "lived"
+    assert died.signal is signal.SIGKILL
+    assert died.returncode == -9
+    assert died.value is None
+    assert not died.killed_by_helper
+
+
+def test_an_exit_code_is_kept() -> None:
+    (outcome,) = run_ranks_raw(1, exit_with, 7, backend=None)
+    assert outcome.returncode == 7
+    assert not outcome.ok
+    with pytest.raises(RankError, match="exit code 7"):
+        run_ranks(1, exit_with, 7, backend=None)
+
+
+def test_the_time_limit_kills_and_shows_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_TESTS_PATIENCE", "1")
+    with pytest.raises(RankTimeoutError, match="time limit of 3 s") as caught:
+        run_ranks(2, a_place_to_wait, timeout=3, backend=None)
+    assert str(caught.value).count("in a_place_to_wait") == 2
+    assert all(outcome.killed_by_helper for outcome in caught.value.outcomes)
+
+
+def test_a_stopped_rank_is_named_as_stopped() -> None:
+    outcomes = run_ranks_raw(2, stop_on_one, timeout=3, backend=None, allow_timeout=True)
+    assert "in a_place_to_wait" in str(outcomes[0].stack)
+    assert "stopped (SIGSTOP)" in str(outcomes[1].stack)
+
+
+def test_what_a_rank_started_ends_with_it() -> None:
+    (pid,) = run_ranks(1, start_child_and_return, backend=None)
+    deadline = time.monotonic() + 5
+    while _runs(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _runs(pid)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_function_that_cannot_travel_is_refused() -> None:
+    with pytest.raises(TypeError, match="top level of a module"):
+        run_ranks(1, lambda: None)
+
+
+def where_torch_compiles() -> str:
+    from torch.utils.cpp_extension import _get_build_directory
+
+    return _get_build_directory("some_op", verbose=False)
+
+
+def test_what_ranks_compile_is_gone_after_the_run() -> None:
+    """The lock of a build that was killed would hold up every later run."""
+    [folder] = run_ranks(1, where_torch_compiles, backend=None)
+    assert Path(folder).is_dir()
+    assert Path(folder).is_relative_to(os.environ["TORCH_EXTENSIONS_DIR"])
+    assert "lockstep-test-builds-" in folder
