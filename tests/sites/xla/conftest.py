@@ -26,5 +26,5 @@ def _four_devices() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not HAS_XLA:
         for item in items:
-            if "/tests/xla/" in item.path.as_posix():
+            if "/tests/sites/xla/" in item.path.as_posix():
                 item.add_marker(pytest.mark.skip(reason="torch_xla is not installed in this environment"))
