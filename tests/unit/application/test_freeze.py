@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import setup_globals
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_lockstep.errors import LaunchError
@@ -37,6 +38,12 @@ class Whole:
     depends: int = "${later}"  # type: ignore[assignment]
     secret: str = "${oc.env:LOCKSTEP_TEST_NOT_SET}"
     many: list[Any] = field(default_factory=lambda: [1, {"deep": "${part.size}"}])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def resolvers() -> None:
+    """Hydra's own, such as `now`."""
+    setup_globals()
 
 
 @pytest.fixture
