@@ -13,7 +13,7 @@ from lightning_lockstep.doctor.registry import BUILT_IN, CheckResult
 from tests.common.doctor.imitated_machine import ImitatedMachine, run_check
 from tests.common.doctor.machines import Case, cases
 
-SEEDS = 120
+SEEDS = 60
 CASES = cases()
 # What has tripped up readers of such outputs before.
 NASTY = [
