@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from tests.common.distributed.mpi.launch import mpi_command, mpi_environ, why_no
+from tests.common.distributed.mpi.launch import _mpich_prefix, mpi_environ, why_no
 from tests.helpers.patience import patience
 from tests.helpers.ports import reserve_port
 from tests.helpers.scripts import ScriptOutcome
@@ -69,7 +69,8 @@ def test_deepspeed_on_two_nodes(slurm: Slurm, tmp_path: Path) -> None:
 def test_ranks_of_mpi(slurm: Slurm, kind: str, mpi: str, options: tuple[str, ...], tmp_path: Path) -> None:
     if (reason := why_no(kind)) is not None:
         pytest.skip(reason)
-    python = mpi_command(kind, 2)[-1]
+    # Not mpi_command: these stay with the other tests of Slurm, of which there is one at a time.
+    python = sys.executable if kind == "open_mpi" else str(_mpich_prefix() / "bin" / "python")  # type: ignore[operator]
     env = {**mpi_environ(), "DEVICES": options[1][-1]}
     outcome = slurm.run(
         ["srun", f"--mpi={mpi}", *options, python, str(PROGRAM), "mpi"], cwd=tmp_path, env=env

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import run_script
-
-EXAMPLES = Path(__file__).parents[3] / "examples"
+from tests.programs.application.test_examples import EXAMPLES, copied
 
 
 def test_the_plain_trainer(tmp_path: Path) -> None:
@@ -68,10 +66,7 @@ def test_ranks_out_of_step(way: str, code: int, said: str, tmp_path: Path) -> No
 
 
 def test_the_research_project(tmp_path: Path) -> None:
-    project = tmp_path / "project"
-    shutil.copytree(
-        EXAMPLES / "research_project", project, ignore=shutil.ignore_patterns("__pycache__", "outputs")
-    )
+    project = copied("research_project", tmp_path)
     outcome = run_script(
         [sys.executable, "train.py", "experiment=wine_two_ranks", "trainer.max_epochs=5"],
         cwd=project,
@@ -80,12 +75,6 @@ def test_the_research_project(tmp_path: Path) -> None:
     assert outcome.returncode == 0, outcome.output
     assert "run finished" in outcome.stdout
     assert len(list((project / "outputs" / "train").iterdir())) == 1
-
-
-def copied(name: str, tmp_path: Path) -> Path:
-    folder = tmp_path / name
-    left_out = shutil.ignore_patterns("__pycache__", "outputs", "multirun", "lightning_logs")
-    return Path(shutil.copytree(EXAMPLES / name, folder, ignore=left_out))
 
 
 def test_the_module_of_the_smallest_hydra_project_without_its_program(tmp_path: Path) -> None:

@@ -36,15 +36,6 @@ def summaries(cwd: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(cwd.glob("sweep/*/summary.json"))]
 
 
-def test_each_job_in_one_process_has_engines_of_its_own(tmp_path: Path) -> None:
-    jobs = ("strategy=deepspeed_stage_1,deepspeed_stage_3", "trainer.max_steps=2")
-    outcome = sweep(*TEXT, *jobs, cwd=tmp_path)
-    assert outcome.returncode == 0, outcome.output
-    assert not outcome.leftovers
-    losses = [found["metrics"]["train_loss"] for found in summaries(tmp_path)]
-    assert len(losses) == 2 and losses[0] == pytest.approx(losses[1], abs=1e-4)
-
-
 FAILS_ONCE = """
 from lightning_lockstep.train import hydra_main
 @hydra_main(config_path=None, config_name=None, version_base=None)

@@ -99,23 +99,6 @@ def test_two_ranks_make_one_run_of_each_logger_with_the_whole_configuration(tmp_
         assert place in table
 
 
-def test_each_job_of_a_sweep_is_a_run_of_its_own(tmp_path: Path) -> None:
-    store = tmp_path / "all.db"
-    lockstep_train(
-        "-m",
-        "seed=1,2",
-        "trainer.limit_train_batches=2",
-        "logger=[wandb,mlflow]",
-        "hydra.sweep.dir=sweep",
-        cwd=tmp_path,
-        MLFLOW_TRACKING_URI=f"sqlite:///{store}",
-    )
-    assert [len(list((tmp_path / "sweep" / job).glob("wandb/offline-run-*"))) for job in "01"] == [1, 1]
-    seeds = rows(store, "select value from params where key = 'config/seed' order by value")
-    assert seeds == [("1",), ("2",)]
-    assert rows(store, "select count(*) from runs") == [(2,)]
-
-
 def test_a_failed_run_says_so_once_and_is_marked(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "from lightning.pytorch import Callback\n"
