@@ -14,7 +14,7 @@ from typing import TypeVar
 import pytest
 
 import lightning_lockstep
-from lightning_lockstep.doctor import network_ranks
+from lightning_lockstep.doctor import network_ranks, network_rendezvous
 from lightning_lockstep.doctor.network_examination import (
     BackendResult,
     backend_finding,
@@ -82,7 +82,9 @@ def test_who_listens_in_the_place_of_rank_0_and_sends_back_what_it_gets_is_not_r
     assert b"token" not in b"".join(heard) and json.loads(heard[0]).keys() == {"rank", "nonce"}
 
 
-def test_what_a_stranger_sends_does_not_end_rank_0() -> None:
+def test_what_a_stranger_sends_does_not_end_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_rendezvous, "_HANDSHAKE", 1)
+
     def stranger(port: int) -> None:
         with socket.create_connection(("127.0.0.1", port)) as connection, contextlib.suppress(OSError):
             connection.sendall(b"[" * 900 + b"\n")

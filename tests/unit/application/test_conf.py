@@ -86,9 +86,3 @@ def test_a_file_opens_with_a_comment_and_explains_each_of_its_keys(path: Path) -
         if in_defaults or value is None or value[1] == "_target_" or path.name == "lockstep_train.yaml":
             continue
         assert " # " in line, f"{line!r} needs a comment with its unit or its choices"
-
-
-@pytest.mark.parametrize("path", sorted((CONF / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
-def test_an_experiment_opens_with_its_launch_command(path: Path) -> None:
-    opening = [line for line in path.read_text().splitlines() if line.startswith("#")]
-    assert any(f"lockstep-train experiment={path.stem}" in line for line in opening)

@@ -20,7 +20,6 @@ from tests.common.application.command_lines import faults_of, only
     [
         ("wandb", {"wandb"}, "wandb"),
         ("mlflow", {"mlflow"}, "mlflow"),
-        ("mlflow", {"sqlalchemy"}, "mlflow"),
         ("tensorboard", {"tensorboard", "tensorboardX"}, "tensorboard"),
     ],
 )
