@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from lightning_lockstep.launchers.mpirun import MPIRunWatch, ranks_under
+from lightning_lockstep.launchers.mpirun import MPIRunWatch, end_with_children, ranks_under
 
 MPIRUN = """
 trap '' INT
@@ -80,7 +80,10 @@ def test_the_second_ctrl_c_ends_mpirun_and_its_ranks(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=press_twice)
     thread.start()
-    assert watch.wait(process) == 130
+    try:
+        assert watch.wait(process) == 130
+    finally:
+        end_with_children(process.pid)
     thread.join()
     _, alive = psutil.wait_procs(found, timeout=20)
     assert len(found) == 2 and not alive
