@@ -115,9 +115,12 @@ class MPIRunWatch:
                     signals.check()
                 except KeyboardInterrupt:
                     self._interrupts += 1
-                    on_end()
-                    self._check(process.pid)
-                    process.send_signal(signal.SIGINT)
+                    try:
+                        on_end()
+                        self._check(process.pid)
+                        process.send_signal(signal.SIGINT)
+                    except KeyboardInterrupt:  # the second one, while the first is passed on
+                        self._interrupts += 1
                 if self.overdue or self._interrupts > 1:
                     end_with_children(process.pid)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
+
 from lightning_lockstep._application.checks import check_training
 from lightning_lockstep._application.overrides import Checked, preflight, read_arguments
 from lightning_lockstep._doors import hydra_internals
@@ -24,3 +28,16 @@ def only(faults: list[str]) -> str:
     """The one fault there is."""
     assert len(faults) == 1, faults
     return faults[0]
+
+
+#: `lockstep-train` as a module, and on two ranks of torchrun.
+TRAIN = [sys.executable, "-m", "lightning_lockstep.train"]
+TORCHRUN = [
+    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    *TRAIN[1:],
+]
+
+
+def path_with(folder: Path) -> str:
+    """Return `PYTHONPATH` with a folder of modules in front."""
+    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))

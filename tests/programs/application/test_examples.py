@@ -1,85 +1,17 @@
-"""The examples run as their first lines say."""
+"""The examples that README names run as their first lines say; the others: tests/variants/application."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import signal
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.helpers import run_script, start_script
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-
-
-def test_the_plain_trainer(tmp_path: Path) -> None:
-    outcome = run_script([EXAMPLES / "plain_trainer.py"], cwd=tmp_path, timeout=120)
-    assert outcome.returncode == 0, outcome.output
-    assert "on 2 ranks" in outcome.stdout
-    assert outcome.stdout.count("final train_loss") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_logging_in_order(tmp_path: Path) -> None:
-    outcome = run_script([EXAMPLES / "ordered_logging.py"], cwd=tmp_path, timeout=120)
-    assert outcome.returncode == 137, outcome.output
-    said = [line for line in outcome.output.splitlines() if "ordered_logging.py:" in line]
-    told = [
-        "only the main rank",
-        "all of us",
-        "part is 0",
-        "part is 10",
-        "part is 20",
-        "part is 30",
-        "only rank 3",
-    ]
-    assert [words for line in said for words in told if words in line.replace("my ", "")][:7] == told
-    assert "rank 1 did not log this line within 1.0 s" in outcome.output
-    assert "rank 2 of 4" in outcome.output
-    assert len(list((tmp_path / "ordered_logging").iterdir())) == 4
-
-
-def test_stopping_together(tmp_path: Path) -> None:
-    outcome = run_script([EXAMPLES / "stop_together.py"], cwd=tmp_path, timeout=120)
-    assert outcome.returncode == 0, outcome.output
-    ends = [line for line in outcome.stdout.splitlines() if line.startswith("rank ")]
-    assert len(ends) == 2, outcome.output
-    assert {line.partition(": ")[2] for line in ends} == {ends[0].partition(": ")[2]}
-    assert "breakpoint: rank 1: the loss looks odd" in ends[0]
-
-
-@pytest.mark.parametrize(
-    ("way", "code", "said"),
-    [
-        ("backward", 1, "self.manual_backward(loss)"),
-        ("data", 1, "ranks 0-1 work on the same batches"),
-        ("step", 1, "An optimizer has stepped on some ranks only"),
-        ("weights", 1, "a hook or a callback wrote weights on some ranks only"),
-        ("none", 0, "sum of the weights"),
-    ],
-)
-def test_ranks_out_of_step(way: str, code: int, said: str, tmp_path: Path) -> None:
-    outcome = run_script([EXAMPLES / "out_of_step.py", way], cwd=tmp_path, timeout=120)
-    assert outcome.returncode == code, outcome.output
-    assert said in " ".join(outcome.output.split())
-
-
-def test_the_research_project(tmp_path: Path) -> None:
-    project = tmp_path / "project"
-    shutil.copytree(
-        EXAMPLES / "research_project", project, ignore=shutil.ignore_patterns("__pycache__", "outputs")
-    )
-    outcome = run_script(
-        [sys.executable, "train.py", "experiment=wine_two_ranks", "trainer.max_epochs=5"],
-        cwd=project,
-        timeout=120,
-    )
-    assert outcome.returncode == 0, outcome.output
-    assert "run finished" in outcome.stdout
-    assert len(list((project / "outputs" / "train").iterdir())) == 1
 
 
 def copied(name: str, tmp_path: Path) -> Path:
@@ -88,16 +20,9 @@ def copied(name: str, tmp_path: Path) -> Path:
     return Path(shutil.copytree(EXAMPLES / name, folder, ignore=left_out))
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "train.py",
-        "-m lightning_lockstep.train --config-dir conf model=net ~data trainer.devices=2 trainer.max_epochs=3",
-    ],
-)
-def test_the_smallest_hydra_project(command: str, tmp_path: Path) -> None:
+def test_the_smallest_hydra_project(tmp_path: Path) -> None:
     project = copied("hydra_project", tmp_path)
-    outcome = run_script([sys.executable, *command.split()], cwd=project, timeout=120)
+    outcome = run_script([sys.executable, "train.py"], cwd=project, timeout=120)
     assert outcome.returncode == 0, outcome.output
     assert "48 in 3 epochs on 2 ranks" in outcome.stdout
     (run,) = (project / "outputs" / "train").iterdir()
@@ -117,13 +42,16 @@ def test_lightning_cli_on_two_ranks(tmp_path: Path) -> None:
     assert "StragglerMonitor: " in outcome.output
 
 
-def test_lightning_cli_refuses_a_value_before_a_rank_starts(tmp_path: Path) -> None:
-    folder = copied("lightning_cli", tmp_path)
-    given = ["fit", "--config", "digits.yaml", "--trainer.strategy.init_args.uneven_inputs=truncated"]
-    outcome = run_script([sys.executable, "train.py", *given], cwd=folder, timeout=120)
-    assert outcome.returncode == 2, outcome.output
-    assert "Literal['error', 'truncate', 'join']. Got value: truncated" in outcome.stderr
-    assert "2 ranks" not in outcome.output
+def test_an_app_that_has_only_our_configs_prints_what_its_readme_shows(tmp_path: Path) -> None:
+    shown = re.findall(
+        r"^python (.*)\n# (.*)$", (EXAMPLES / "foreign_app" / "README.md").read_text(), re.MULTILINE
+    )
+    command, printed = next(line for line in shown if "[early_stopping,stop_together]" in line[0])
+    app = copied("foreign_app", tmp_path)
+    outcome = run_script([sys.executable, *shlex.split(command)], cwd=app, timeout=180)
+    assert outcome.returncode == 0, outcome.output
+    assert not outcome.leftovers
+    assert outcome.stdout.splitlines()[-1] == printed
 
 
 def test_stopped_by_a_signal_and_resumed(tmp_path: Path) -> None:
@@ -149,41 +77,3 @@ def test_stopped_by_a_signal_and_resumed(tmp_path: Path) -> None:
     last_epoch, last_batch = seen[-1]
     expected = (last_epoch, last_batch + 1) if last_batch < 31 else (last_epoch + 1, 0)
     assert batches(resumed.stdout, 0)[0] == batches(resumed.stdout, 1)[0] == expected
-
-
-@pytest.mark.parametrize(
-    ("options", "ending"),
-    [
-        (["--ranks", "2", "--global-batch-size", "4096", "--memory-limit", "900MiB"], "trained 3 steps"),
-        (["--tuner"], "trained 3 steps"),
-    ],
-)
-def test_the_largest_batch(options: list[str], ending: str, tmp_path: Path) -> None:
-    outcome = run_script([EXAMPLES / "find_batch_size.py", *options], cwd=tmp_path, timeout=240)
-    assert outcome.returncode == 0, outcome.output
-    assert outcome.stdout.splitlines()[-1].startswith(ending)
-    assert "batch size trial 1: " in outcome.output
-
-
-@pytest.mark.parametrize(
-    ("options", "ending"),
-    [
-        (["--ranks", "2"], "OverflowDetectedError: Detected inf/nan during batch_number=3"),
-        (["--fp32", "model.encoder.block.0.layer.1.DenseReluDense"], "All 6 steps passed."),
-    ],
-)
-def test_a_tiny_t5_that_overflows(options: list[str], ending: str, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    outcome = run_script([EXAMPLES / "overflow_t5.py", *options], cwd=tmp_path, timeout=240)
-    assert outcome.returncode == 0, outcome.output
-    assert f"\n{ending}" in outcome.stdout
-
-
-def test_the_same_run_under_several_strategies(tmp_path: Path) -> None:
-    script = [EXAMPLES / "same_run" / "compare.py", "ddp", "fsdp, 2", "--steps", "5"]
-    outcome = run_script(script, cwd=tmp_path, timeout=300)
-    assert outcome.returncode == 0, outcome.output
-    rows = [line.split("|")[1:-1] for line in outcome.stdout.splitlines() if line.startswith("| ")][2:]
-    assert [row[0].strip() for row in rows] == ["one process", "ddp, 2 ranks", "fsdp, 2 ranks"]
-    assert all(float(row[-1]) < 1e-5 for row in rows), outcome.stdout
-    assert (tmp_path / "same-run.png").stat().st_size > 10_000

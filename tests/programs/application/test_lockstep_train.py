@@ -4,160 +4,119 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from lightning_lockstep.doctor.checks.run import run
 from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.registry import CheckOptions
+from tests.common.application.command_lines import TORCHRUN, TRAIN, path_with
 from tests.helpers import ScriptOutcome, run_script, start_script
 
 QUICK = ("trainer.enable_progress_bar=false", "trainer.accelerator=cpu")
+SAME = (*QUICK, "data.global_batch_size=64", "trainer.max_epochs=2")
 
 
-def lockstep_train(*arguments: str, cwd: Path, **env: str) -> ScriptOutcome:
-    command = [sys.executable, "-m", "lightning_lockstep.train", *arguments]
-    return run_script(command, env=env, cwd=cwd, timeout=180)
+class Run(NamedTuple):
+    outcome: ScriptOutcome
+    folder: Path
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        loaded: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+        return loaded
 
 
-def column(run: Path, name: str) -> list[float]:
-    with open(run / "csv" / "metrics.csv", newline="") as file:
-        return [float(row[name]) for row in csv.DictReader(file) if row[name]]
-
-
-def summary(run: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((run / "summary.json").read_text())
-    return loaded
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="a private mount of /dev/shm needs root")
-def test_one_rank_needs_no_shared_memory(tmp_path: Path) -> None:
-    command = (sys.executable, "-m", "lightning_lockstep.train", *QUICK, "trainer.max_steps=1", "test=false")
-    read_only = [
-        "unshare",
-        "--mount",
-        "sh",
-        "-c",
-        'mount -t tmpfs -o ro none /dev/shm && exec "$@"',
-        "sh",
-        *command,
-    ]
-    outcome = run_script(read_only, cwd=tmp_path, timeout=180)
+def trained(command: list[str], *arguments: str, cwd: Path, folder: Path) -> Run:
+    outcome = run_script([*command, *arguments], cwd=cwd, timeout=180)
     assert outcome.returncode == 0, outcome.output
-    assert "run finished" in outcome.stdout
+    assert not outcome.leftovers
+    return Run(outcome, folder)
 
 
-def test_two_ranks_learn_the_digits_like_one_and_resume(tmp_path: Path) -> None:
-    """One test for three runs, because each costs ten seconds of imports."""
-    same = (*QUICK, "data.global_batch_size=64", "trainer.max_epochs=3")
-    one = lockstep_train(*same, "trainer.devices=1", "hydra.run.dir=runs/one", cwd=tmp_path)
-    two = lockstep_train(*same, "trainer.devices=2", "hydra.run.dir=runs/two", cwd=tmp_path)
-    for outcome in (one, two):
-        assert outcome.returncode == 0, outcome.output
-        assert not outcome.leftovers
-    first, second = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
-    losses = column(first, "train_loss"), column(second, "train_loss")
-    assert len(losses[0]) == len(losses[1]) == 63
+def column(file: Path, name: str) -> list[float]:
+    with open(file, newline="") as rows:
+        return [float(row[name]) for row in csv.DictReader(rows) if row[name]]
+
+
+# Each of these fixtures is one launch, and one test asks for it first.
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def of_two(place: Path) -> Run:
+    """Two ranks that the strategy starts."""
+    arguments = (*SAME, "trainer.devices=2", "hydra.run.dir=runs/two")
+    return trained(TRAIN, *arguments, cwd=place, folder=place / "runs" / "two")
+
+
+@pytest.fixture(scope="module")
+def of_one(place: Path) -> Run:
+    arguments = (*SAME, "trainer.devices=1", "test=false", "hydra.run.dir=runs/one")
+    return trained(TRAIN, *arguments, cwd=place, folder=place / "runs" / "one")
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Ranks of torchrun that do as the two, and end after 30 of 42 steps."""
+    cwd = tmp_path_factory.mktemp("torchrun")
+    made = trained(TORCHRUN, *SAME, "trainer.max_steps=30", "logger=[csv]", cwd=cwd, folder=cwd)
+    [folder] = (cwd / "outputs" / "train").iterdir()
+    return Run(made.outcome, folder)
+
+
+def test_two_ranks_learn_the_digits_and_make_one_folder(of_two: Run, place: Path) -> None:
+    assert len(column(of_two.folder / "csv" / "metrics.csv", "train_loss")) == 42
+    result = of_two.summary
+    assert (result["steps"], result["epochs"], result["ranks"]) == (42, 2, 2)
+    assert result["metrics"]["val_acc"] >= 0.9 and "test_loss" in result["metrics"]
+    assert result["samples_per_second"] > 0
+    assert Path(result["files"]["last checkpoint"]).is_file()
+    assert of_two.outcome.stdout.count("run finished") == 1
+    assert "checkpoint at" not in of_two.outcome.output, "the table says it"
+    assert [path.name for path in place.iterdir()] == ["runs"], "one folder for all ranks"
+
+
+def test_one_rank_learns_the_same(of_one: Run, of_two: Run) -> None:
+    losses = (column(run.folder / "csv" / "metrics.csv", "train_loss") for run in (of_one, of_two))
     # The sums of one and of two ranks differ by a rounding, which every step makes larger; in float64 they stay
     # together (tests/programs/batch_size/test_same_run.py).
     assert max(abs(a - b) for a, b in list(zip(*losses, strict=True))[:21]) < 1e-4
-    result = summary(second)
-    assert min(run["metrics"]["val_acc"] for run in (summary(first), result)) >= 0.95
-    assert (result["steps"], result["epochs"], result["ranks"]) == (63, 3, 2)
-    assert result["samples_per_second"] > 0
-    assert Path(result["files"]["last checkpoint"]).is_file()
-    assert "run finished" in two.stdout
-    assert two.stdout.count("run finished") == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"], "one folder for all ranks"
-
-    more = lockstep_train(
-        *QUICK,
-        "data.global_batch_size=64",
-        "trainer.max_epochs=4",
-        "trainer.devices=2",
-        "ckpt_path=last",
-        "hydra.run.dir=runs/three",
-        cwd=tmp_path,
-    )
-    assert more.returncode == 0, more.output
-    assert more.stderr.count(" at epoch 3, optimizer step 63") == 1, more.stderr
-    assert "lightning-lockstep: resuming from " in more.stderr
-    resumed = summary(tmp_path / "runs" / "three")
-    assert resumed["steps"] == 84
-    assert resumed["files"]["resumed from"] == result["files"]["last checkpoint"]
-    assert "checkpoint at" not in more.output, "the table says it"
-    assert len(column(tmp_path / "runs" / "three", "train_loss")) == 21, "only the fourth epoch was run"
 
 
-def test_a_sweep_starts_the_ranks_of_each_job(tmp_path: Path) -> None:
-    outcome = lockstep_train(
-        "-m",
-        *QUICK,
-        "trainer.devices=2",
-        "trainer.max_epochs=1",
-        "trainer.limit_train_batches=4",
-        "seed=1,2",
-        "hydra.sweep.dir=sweep",
-        cwd=tmp_path,
-    )
-    assert outcome.returncode == 0, outcome.output
-    assert not outcome.leftovers
-    sweep = tmp_path / "sweep"
-    assert sorted(path.name for path in sweep.iterdir()) == ["0", "1", "multirun.yaml"]
-    assert not list(sweep.rglob("*.log")), "nothing was logged"
-    assert [summary(sweep / job)["ranks"] for job in ("0", "1")] == [2, 2]
-    assert column(sweep / "0", "train_loss") != column(sweep / "1", "train_loss")
-    for job in ("0", "1"):
-        loss = summary(sweep / job)["metrics"]["val_loss"]
-        assert re.search(rf"{job} .*seed={int(job) + 1} +val_loss {loss:.4g} +sweep/{job}", outcome.stderr)
-
-
-def test_torchrun_makes_one_folder(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "lightning_lockstep.train", *QUICK, "data=source_text", "model=byte_gpt"]
-    outcome = run_script(
-        [*command, "trainer.max_steps=5", "data.max_bytes=100000", "logger=[csv,tensorboard]"],
-        cwd=tmp_path,
-        timeout=180,
-    )
-    assert outcome.returncode == 0, outcome.output
-    [run] = (tmp_path / "outputs" / "train").iterdir()
-    result = summary(run)
-    assert (result["steps"], result["ranks"]) == (5, 2)
+def test_torchrun_makes_one_folder(cut: Run, of_two: Run) -> None:
+    result = cut.summary
+    assert (result["steps"], result["ranks"]) == (30, 2)
     assert {"val_loss", "val_acc", "test_loss"} <= set(result["metrics"]), (
         "validated though it ended mid-epoch"
     )
-    assert list((run / "tensorboard").glob("events.*"))
-    assert (run / "checkpoints" / "last.ckpt").is_file()
-    assert not list(tmp_path.rglob("*.log")), "nothing was logged"
+    assert (cut.folder / "checkpoints" / "last.ckpt").is_file()
+    assert not list(cut.folder.rglob("*.log")), "nothing was logged"
+    losses = column(of_two.folder / "csv" / "metrics.csv", "train_loss")
+    assert column(cut.folder / "csv" / "metrics.csv", "train_loss") == losses[:30]
 
 
-def test_a_run_of_torchrun_goes_on_with_the_next_batch(tmp_path: Path) -> None:
-    same = [*QUICK, "data.global_batch_size=64", "trainer.devices=2", "trainer.max_epochs=1", "test=false"]
-    whole = lockstep_train(*same, "hydra.run.dir=whole", cwd=tmp_path)
-    assert whole.returncode == 0, whole.output
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "lightning_lockstep.train", *same, "hydra.run.dir=cut"]
-    for more in ("trainer.max_steps=9", "ckpt_path=auto"):
-        outcome = run_script([*command, more], cwd=tmp_path, timeout=180)
-        assert outcome.returncode == 0, outcome.output
-    losses = column(tmp_path / "whole", "train_loss")
-    with open(tmp_path / "cut" / "csv" / "attempt-1" / "metrics.csv", newline="") as file:
-        resumed = [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
-    assert resumed == losses[9:] and len(resumed) > 3
+def test_a_run_of_torchrun_goes_on_with_the_next_batch(cut: Run, of_two: Run) -> None:
+    arguments = (*SAME, "ckpt_path=auto", f"hydra.run.dir={cut.folder}", "test=false")
+    resumed = trained(TORCHRUN, *arguments, cwd=cut.folder, folder=cut.folder)
+    losses = column(of_two.folder / "csv" / "metrics.csv", "train_loss")
+    assert column(cut.folder / "csv" / "attempt-1" / "metrics.csv", "train_loss") == losses[30:]
+    assert resumed.outcome.stderr.count("lightning-lockstep: resuming from ") == 1
+    assert resumed.outcome.stderr.count(", optimizer step 30") == 1, resumed.outcome.stderr
+    assert resumed.summary["steps"] == 42
+    assert resumed.summary["files"]["resumed from"] == str(cut.folder / "checkpoints" / "last.ckpt")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ctrl_c_says_how_far_the_run_came_and_how_it_goes_on(ranks: int, tmp_path: Path) -> None:
-    arguments = [*QUICK, f"trainer.devices={ranks}", "trainer.max_epochs=1000", "seed=7"]
-    command = [sys.executable, "-m", "lightning_lockstep.train", *arguments, "hydra.run.dir=out"]
-    with start_script(command, cwd=tmp_path) as script:
+def test_ctrl_c_says_how_far_the_run_came_and_how_it_goes_on(tmp_path: Path) -> None:
+    arguments = [*QUICK, "trainer.devices=2", "trainer.max_epochs=1000", "seed=7"]
+    with start_script([*TRAIN, *arguments, "hydra.run.dir=out"], cwd=tmp_path) as script:
         deadline = time.monotonic() + 120
         while not (tmp_path / "out" / "checkpoints" / "last.ckpt").exists():
             assert time.monotonic() < deadline, script.stderr
@@ -179,16 +138,7 @@ def test_ctrl_c_says_how_far_the_run_came_and_how_it_goes_on(ranks: int, tmp_pat
 
 
 def test_a_wrong_command_line_is_one_message_and_exit_code_2(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    outcome = lockstep_train("strategy=dpp", "trainer.max_epochz=3", "data.batch_size=-1", cwd=run)
-    assert outcome.returncode == 2
-    assert outcome.stderr.startswith("lockstep-train: 3 errors in the configuration; nothing was started.")
-    assert "Traceback" not in outcome.output
-    assert list(run.iterdir()) == []
-
-
-def test_what_a_users_own_constructor_objects_to_is_a_message_too(tmp_path: Path) -> None:
+    """What a user's own constructor objects to included."""
     (tmp_path / "own.py").write_text(
         "from lightning_lockstep.demo.images import ConvNet\n"
         "class Own(ConvNet):\n"
@@ -197,31 +147,75 @@ def test_what_a_users_own_constructor_objects_to_is_a_message_too(tmp_path: Path
     )
     (tmp_path / "conf" / "model").mkdir(parents=True)
     (tmp_path / "conf" / "model" / "fashion.yaml").write_text("_target_: own.Own\nwidth: 8\n")
-    outcome = lockstep_train(
-        "--config-dir", "conf", "model=fashion", cwd=tmp_path, PYTHONPATH=path_with(tmp_path)
-    )
-    assert outcome.returncode == 2, outcome.output
-    assert "1. model: width is out of fashion" in outcome.stderr
-    assert "Traceback" not in outcome.stderr
+    run = tmp_path / "run"
+    run.mkdir()
+    env = {"PYTHONPATH": path_with(tmp_path)}
+    wrong = ("strategy=dpp", "trainer.max_epochz=3", "data.batch_size=-1")
+    for arguments, message in (
+        (wrong, "lockstep-train: 3 errors in the configuration; nothing was started."),
+        (("--config-dir", "../conf", "model=fashion"), "1. model: width is out of fashion"),
+    ):
+        outcome = run_script([*TRAIN, *arguments], cwd=run, env=env, timeout=180)
+        assert outcome.returncode == 2
+        assert message in outcome.stderr
+        assert "Traceback" not in outcome.output
+        if arguments is wrong:
+            assert list(run.iterdir()) == []
 
 
-def test_settings_that_all_ranks_refuse_once_they_have_met_are_one_message_too(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(
-        "from lightning_lockstep import ConfigurationError\n"
-        "from lightning_lockstep.demo.images import ConvNet\n"
-        "class Own(ConvNet):\n"
-        "    def on_fit_start(self):\n"
-        "        raise ConfigurationError('width=8: expected an even wider one.')\n"
-    )
-    choice = ("strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu", "model._target_=own.Own")
-    outcome = lockstep_train(*choice, "model.width=8", cwd=tmp_path, PYTHONPATH=path_with(tmp_path))
+MINE = """
+import lightning as L
+import torch
+
+
+class Net(L.LightningModule):
+    def __init__(self, hidden: int = 4):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, hidden)
+
+    def training_step(self, batch, index):
+        return self.layer(batch).pow(2).mean()
+
+    def validation_step(self, batch, index):
+        self.log("val_loss", self.layer(batch).pow(2).mean(), sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(16, 8), 4)
+
+    val_dataloader = train_dataloader
+"""
+
+
+def test_a_console_command_finds_own_classes_on_every_rank_and_leaves_out_the_test(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "random.py").write_text("raise ImportError('a file of the user, not the library')\n")
+    (tmp_path / "hydra_plugins").mkdir()
+    (tmp_path / "hydra_plugins" / "theirs.py").write_text("raise SystemExit('run as a plugin of Hydra')\n")
+    # What a console command does: the folder of the command is in the path, the current one is not.
+    command = tmp_path / "bin" / "lockstep-train"
+    command.parent.mkdir()
+    command.write_text("from lightning_lockstep.train import main\nif __name__ == '__main__':\n    main()\n")
+    own = ("model=own", "model._target_=mine.Net", "+model.hidden=6", "data=own", "data._target_=mine.Data")
+    more = ("trainer.max_epochs=1", "trainer.devices=2", "hydra.job.chdir=true")
+    outcome = run_script([sys.executable, str(command), *own, *QUICK, *more], cwd=tmp_path, timeout=180)
+    assert outcome.returncode == 0, outcome.output
+    left_out = "lightning-lockstep: test=true is left out: Net has no test_step."
+    assert outcome.stderr.count(left_out) == 1, outcome.stderr
+    assert outcome.stdout.count("run finished") == 1, outcome.output
+
+
+def test_two_ranks_end_with_one_message_and_exit_code_2_where_no_such_metric_is_logged(
+    tmp_path: Path,
+) -> None:
+    arguments = (*QUICK, "trainer.devices=2", "objective.metric=val_los")
+    outcome = run_script([*TRAIN, *arguments], cwd=tmp_path, timeout=180)
     assert outcome.returncode == 2, outcome.output
+    assert outcome.stderr.count("objective.metric=val_los: validation has logged no such metric.") == 1
     assert "one error in the configuration; all ranks were stopped." in outcome.stderr
     assert outcome.stderr.rstrip().splitlines()[-1] == "HYDRA_FULL_ERROR=1 shows the exceptions behind this."
     assert "of this host failed" not in outcome.output and outcome.leftovers == ()
-
-
-def path_with(folder: Path) -> str:
-    import os
-
-    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))

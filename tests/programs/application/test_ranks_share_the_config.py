@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.helpers import COMMON, reserve_port, run_script
-from tests.helpers.patience import patience
+from tests.helpers import COMMON, reserve_port, run_script, start_script
 
 ECHO = COMMON / "application" / "apps" / "echo.py"
-CAUGHT = ECHO.with_name("caught.py")
 TRICKY = "text='it''s, [a] \"list\": {not} a=b $1 é'".replace("''", "\\'")
 SECRET = "not for everybody"
 TRICKY_VALUE = 'it\'s, [a] "list": {not} a=b $1 é'
@@ -41,9 +37,8 @@ def logs(folder: Path) -> list[str]:
     return [path.read_text() for path in sorted(folder.rglob("*.log"))]
 
 
-@pytest.mark.parametrize("program", ["lockstep", "hydra"])
-def test_ranks_that_the_strategy_starts(program: str, tmp_path: Path) -> None:
-    env = {"ECHO_TO": str(tmp_path), "ECHO_FIT": "1", "ECHO_MAIN": program, "ECHO_SECRET": SECRET}
+def test_ranks_that_the_strategy_starts(tmp_path: Path) -> None:
+    env = {"ECHO_TO": str(tmp_path), "ECHO_FIT": "1", "ECHO_SECRET": SECRET}
     outcome = run_script([str(ECHO), TRICKY], env=env, cwd=tmp_path, timeout=120)
     assert outcome.returncode == 0, outcome.output
     assert not outcome.leftovers
@@ -53,11 +48,8 @@ def test_ranks_that_the_strategy_starts(program: str, tmp_path: Path) -> None:
     assert first["secret"] == second["secret"] == SECRET
     with_secret = {path for path in tmp_path.rglob("*.*") if path.is_file() and SECRET in path.read_text()}
     of_hydra = {path for path in with_secret if not path.name.startswith("rank")}
-    assert {path.name for path in of_hydra} == ({"frozen.yaml"} if program == "lockstep" else set())
+    assert {path.name for path in of_hydra} == {"frozen.yaml"}
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in of_hydra), "for this user only"
-    if program == "hydra":
-        # Hydra gives rank 0's function a copy of its own, in which the clock is read again.
-        first.pop("stamp"), second.pop("stamp")
     assert first == second
     assert len(run_folders(tmp_path)) == 1
     assert len(logs(tmp_path)) == 1
@@ -93,42 +85,18 @@ def test_a_sweep_of_ranks_that_torchrun_starts(tmp_path: Path) -> None:
     assert not any("rank 1" in text for text in logs(tmp_path))
 
 
-def test_a_failure_that_the_last_job_of_a_sweep_catches_lets_all_ranks_end(tmp_path: Path) -> None:
-    outcome = torchrun(str(CAUGHT), "-m", "part.value=1,2", env={"ECHO_TO": str(tmp_path)}, cwd=tmp_path)
-    assert outcome.returncode == 0, outcome.output
-    assert outcome.stdout.count("caught RuntimeError") == 2
-
-
-def test_a_wrong_command_line_ends_all_ranks_of_torchrun_with_one_message(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    outcome = torchrun(str(ECHO), "part=frist", "txet=1", env={"ECHO_TO": str(run)}, cwd=run)
-    assert outcome.returncode != 0
-    assert outcome.output.count("2 errors in the configuration; nothing was started.") == 1, outcome.output
-    assert "exitcode  : 2" in outcome.output
-    assert "hydra/_internal" not in outcome.output
-    assert list(run.iterdir()) == []
-
-
 def test_ranks_that_srun_starts(tmp_path: Path) -> None:
-    with reserve_port() as port:
-        processes = [
-            subprocess.Popen(
-                [sys.executable, str(ECHO), TRICKY],
-                cwd=tmp_path,
-                env=slurm_task(number, port, ECHO_TO=str(tmp_path)),
-                stderr=subprocess.PIPE,
-                text=True,
+    with reserve_port() as port, ExitStack() as scripts:
+        tasks = [
+            scripts.enter_context(
+                start_script(
+                    [ECHO, TRICKY], env=slurm_task(number, port, ECHO_TO=str(tmp_path)), cwd=tmp_path
+                )
             )
             for number in (1, 0)
         ]
-        try:
-            errors = [process.communicate(timeout=patience(90))[1] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-    assert [process.returncode for process in processes] == [0, 0], errors
+        outcomes = [task.finish(90) for task in tasks]
+    assert [outcome.returncode for outcome in outcomes] == [0, 0], outcomes
     [[first, second]] = echoed(tmp_path)
     assert first == second
     assert len(run_folders(tmp_path)) == 1
@@ -136,8 +104,6 @@ def test_ranks_that_srun_starts(tmp_path: Path) -> None:
 
 def slurm_task(number: int, port: int, **more: str) -> dict[str, str]:
     """What srun tells each of two tasks on one node."""
-    import os
-
     told = {
         "SLURM_NTASKS": "2",
         "SLURM_PROCID": str(number),
@@ -154,4 +120,4 @@ def slurm_task(number: int, port: int, **more: str) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    return {**os.environ, **told, **more}
+    return {**told, **more}

@@ -96,24 +96,15 @@ def test_what_a_check_looks_at_names_it(given: str, meant: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--hosts", " , "], "--hosts ' , ': expected names of hosts"),
         (["--hosts", "a,-oProxyCommand=x"], "--hosts: '-oProxyCommand=x': expected names or addresses"),
-        (["--hosts", "a", "--ssh-args", "'x"], '--ssh-args "\'x": expected shell syntax'),
-        (["--hostfile", "empty"], "--hostfile empty: it names no host"),
-        (["--hostfile", "binary"], "hostfile binary: it cannot be read"),
         (["--hostfile", "absent"], "--hostfile absent: there is no such file"),
     ],
 )
 def test_hosts_that_cannot_be_used_are_refused(
     arguments: list[str],
     told: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "empty").write_text("\n# nobody\n")
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         main(["kernel", *arguments])
     assert ended.value.code == 2 and told in capsys.readouterr().err
@@ -203,11 +194,12 @@ def _wait_until(arrived: Callable[[], bool]) -> None:
 HEAVY = ["torch", "lightning", "deepspeed", "mpi4py", "pytorch_lightning"]
 
 
-@pytest.mark.parametrize("module", ["command", "check_runner", "machine", "checks.packages"])
-def test_the_doctor_imports_no_engine(module: str, tmp_path: Path) -> None:
+def test_the_doctor_imports_no_engine(tmp_path: Path) -> None:
     program = tmp_path / "lockstep-doctor"  # the name of the console script
     program.write_text(
-        f"import sys, importlib\nimportlib.import_module('lightning_lockstep.doctor.{module}')\n"
+        "import sys, importlib\n"
+        "for module in ('command', 'check_runner', 'machine', 'checks.packages'):\n"
+        "    importlib.import_module(f'lightning_lockstep.doctor.{module}')\n"
         f"print([name for name in {HEAVY} if name in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60)

@@ -5,12 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -18,15 +14,12 @@ from typing import TypeVar
 import pytest
 
 import lightning_lockstep
-from lightning_lockstep.doctor import network_ranks, network_rendezvous, network_stages
-from lightning_lockstep.doctor.hosts import ChecksOnHosts
-from lightning_lockstep.doctor.network_connections import _goals
+from lightning_lockstep.doctor import network_ranks, network_rendezvous
 from lightning_lockstep.doctor.network_examination import (
     BackendResult,
     backend_finding,
     devices_of_hosts,
     examine,
-    kind_of,
     try_backend,
 )
 from lightning_lockstep.doctor.network_ranks import (
@@ -40,12 +33,11 @@ from lightning_lockstep.doctor.network_ranks import (
 from lightning_lockstep.doctor.network_rendezvous import accept_ranks, connect, joined_rank, listen_at
 from lightning_lockstep.doctor.network_stages import host_facts
 from lightning_lockstep.doctor.registry import CheckOptions, Status
-from lightning_lockstep.launchers.mpi_hosts import Host, ask_host
-from tests.common.distributed.mpi.launch import mpi_command, mpi_environ, why_no
+from lightning_lockstep.launchers.mpi_hosts import ask_host
+from tests.common.distributed.mpi.launch import mpi_command, mpi_environ
 from tests.helpers import run_script
 
 Answer = TypeVar("Answer")
-DOCTOR = [sys.executable, "-m", "lightning_lockstep.doctor"]
 
 
 def test_who_does_not_know_the_token_of_the_job_is_no_rank() -> None:
@@ -56,22 +48,6 @@ def test_who_does_not_know_the_token_of_the_job_is_no_rank() -> None:
             assert accept_ranks(server, "right", {1}, 0.5) == {}
     link, why = connect(place, "right", 1, 0.5)
     assert link is None and "refused" in why
-
-
-def test_ranks_that_know_the_token_of_the_job_meet() -> None:
-    with listen_at("127.0.0.1", [0]) as server:
-        place = [("127.0.0.1", server.getsockname()[1])]
-        ranks = in_thread(lambda: accept_ranks(server, "token", {1}, 30))
-        link, why = connect(place, "token", 1, 30)
-        assert link is not None, why
-        theirs = ranks()[1]
-    for _ in range(2):
-        theirs.send(number=1)
-        assert link.receive() == {"number": 1}
-        link.send(number=2)
-        assert theirs.receive() == {"number": 2}
-    link.close()
-    theirs.close()
 
 
 def in_thread(call: Callable[[], Answer]) -> Callable[[], Answer]:
@@ -106,37 +82,12 @@ def test_who_listens_in_the_place_of_rank_0_and_sends_back_what_it_gets_is_not_r
     assert b"token" not in b"".join(heard) and json.loads(heard[0]).keys() == {"rank", "nonce"}
 
 
-def test_who_passes_on_what_the_ranks_send_is_no_rank() -> None:
-    """A stranger holds the port that rank 1 tries first, and connects to rank 0 itself."""
-    with listen_at("127.0.0.1", [0]) as first, listen_at("127.0.0.1", [0]) as server:
-        ranks = in_thread(lambda: accept_ranks(server, "token", {1}, 3))
-        joined = in_thread(lambda: connect([("127.0.0.1", first.getsockname()[1])], "token", 1, 3))
-        near, _ = first.accept()
-        far = socket.create_connection(server.getsockname())
-        with near, far, near.makefile("rwb", 0) as rank_1, far.makefile("rwb", 0) as rank_0:
-            for _ in range(2):  # numbers, then proofs
-                line_of_1, line_of_0 = rank_1.readline(), rank_0.readline()
-                rank_0.write(line_of_1)
-                rank_1.write(line_of_0)
-            assert ranks() == {}
-        link, why = joined()
-    assert link is None and "did not prove" in why
+def test_what_a_stranger_sends_does_not_end_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_rendezvous, "_HANDSHAKE", 1)
 
-
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"[" * 900 + b"\n",
-        b"[" * 2_000_000 + b"\n",
-        b'{"rank": Infinity, "nonce": ""}\n{"proof": ""}\n',
-        b'{"rank": 1, "nonce": ""}\n{"proof": "\xc3\xa4"}\n',
-    ],
-    ids=["nested", "long", "infinite", "not ascii"],
-)
-def test_what_a_stranger_sends_does_not_end_rank_0(sent: bytes) -> None:
     def stranger(port: int) -> None:
         with socket.create_connection(("127.0.0.1", port)) as connection, contextlib.suppress(OSError):
-            connection.sendall(sent)
+            connection.sendall(b"[" * 900 + b"\n")
             while connection.recv(1024):
                 pass
 
@@ -148,51 +99,6 @@ def test_what_a_stranger_sends_does_not_end_rank_0(sent: bytes) -> None:
         assert link is not None, why
         ranks()[1].close()
         link.close()
-
-
-def test_who_sends_a_byte_now_and_then_does_not_hold_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network_rendezvous, "_HANDSHAKE", 1)
-    is_over = threading.Event()
-
-    def stranger(port: int) -> None:
-        with socket.create_connection(("127.0.0.1", port)) as connection, contextlib.suppress(OSError):
-            while not is_over.wait(0.3):
-                connection.sendall(b" ")
-
-    with listen_at("127.0.0.1", [0]) as server:
-        port = server.getsockname()[1]
-        ended = in_thread(lambda: stranger(port))
-        time.sleep(0.1)
-        ranks = in_thread(lambda: accept_ranks(server, "token", {1}, 6))
-        link, why = connect([("127.0.0.1", port)], "token", 1, 6)
-        is_over.set()
-        assert link is not None, why
-        ranks()[1].close()
-        link.close()
-        ended()
-
-
-def test_a_message_about_many_hosts_is_read() -> None:
-    ours, theirs = (Link.of_socket(end) for end in socket.socketpair())
-    message = {"answers": {str(rank): "x" * 5_000 for rank in range(1_000)}}
-    sent = in_thread(lambda: ours.send(**message))
-    assert theirs.receive() == message
-    sent()
-    ours.close()
-    theirs.close()
-
-
-def test_a_link_says_that_its_other_end_is_gone() -> None:
-    ours, theirs = socket.socketpair()
-    link = Link.of_socket(ours, patience=1)
-    theirs.sendall(b'not json\n{"number": 1}\n')
-    assert link.receive() == {"number": 1}
-    with pytest.raises(ClosedError):  # nothing comes
-        link.receive()
-    theirs.close()
-    with pytest.raises(ClosedError):
-        link.receive()
-    link.close()
 
 
 def two_processes(end_of_rank_1: Callable[[socket.socket], None]) -> tuple[RankGroup, Callable[[], None]]:
@@ -222,29 +128,6 @@ def test_a_rank_with_another_version_of_the_package_takes_no_part() -> None:
     assert finding.fix[0].startswith(f"pip install lightning-lockstep=={lightning_lockstep.__version__}")
 
 
-def test_a_rank_hears_that_the_first_process_is_of_another_version() -> None:
-    ours, theirs = socket.socketpair()
-    of_first = Link.of_socket(theirs)
-    of_first.send(stage="facts", of_version="0.0.1", answers={})
-    group = RankGroup(2, [1], first=Link.of_socket(ours))
-    with pytest.raises(ClosedError, match="another version"):
-        group.meet()
-    group.close()
-    of_first.close()
-
-
-def test_no_end_of_a_process_waits_for_what_is_late() -> None:
-    program = (
-        "import time\n"
-        "from lightning_lockstep.doctor.network_ranks import RankGroup\n"
-        "group = RankGroup(1, [0])\n"
-        "answers = group.all('stage', 0.1, lambda rank: time.sleep(300), [0])\n"
-        "assert answers[0]['silent']\n"
-        "group.close()\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-
-
 @pytest.mark.parametrize(
     ("what", "told"),
     [
@@ -271,14 +154,6 @@ def test_a_rank_that_dies_or_is_late_is_one_answer_and_takes_no_further_part(
         assert answers[1]["silent"] and told in answers[1]["error"], answers
     group.close()
     ended()
-
-
-def test_of_many_hosts_each_tries_that_of_rank_0_and_is_tried() -> None:
-    hosts = [f"node{number}" for number in range(20)]
-    goals = {host: _goals(hosts, host) for host in hosts}
-    assert all(hosts[0] in goals[host] for host in hosts[1:])
-    assert {goal for tried in goals.values() for goal in tried} == set(hosts)
-    assert max(map(len, goals.values())) == 2 and not any(host in goals[host] for host in hosts)
 
 
 def started(devices: list[list[str]]) -> BackendResult:
@@ -334,44 +209,6 @@ def test_one_ssh_connects_all_ranks_of_a_host(ssh: Path) -> None:
         group.close()
 
 
-@pytest.mark.parametrize(
-    ("printed", "code", "told", "fix"),
-    [
-        (
-            "bash: line 1: /opt/python: No such file or directory",
-            127,
-            "the doctor fails there: bash: line 1: /opt/python: No such file or directory",
-            "ssh 192.0.2.7 true",
-        ),
-        (
-            "/opt/python: No module named lightning_lockstep",
-            1,
-            "the package is not installed there",
-            "# on 192.0.2.7, in an environment at the same path:",
-        ),
-        (
-            "ssh: connect to host 192.0.2.7 port 22: Connection refused",
-            255,
-            "nothing listens for ssh there",
-            "sudo systemctl start sshd  # on 192.0.2.7",
-        ),
-    ],
-    ids=["no python", "no package", "no sshd"],
-)
-def test_a_host_that_cannot_take_part_says_why(
-    ssh: Path, printed: str, code: int, told: str, fix: str
-) -> None:
-    (ssh.parent / "bin" / "ssh").write_text(f"#!/bin/bash\necho '{printed}' >&2\nexit {code}\n")
-    group = ranks_by_ssh(["192.0.2.7"], 1, [], CheckOptions())
-    group.close()
-    assert group.missing[0].startswith(told) and group.fixes[0][0] == fix
-    report = ask_host("192.0.2.7", ())
-    if code == 255:
-        assert report.ssh == printed
-    else:
-        assert report.ssh == "ok" and printed in report.python
-
-
 def test_a_host_without_ssh_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/absent")
     group = ranks_by_ssh(["192.0.2.7"], 1, [], CheckOptions())
@@ -379,22 +216,6 @@ def test_a_host_without_ssh_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatc
     assert group.missing == {0: "there is no ssh command on this host"}
     assert group.fixes == {0: ("sudo apt install openssh-client",)}
     assert ask_host("192.0.2.7", ()).ssh == group.missing[0]
-
-
-def test_no_ssh_is_needed_to_this_host(ssh: Path) -> None:
-    group = ranks_by_ssh([socket.gethostname(), "127.0.0.1"], 1, [], CheckOptions())
-    try:
-        assert group.ranks == [0, 1] and not ssh.exists()
-    finally:
-        group.close()
-
-
-def test_a_host_whose_shell_prints_something_is_read_all_the_same(ssh: Path) -> None:
-    options = CheckOptions(model_parameters=7e9, gpus=8)
-    found = list(ChecksOnHosts(["deepspeed"], options, [Host("192.0.2.7")]).results())
-    [result] = [result for result in found if result.check == "deepspeed"]
-    [memory] = [finding for finding in result.findings if finding.subject == "memory per stage"]
-    assert memory.evidence.startswith("192.0.2.7: 7,000,000,000 parameters, 8 ranks")
 
 
 def test_who_started_this_rank_is_read_from_the_environment() -> None:
@@ -419,16 +240,9 @@ def test_who_started_this_rank_is_read_from_the_environment() -> None:
     assert joined_rank({"RANK": "0"}) is None
 
 
-@pytest.mark.parametrize(
-    ("what", "told"),
-    [
-        ("raise ImportError('no torch here')", "ImportError: no torch here"),
-        ("import os; os.kill(os.getpid(), 9)", "its process ended: killed by SIGKILL"),
-    ],
-)
-def test_the_rank_that_fails_is_named(what: str, told: str, tmp_path: Path) -> None:
+def test_the_rank_that_fails_is_named(tmp_path: Path) -> None:
     """Rank 1 finds another torch than rank 0."""
-    (tmp_path / "torch.py").write_text(what)
+    (tmp_path / "torch.py").write_text("import os; os.kill(os.getpid(), 9)")
     group = ranks_here(2)
     try:
         found = try_backend(
@@ -439,7 +253,8 @@ def test_the_rank_that_fails_is_named(what: str, told: str, tmp_path: Path) -> N
         group.close()
     assert found.step == "start" and list(found.faults) == [1]
     assert finding.status is Status.PROBLEM and finding.subject == "gloo: start"
-    assert told in finding.evidence and f"rank 1 on {socket.gethostname()}" in finding.evidence
+    assert "its process ended: killed by SIGKILL" in finding.evidence
+    assert f"rank 1 on {socket.gethostname()}" in finding.evidence
     assert "rank 0 completed it" in finding.evidence
 
 
@@ -460,46 +275,6 @@ def test_what_nccl_writes_of_a_fault_stands_in_the_row(tmp_path: Path) -> None:
     assert finding.evidence.endswith("NCCL's own log: vm:1:1 [0] NCCL WARN Duplicate GPU detected")
 
 
-def test_a_rank_that_is_late_is_named_and_the_others_do_not_wait_for_ever(tmp_path: Path) -> None:
-    """Rank 1 stops itself, as a frozen process does, when it is to wait for the others."""
-    program = (
-        "import os, signal, sys\n"
-        "sys.path.remove(os.path.dirname(__file__))\n"
-        "del sys.modules['torch']\n"
-        "import torch\n"
-        "import torch.distributed\n"
-        "torch.distributed.barrier = lambda: os.kill(os.getpid(), signal.SIGSTOP)\n"
-    )
-    (tmp_path / "torch.py").write_text(program)
-    group = ranks_here(2)
-    try:
-        found = try_backend(
-            group,
-            "gloo",
-            "127.0.0.1",
-            environ=lambda rank: {"PYTHONPATH": str(tmp_path)} if rank else {},
-            patience=0.5,
-        )
-        finding = backend_finding(group, found)
-    finally:
-        group.close()
-    assert found.step == "barrier", found
-    assert {rank: kind_of(fault) for rank, fault in found.faults.items()} == {0: "error", 1: "late"}, found
-    assert finding.subject == "gloo: barrier" and "rank 1" in finding.evidence
-
-
-def test_a_process_that_no_signal_ends_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that hangs in a driver."""
-    monkeypatch.setattr(network_stages, "_LEAVE", 0.2)
-    probe = network_stages.Probe("gloo", [0, 1, 0, "127.0.0.1", 5])
-    kill = probe._process.kill
-    monkeypatch.setattr(probe._process, "kill", lambda: None)
-    probe._process.send_signal(signal.SIGSTOP)
-    probe.end()
-    kill()
-    probe._process.wait()
-
-
 def test_ranks_here_pass_every_stage() -> None:
     group = ranks_here(2)
     try:
@@ -512,7 +287,6 @@ def test_ranks_here_pass_every_stage() -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(why_no("open_mpi") is not None, reason=str(why_no("open_mpi")))
 def test_ranks_of_mpirun_make_one_table() -> None:
     command = [
         *mpi_command("open_mpi", 2),

@@ -16,7 +16,7 @@ from nbclient import NotebookClient
 
 pytestmark = [pytest.mark.allow_leaks("threads")]
 
-EXAMPLE = Path(__file__).parents[4] / "examples" / "notebook.ipynb"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "notebook.ipynb"
 PNG = b"\x89PNG\r\n\x1a\n"
 # What differs between two machines, or two runs.
 VARIES = re.compile(r"host \S+, process \d+")

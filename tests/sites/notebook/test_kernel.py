@@ -1,4 +1,4 @@
-"""``notebook_launcher`` in a real kernel: output, results, errors, killed ranks, Interrupt."""
+"""``notebook_launcher`` in a real kernel: what the cell shows, and Interrupt. Without one: tests/programs/launchers."""
 
 from __future__ import annotations
 
@@ -62,22 +62,6 @@ def test_the_cell_shows_the_ranks_in_their_order_and_gets_the_result_of_rank_0(k
     assert output.result == "{'rank': 0, 'sum': tensor(3.)}"
 
 
-def test_ranks_compute_on_several_threads_after_a_kernel_that_did_and_meet_twice(kernel: Kernel) -> None:
-    output = kernel.run("""
-        def work():
-            torch.set_num_threads(2)
-            product = (matrix @ matrix).sum()
-            dist.init_process_group("gloo")
-            dist.all_reduce(product)
-            dist.destroy_process_group()
-            return product.item()
-        torch.set_num_threads(2)
-        [notebook_launcher(work, num_processes=2), (matrix @ matrix).sum().item(), notebook_launcher(work, (), 2)]
-    """)
-    assert output.error is None
-    assert output.result == "[2000000000.0, 1000000000.0, 2000000000.0]"
-
-
 def test_what_a_rank_displays_is_shown(kernel: Kernel) -> None:
     output = kernel.run("""
         from IPython.display import HTML, display
@@ -98,11 +82,6 @@ def test_a_result_larger_than_a_pipe_and_one_that_cannot_be_sent(kernel: Kernel)
     output = kernel.run("print(notebook_launcher(lambda: open('/dev/null'), (), 2))")
     assert output.stdout == "None\n"
     assert "rank 0 returned a TextIOWrapper, which cannot be sent to the kernel" in output.stderr
-
-
-def test_one_process_is_the_kernel_itself(kernel: Kernel) -> None:
-    output = kernel.run("notebook_launcher(os.getpid, (), 1) == os.getpid()")
-    assert output.result == "True"
 
 
 def test_without_a_number_the_hardware_decides(kernel: Kernel) -> None:
@@ -136,44 +115,6 @@ def test_a_cell_does_not_wait_for_threads_of_ranks_that_have_raised(kernel: Kern
         notebook_launcher(work, (), 2)
     """)
     assert output.error_type == "KeyError"
-    assert ranks_of(kernel) == []
-
-
-def test_an_error_that_all_ranks_raise_alike_is_raised_as_it_is(kernel: Kernel) -> None:
-    output = kernel.run("""
-        class Unsendable(Exception):
-            def __init__(self, one, two):
-                super().__init__(f"{one} {two}")
-        def work(error):
-            raise error
-        try:
-            notebook_launcher(work, (KeyError("it"),), 2)
-        except KeyError as error:
-            print("caught", error)
-        notebook_launcher(work, (Unsendable("one", "two"),), 2)
-    """)
-    assert output.stdout == "caught 'it'\n"
-    assert output.error_type == "RuntimeError" and output.error is not None
-    assert "Unsendable: one two" in output.error
-    assert output.error.endswith("All 2 ranks raised this too.")
-
-
-@pytest.mark.parametrize(
-    ("end", "report"),
-    [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 of 2 .* was killed by SIGKILL\n"),
-        ("os._exit(3)", "rank 1 of 2 .* ended: exit code 3\n"),
-    ],
-)
-def test_a_rank_that_dies_is_named(kernel: Kernel, end: str, report: str) -> None:
-    output = kernel.run(f"""
-        def work():
-            if rank() == 1:
-                {end}
-            time.sleep(1000)
-        notebook_launcher(work, (), 2, grace_period=1)
-    """)
-    assert output.error is not None and re.search(report, output.error), output.error
     assert ranks_of(kernel) == []
 
 
@@ -212,7 +153,7 @@ def test_interrupt_while_the_others_are_given_time(kernel: Kernel) -> None:
 
 
 def test_a_trainer_starts_ranks_from_a_cell(kernel: Kernel) -> None:
-    """Its output comes in rank order too; a rank that is killed is named, and the kernel is fit for a next Trainer."""
+    """A rank that is killed is named, and the kernel is fit for a next Trainer."""
     output = kernel.run("""
         import lightning as L
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -249,22 +190,6 @@ def test_a_trainer_starts_ranks_from_a_cell(kernel: Kernel) -> None:
     assert output.error_type == "SystemExit", "what Lightning makes of an interrupted fit"
     assert ranks_of(kernel) == []
     assert kernel.run("fit(Model())").result == "True"
-
-
-def test_a_rank_starts_no_ranks(kernel: Kernel) -> None:
-    output = kernel.run("notebook_launcher(lambda: notebook_launcher(rank, (), 2), (), 2)")
-    assert output.error_type == "LaunchError" and output.error is not None
-    assert "Ranks were to be started inside a rank that a notebook has started" in output.error
-
-
-def test_what_cannot_be_used_is_one_message(kernel: Kernel) -> None:
-    output = kernel.run("notebook_launcher(rank, rank, 0, use_prt='1', mixed_precision='bf16', num_nodes=1)")
-    assert output.error_type == "ConfigurationError" and output.error is not None
-    assert "args=" in output.error and "for one argument write args=(argument,)." in output.error
-    assert "num_processes=0: expected a whole number from 1, such as 2, or None." in output.error
-    assert "has no option 'use_prt'. Did you mean 'use_port'?" in output.error
-    assert "mixed_precision='bf16': expected the precision in the Trainer" in output.error
-    assert "num_nodes" not in output.error and "_check" not in output.error
 
 
 def test_ranks_end_with_a_kernel_that_is_killed(tmp_path: Path) -> None:

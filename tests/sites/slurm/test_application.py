@@ -95,17 +95,6 @@ def test_runs_that_start_together_have_folders_of_their_own(slurm: Slurm, tmp_pa
     assert sorted(re.findall(r"^seed: (\d+)", "\n".join(seeds), re.MULTILINE)) == ["1", "2"]
 
 
-def test_nodes_with_different_numbers_of_tasks_are_refused_before_any_rank_trains(
-    slurm: Slurm, tmp_path: Path
-) -> None:
-    command = ["srun", "-N2", "-n3", sys.executable, "-m", "lightning_lockstep.train", "strategy=ddp"]
-    outcome = slurm.run([*command, *SMALL.split()], cwd=tmp_path, timeout=120)
-    assert outcome.returncode != 0 and not outcome.timed_out
-    assert re.search(r"srun +3 +2\+1 +2", outcome.output), outcome.output
-    assert "--nodes=2 --ntasks-per-node=2 instead of --ntasks=3 alone" in outcome.output
-    assert run_folders(tmp_path) == [] or not list(tmp_path.glob("outputs/*/*/csv"))
-
-
 def test_a_sweep_of_jobs_whose_tasks_are_ranks(slurm: Slurm, tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     command = [sys.executable, "-m", "lightning_lockstep.train", "-m", "hydra/launcher=submitit_slurm"]

@@ -13,7 +13,7 @@ from lightning_lockstep.doctor.registry import BUILT_IN, CheckResult
 from tests.common.doctor.imitated_machine import ImitatedMachine, run_check
 from tests.common.doctor.machines import Case, cases
 
-SEEDS = 120
+SEEDS = 60
 CASES = cases()
 # What has tripped up readers of such outputs before.
 NASTY = [
@@ -103,14 +103,3 @@ def test_nonsense_never_crashes_a_check(check: str) -> None:
         except Exception as error:
             raise AssertionError(f"seed {seed} of {case.name}: {error!r}") from error
         assert CheckResult.from_json(json.loads(json.dumps(result.to_json()))).findings == result.findings
-
-
-def test_the_fuzz_spoils_what_is_read() -> None:
-    """Most spoilt machines get other findings than the recorded ones: the nonsense is really looked at."""
-    changed = 0
-    for seed in range(40):
-        chance = random.Random(seed)
-        case = chance.choice(of_check("cuda"))
-        machine = ImitatedMachine(spoilt_record(case.record, chance))
-        changed += run_check("cuda", machine, case.options()).findings != case.result("cuda").findings
-    assert changed > 20

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,6 @@ from lightning_lockstep.doctor.registry import (
     worst,
 )
 from lightning_lockstep.errors import ConfigurationError
-from tests.common.doctor.imitated_machine import read_machine
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -50,21 +48,3 @@ def test_checks_are_chosen_by_name() -> None:
     assert set(select([]).names) <= set(BUILT_IN) - {"run"}
     with pytest.raises(ConfigurationError, match="'cudo'"):
         select(["cudo"])
-
-
-def test_links_and_path_of_an_imitated_machine(tmp_path: Path) -> None:
-    (tmp_path / "machine.yaml").write_text(
-        "environment: {PATH: '/usr/local/cuda/bin:/usr/bin'}\n"
-        "links: {/usr/local/cuda: cuda-12.8}\n"
-        "files: {/usr/local/cuda-12.8/lib64/libcudart.so: ''}\n"
-        "commands: {/usr/local/cuda-12.8/bin/nvcc --version: release 12.8, gcc -dumpversion: {exit: 1, error: no}}\n"
-    )
-    machine = read_machine(tmp_path / "machine.yaml")
-    assert machine.which("nvcc") == "/usr/local/cuda/bin/nvcc"
-    assert machine.real_path("/usr/local/cuda/bin/nvcc") == "/usr/local/cuda-12.8/bin/nvcc"
-    assert machine.run(["nvcc", "--version"]).output == "release 12.8"
-    assert machine.run(["gcc", "-dumpversion"]).returncode == 1
-    assert machine.run(["absent"]).is_missing
-    assert machine.glob("/usr/local/cuda*") == ["/usr/local/cuda", "/usr/local/cuda-12.8"]
-    assert machine.exists("/usr/local/cuda/lib64/libcudart.so")
-    assert not machine.exists("/usr/local/cuda-13.0")

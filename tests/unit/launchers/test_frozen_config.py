@@ -15,7 +15,7 @@ from omegaconf import MISSING, OmegaConf
 
 from lightning_lockstep.distributed.rendezvous import signed
 from lightning_lockstep.errors import LaunchError
-from lightning_lockstep.launchers.hydra import config_from_bytes, config_to_bytes, pickled
+from lightning_lockstep.launchers.hydra import config_from_bytes, config_to_bytes
 
 
 class Color(Enum):
@@ -56,17 +56,6 @@ def test_types_and_values_arrive() -> None:
     arrived = config_from_bytes(config_to_bytes(config))
     assert arrived == config
     assert OmegaConf.get_type(arrived.inner) is Inner and arrived.inner.color is Color.RED
-
-
-def test_a_class_goes_by_its_name_where_another_has_taken_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    # So it is in a process to which a launcher of sweeps has sent the class of a script.
-    config, sent = OmegaConf.create({"inner": OmegaConf.structured(Inner)}), Inner
-    monkeypatch.setitem(globals(), "Inner", dataclass(type("Inner", (Inner,), {"__module__": __name__})))
-    with pytest.raises(pickle.PicklingError):
-        pickle.dumps(config)
-    for arrived in (pickle.loads(pickled(config)), config_from_bytes(config_to_bytes(config))):
-        assert arrived == config
-        assert OmegaConf.get_type(arrived.inner) is Inner is not sent
 
 
 def test_what_is_no_configuration_is_not_unpickled(capfd: pytest.CaptureFixture[str]) -> None:

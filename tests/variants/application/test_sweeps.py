@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from omegaconf import OmegaConf
 from tests.common.application.command_lines import faults_of, look_at, only
 from tests.helpers import COMMON, ScriptOutcome, run_script
 
-pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="pip install 'lightning-lockstep[sweeps]'")
 ECHO = COMMON / "application" / "apps" / "echo.py"
 QUICK = ("trainer.enable_progress_bar=false", "trainer.accelerator=cpu", "trainer.devices=2", "test=false")
 TEXT = ("data=source_text", "model=byte_gpt", "data.max_bytes=100000")
@@ -35,16 +34,6 @@ def sweep(*arguments: str, cwd: Path, program: tuple[str, str] = MODULE, **env: 
 
 def summaries(cwd: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(cwd.glob("sweep/*/summary.json"))]
-
-
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-def test_each_job_in_one_process_has_engines_of_its_own(tmp_path: Path) -> None:
-    jobs = ("strategy=deepspeed_stage_1,deepspeed_stage_3", "trainer.max_steps=2")
-    outcome = sweep(*TEXT, *jobs, cwd=tmp_path)
-    assert outcome.returncode == 0, outcome.output
-    assert not outcome.leftovers
-    losses = [found["metrics"]["train_loss"] for found in summaries(tmp_path)]
-    assert len(losses) == 2 and losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
 FAILS_ONCE = """
@@ -73,7 +62,7 @@ def test_a_sweep_ends_with_a_line_for_each_job(tmp_path: Path) -> None:
     assert single.returncode == 0 and "of the sweep" not in single.output
 
 
-# A script with Hydra's own decorator, by joblib: tests/programs/application/test_foreign_app.py.
+# A script with Hydra's own decorator, by joblib: test_examples.py.
 def test_a_job_in_a_process_of_its_own_starts_ranks(tmp_path: Path) -> None:
     env = {"ECHO_TO": str(tmp_path), "ECHO_FIT": "1", "ECHO_SECRET": "none"}
     jobs = ["-m", "hydra/launcher=submitit_local", "text=first", "hydra.sweep.dir=sweep"]

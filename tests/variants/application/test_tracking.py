@@ -1,23 +1,20 @@
-"""Loggers: checked without being made; what they get of the configuration; where real runs end up."""
+"""Real wandb, mlflow and tensorboard: checked without being made, and where the runs end up."""
 
 from __future__ import annotations
 
-import importlib.util
 import sqlite3
 import sys
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
 
-from lightning_lockstep._application.records import places, plain_configuration
-from lightning_lockstep._doors.lightning import CSVLogger, DummyLogger
-from tests.common.application.command_lines import faults_of, only
+from tests.common.application.command_lines import faults_of, only, path_with
 from tests.helpers import ScriptOutcome, run_script
-from tests.programs.application.test_lockstep_train import path_with
+
+for _package in ("mlflow", "wandb", "tensorboard"):
+    pytest.importorskip(_package, reason="pip install 'lightning-lockstep[tensorboard,wandb,mlflow]'")
 
 MLFLOW = "{_target_:lightning.pytorch.loggers.MLFlowLogger,tracking_uri:'sqlite:///made.db'}"
 QUICK = ("trainer.enable_progress_bar=false", "trainer.accelerator=cpu", "trainer.max_epochs=1")
@@ -47,49 +44,6 @@ def test_the_check_makes_no_logger(argument: str) -> None:
 )
 def test_what_is_wrong_with_a_logger_is_found_by_its_signature(arguments: list[str], expected: str) -> None:
     assert expected in only(faults_of("logger=[wandb,mlflow]", *arguments))
-
-
-@pytest.mark.parametrize("found", [None, ModuleSpec("a_bare_folder", None)], ids=["nothing", "folder"])
-@pytest.mark.parametrize(
-    ("logger", "missing", "extra"),
-    [
-        ("wandb", {"wandb"}, "wandb"),
-        ("mlflow", {"mlflow"}, "mlflow"),
-        ("mlflow", {"sqlalchemy"}, "mlflow"),
-        ("tensorboard", {"tensorboard", "tensorboardX"}, "tensorboard"),
-    ],
-)
-def test_a_missing_package_is_named_with_its_extra(
-    logger: str, missing: set[str], extra: str, found: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    find = importlib.util.find_spec
-
-    def find_other(name: str, *rest: Any) -> Any:
-        return found if name in missing else find(name, *rest)
-
-    monkeypatch.setattr(importlib.util, "find_spec", find_other)
-    assert only(faults_of(f"logger={logger}")) == (
-        f"logger.{logger} needs the package {min(missing)!r}, which is not installed here."
-        f" Install it with: pip install 'lightning-lockstep[{extra}]'"
-    )
-
-
-def test_a_run_without_logs_has_no_place_of_a_log() -> None:
-    assert places([DummyLogger(), CSVLogger("run", name="csv", version="0")]) == {
-        "log (CSVLogger)": "run/csv/0"
-    }
-
-
-def test_secrets_are_not_logged() -> None:
-    config = OmegaConf.create(
-        {
-            "a": {"api_key": "abc", "url": "https://u:hunter2hunter2@host", "pad_token": "<pad>"},
-            "b": ["${a.url}"],
-        }
-    )
-    plain = plain_configuration(config, {"DATABASE_PASSWORD": "hunter2hunter2", "SHORT_TOKEN": "o"})
-    assert plain["a"] == {"api_key": "***", "url": "https://u:***@host", "pad_token": "<pad>"}
-    assert plain["b"] == ["https://u:***@host"]
 
 
 def lockstep_train(*arguments: str, cwd: Path, **env: str) -> ScriptOutcome:
@@ -143,23 +97,6 @@ def test_two_ranks_make_one_run_of_each_logger_with_the_whole_configuration(tmp_
         "run/mlflow/mlflow.db",
     ):
         assert place in table
-
-
-def test_each_job_of_a_sweep_is_a_run_of_its_own(tmp_path: Path) -> None:
-    store = tmp_path / "all.db"
-    lockstep_train(
-        "-m",
-        "seed=1,2",
-        "trainer.limit_train_batches=2",
-        "logger=[wandb,mlflow]",
-        "hydra.sweep.dir=sweep",
-        cwd=tmp_path,
-        MLFLOW_TRACKING_URI=f"sqlite:///{store}",
-    )
-    assert [len(list((tmp_path / "sweep" / job).glob("wandb/offline-run-*"))) for job in "01"] == [1, 1]
-    seeds = rows(store, "select value from params where key = 'config/seed' order by value")
-    assert seeds == [("1",), ("2",)]
-    assert rows(store, "select count(*) from runs") == [(2,)]
 
 
 def test_a_failed_run_says_so_once_and_is_marked(tmp_path: Path) -> None:

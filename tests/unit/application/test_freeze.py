@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import setup_globals
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers import hydra
 from lightning_lockstep.launchers.hydra import for_other_ranks, freeze, hydra_child_command, without_hydra
 from lightning_lockstep.launchers.mpirun import config_for_all_hosts
@@ -37,6 +37,12 @@ class Whole:
     depends: int = "${later}"  # type: ignore[assignment]
     secret: str = "${oc.env:LOCKSTEP_TEST_NOT_SET}"
     many: list[Any] = field(default_factory=lambda: [1, {"deep": "${part.size}"}])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def resolvers() -> None:
+    """Hydra's own, such as `now`."""
+    setup_globals()
 
 
 @pytest.fixture
@@ -78,11 +84,6 @@ def test_what_cannot_be_resolved_is_left_to_whoever_reads_it() -> None:
     assert OmegaConf.is_interpolation(frozen, "secret")
 
 
-def test_freezing_twice_changes_nothing(job: DictConfig) -> None:
-    once = freeze(job)
-    assert OmegaConf.to_container(freeze(once)) == OmegaConf.to_container(once)
-
-
 def test_hydras_own_part_is_frozen_though_it_is_read_only(job: DictConfig) -> None:
     frozen = freeze(job)
     assert frozen.trainer.default_root_dir == "/runs/1"
@@ -97,29 +98,6 @@ def test_other_ranks_get_no_file_handler_and_no_folder(job: DictConfig) -> None:
     assert list(other.hydra.job_logging.handlers) == ["console"]
     assert list(other.hydra.job_logging.root.handlers) == ["console"]
     assert other.hydra.runtime.output_dir == "/runs/1"
-
-
-def test_handlers_are_dropped_from_every_logger(job: DictConfig) -> None:
-    job = freeze(job)
-    OmegaConf.set_readonly(job.hydra, False)
-    OmegaConf.set_struct(job, False)
-    job.hydra.job_logging = {
-        "version": 1,
-        "handlers": {
-            "rotating": {"class": "logging.handlers.RotatingFileHandler"},
-            "null": {"class": "logging.NullHandler"},
-        },
-        "loggers": {"mine": {"handlers": ["rotating", "null"]}},
-        "root": None,
-    }
-    other = for_other_ranks(job).hydra.job_logging
-    assert list(other.handlers) == ["null"]
-    assert list(other.loggers.mine.handlers) == ["null"]
-
-
-def test_outside_of_a_hydra_job_there_is_no_command() -> None:
-    HydraConfig.instance().cfg = None
-    assert hydra_child_command() is None
 
 
 def test_the_command_reruns_this_program_on_a_private_file(
@@ -159,19 +137,3 @@ def test_ranks_on_other_hosts_get_the_configuration_without_a_file(tmp_path: Pat
     given = subprocess.run(command, **run).stdout  # type: ignore[call-overload]
     assert given == f"['a=1', '--experimental-rerun'] True {len(os.environ)}\n", "and the variable is gone"
     assert config_for_all_hosts(program[:4]) == (program[:4], {})
-
-
-def test_a_configuration_that_no_variable_can_hold_is_refused(tmp_path: Path) -> None:
-    config = tmp_path / "config.pickle"
-    config.write_bytes(os.urandom(100_000))
-    with pytest.raises(LaunchError, match="expected at most 120,000"):
-        config_for_all_hosts(["python", "program.py", "--experimental-rerun", str(config)])
-
-
-def test_a_program_without_a_file_cannot_be_started_again(
-    job: DictConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    monkeypatch.setattr(sys, "argv", ["-c"])
-    with pytest.raises(LaunchError, match="started as '-c', which is not a file"):
-        hydra_child_command()

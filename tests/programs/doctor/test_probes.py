@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
-
 from lightning_lockstep._system import run_program
-from lightning_lockstep.deepspeed.build_tools import locked_by_kernel
 from lightning_lockstep.doctor.machine import Limits, Machine
-from lightning_lockstep.doctor.registry import CheckOptions, Status
-from tests.common.doctor.imitated_machine import run_check
-
-needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
-needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
 
 def test_two_processes_add_through_shared_memory() -> None:
@@ -26,37 +15,9 @@ def test_two_processes_add_through_shared_memory() -> None:
     assert probed.error == "" and probed.facts["rounds"] > 100
 
 
-@needs_compiler
-def test_programs_are_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that is there is found, one that is not is named; a lock that was left behind is too."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    (tmp_path / "cpu_adam").mkdir()
-    (tmp_path / "cpu_adam" / "lock").touch()
-    os.utime(tmp_path / "cpu_adam" / "lock", (1, 1))
-    probed = Machine().probe("build_tools", str(tmp_path))
-    assert probed.error == ""
-    links = probed.facts["links"]
-    assert links["openmp"] == "" and "cudart" in links["cudart"]
-    if locked_by_kernel():
-        assert probed.facts["locks"] == []
-        return
-    (lock,) = probed.facts["locks"]
-    assert lock["is_stale"] and lock["path"] == str(tmp_path / "cpu_adam" / "lock")
-
-
 def test_a_probe_that_fails_says_why() -> None:
     probed = Machine().probe("absent")
     assert probed.facts == {} and probed.error == "KeyError: 'absent'"
-
-
-@needs_deepspeed
-@needs_compiler
-def test_deepspeed_as_it_is_installed_here() -> None:
-    result = run_check("deepspeed", Machine(), CheckOptions())
-    found = {finding.subject: finding for finding in result.findings}
-    assert found["import"].status is Status.OK and "DeepSpeed 0." in found["import"].evidence
-    assert "cpu_adam" in found["operations buildable"].evidence
-    assert any("DS_BUILD_CPU_ADAM=1" in line for line in found["ahead of time"].fix)
 
 
 def test_this_machine() -> None:

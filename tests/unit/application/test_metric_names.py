@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from omegaconf import OmegaConf
 from lightning_lockstep import ConfigurationError
 from lightning_lockstep._application.run import RunRecord, _misspelt, _monitored
 from lightning_lockstep._doors.lightning import LightningModule, Trainer
-from tests.helpers import run_script
 
 
 class Logs(LightningModule):
@@ -109,19 +107,3 @@ def test_only_another_spelling_of_the_same_name_is_taken_for_a_slip(
     name: str, logged: str, expected: bool
 ) -> None:
     assert _misspelt(name, [logged]) is expected
-
-
-def test_two_ranks_end_with_one_message_and_exit_code_2(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "lightning_lockstep.train",
-        "objective.metric=val_los",
-        "trainer.devices=2",
-    ]
-    outcome = run_script(
-        [*command, "trainer.accelerator=cpu", "trainer.enable_progress_bar=false"], cwd=tmp_path, timeout=180
-    )
-    assert outcome.returncode == 2, outcome.output
-    assert outcome.stderr.count("objective.metric=val_los: validation has logged no such metric.") == 1
-    assert not outcome.leftovers

@@ -1,14 +1,9 @@
-"""An app that has only our configs: what its README shows is what its command lines print."""
+"""An app that makes its own Trainer takes our choices: under both names, at the place that it says."""
 
 from __future__ import annotations
 
-import re
-import shlex
-import shutil
-import sys
 from pathlib import Path
 
-import pytest
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.utils import instantiate
 from lightning.pytorch import Trainer
@@ -18,11 +13,10 @@ from omegaconf import DictConfig, OmegaConf
 
 import lightning_lockstep
 from lightning_lockstep import OverflowDetector
-from tests.helpers import run_script
+from tests.common.application.command_lines import faults_of
 
 APP = Path(__file__).parents[3] / "examples" / "foreign_app"
 CONF = Path(lightning_lockstep.__file__).parent / "conf"
-SHOWN = re.findall(r"^python (.*)\n# (.*)$", (APP / "README.md").read_text(), re.MULTILINE)
 NAMED = [
     path.relative_to(CONF).with_suffix("").as_posix()
     for group in ("callbacks", "checkpoint", "data", "logger", "model", "strategy")
@@ -35,32 +29,20 @@ def composed(*overrides: str) -> DictConfig:
         return compose("config", list(overrides))
 
 
-def test_the_readme_shows_command_lines() -> None:
-    assert len(SHOWN) >= 5
+def test_choices_have_a_second_name_that_no_app_hides() -> None:
+    def all_of(prefix: str) -> list[str]:
+        """Each choice at a place of its own."""
+        split = [name.partition("/") for name in NAMED]
+        return [f"+{prefix}{group}@place_{i}={choice}" for i, (group, _, choice) in enumerate(split)]
 
-
-@pytest.mark.parametrize(("command", "printed"), SHOWN, ids=[command for command, _ in SHOWN])
-def test_a_command_line(command: str, printed: str, tmp_path: Path) -> None:
-    if "joblib" in command:
-        pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    app = tmp_path / "app"
-    shutil.copytree(APP, app, ignore=shutil.ignore_patterns("__pycache__", "outputs", "multirun"))
-    outcome = run_script([sys.executable, *shlex.split(command)], cwd=app, timeout=180)
-    assert outcome.returncode == 0, outcome.output
-    assert not outcome.leftovers
-    assert outcome.stdout.splitlines()[-1] == printed
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_a_choice_has_a_second_name_that_no_app_hides(name: str) -> None:
-    group, _, choice = name.partition("/")
     with initialize_config_module("lightning_lockstep.conf", version_base="1.3"):
-        ours = compose(overrides=[f"+{group}@somewhere={choice}"])
-    found = composed(f"+lockstep/{group}@somewhere={choice}")
-    first, second = (
-        OmegaConf.to_container(one.get("somewhere", OmegaConf.create())) for one in (ours, found)
-    )
-    assert first == second
+        ours = compose(overrides=all_of(""))
+    found = composed(*all_of("lockstep/"))
+    for i, name in enumerate(NAMED):
+        first, second = (
+            OmegaConf.to_container(one.get(f"place_{i}", OmegaConf.create())) for one in (ours, found)
+        )
+        assert first == second, name
 
 
 def test_what_choices_share_goes_to_the_place_of_the_choice() -> None:
@@ -96,6 +78,4 @@ def test_a_trainer_that_is_made_of_its_configuration_alone(tmp_path: Path) -> No
 
 
 def test_in_lockstep_train_a_list_is_a_list_already() -> None:
-    from tests.common.application.command_lines import faults_of
-
     assert faults_of("callbacks=[as_list,overflow]", "logger=[as_list,csv]") == []

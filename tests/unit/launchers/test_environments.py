@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-import textwrap
 import warnings
 from pathlib import Path
 
@@ -18,7 +16,6 @@ from lightning_lockstep.launchers.environments import (
     requeue_signal,
 )
 from lightning_lockstep.launchers.rank_supervisor import plan_threads
-from tests.helpers import run_script
 
 
 @pytest.mark.parametrize(
@@ -75,63 +72,3 @@ def test_torchrun_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK"):
         monkeypatch.setenv(name, "0")
     assert type(detect_environment()).__name__ == "TorchElasticEnvironment"
-
-
-def test_a_trainer_with_our_strategy_never_starts_mpi() -> None:
-    code = """
-        import sys
-        import lightning as L, lightning_lockstep as ll
-        L.Trainer(accelerator="cpu", devices=2, strategy=ll.LockstepDDPStrategy(), logger=False)
-        assert "mpi4py" not in sys.modules, "mpi4py was imported"
-        print("quiet")
-    """
-    outcome = run_script([sys.executable, "-c", textwrap.dedent(code)], timeout=180)
-    assert outcome.returncode == 0, outcome.output
-    assert "quiet" in outcome.stdout
-
-
-def test_ctrl_c_ends_a_main_thread_that_no_handler_reaches() -> None:
-    """The main thread sits in C, as in a collective: Python cannot run its handler, the watch can act."""
-    code = """
-        import ctypes, os, signal, threading, time
-        from lightning_lockstep.launchers.subprocess_script import watch_interrupts
-
-        def stuck():
-            print("ended by the watch", flush=True)
-            os._exit(130)
-
-        watch_interrupts(stuck, patience=0.5)
-        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-        libc = ctypes.CDLL(None)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        while True:
-            lock = ctypes.create_string_buffer(64)
-            libc.pthread_mutex_init(lock, None)
-            libc.pthread_mutex_lock(lock)
-            libc.pthread_mutex_lock(lock)  # never returns, whatever signal comes
-    """
-    outcome = run_script([sys.executable, "-c", textwrap.dedent(code)], timeout=180)
-    assert not outcome.timed_out
-    assert outcome.returncode == 130
-    assert "ended by the watch" in outcome.stdout
-
-
-def test_an_interrupt_that_python_handles_is_left_alone() -> None:
-    code = """
-        import os, signal, time
-        from lightning_lockstep.launchers.subprocess_script import watch_interrupts
-
-        end = watch_interrupts(lambda: os._exit(9), patience=0.3)
-        for _ in range(2):
-            try:
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(5)
-            except KeyboardInterrupt:
-                time.sleep(1)  # the program goes on, for longer than the patience
-        end()
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        print("handled")
-    """
-    outcome = run_script([sys.executable, "-c", textwrap.dedent(code)], timeout=180)
-    assert (outcome.returncode, outcome.stdout.strip()) == (0, "handled")
-    assert signal.SIGINT

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +19,6 @@ from lightning_lockstep.launchers.mpi_hosts import Host, HostReport, hosts_fault
 from lightning_lockstep.launchers.mpirun_command import MPIRunSettings
 from lightning_lockstep.launchers.rank_variables import MPIRank, find_mpi_rank
 from lightning_lockstep.strategies.mpi import LockstepMPIStrategy
-from tests.helpers import run_ranks
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -159,20 +156,6 @@ def test_without_mpirun_nothing_else_starts_the_ranks(monkeypatch: pytest.Monkey
         fit_of_two()
 
 
-def refused() -> str:
-    with pytest.raises(LaunchError) as caught:
-        fit_of_two()
-    return str(caught.value)
-
-
-def test_ranks_that_mpi_has_not_started_do_not_communicate_by_something_else() -> None:
-    first, second = run_ranks(2, refused, backend=None, env={"TORCHELASTIC_RUN_ID": "job"})
-    assert first == second
-    assert (
-        "not started by MPI but are those of a TorchElasticEnvironment" in first and "backend='gloo'" in first
-    )
-
-
 def test_what_auto_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(ranks: int, environment: object, device: str = "cpu") -> str:
         made = SimpleNamespace(
@@ -192,33 +175,3 @@ def test_what_auto_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MissingExtraError, match="lightning-lockstep\\[mpi\\]"):
         chosen(2, by_mpi)
     assert chosen(1, LightningEnvironment()) == "gloo"
-
-
-BROKEN = """
-import sys
-import lightning
-import lightning_lockstep
-from lightning_lockstep import LockstepMPIStrategy
-trainer = lightning.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", devices=1,
-strategy=LockstepMPIStrategy())
-assert "mpi4py" not in sys.modules, sorted(m for m in sys.modules if "mpi4py" in m)
-print("unaffected")
-from lightning_lockstep.distributed.mpi.runtime import start_runtime
-from lightning_lockstep.errors import LaunchError
-try:
-    start_runtime()
-except LaunchError as error:
-    print("LaunchError", error)
-"""
-
-
-def test_a_broken_mpi_library_affects_nobody_who_does_not_use_it(tmp_path: Path) -> None:
-    """mpi4py is installed, but no libmpi can be loaded."""
-    environ = {**os.environ, "MPI4PY_LIBMPI": str(tmp_path / "no" / "libmpi.so"), "MPI4PY_MPIABI": "openmpi"}
-    done = subprocess.run(
-        [sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=120, env=environ, check=False
-    )
-    assert "unaffected" in done.stdout, done.stderr
-    assert "LaunchError mpi4py is installed, but it cannot load an MPI library" in done.stdout, (
-        done.stdout + done.stderr
-    )

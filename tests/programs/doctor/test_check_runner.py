@@ -128,24 +128,13 @@ def test_a_check_of_others_that_needs_ranks_runs_alone_after_the_others(others: 
 
 
 def test_a_check_that_hangs_is_ended_with_all_it_started(others: Path) -> None:
-    (found,) = results_of("hangs", timeout=3.0)["hangs"].findings
+    (found,) = results_of("hangs", timeout=2.0)["hangs"].findings
     assert found.status is Status.PROBLEM
-    assert "did not end within 3 s" in found.evidence and "wait_for_ever" in found.evidence
-    assert found.fix == ("lockstep-doctor hangs --timeout 12",)
+    assert "did not end within 2 s" in found.evidence and "wait_for_ever" in found.evidence
+    assert found.fix == ("lockstep-doctor hangs --timeout 8",)
     deadline = time.monotonic() + 30
     for file in ("pids", "pids.program"):
         _wait_for_the_end_of(int((others / file).read_text()), deadline)
-
-
-def test_an_interrupt_ends_all_that_checks_have_started(others: Path) -> None:
-    def interrupt() -> None:
-        if (others / "pids.program").exists() and (others / "pids.program").read_text():
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        list(Checks(["hangs", "ranks"], CheckOptions()).results(interrupt))
-    for file in ("pids", "pids.program"):
-        _wait_for_the_end_of(int((others / file).read_text()), time.monotonic() + 30)
 
 
 def _wait_for_the_end_of(pid: int, deadline: float) -> None:

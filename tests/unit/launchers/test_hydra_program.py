@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import pytest
-from hydra.core.utils import run_job
 
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.hydra import program_arguments
@@ -45,32 +42,8 @@ def test_the_script_or_module_of_a_function(package: str | None, expected: list[
     assert arguments_in_job(sent(str(file), package)) == expected
 
 
-def test_a_function_that_a_console_command_imports(tmp_path: Path) -> None:
-    (tmp_path / "app.py").write_text("import sys\ndef main(): print(sys.argv)\n")
-    sys.path.insert(0, str(tmp_path))
-    try:
-        import app
-    finally:
-        sys.path.remove(str(tmp_path))
-        sys.modules.pop("app", None)
-    command = [sys.executable, *arguments_in_job(app.main), "--flag"]
-    printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert printed.strip() == str([str(tmp_path / "app.py"), "--flag"])
-
-
 def test_a_script_that_is_not_on_this_host() -> None:
     with pytest.raises(
         LaunchError, match=r"main\(\) was sent here from /not/here\.py, which is not a file on this host"
     ):
         arguments_in_job(sent("/not/here.py", None))
-
-
-def test_hydra_still_runs_a_job_where_it_is_looked_for() -> None:
-    names = run_job.__code__.co_varnames[: run_job.__code__.co_argcount]
-    assert (run_job.__module__, run_job.__name__) == (
-        "hydra.core.utils",
-        "run_job",
-    ) and "task_function" in names
-    from hydra._internal.utils import _run_hydra
-
-    assert (_run_hydra.__module__, _run_hydra.__name__) == ("hydra._internal.utils", "_run_hydra")

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.common.application.command_lines import faults_of, only
-from tests.helpers import run_script
 
 MINE = """
 import lightning as L
@@ -47,50 +46,12 @@ class Everything(Net):
     train_dataloader = Data.train_dataloader
 """
 OWN = ("model=own", "model._target_=mine.Net", "data=own", "data._target_=mine.Data")
-QUIET = ("trainer.enable_progress_bar=false", "trainer.accelerator=cpu", "trainer.max_epochs=1")
-# What a console command does: the folder of the command is in the path, the current one is not.
-COMMAND = "from lightning_lockstep.train import main\nif __name__ == '__main__':\n    main()\n"
 
 
 @pytest.fixture
 def own_folder(tmp_path: Path) -> Path:
     (tmp_path / "mine.py").write_text(MINE)
-    (tmp_path / "random.py").write_text("raise ImportError('a file of the user, not the library')\n")
-    command = tmp_path / "bin" / "lockstep-train"
-    command.parent.mkdir()
-    command.write_text(COMMAND)
     return tmp_path
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        ("trainer.devices=1",),
-        ("trainer.devices=2", "hydra.job.chdir=true"),
-        ("trainer.devices=2", "strategy.start_method=spawn"),
-    ],
-    ids=["alone", "popen", "spawn"],
-)
-def test_a_console_command_finds_it_on_every_rank_and_leaves_out_the_test(
-    own_folder: Path, more: tuple[str, ...]
-) -> None:
-    (own_folder / "hydra_plugins").mkdir()
-    (own_folder / "hydra_plugins" / "theirs.py").write_text("raise SystemExit('run as a plugin of Hydra')\n")
-    command = [sys.executable, str(own_folder / "bin" / "lockstep-train"), *OWN, *QUIET, *more]
-    outcome = run_script([*command, "+model.hidden=6"], cwd=own_folder, timeout=180)
-    assert outcome.returncode == 0, outcome.output
-    left_out = "lightning-lockstep: test=true is left out: Net has no test_step."
-    assert outcome.stderr.count(left_out) == 1, outcome.stderr
-    assert outcome.stdout.count("run finished") == 1, outcome.output
-
-
-def test_ranks_of_torchrun_find_it(own_folder: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    outcome = run_script(
-        [*command, str(own_folder / "bin" / "lockstep-train"), *OWN, *QUIET], cwd=own_folder, timeout=180
-    )
-    assert outcome.returncode == 0, outcome.output
-    assert outcome.stdout.count("run finished") == 1, outcome.output
 
 
 @pytest.fixture

@@ -1,0 +1,63 @@
+"""The MPI strategy where MPI has not started the ranks, or cannot be loaded."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_lockstep.errors import LaunchError
+from tests.helpers import run_ranks, run_script
+
+
+def refused() -> str:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        max_steps=1,
+        strategy="lockstep_mpi",
+        logger=False,
+        enable_checkpointing=False,
+    )
+    with pytest.raises(LaunchError) as caught:
+        trainer.fit(BoringModel())
+    return str(caught.value)
+
+
+def test_ranks_that_mpi_has_not_started_do_not_communicate_by_something_else() -> None:
+    first, second = run_ranks(2, refused, backend=None, env={"TORCHELASTIC_RUN_ID": "job"})
+    assert first == second
+    assert (
+        "not started by MPI but are those of a TorchElasticEnvironment" in first and "backend='gloo'" in first
+    )
+
+
+BROKEN = """
+import sys
+import lightning
+import lightning_lockstep
+from lightning_lockstep import LockstepMPIStrategy
+trainer = lightning.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", devices=1,
+strategy=LockstepMPIStrategy())
+assert "mpi4py" not in sys.modules, sorted(m for m in sys.modules if "mpi4py" in m)
+print("unaffected")
+from lightning_lockstep.distributed.mpi.runtime import start_runtime
+from lightning_lockstep.errors import LaunchError
+try:
+    start_runtime()
+except LaunchError as error:
+    print("LaunchError", error)
+"""
+
+
+def test_a_broken_mpi_library_affects_nobody_who_does_not_use_it(tmp_path: Path) -> None:
+    """mpi4py is installed, but no libmpi can be loaded."""
+    environ = {"MPI4PY_LIBMPI": str(tmp_path / "no" / "libmpi.so"), "MPI4PY_MPIABI": "openmpi"}
+    done = run_script([sys.executable, "-c", BROKEN], env=environ, timeout=120)
+    assert "unaffected" in done.stdout, done.stderr
+    assert "LaunchError mpi4py is installed, but it cannot load an MPI library" in done.stdout, (
+        done.stdout + done.stderr
+    )

@@ -1,0 +1,45 @@
+"""`debug=preflight`: the checks for the chosen strategy, before any rank starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from lightning_lockstep._application.checks import checks_for
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "accelerator", "expected"),
+    [
+        ("ddp", 2, "cpu", ("packages", "kernel", "network")),
+        ("ddp", 1, "cpu", ("packages", "kernel")),
+        ("mpi", 2, "cpu", ("packages", "kernel", "mpi", "network")),
+        ("deepspeed_stage_2", 1, "gpu", ("packages", "kernel", "cuda", "devices", "deepspeed")),
+        ("xla_spmd", 1, "tpu", ("packages", "kernel", "xla")),
+        ("ddp", "auto", "cpu", ("packages", "kernel")),
+        ("ddp", "auto", "gpu", ("packages", "kernel", "cuda", "devices", "network")),
+        ("ddp", -1, "auto", ("packages", "kernel", "cuda", "devices", "network")),
+        ("ddp", [0, 2], "gpu", ("packages", "kernel", "cuda", "devices", "network")),
+        ("ddp", "0,2", "gpu", ("packages", "kernel", "cuda", "devices", "network")),
+        ("ddp", [1], "gpu", ("packages", "kernel", "cuda", "devices")),
+    ],
+)
+def test_the_checks_follow_the_strategy_and_the_devices(
+    strategy: str,
+    devices: Any,
+    accelerator: str,
+    expected: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    config = OmegaConf.create(
+        {
+            "strategy": {"hostfile": None},
+            "trainer": {"devices": devices, "accelerator": accelerator},
+            "hydra": {"runtime": {"choices": {"strategy": strategy}}},
+        }
+    )
+    assert checks_for(config)[0] == expected

@@ -1,0 +1,93 @@
+"""`lockstep-train` on ranks that others start, alone, and where a machine has less than usual."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.common.application.command_lines import TORCHRUN, TRAIN
+from tests.common.distributed.mpi.launch import mpi_environ
+from tests.helpers import run_script, start_script
+from tests.programs.application.test_lockstep_train import MINE, QUICK
+
+OWN = ("model=own", "model._target_=mine.Net", "data=own", "data._target_=mine.Data", "trainer.max_epochs=1")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [[*TRAIN, "trainer.devices=2", "strategy.start_method=spawn"], TORCHRUN],
+    ids=["spawn", "torchrun"],
+)
+def test_classes_in_the_folder_of_the_start_are_found(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    outcome = run_script([*command, *OWN, *QUICK], cwd=tmp_path, timeout=180)
+    assert outcome.returncode == 0, outcome.output
+    assert outcome.stdout.count("run finished") == 1, outcome.output
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a private mount of /dev/shm needs root")
+def test_one_rank_needs_no_shared_memory(tmp_path: Path) -> None:
+    mounted = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o ro none /dev/shm && exec "$@"', "sh"]
+    outcome = run_script(
+        [*mounted, *TRAIN, *QUICK, "trainer.max_steps=1", "test=false"], cwd=tmp_path, timeout=180
+    )
+    assert outcome.returncode == 0, outcome.output
+    assert "run finished" in outcome.stdout
+
+
+def test_ctrl_c_on_one_rank(tmp_path: Path) -> None:
+    arguments = [*QUICK, "trainer.devices=1", "trainer.max_epochs=1000", "hydra.run.dir=out"]
+    with start_script([*TRAIN, *arguments], cwd=tmp_path) as script:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "out" / "checkpoints" / "last.ckpt").exists():
+            assert time.monotonic() < deadline, script.stderr
+            time.sleep(0.1)
+        script.interrupt()
+        outcome = script.finish(60)
+    assert outcome.returncode == 130, outcome.output
+    assert "Traceback" not in outcome.output
+    assert "interrupted after optimizer step" in outcome.stderr
+
+
+def test_a_sweep_starts_the_ranks_of_each_job(tmp_path: Path) -> None:
+    more = ("trainer.devices=2", "trainer.max_epochs=1", "trainer.limit_train_batches=4", "test=false")
+    outcome = run_script(
+        [*TRAIN, "-m", *QUICK, *more, "seed=1,2", "hydra.sweep.dir=sweep"], cwd=tmp_path, timeout=180
+    )
+    assert outcome.returncode == 0, outcome.output
+    assert not outcome.leftovers
+    sweep = tmp_path / "sweep"
+    assert sorted(path.name for path in sweep.iterdir()) == ["0", "1", "multirun.yaml"]
+    results = [json.loads((sweep / job / "summary.json").read_text()) for job in ("0", "1")]
+    assert [result["ranks"] for result in results] == [2, 2]
+    losses = [result["metrics"]["val_loss"] for result in results]
+    assert losses[0] != losses[1]
+    for job, loss in enumerate(losses):
+        assert re.search(rf"{job} .*seed={job + 1} +val_loss {loss:.4g} +sweep/{job}", outcome.stderr)
+
+
+@pytest.mark.mpi
+def test_a_machine_without_a_problem_trains(tmp_path: Path) -> None:
+    small = [
+        "data=source_text",
+        "model=byte_gpt",
+        "data.max_bytes=60000",
+        "trainer.max_steps=2",
+        "test=false",
+    ]
+    command = [
+        *TRAIN,
+        "debug=preflight",
+        "trainer.accelerator=cpu",
+        *small,
+        "trainer.devices=1",
+        f"hydra.run.dir={tmp_path / 'run'}",
+    ]
+    outcome = run_script(command, env=mpi_environ(), timeout=120)
+    assert outcome.returncode == 0, outcome.output
+    assert "packages" in outcome.stderr and (tmp_path / "run" / "summary.json").exists()
