@@ -129,7 +129,7 @@ def program_of(snippet: Snippet) -> str:
 #: Threads of several programs would wait for each other.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 #: What fits, starts ranks or a group of ranks, or may end the process, gets one of its own.
-ALONE = re.compile(r"\.(fit|test)\(|notebook_launcher\(|hydra_main|backend=|set_breakpoint\(")
+ALONE = re.compile(r"\.(fit|test)\(|notebook_launcher\(|hydra_main|init_process_group\(|set_breakpoint\(")
 RUNS = [snippet for snippet in PYTHON if not snippet.not_run]
 
 # One after the other, each with names of its own; what it leaves behind in the process is put back.
@@ -348,7 +348,7 @@ def ran(launches: Launches, job: Job) -> None:
 
 
 def look_at(command: Snippet, program: str, arguments: list[str]) -> None:
-    """Check what starts nothing."""
+    """Check what starts nothing, or no Python of ours."""
     if program == "lockstep-train":
         # What the command itself finds out before it starts anything; a sweep's first job stands for all.
         assert faults_of(*(word for word in first_job(arguments) if word not in ELSEWHERE)) == []
@@ -366,7 +366,8 @@ def look_at(command: Snippet, program: str, arguments: list[str]) -> None:
         named = re.findall(r"(?:lightning-lockstep|\.)\[([\w,-]+)\]", command.text)
         assert {*",".join(named).split(",")} - {""} <= {*extras}
     elif program == "export":
-        assert re.fullmatch(r"\w+=\S.*", command.text.removeprefix("export ")), "one assignment"
+        outcome = run_script(["bash", "-ec", command.text], cwd=Path.cwd())
+        assert (outcome.returncode, outcome.stderr) == (0, "")
     else:
         assert program.startswith("scripts/"), f"nothing here knows how to check {program!r}"
         assert (ROOT / program).stat().st_mode & 0o100
