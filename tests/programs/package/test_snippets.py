@@ -264,6 +264,9 @@ PRELOADED = {
     "other": ["lightning.pytorch", "lightning_lockstep.doctor.command"],
 }
 
+#: Jobs of one launch, so that no test which waits for all of them takes long.
+AT_ONCE = 12
+
 
 def job_of(command: Snippet, part: str = "") -> Job | None:
     """The program that a command line starts here, if it is one that takes no longer than to read its arguments."""
@@ -297,7 +300,7 @@ def job_of(command: Snippet, part: str = "") -> Job | None:
 
 
 class Launches:
-    """Runs all jobs of a group, each in a fork, when one of them is asked for."""
+    """Runs jobs of a group, each in a fork, when one of them is asked for."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -308,6 +311,8 @@ class Launches:
     def outcome(self, job: Job) -> Any:
         if job not in self.outcomes:
             jobs = [one for one in self.jobs if one.group == job.group]
+            first = jobs.index(job) // AT_ONCE * AT_ONCE
+            jobs = jobs[first : first + AT_ONCE]
             folders = [ROOT / one.folder if one.folder else self._own(jobs.index(one)) for one in jobs]
             described = [
                 {"arguments": one.arguments, "folder": str(folders[i])} for i, one in enumerate(jobs)
