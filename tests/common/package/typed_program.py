@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from typing_extensions import assert_type
 
+import lightning_lockstep
 from lightning_lockstep import (
     AutoBatchSize,
     BatchSizeError,
@@ -181,5 +182,6 @@ def wrong(layer: nn.Linear) -> None:
     LockstepMPIStrategy(static_grap=True)  # type: ignore[call-arg] # misspelt, one that is handed on
     LockstepMPIStrategy(process_group_backend="gloo")  # type: ignore[call-arg] # called `backend` there
     LockstepDeepSpeedStrategy(stage="3")  # type: ignore[arg-type] # a number
+    lightning_lockstep.NoSuchName()  # type: ignore[attr-defined] # the stub names all there are
     AutoBatchSize(on_oom="splt")  # type: ignore[arg-type] # misspelt
     epoch(8, layer)  # type: ignore[arg-type, call-arg] # the decorator adds the batch size

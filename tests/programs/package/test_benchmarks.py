@@ -153,17 +153,3 @@ def test_two_checkouts_are_compared_by_what_the_topic_compares(tmp_path: Path) -
         ["ours", "1.000", "1.500", "1.500", "1.500 to 1.500", "slower"],
         ["other", "3.000", "3.000", "1.000", "1.000 to 1.000", "no difference"],
     ]
-
-
-def test_the_benchmark_of_batch_sizes_searches_by_the_memory_that_it_simulates() -> None:
-    program = """
-from benchmarks.bench_batch_size import Clocked, finder
-found = {}
-finder(found, "model", lambda: Clocked("model"), read=True)()
-print(found["model"])
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "of the wall" in done.stdout

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+import lightning_lockstep
+from lightning_lockstep import callbacks, strategies
+
 # Engines and tools that only somebody who asks for them should pay for. Lightning itself imports some of
 # them (torchmetrics: matplotlib, transformers), so what counts is what our import adds to Lightning's.
 NOT_OURS = [
@@ -53,10 +56,16 @@ before, modules, strategies = state(), set(sys.modules), set(StrategyRegistry)
 import lightning_lockstep, lightning_lockstep.callbacks, lightning_lockstep.strategies
 own = [logging.getLogger(n) for n in logging.Logger.manager.loggerDict if n.startswith("lightning_lockstep")]
 after = state()
+modules_after, strategies_after, stars = set(sys.modules), set(StrategyRegistry), {}
+for package in ("", ".callbacks", ".strategies"):
+    names = {}
+    exec(f"from lightning_lockstep{package} import *", names)
+    stars[package] = sorted(name for name in names if not name.startswith("__"))
 print(json.dumps({
+    "stars": stars, "modules_of_stars": sorted(set(sys.modules) - modules),
     "before": before, "after": after,
-    "modules": sorted(set(sys.modules) - modules),
-    "strategies": sorted(set(StrategyRegistry) - strategies),
+    "modules": sorted(modules_after - modules),
+    "strategies": sorted(strategies_after - strategies),
     "lost": sorted(strategies - set(StrategyRegistry)),
     "own_handlers": [repr(h) for logger in own for h in logger.handlers],
     "own_levels": [logger.level for logger in own],
@@ -109,9 +118,16 @@ def test_its_own_loggers_are_not_set_up(imported: Any) -> None:
     assert set(imported["own_levels"]) <= {0}
 
 
-def test_it_imports_no_engine(imported: Any) -> None:
-    roots = {name.partition(".")[0] for name in imported["modules"]}
+@pytest.mark.parametrize("which", ["modules", "modules_of_stars"])
+def test_it_imports_no_engine_nor_does_a_star_import(imported: Any, which: str) -> None:
+    """Engines are imported where they are used, not where a class that could use them is defined."""
+    roots = {name.partition(".")[0] for name in imported[which]}
     assert roots & set(NOT_OURS) == set()
+
+
+def test_a_star_import_brings_the_public_names(imported: Any) -> None:
+    rooms = {"": lightning_lockstep, ".callbacks": callbacks, ".strategies": strategies}
+    assert imported["stars"] == {name: sorted(room.__all__) for name, room in rooms.items()}
 
 
 def test_it_imports_few_modules_of_its_own(imported: Any) -> None:

@@ -1,8 +1,9 @@
 """Every snippet of the pages runs, or is checked as far as it can be without what it needs.
 
-Python runs as a program, forked from one that has imported Lightning. Of command lines those that take seconds run; a
-`lockstep-train` line is checked as the command itself does before it starts anything. A snippet that needs what no test
-has is preceded by `<!-- not run: the reason -->`; `pytest -rs` lists what did not run, with the reason.
+Python that only makes objects runs in one process, a snippet after the other; what fits or starts ranks gets one of its
+own. Commands that take seconds are forks of a process that has imported what they need. A `lockstep-train` line is
+checked as the command itself does before it starts anything. What needs what no test has is left out: on the page
+`<!-- not run: the reason -->` stands above it, or `why_not` knows the reason.
 """
 
 from __future__ import annotations
@@ -10,18 +11,19 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import json
 import re
 import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from lightning_lockstep._doors.hydra_internals import locate
 from tests.common.application.command_lines import faults_of
-from tests.helpers import run_script
+from tests.helpers import COMMON, run_script
 
 ROOT = Path(__file__).parents[3]
 PAGES = [
@@ -29,7 +31,6 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "examples").rglob("README.md")),
 ]
-LANGUAGES = {"python", "bash", "yaml", "toml", "text", "json"}
 
 # -- What is on a page --
 
@@ -79,16 +80,6 @@ COMMANDS = [line for block in BLOCKS if block.language == "bash" for line in com
 DATA = [block for block in BLOCKS if block.language in ("yaml", "toml", "json")]
 
 
-def test_every_block_has_a_language() -> None:
-    assert [str(block) for block in BLOCKS if block.language not in LANGUAGES] == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_no_code_stands_indented_without_a_fence(page: Path) -> None:
-    text = FENCE.sub("", page.read_text())
-    assert re.findall(r"(?:^|\n)(?![ \t]*[-*\d])\S[^\n]*\n\n    (\S.*)", text) == []
-
-
 # -- Python --
 
 #: Names that pages take for granted, and what stands for them here.
@@ -130,17 +121,61 @@ def missing_names(text: str) -> list[str]:
     return sorted(missing)
 
 
-@pytest.mark.parametrize("snippet", PYTHON, ids=str)
-def test_python_runs(snippet: Snippet, tmp_path: Path) -> None:
-    if snippet.not_run:
-        compile(snippet.text, str(snippet), "exec")
-        pytest.skip(snippet.not_run)
+def program_of(snippet: Snippet) -> str:
     given = [GIVEN[name] for name in missing_names(snippet.text) if name in GIVEN]
-    program = tmp_path / "snippet.py"
-    program.write_text("\n".join([*given, snippet.text]))
-    (tmp_path / "ds_config.json").write_text('{"zero_optimization": {"stage": 2}}')
-    outcome = run_script([program], cwd=tmp_path, timeout=120)
-    assert (outcome.returncode, outcome.timed_out) == (0, False), outcome.stderr
+    return "\n".join([*given, snippet.text])
+
+
+#: Threads of several programs would wait for each other.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+#: What fits, starts ranks or a group of ranks, or may end the process, gets one of its own.
+ALONE = re.compile(r"\.(fit|test)\(|notebook_launcher\(|hydra_main|init_process_group\(|set_breakpoint\(")
+RUNS = [snippet for snippet in PYTHON if not snippet.not_run]
+
+# One after the other, each with names of its own; what it leaves behind in the process is put back.
+OBJECTS = """
+import json, os, sys, traceback, warnings
+environment, failed = dict(os.environ), {}
+for name, text in json.load(open(sys.argv[1])).items():
+    try:
+        with warnings.catch_warnings():
+            exec(compile(text, name, "exec"), {"__name__": "__main__"})
+    except BaseException:
+        failed[name] = traceback.format_exc()
+    os.environ.clear()
+    os.environ.update(environment)
+sys.stdout.write("\\n" + json.dumps(failed))
+"""
+
+
+@pytest.fixture(scope="module")
+def failed_objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The snippets that make objects and failed, with the traceback of each."""
+    folder = readers_folder(tmp_path_factory.mktemp("objects"))
+    programs = {str(snippet): program_of(snippet) for snippet in RUNS if not ALONE.search(snippet.text)}
+    (folder / "programs.json").write_text(json.dumps(programs | {"docs/coming-from.md": program_of_cells()}))
+    (folder / "program.py").write_text(OBJECTS)
+    outcome = run_script([folder / "program.py", "programs.json"], cwd=folder, timeout=120, env=ONE_THREAD)
+    assert (outcome.returncode, outcome.leftovers) == (0, ()), outcome.stderr
+    found: dict[str, str] = json.loads(outcome.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("snippet", [one for one in RUNS if not ALONE.search(one.text)], ids=str)
+def test_python_that_makes_objects_runs(snippet: Snippet, failed_objects: dict[str, str]) -> None:
+    assert failed_objects.get(str(snippet), "") == ""
+
+
+@pytest.mark.parametrize("snippet", [one for one in RUNS if ALONE.search(one.text)], ids=str)
+def test_python_that_fits_or_starts_ranks_runs(snippet: Snippet, tmp_path: Path) -> None:
+    (tmp_path / "snippet.py").write_text(program_of(snippet))
+    outcome = run_script([tmp_path / "snippet.py"], cwd=tmp_path, timeout=120, env=ONE_THREAD)
+    assert (outcome.returncode, outcome.leftovers) == (0, ()), outcome.stderr
+
+
+@pytest.mark.parametrize("snippet", [one for one in PYTHON if one.not_run], ids=str)
+def test_python_that_needs_what_no_test_has_can_be_compiled(snippet: Snippet) -> None:
+    compile(snippet.text, str(snippet), "exec")
 
 
 # -- Commands --
@@ -158,6 +193,7 @@ READERS_FILES = {
 #: Programs that no test starts as a page has them, and why.
 NOT_HERE = {
     "scontrol": "needs Slurm",
+    "srun": "needs Slurm, and a program of the reader",
     "python3": "makes an environment",
     ".": "makes an environment",
     "git": "asks another host",
@@ -167,6 +203,15 @@ NOT_HERE = {
 ELSEWHERE = {"trainer.accelerator=gpu", "debug=preflight"}
 PROGRAMS = ("lockstep-train", "lockstep-doctor", "lockstep-consolidate")
 MODULES = {"lightning_lockstep.train": "lockstep-train", "lightning_lockstep.doctor": "lockstep-doctor"}
+#: Checks of this machine alone run; of the others the command line is read, as `--explain` runs nothing.
+OF_THIS_MACHINE = {"kernel", "packages", "--explain", "--timeout", "20", "--only", "problem"}
+
+
+def readers_folder(folder: Path) -> Path:
+    for name, text in READERS_FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
 
 
 def parts_of(line: str) -> tuple[str, list[str]]:
@@ -179,37 +224,21 @@ def parts_of(line: str) -> tuple[str, list[str]]:
             return token.rpartition("/")[2], tokens[place + 1 :]
         if token == "-m" and tokens[place + 1] in MODULES:
             return MODULES[tokens[place + 1]], tokens[place + 2 :]
+    if tokens[0] == "torchrun":
+        return "python", tokens[tokens.index("train.py") :]
     return tokens[0], tokens[1:]
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=str)
-def test_a_command_can_be_given(command: Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if command.not_run:
-        pytest.skip(command.not_run)
-    for name, text in READERS_FILES.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.chdir(tmp_path)
+def why_not(command: Snippet) -> str:
+    """Return why a command is not tried, if it is not."""
     program, arguments = parts_of(command.text)
-    if program in NOT_HERE:
-        pytest.skip(NOT_HERE[program])
-    check = globals().get(f"check_{re.sub(r'[-.]', '_', program.partition('/')[0])}")
-    assert check, f"{command}: nothing here knows how to check {program!r}"
-    check(command, program, arguments)
-
-
-def check_lockstep_train(command: Snippet, program: str, arguments: list[str]) -> None:
-    """What the command itself finds out before it starts anything; a sweep's first job stands for all."""
+    if command.not_run or program in NOT_HERE:
+        return command.not_run or NOT_HERE[program]
     if arguments == ["--install-completion"]:
-        pytest.skip("changes ~/.bashrc; tests/sites/shells/test_completion.py runs it")
-    words = [word for word in first_job(arguments) if word not in ELSEWHERE]
-    if "--config-dir" in words or "data=own" in words:  # looked for from the folder where the program starts
-        outcome = run_script(
-            [sys.executable, "-m", "lightning_lockstep.train", *words, "--cfg", "job"], cwd=Path.cwd()
-        )
-        assert (outcome.returncode, outcome.stderr) == (0, "")
-    else:
-        assert faults_of(*words) == []
+        return "changes ~/.bashrc; tests/sites/shells/test_completion.py runs it"
+    if program == "python" and job_of(command) is None and not arguments[0].startswith("examples/"):
+        return "takes minutes" if arguments[0] == "-m" else "a program of the reader"
+    return ""
 
 
 def first_job(arguments: list[str]) -> list[str]:
@@ -218,75 +247,135 @@ def first_job(arguments: list[str]) -> list[str]:
     return [re.sub(r"=interval\(([^,]*),.*|=([^\[{,]*),.*", r"=\1\2", word) for word in plain]
 
 
-def check_lockstep_doctor(command: Snippet, program: str, arguments: list[str]) -> None:
-    """Checks of this machine alone run; of the others the command line is read, as `--explain` runs nothing."""
-    here = {"kernel", "packages", "--explain", "--timeout", "20", "--only", "problem"}
-    explain = [] if arguments and here.issuperset(arguments) else ["--explain", "kernel"]
-    outcome = run_script(
-        [sys.executable, "-m", "lightning_lockstep.doctor", *arguments, *explain], cwd=Path.cwd()
-    )
-    assert outcome.returncode in ((0,) if "--explain" in [*arguments, *explain] else (0, 1)), outcome.stderr
-    assert outcome.stdout or "--only" in arguments
+@dataclass(frozen=True)
+class Job:
+    """A program that runs beside others of its group: what stands behind `python`, and where it runs."""
+
+    group: str
+    arguments: tuple[str, ...]
+    folder: str = ""
+    """Below the repository; default: one of its own, with what readers have."""
+    codes: tuple[int, ...] = (0,)
 
 
-def check_lockstep_consolidate(command: Snippet, program: str, arguments: list[str]) -> None:
-    """The arguments are read; then the folders that are not there are named."""
-    from lightning_lockstep.deepspeed.checkpoints.command import main
+#: What each job of a group imports, imported once.
+PRELOADED = {
+    "train": ["lightning.pytorch", "hydra", "lightning_lockstep.train"],
+    "other": ["lightning.pytorch", "lightning_lockstep.doctor.command"],
+}
 
-    assert main(arguments) == 2
+#: Jobs of one launch, so that no test which waits for all of them takes long.
+AT_ONCE = 12
 
 
-def check_python(command: Snippet, program: str, arguments: list[str]) -> None:
-    first, *rest = arguments
-    if first == "-m" and rest[0] == "benchmarks":
-        if "--help" not in rest:
-            pytest.skip("takes minutes; tests/programs/package/test_benchmarks.py runs them with few rounds")
-        outcome = run_script([sys.executable, *arguments], cwd=ROOT)
-        assert outcome.returncode == 0, outcome.stderr
-    elif first == "-m":
-        outcome = run_script([sys.executable, *arguments], cwd=Path.cwd())
-        assert outcome.returncode == 0, outcome.stderr
-    elif first.startswith("examples/"):  # tests/programs/application/test_examples.py and others run them
-        source = (ROOT / first).read_text()
-        assert [word for word in rest if word.startswith("--") and f'"{word}"' not in source] == []
-    elif command.page == "docs/hydra.md" or command.page.startswith("examples/"):
-        page = Path("examples/foreign_app/README.md" if command.page == "docs/hydra.md" else command.page)
-        words = [word for word in first_job(rest) if not word.startswith("ckpt_path=")]
-        refused = "exit code 2" in command.text
-        look = [] if refused else ["--cfg", "job"]
-        outcome = run_script(["train.py", *words, *look], cwd=ROOT / page.parent)
-        assert outcome.returncode == (2 if refused else 0), outcome.stderr
+def job_of(command: Snippet, part: str = "") -> Job | None:
+    """The program that a command line starts here, if it is one that takes no longer than to read its arguments."""
+    program, arguments = parts_of(command.text)
+    words = [word for word in first_job(arguments) if word not in ELSEWHERE]
+    first, *rest = arguments or [""]
+    if part == "lightning-hydra-template" and not command.text.startswith(("ckpt_path", *PROGRAMS)):
+        return Job("train", ("train.py", *shlex.split(command.text), "--cfg", "job"), "examples/foreign_app")
+    # What is looked for from the folder where the program starts.
+    if program == "lockstep-train" and ("--config-dir" in words or "data=own" in words):
+        return Job("train", ("-m", "lightning_lockstep.train", *words, "--cfg", "job"))
+    if program == "lockstep-doctor":
+        if arguments and OF_THIS_MACHINE.issuperset(arguments):
+            codes = (0,) if "--explain" in arguments else (0, 1)
+            return Job("other", ("-m", "lightning_lockstep.doctor", *arguments), codes=codes)
+        return Job("other", ("-m", "lightning_lockstep.doctor", *arguments, "--explain", "kernel"))
+    if program == "python" and first == "-m" and (rest[0] != "benchmarks" or "--help" in rest):
+        return Job("other", tuple(arguments), "." if rest[0] == "benchmarks" else "")
+    if program == "python" and first == "train.py":
+        folder = "examples/foreign_app" if command.page == "docs/hydra.md" else str(Path(command.page).parent)
+        if folder.startswith("examples/"):
+            words = [word for word in first_job(rest) if not word.startswith("ckpt_path=")]
+            refused = "exit code 2" in command.text
+            return Job(
+                "train",
+                ("train.py", *words, *(() if refused else ("--cfg", "job"))),
+                folder,
+                (2 if refused else 0,),
+            )
+    return None
+
+
+class Launches:
+    """Runs jobs of a group, each in a fork, when one of them is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        found = [*((command, "") for command in COMMANDS), *SHELL_CELLS]
+        self.jobs = [job for job in dict.fromkeys(job_of(*each) for each in found) if job is not None]
+        self.outcomes: dict[Job, Any] = {}
+
+    def outcome(self, job: Job) -> Any:
+        if job not in self.outcomes:
+            jobs = [one for one in self.jobs if one.group == job.group]
+            first = jobs.index(job) // AT_ONCE * AT_ONCE
+            jobs = jobs[first : first + AT_ONCE]
+            folders = [ROOT / one.folder if one.folder else self._own(jobs.index(one)) for one in jobs]
+            described = [
+                {"arguments": one.arguments, "folder": str(folders[i])} for i, one in enumerate(jobs)
+            ]
+            (self.folder / "jobs.json").write_text(json.dumps(described))
+            program = COMMON / "package" / "forks.py"
+            launched = run_script(
+                [program, self.folder / "jobs.json", *PRELOADED[job.group]], timeout=200, env=ONE_THREAD
+            )
+            assert (launched.returncode, launched.leftovers) == (0, ()), launched.output
+            self.outcomes |= dict(zip(jobs, map(json.loads, launched.stdout.splitlines()), strict=True))
+        return self.outcomes[job]
+
+    def _own(self, number: int) -> Path:
+        return readers_folder(self.folder / str(number))
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
+    return Launches(tmp_path_factory.mktemp("launches"))
+
+
+@pytest.mark.parametrize("command", [one for one in COMMANDS if not why_not(one)], ids=str)
+def test_a_command_can_be_given(
+    command: Snippet, launches: Launches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(readers_folder(tmp_path))
+    if job := job_of(command):
+        ran(launches, job)
     else:
-        pytest.skip("a program of the reader")
+        look_at(command, *parts_of(command.text))
 
 
-def check_torchrun(command: Snippet, program: str, arguments: list[str]) -> None:
-    check_python(command, "python", arguments[arguments.index("train.py") :])
+def ran(launches: Launches, job: Job) -> None:
+    outcome = launches.outcome(job)
+    assert outcome["code"] in job.codes, outcome["output"]
+    assert outcome["output"] or "--only" in job.arguments
 
 
-def check_srun(command: Snippet, program: str, arguments: list[str]) -> None:
-    pytest.skip("needs Slurm, and a program of the reader")
+def look_at(command: Snippet, program: str, arguments: list[str]) -> None:
+    """Check what starts nothing, or no Python of ours."""
+    if program == "lockstep-train":
+        # What the command itself finds out before it starts anything; a sweep's first job stands for all.
+        assert faults_of(*(word for word in first_job(arguments) if word not in ELSEWHERE)) == []
+    elif program == "lockstep-consolidate":
+        from lightning_lockstep.deepspeed.checkpoints.command import main
 
-
-def check_pip(command: Snippet, program: str, arguments: list[str]) -> None:
-    """The extras are there; nothing is installed."""
-    named = re.findall(r"(?:lightning-lockstep|\.)\[([\w,-]+)\]", command.text)
-    if not named:
-        pytest.skip("installs packages")
-    extras = re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert set(",".join(named).split(",")) <= set(extras)
-
-
-def check_scripts(command: Snippet, program: str, arguments: list[str]) -> None:
-    assert (ROOT / program).stat().st_mode & 0o100
-
-
-check_LOCKSTEP_TEST_TORCH = check_scripts
-
-
-def check_export(command: Snippet, program: str, arguments: list[str]) -> None:
-    outcome = run_script(["bash", "-ec", command.text], cwd=Path.cwd())
-    assert (outcome.returncode, outcome.stderr) == (0, "")
+        # The arguments are read; then the folders that are not there are named.
+        assert main(arguments) == 2
+    elif program == "python" and arguments[0].startswith("examples/"):
+        # tests/programs/application/test_examples.py and others run them.
+        source = (ROOT / arguments[0]).read_text()
+        assert [word for word in arguments if word.startswith("--") and f'"{word}"' not in source] == []
+    elif program == "pip":
+        extras = re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+        named = re.findall(r"(?:lightning-lockstep|\.)\[([\w,-]+)\]", command.text)
+        assert {*",".join(named).split(",")} - {""} <= {*extras}
+    elif program == "export":
+        outcome = run_script(["bash", "-ec", command.text], cwd=Path.cwd())
+        assert (outcome.returncode, outcome.stderr) == (0, "")
+    else:
+        assert program.startswith("scripts/"), f"nothing here knows how to check {program!r}"
+        assert (ROOT / program).stat().st_mode & 0o100
 
 
 # -- Tables of what to write --
@@ -324,6 +413,7 @@ def kind_of(text: str) -> str:
 
 
 CELLS = cells_to_write()
+SHELL_CELLS = [found for found in CELLS if kind_of(found[0].text) in ("command", "overrides")]
 
 
 def without_dots(text: str) -> str:
@@ -337,46 +427,36 @@ def without_dots(text: str) -> str:
     return ast.unparse(call.func if left_out and not call.args and not call.keywords else call)
 
 
-def test_what_other_packages_users_are_to_write_in_python_runs(tmp_path: Path) -> None:
-    lines = [
-        "from lightning_lockstep import *",
-        "from lightning_lockstep.train import hydra_main",
-        GIVEN["trainer"],
-    ]
-    lines += [GIVEN["model"], GIVEN["module"], GIVEN["Trainer"]]
+def program_of_cells() -> str:
+    """What users of other packages are to write in Python, a line each."""
+    lines = ["from lightning_lockstep import *", "from lightning_lockstep.train import hydra_main"]
+    lines += [GIVEN["trainer"], GIVEN["model"], GIVEN["module"], GIVEN["Trainer"]]
     for cell, _ in CELLS:
         text, kind = cell.text.removeprefix("@"), kind_of(cell.text)
-        if (
-            "XLA" in text or "scale_batch_size" in text
-        ):  # another environment; docs/batch-size.md has it with data
-            continue
+        if "XLA" in text or "scale_batch_size" in text:
+            continue  # another environment; docs/batch-size.md has it with data
         if kind == "python":
             lines.append(f"{text if text.startswith(('import', 'from')) else without_dots(text)}  # {cell}")
         elif kind == "strategy":
             lines.append(f"Trainer(strategy={text}, accelerator='cpu')  # {cell}")
-    assert len(lines) > 30
-    (tmp_path / "ds_config.json").write_text(READERS_FILES["ds_config.json"])
-    (tmp_path / "all.py").write_text("\n".join(lines))
-    outcome = run_script([tmp_path / "all.py"], cwd=tmp_path, timeout=120)
-    assert outcome.returncode == 0, outcome.stderr
+    return "\n".join(lines)
 
 
-@pytest.mark.parametrize(
-    ("cell", "part"),
-    [found for found in CELLS if kind_of(found[0].text) in ("command", "overrides")],
-    ids=str,
-)
-def test_what_other_packages_users_are_to_write_in_a_shell_runs(
-    cell: Snippet, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_users_of_other_packages_are_to_write_in_python_runs(failed_objects: dict[str, str]) -> None:
+    assert program_of_cells().count("\n") > 30
+    assert failed_objects.get("docs/coming-from.md", "") == ""
+
+
+@pytest.mark.parametrize(("cell", "part"), [one for one in SHELL_CELLS if not why_not(one[0])], ids=str)
+def test_what_users_of_other_packages_are_to_write_in_a_shell_runs(
+    cell: Snippet, part: str, launches: Launches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if kind_of(cell.text) == "command":
-        test_a_command_can_be_given(cell, tmp_path, monkeypatch)
-    elif part == "lightning-hydra-template" and not cell.text.startswith("ckpt_path"):
-        app = ROOT / "examples" / "foreign_app"
-        outcome = run_script(["train.py", *shlex.split(cell.text), "--cfg", "job"], cwd=app)
-        assert outcome.returncode == 0, outcome.stderr
+    monkeypatch.chdir(readers_folder(tmp_path))
+    if job := job_of(cell, part):
+        ran(launches, job)
+    elif kind_of(cell.text) == "command":
+        look_at(cell, *parts_of(cell.text))
     else:
-        monkeypatch.chdir(tmp_path)
         assert faults_of(*shlex.split(cell.text)) == []
 
 
@@ -392,35 +472,3 @@ def test_a_file_can_be_read_and_its_names_are_there(block: Snippet) -> None:
     assert list(yaml.safe_load_all(block.text)) != [None]
     for name in re.findall(r"(?:_target_|class_path): (lightning_lockstep\S+)", block.text):
         assert callable(locate(name))
-
-
-# -- What is found --
-
-
-def test_what_is_wrong_on_a_page_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
-    page = tmp_path / "page.md"
-    page.write_text(
-        "```\nx\n```\n\n<!-- not run: no TPU -->\n\n```bash\n# a\nlockstep-train strategy=dpp # b\nls \\\n  x\n```\n"
-    )
-    first, second = blocks_of(page)
-    assert (first.language, second.language, second.line, second.not_run) == ("", "bash", 8, "no TPU")
-    train, listing = commands_of(second)
-    assert (train.line, listing.text) == (9, "ls x")
-    assert parts_of(train.text) == ("lockstep-train", ["strategy=dpp"])
-    assert parts_of("A=1 torchrun -n 2 -m lightning_lockstep.train seed=1 ...") == (
-        "lockstep-train",
-        ["seed=1"],
-    )
-    assert first_job(["-m", "hydra/launcher=x", "seed=1,2", "a.b=interval(0.1,1)", "c=[d,e]"]) == [
-        "seed=1",
-        "a.b=0.1",
-        "c=[d,e]",
-    ]
-    assert missing_names("import os\nx = os.sep + x + y\ndef f(a): return a, x\nprint(f(z))") == [
-        "x",
-        "y",
-        "z",
-    ]
-    with pytest.raises(AssertionError, match="dpp"):
-        check_lockstep_train(train, "lockstep-train", ["strategy=dpp"])

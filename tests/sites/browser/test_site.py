@@ -155,19 +155,6 @@ def test_every_page_loads_without_an_error_and_fits_a_phone(site: Path) -> None:
 
 
 @in_a_browser
-def test_a_page_that_is_too_wide_or_asks_another_host_is_found(tmp_path: Path) -> None:
-    text = '<div style="width: 900px">wide</div><script src="http://127.0.0.1:1/x.js"></script><script>gone()</script>'
-    (tmp_path / "index.html").write_text(text)
-    problems: list[str] = []
-    with browsing(tmp_path, problems) as (page, address):
-        page.set_viewport_size(PHONE)
-        page.goto(address, wait_until="load")
-        assert page.evaluate("document.documentElement.scrollWidth") > PHONE["width"]
-    assert "http://127.0.0.1:1/x.js" in problems
-    assert any("gone is not defined" in problem for problem in problems)
-
-
-@in_a_browser
 def test_the_search_finds_a_callback(site: Path) -> None:
     problems: list[str] = []
     with browsing(site, problems) as (page, address):

@@ -290,11 +290,8 @@ def made_by(made: CLI, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_by_class_path_with_its_defaults_and_back(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    args = written(name, REQUIRED.get(name))
-    made_by(cli(args), name)
-    assert printed(args, capsys)["class_path"] == f"lightning_lockstep.{name}"
-    made_by(cli(["--config=config.yaml"]), name)
+def test_by_class_path_with_its_defaults(name: str) -> None:
+    made_by(cli(written(name, REQUIRED.get(name))), name)
 
 
 def options_of(name: str) -> set[str]:
@@ -316,15 +313,15 @@ def test_each_option_comes_back_from_the_printed_configuration(
     handed_on = options_of_ddp() | {*inspect.signature(getattr(lightning_lockstep, name).__init__).parameters}
     given = {key: value for key, value in OPTIONS[name].items() if key in handed_on}
     args = written(name, given)
-    back = printed(args, capsys)["init_args"]
-    assert {key: back[key] for key in given} == given
-    for taken in (args, ["--config=config.yaml"]):
-        made = made_by(cli(taken), name)
-        values = {key: plain(value) for key, value in vars(getattr(made, "settings", made)).items()}
-        hook = values.pop("ddp_comm_hook", None)
-        assert getattr(hook, "__name__", hook) in (None, "fp16_compress", "fp16_compress_hook")
-        held = {key: value for key, value in given.items() if key in values and not _is_made(value)}
-        assert {key: values[key] for key in held} == held
+    back = printed(args, capsys)
+    assert back["class_path"] == f"lightning_lockstep.{name}"
+    assert {key: back["init_args"][key] for key in given} == given
+    made = made_by(cli(["--config=config.yaml"]), name)
+    values = {key: plain(value) for key, value in vars(getattr(made, "settings", made)).items()}
+    hook = values.pop("ddp_comm_hook", None)
+    assert getattr(hook, "__name__", hook) in (None, "fp16_compress", "fp16_compress_hook")
+    held = {key: value for key, value in given.items() if key in values and not _is_made(value)}
+    assert {key: values[key] for key in held} == held
 
 
 def _is_made(value: object) -> bool:
@@ -337,7 +334,6 @@ def _is_made(value: object) -> bool:
 )
 def test_a_strategy_by_its_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     args = [f"--trainer.strategy={name}", "--trainer.devices=1", "--trainer.logger=false"]
-    assert type(cli(args).made).__name__ in strategies.__all__
     assert printed(args, capsys) == name
     assert type(cli(["--config=config.yaml"]).made).__name__ in strategies.__all__
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers import ScriptOutcome, run_script, start_script
+from tests.helpers import run_script, start_script
 from tests.helpers.ranks import fork_of
 
 # The last word of what a rank prints first: whether the imports were behind it.
@@ -25,20 +25,41 @@ def as_rank(program: str, folder: Path, *, before: str = "") -> list[str]:
     return ["sh", "-c", f"{before} LOCAL_RANK=0 {sys.executable} {file} an argument; exit $?"]
 
 
-def run(program: str, folder: Path, *, before: str = "", fresh: bool = False) -> ScriptOutcome:
-    return run_script(as_rank(program, folder, before=before), fresh=fresh)
+#: What stands before the command of a rank, its program, and how it ends.
+CASES = {
+    "plain": ("", "", "fork", 0),
+    "other limits": ("ulimit -n 200;", "", "fresh", 0),
+    "other libraries": ("LD_LIBRARY_PATH=/nowhere", "", "fresh", 0),
+    "read by torch": ("TORCH_LOGS=", "", "fresh", 0),
+    "read by Python": ("PYTHONHASHSEED=1", "", "fresh", 0),
+    "exits": ("", "sys.exit(3)", "fork", 3),
+    "raises": ("", "raise ValueError", "fork", 1),
+    "is killed": ("", "os.kill(os.getpid(), 9)", "fork", 128 + 9),
+    "is ended": ("", "os.kill(os.getpid(), 15)", "fork", 128 + 15),
+    "ends at once": ("", "os._exit(75)", "fork", 75),
+}
 
 
-def test_a_rank_is_a_fork_unless_a_fresh_interpreter_is_asked_for(tmp_path: Path) -> None:
-    assert run("", tmp_path).stdout == "fork\n"
-    assert run("", tmp_path, fresh=True).stdout == "fresh\n"
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, int]]:
+    """How each case began and ended, started by one shell."""
+    folder, lines = tmp_path_factory.mktemp("ranks"), []
+    for number, (before, program, _, _) in enumerate(CASES.values()):
+        (folder / f"{number}.py").write_text(BEGIN + program)
+        lines.append(f"( {before} LOCAL_RANK=0 {sys.executable} {folder}/{number}.py; exit $? ); echo $?")
+    words = run_script(["sh", "-c", "\n".join(lines)]).stdout.split()
+    return dict(zip(CASES, zip(words[::2], map(int, words[1::2]), strict=True), strict=True))
 
 
-@pytest.mark.parametrize(
-    "before", ["ulimit -n 200;", "LD_LIBRARY_PATH=/nowhere", "TORCH_LOGS=", "PYTHONHASHSEED=1"]
-)
-def test_where_a_fork_would_differ_the_interpreter_goes_on(before: str, tmp_path: Path) -> None:
-    assert run("", tmp_path, before=before).stdout == "fresh\n"
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_is_a_fork_if_that_cannot_differ_and_ends_as_an_interpreter(
+    case: str, ends: dict[str, tuple[str, int]]
+) -> None:
+    assert ends[case] == CASES[case][2:]
+
+
+def test_a_fresh_interpreter_can_be_asked_for(tmp_path: Path) -> None:
+    assert run_script(as_rank("", tmp_path), fresh=True).stdout == "fresh\n"
 
 
 def test_it_has_its_own_arguments_environment_folder_files_and_parent(tmp_path: Path) -> None:
@@ -53,25 +74,11 @@ if child == 0:
 assert os.waitpid(child, 0)[1] == 0
 """
     before = f"cd {tmp_path}; exec 7>seventh; renice -n 3 $$ >/dev/null; MINE=yes"
-    outcome = run(program, tmp_path, before=before)
+    outcome = run_script(as_rank(program, tmp_path, before=before))
     assert (outcome.returncode, outcome.stdout) == (0, f"fork\nan argument yes {tmp_path} 3\n"), (
         outcome.output
     )
     assert (tmp_path / "seventh").read_text() == "seventh"
-
-
-@pytest.mark.parametrize(
-    ("program", "code"),
-    [
-        ("sys.exit(3)", 3),
-        ("raise ValueError", 1),
-        ("os.kill(os.getpid(), 9)", 128 + 9),
-        ("os.kill(os.getpid(), 15)", 128 + 15),
-        ("os._exit(75)", 75),
-    ],
-)
-def test_it_ends_as_its_fork_does(program: str, code: int, tmp_path: Path) -> None:
-    assert run(program, tmp_path).returncode == code
 
 
 WAITS = """

@@ -1,0 +1,81 @@
+"""What visitors of the repository get fits together: costs, pictures, examples, the citation and forms for issues."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+from repository import ROOT, at, imports_of
+
+README = ROOT / "README.md"
+
+
+def problems() -> Iterator[str]:
+    yield from costs_and_pictures()
+    yield from examples()
+    yield from citation_and_forms()
+
+
+def costs_and_pictures() -> Iterator[str]:
+    """README's costs are those of benchmarks/results; its pictures are kept, load nothing and show no machine."""
+    costs = importlib.import_module("benchmarks.costs")
+    text = README.read_text()
+    for cost in costs.COSTS:
+        if costs.line(cost) not in text.splitlines():
+            yield f"{at(README, cost.what)}: not the figures of benchmarks/results; expected: {costs.line(cost)}"
+    for name in re.findall(r'src="(.*?)"', text):
+        if not (ROOT / name).is_file():
+            yield f"{at(README, name)}: shows {name}, which is not there"
+    for picture in sorted((ROOT / "docs" / "pictures").glob("*.svg")):
+        for found in re.findall(r"url\(['\"]?http|<image|@import|/(?:tmp|work|root)/", picture.read_text()):
+            yield f"{at(picture, found)}: has {found}; a picture loads nothing, and has no path of a machine"
+
+
+def examples() -> Iterator[str]:
+    """An example, of which people begin with a copy, imports public names; the program for checkers all of them."""
+    public = {"lightning_lockstep": {"__version__"}, "lightning_lockstep.train": set()}
+    public |= {
+        f"lightning_lockstep.{room}": set()
+        for room in ("callbacks", "strategies", "demo", "distributed", "launchers")
+    }
+    for module, names in public.items():
+        names |= {*importlib.import_module(module).__all__, ""}
+    for path in sorted((ROOT / "examples").rglob("*.py")):
+        for line, name in imports_of(ast.parse(path.read_text())):
+            module, last = (name, "") if name in public else name.rpartition(".")[::2]
+            if name.partition(".")[0] == "lightning_lockstep" and last not in public.get(module, ()):
+                yield f"{at(path, line)}: an example imports {name}, which no public module names"
+    program = ROOT / "tests" / "common" / "package" / "typed_program.py"
+    used = {name.rpartition(".")[2] for _, name in imports_of(ast.parse(program.read_text()))}
+    for name in sorted(public["lightning_lockstep"] - used - {"", "__version__"}):
+        yield f"{at(program)}: the program that type checkers get does not use {name}"
+
+
+def citation_and_forms() -> Iterator[str]:
+    """The citation is of this version; a form is one that GitHub accepts, and the one for bugs asks for the doctor."""
+    path = ROOT / "CITATION.cff"
+    citation: dict[str, Any] = yaml.safe_load(path.read_text())
+    version = importlib.import_module("lightning_lockstep").__version__
+    if (
+        citation.get("version") != version
+        or not {"cff-version", "message", "title", "authors"} <= citation.keys()
+    ):
+        yield f"{at(path, 'version')}: expected version {version}, cff-version, message, title and authors"
+    if f'license = "{citation.get("license")}"' not in (ROOT / "pyproject.toml").read_text():
+        yield f"{at(path, 'license')}: another licence than in pyproject.toml"
+    for form in (ROOT / ".github" / "ISSUE_TEMPLATE" / f"{name}.yml" for name in ("bug", "feature")):
+        content: dict[str, Any] = yaml.safe_load(form.read_text())
+        body = [part for part in content["body"] if part["type"] != "markdown"]
+        if not {"name", "description"} <= content.keys() or len({part["id"] for part in body}) < len(body):
+            yield f"{at(form)}: GitHub takes a name, a description, and parts with an id of their own each"
+        for part in content["body"]:
+            if part["type"] not in {"markdown", "textarea", "input", "dropdown", "checkboxes"}:
+                yield f"{at(form, part['type'])}: GitHub has no part {part['type']}"
+            if ("value" if part["type"] == "markdown" else "label") not in part["attributes"]:
+                yield f"{at(form, part['type'])}: a part without its text"
+        if not any("lockstep-doctor --json" in str(part) for part in body if part.get("id") == "doctor"):
+            yield f"{at(form)}: does not ask for what lockstep-doctor --json prints"
