@@ -322,7 +322,6 @@ def test_a_global_batch_is_kept_and_learning_rates_scale(tmp_path):
 
 
 def test_a_picture(tmp_path):
-    pytest.importorskip("matplotlib")
     module = Walled(600)
     trainer(tmp_path, largest("binsearch", plot=True)).fit(module)
     assert (tmp_path / "batch_size.png").read_bytes()[:4] == b"\x89PNG"

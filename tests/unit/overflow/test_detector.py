@@ -451,7 +451,6 @@ def test_the_picture(tmp_path: Path) -> None:
 
 
 def test_the_picture_has_a_gap_and_a_marker_for_what_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
     from matplotlib.axes import Axes
 
     lines: list[list[float]] = []
