@@ -8,6 +8,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -80,9 +81,8 @@ def test_batches_that_a_run_never_reaches_may_differ() -> None:
 
 
 def test_settings_that_cannot_be_resolved_are_left_alone() -> None:
-    omegaconf = pytest.importorskip("omegaconf")
     module = Odd()
-    module._hparams = omegaconf.OmegaConf.create({"width": 3, "folder": "${nowhere:folder}", "given": "???"})
+    module._hparams = OmegaConf.create({"width": 3, "folder": "${nowhere:folder}", "given": "???"})
     assert [name for name in facts(trainer(), module) if "hparams" in name] == ["hparams of Odd: width"]
 
 
