@@ -143,7 +143,7 @@ def test_the_decorator_takes_a_reduction_and_refuses_a_batch_size():
     with pytest.raises(TypeError, match="in addition to the batch size"):
         train(64)
 
-    @find_executable_batch_size(starting_batch_size=4)
+    @find_executable_batch_size(starting_batch_size=1)
     def never(batch_size):
         raise MemoryError
 
