@@ -117,6 +117,15 @@ class PassedIn(Walled):
     val_dataloader = test_dataloader = predict_dataloader = None  # type: ignore[assignment]
 
 
+class Mid(Walled):
+    """Each micro-batch of more than ``fits`` samples runs out of memory in the batches of ``only``."""
+
+    def __init__(self, *, fits: int, use_norm: bool = False, **kwargs: Any) -> None:
+        super().__init__(fits, rows=16 * 24, batch_size=16, **kwargs)
+        if not use_norm:
+            self.norm = nn.Identity()
+
+
 class FromLoader(pl.LightningModule):
     """Has neither a batch size nor a loader."""
 

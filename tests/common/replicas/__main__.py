@@ -1,4 +1,4 @@
-"""Many random runs: ``python -m tests.replicas --divergences 200 --healthy 200``."""
+"""Many random runs: ``python -m tests.common.replicas --divergences 200 --healthy 200``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _AT_ONCE = 20
 
 def main() -> int:
     """Run them, print what went wrong and a table; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tests.replicas", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.common.replicas", description=__doc__)
     parser.add_argument("--divergences", type=int, default=200)
     parser.add_argument("--healthy", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)

@@ -26,6 +26,8 @@ from lightning_lockstep import (
 from lightning_lockstep.distributed import current_communicator
 from tests.helpers import on_device
 
+EVERY_3 = {"audit_every_n_steps": 3}
+
 
 @dataclass(kw_only=True)
 class Case:
@@ -187,6 +189,21 @@ class Fault(Callback):
             module.batches += 1
         elif case.fault == "layer":
             held(module.parameters())[case.target % 4].mul_(1.5)
+
+
+class Hooked(Callback):
+    """Lets a module do something else on each of the chosen ranks."""
+
+    def __init__(self, hook: Any, *ranks: int) -> None:
+        self.hook, self.ranks = hook, ranks
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if current_communicator().rank in self.ranks:
+            pl_module.middle[0].register_forward_hook(self.hook)
+
+
+def of_rank(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output + current_communicator().rank
 
 
 class OwnBatches:

@@ -1,4 +1,4 @@
-"""A tiny T5 whose float16 overflows: compared with Transformers' detector, on two ranks, and with the remedy."""
+"""A tiny T5 whose float16 overflows on rank 1 of two: as Transformers' detector sees it, and with the remedy."""
 
 from __future__ import annotations
 
@@ -44,18 +44,21 @@ def transformers_frames(task: Any, batch: torch.Tensor, *, precision: str) -> st
     """What Transformers' detector prints when it sees the same batch with the same weights."""
     from transformers.debug_utils import DebugUnderflowOverflow
 
-    detector = DebugUnderflowOverflow(task.model, max_frames_to_save=6)
+    detector = DebugUnderflowOverflow(task.to(chosen_device()).model, max_frames_to_save=6)
     printed = io.StringIO()
     with (
         contextlib.redirect_stdout(printed),
         plugin(precision).forward_context(),
         contextlib.suppress(ValueError),
     ):
-        task.training_step(batch, 0)
+        task.training_step(batch.to(chosen_device()), 0)
     del detector
     return printed.getvalue()
 
 
+TWO_RANKS: dict[str, Any] = {"devices": 2, "strategy": "ddp_find_unused_parameters_true"}
+#: The module that the remedy runs in float32.
+BLOCK = "model.encoder.block.0.layer.1.DenseReluDense"
 #: Weights of the first feed-forward block that are too large for the format, as the example explains.
 SCALES = {"16-mixed": 11_000.0, "16-true": 11_000.0, "bf16-mixed": 5.7e37, "bf16-true": 5.7e37}
 
@@ -80,115 +83,80 @@ def lines_of(text: str) -> list[str]:
     return kept[start:end]
 
 
+def both_detectors(t5: Any, folder: str) -> dict[str, tuple[list[str], list[str], str]]:
+    """The bad batch on rank 1: its frames, those of Transformers for the same batch, and the first bad module."""
+    rank = int(os.environ["RANK"])
+    bad = list(t5.batches(rank=rank, bad_rank=1))[3]
+    found = {}
+    for precision in SCALES:
+        model, detector = task(t5, precision), OverflowDetector(max_frames_to_save=6)
+        plugins = [plugin(precision)]
+        with contextlib.suppress(OverflowDetectedError):
+            fit(model, one_batch(bad), detector, plugins=plugins, **TWO_RANKS, default_root_dir=folder)
+        if rank == 1:
+            (report,) = detector.reports
+            theirs = transformers_frames(model, bad, precision=precision)
+            found[precision] = lines_of(f"{report.text()}\n"), lines_of(theirs), report.producer.module
+    return found
+
+
+def fails_and_passes(t5: Any, folder: str) -> dict[str, Any]:
+    """The run that fails on rank 1, and the same with the remedy."""
+    rank = int(os.environ["RANK"])
+    options = {**TWO_RANKS, "plugins": [plugin("16-mixed")], "default_root_dir": folder}
+    detector = OverflowDetector()
+    with pytest.raises(OverflowDetectedError) as caught:
+        fit(task(t5), t5.batches(rank=rank, bad_rank=1), detector, **options)
+    model = task(t5)
+    keys = list(model.state_dict())
+    callbacks = OverflowDetector(), FP32Modules([BLOCK])
+    trainer = fit(model, t5.batches(rank=rank, bad_rank=1), *callbacks, **options)
+    assert list(model.state_dict()) == keys
+    # Lightning itself leaves one on the LightningModule.
+    assert not any("forward" in module.__dict__ for module in model.model.modules())
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    (report,) = detector.reports
+    return {
+        "error": str(caught.value),
+        "steps": trainer.global_step,
+        "sum": float(weights.double().sum()),
+        "frames": [frame.text() for frame in report.frames],
+        "remedy": (report.remedy.tried, report.remedy.modules) if report.remedy else None,
+    }
+
+
+def both_of(folder: str) -> dict[str, Any]:
+    t5 = example()
+    return {"frames": both_detectors(t5, folder), "run": fails_and_passes(t5, folder)}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, device: str) -> list[dict[str, Any]]:
+    return run_ranks(2, both_of, str(tmp_path_factory.mktemp("t5")), timeout=150)
+
+
 @pytest.mark.parametrize("precision", SCALES)
 def test_same_first_bad_module_and_same_values_as_transformers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str
+    found: list[dict[str, Any]], precision: str
 ) -> None:
-    t5 = example()
-    model, detector = task(t5, precision), OverflowDetector(max_frames_to_save=6)
-    bad = list(t5.batches(rank=0, bad_rank=0))[3]
-    with pytest.raises(OverflowDetectedError, match="batch_number=0"):
-        fit(model, one_batch(bad), detector, plugins=[plugin(precision)], default_root_dir=tmp_path)
-    ours = lines_of(capsys.readouterr().err)
-    theirs = lines_of(transformers_frames(model, bad, precision=precision))
+    ours, theirs, module = found[1]["frames"][precision]
     assert ours == theirs
     assert ours[-4].split() == ["encoder.block.0.layer.1.DenseReluDense.wi", "Linear"]
     assert ours[-1].split()[1:] == ["inf", "output"]
-    assert detector.reports[0].producer.module == "model.encoder.block.0.layer.1.DenseReluDense.wi"
+    assert module == f"{BLOCK}.wi"
 
 
-def both_detectors(folder: str) -> dict[str, tuple[list[str], list[str]]]:
-    """On two ranks, the bad batch on rank 1: this rank's frames, and Transformers' of the same batch."""
-    t5, rank = example(), int(os.environ["RANK"])
-    bad = list(t5.batches(rank=rank, bad_rank=1))[3]
-    answers = {}
-    for precision in ("16-mixed", "bf16-mixed"):
-        model, detector = task(t5, precision), OverflowDetector(max_frames_to_save=6)
-        with contextlib.suppress(OverflowDetectedError):
-            fit(
-                model,
-                one_batch(bad),
-                detector,
-                devices=2,
-                strategy="ddp_find_unused_parameters_true",
-                plugins=[plugin(precision)],
-                default_root_dir=folder,
-            )
-        text = f"{detector.reports[0].text()}\n"
-        theirs = transformers_frames(model, bad, precision=precision) if rank == 1 else ""
-        answers[precision] = (lines_of(text), lines_of(theirs)) if rank == 1 else ([], [])
-    return answers
-
-
-def test_two_ranks_find_what_transformers_finds(tmp_path: Path) -> None:
-    _, one = run_ranks(2, both_detectors, str(tmp_path), timeout=150)
-    assert set(one) == {"16-mixed", "bf16-mixed"}
-    for ours, theirs in one.values():
-        assert ours == theirs
-        assert ours[-4].split() == ["encoder.block.0.layer.1.DenseReluDense.wi", "Linear"]
-        assert ours[-1].split()[1:] == ["inf", "output"]
-
-
-def test_the_remedy_lets_the_failing_run_pass(tmp_path: Path, device: str) -> None:
-    t5 = example()
-    loader = t5.batches(rank=0, bad_rank=0)
-    detector = OverflowDetector()
-    with pytest.raises(OverflowDetectedError) as caught:
-        fit(task(t5), loader, detector, plugins=[plugin("16-mixed")], default_root_dir=tmp_path)
-    remedy = detector.reports[0].remedy
-    assert remedy.tried
-    assert remedy.modules == ("model.encoder.block.0.layer.1.DenseReluDense",)
-    assert "'callbacks.fp32_modules.modules=[model.encoder.block.0.layer.1.DenseReluDense]'" in str(
-        caught.value
-    )
-    model = task(t5)
-    keys = list(model.state_dict())
-    trainer = fit(
-        model,
-        loader,
-        OverflowDetector(),
-        FP32Modules(remedy.modules),
-        plugins=[plugin("16-mixed")],
-        default_root_dir=tmp_path,
-    )
-    assert trainer.global_step == 6
-    assert list(model.state_dict()) == keys
-    assert not any("forward" in module.__dict__ for module in model.modules())
-
-
-def both_runs(folder: str) -> dict[str, Any]:
-    """On two ranks: the run that fails on rank 1, and the same with the remedy."""
-    t5, rank = example(), int(os.environ["RANK"])
-    options: dict[str, Any] = {
-        "devices": 2,
-        "strategy": "ddp_find_unused_parameters_true",
-        "default_root_dir": folder,
-    }
-    error = ""
-    detector = OverflowDetector()
-    try:
-        fit(task(t5), t5.batches(rank=rank, bad_rank=1), detector, plugins=[plugin("16-mixed")], **options)
-    except OverflowDetectedError as caught:
-        error = str(caught)
-    model = task(t5)
-    remedy = FP32Modules(["model.encoder.block.0.layer.1.DenseReluDense"])
-    loader = t5.batches(rank=rank, bad_rank=1)
-    trainer = fit(model, loader, OverflowDetector(), remedy, plugins=[plugin("16-mixed")], **options)
-    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return {
-        "error": error,
-        "steps": trainer.global_step,
-        "sum": float(weights.double().sum()),
-        "frames": [frame.text() for frame in detector.reports[0].frames],
-    }
-
-
-def test_two_ranks(tmp_path: Path) -> None:
-    zero, one = run_ranks(2, both_runs, str(tmp_path), timeout=150)
+def test_both_ranks_raise_the_same_error_with_the_remedy(found: list[dict[str, Any]]) -> None:
+    zero, one = (each["run"] for each in found)
     assert zero["error"] == one["error"]
     assert "rank 1 (host" in zero["error"]
     assert "DenseReluDense.wi (Linear) made it from good inputs" in zero["error"]
-    assert "inf output" in one["frames"][-1]
+    assert f"'callbacks.fp32_modules.modules=[{BLOCK}]'" in zero["error"]
+    assert "inf output" in one["frames"][-1] and one["remedy"] == (True, (BLOCK,))
+
+
+def test_the_remedy_lets_the_failing_run_pass(found: list[dict[str, Any]]) -> None:
+    zero, one = (each["run"] for each in found)
     assert zero["steps"] == one["steps"] == 6
     assert zero["sum"] == one["sum"]
 

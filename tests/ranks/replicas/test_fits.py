@@ -13,7 +13,11 @@ from lightning_lockstep import CollectiveMismatchError
 from lightning_lockstep.callbacks import replica_check
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.replicas import exchange
-from tests.common.replicas.fits import Case, Kept, fit
+from lightning_lockstep.replicas.checksums import BitViews
+from lightning_lockstep.replicas.contents import Named
+from lightning_lockstep.replicas.exchange import largest_differences
+from lightning_lockstep.replicas.report import Finding
+from tests.common.replicas.fits import EVERY_3, Case, Hooked, Kept, fit, of_rank
 from tests.helpers import run_ranks
 
 
@@ -107,6 +111,19 @@ def after_a_fit_that_only_one_rank_began() -> dict[str, Any]:
     return fit(Case(fault="bit"))
 
 
+def of_large_tensors() -> dict[str, Any]:
+    """How far tensors of rank 1 are from those of rank 0: one value at the end, all values, another shape."""
+    communicator = current_communicator()
+    number = 20 * 2**16
+    one, whole, shape = torch.zeros(number), torch.zeros(number), torch.zeros(3 + communicator.rank)
+    if communicator.rank == 1:
+        one[-1], whole[:] = 2.0, 1.0
+    named = Named(["one", "whole", "shape"], [one, whole, shape], BitViews())
+    finding = Finding(count=1, tensors={"parameters": {name: [[0], [1]] for name in named.names}})
+    found = largest_differences(communicator, finding, {"parameters": named})
+    return {name: tuple(difference) for name, difference in found.items()}
+
+
 def cases() -> dict[str, Any]:
     """Fits one after the other, on the same ranks."""
     return {
@@ -132,17 +149,24 @@ def cases() -> dict[str, Any]:
         "same order": fit(Case(loader="own batches", samples=40), use_distributed_sampler=False),
         "silent": silent(),
         "another try": after_a_fit_that_only_one_rank_began(),
+        "audit: device": fit(Case(fault="device", options=EVERY_3)),
+        "audit: of rank": fit(Case(options=EVERY_3), callbacks=[Hooked(of_rank, 0, 1)]),
         "healthy": fit(Case()),
     }
 
 
+def all_of_it() -> tuple[dict[str, Any], dict[str, Any], str]:
+    return cases(), of_large_tensors(), reordered()
+
+
 @pytest.fixture(scope="module")
 def found(device: str) -> dict[str, Any]:
-    rank_0, rank_1 = run_ranks(2, cases, backend="gloo", timeout=240)
+    (rank_0, *more), (rank_1, *others) = run_ranks(2, all_of_it, backend="gloo", timeout=240)
     for name, outcome in rank_0.items():
         assert outcome["error"] == rank_1[name]["error"], f"{name}: raised alike"
         assert not rank_1[name]["lines"], "rank 0 alone speaks"
-    return rank_0
+    assert more == others
+    return {**rank_0, "large tensors": more[0], "another order": more[1]}
 
 
 @pytest.mark.parametrize(
@@ -177,10 +201,23 @@ def test_what_goes_wrong_is_named_with_its_reason(name: str, texts: list[str], f
         assert text in error, error
 
 
-def test_layers_in_another_order_are_named_by_verify_before_ddp_is_built() -> None:
-    first, second = run_ranks(2, reordered, backend="gloo", timeout=120)
-    assert first == second
-    assert "last.weight (1, 16) float32 trained" in first and "other.weight (1, 16)" in first
+def test_layers_in_another_order_are_named_by_verify_before_ddp_is_built(found: dict[str, Any]) -> None:
+    error = found["another order"]
+    assert "last.weight (1, 16) float32 trained" in error and "other.weight (1, 16)" in error
+
+
+def test_of_a_large_tensor_the_first_blocks_that_differ_are_compared(found: dict[str, Any]) -> None:
+    differences = found["large tensors"]
+    assert differences["one"] == (2.0, 1, 20 * 2**16, 1, True)
+    assert differences["whole"][:3] == (1.0, 16 * 2**16, 20 * 2**16) and differences["whole"][4] is False
+    assert "shape" not in differences
+
+
+def test_an_audit_of_two_ranks_names_the_pair(found: dict[str, Any]) -> None:
+    error = found["audit: device"]["error"]
+    assert error.startswith("rank 0, rank 1 compute different values, and nothing says which")
+    assert "before batch 3 of this fit" in error and "9 of 9: loss 0, first.weight" in error
+    assert "A hook, a module, a library or an attribute" in found["audit: of rank"]["error"]
 
 
 def test_with_warn_the_run_goes_on_and_each_difference_is_told_once(found: dict[str, Any]) -> None:

@@ -45,26 +45,11 @@ def test_nothing_fits_a_start_too_high_and_a_cap(mode):
     assert run(make(init_val=900, max_val=500), 10**6)[0] == 500
 
 
-def test_a_wrong_line_does_not_lead_beyond_the_wall():
-    search = SizeSearch("model", noise=0.0)
-    while not (proposal := search.propose()).stop:
-        fits = proposal.size <= 700  # memory grows faster than the line says
-        search.record(Trial(proposal.size, fits, BASE + SLOPE * proposal.size, BASE + SLOPE * 1000))
-    # Where the line is wrong throughout, halving takes over: a few trials more than the 6 of a good line.
-    assert 0.98 * 700 <= proposal.size <= 700 and len(search.trials) <= 15
-
-
 def test_memory_that_comes_and_goes_takes_the_last_word():
     search = SizeSearch("binsearch")
     search.record(Trial(512, True))
     search.record(Trial(256, False))
     assert search.low == 0 and search.high == 256
-
-
-def test_a_model_without_readings_is_a_binary_search():
-    blind = SizeSearch("model", max_trials=12)
-    assert blind.mode == "binsearch"
-    assert run(blind, 600) == run(SizeSearch("binsearch", max_trials=12), 600)
 
 
 def test_power_stops_at_max_trials():

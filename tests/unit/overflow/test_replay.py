@@ -103,6 +103,7 @@ def test_a_strategy_without_whole_gradients_is_refused(tmp_path: Path) -> None:
         fit(Task(), data(batches=1), OverflowDetector(), strategy=InParts("cpu"), default_root_dir=tmp_path)
 
 
+@pytest.mark.usefixtures("device")
 def test_an_overflow_in_the_backward_is_replayed_bit_for_bit(tmp_path: Path) -> None:
     """Dropout draws from the generator; the loss that goes into the backward is the same twice."""
     losses: list[float] = []

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
-from lightning_lockstep.shapes.recompilation import Compilation, StepCompilations, advice_on_shapes, shapes_of
+from lightning_lockstep.shapes.recompilation import Compilation, StepCompilations, advice_on_shapes
 
 ONE = Compilation("train.py:12 in forward", 1.5, "tensor 'x' size mismatch at index 0. expected 8, actual 5")
 LARGE, SMALL = ((8, 4), (8,)), ((5, 4), (5,))
-
-
-def test_shapes_are_those_of_the_tensors_in_any_structure() -> None:
-    batch = {"rows": torch.ones(8, 4), "more": [torch.ones(8), "text", 3]}
-    assert shapes_of(batch) == LARGE
-    assert shapes_of("text") == ()
 
 
 def test_the_first_batches_of_each_stage_are_expected() -> None:
@@ -70,20 +62,3 @@ def test_known_shapes_are_no_reason_and_the_compilers_own_is_given() -> None:
     )
     silent = found.batch_done("training", 2, 2, LARGE, [Compilation("torch-xla", 0.1)])
     assert silent is not None and silent.line().endswith("the compiler does not say why")
-
-
-def test_the_summary_counts_the_first_and_names_the_later() -> None:
-    found = StepCompilations(expected=1)
-    found.batch_done("training", 0, 0, LARGE, [ONE])
-    assert found.summary() == "1 graph compiled in 1.5 s in the first batches, none later"
-    found.outside += [ONE, Compilation("torch-xla", 0.25, graphs=3)]
-    assert found.summary() == (
-        "1 graph compiled in 1.5 s in the first batches, none later, 4 graphs compiled in 1.8 s outside of batches"
-    )
-    found.outside.clear()
-    for batch in (7, 7, 9):
-        found.batch_done("training", batch, batch, SMALL, [ONE])
-    assert found.summary() == (
-        "1 graph compiled in 1.5 s in the first batches, 3 graphs compiled in 4.5 s later: training batch 7"
-        " (2 times), training batch 9"
-    )

@@ -280,16 +280,6 @@ def test_another_size_of_evaluation_is_said_once_and_training_asked_once(
     assert "instead of 6" not in said
 
 
-def test_a_small_loader_of_the_size_of_training_is_no_other_size(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    net = Net({"backend": "eager", "dynamic": False})
-    made = Trainer(**ONCE, default_root_dir=tmp_path, callbacks=[RecompileMonitor(), StaticShapes()])
-    made.fit(net, loader(12, 6), loader(5, 6))
-    assert sizes(net) == [5]
-    assert "samples at once" not in caplog.text
-
-
 @pytest.mark.parametrize("first", [4, 8])
 def test_each_loader_of_a_stage_has_its_own_size(tmp_path: Path, first: int) -> None:
     class Model(Net):

@@ -12,6 +12,7 @@ from lightning_lockstep.distributed.guard.records import Arrival
 from lightning_lockstep.stragglers.exchange import Collection
 from lightning_lockstep.stragglers.report import StragglerTracker
 from lightning_lockstep.stragglers.verdict import OwnStep, RankStep, StepTimer, _Span, described
+from tests.common.stragglers.fits import ALL, fit
 
 
 def test_of_a_backward_pass_the_last_collective_counts() -> None:
@@ -118,3 +119,9 @@ def test_settings_that_cannot_be_used_are_refused(given: Any) -> None:
 
     with pytest.raises(ConfigurationError, match=r"every_n_steps=.*expected.*\n?.*min_share=1"):
         StragglerMonitor(every_n_steps=given, min_share=1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_on_one_rank_there_is_nobody_to_wait_for() -> None:
+    alone = fit(ALL, steps=4, strategy="auto", devices=1)
+    assert [line for line in alone["lines"] if "there is one rank" in line] == alone["lines"] != []

@@ -1,10 +1,10 @@
-"""A part of the random runs; all of them: ``python -m tests.replicas``."""
+"""A part of the random runs; all of them: ``python -m tests.common.replicas``."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.common.replicas.fits import Case, fits
+from tests.common.replicas.fits import fits
 from tests.common.replicas.random_runs import (
     FAULTS,
     HEALTHY,
@@ -19,16 +19,13 @@ from tests.helpers import run_ranks
 
 
 @pytest.mark.parametrize("hsdp", [False, True])
-def test_random_divergences_are_found_and_named(hsdp: bool) -> None:
-    check(divergences(len(FAULTS) if hsdp else 2 * len(FAULTS), seed=2, hsdp=hsdp), hsdp)
-
-
-@pytest.mark.parametrize("hsdp", [False, True])
-def test_healthy_runs_of_all_kinds_give_no_alarm(hsdp: bool) -> None:
-    check(healthy(len(HEALTHY_UNDER_HSDP if hsdp else HEALTHY), seed=2, hsdp=hsdp), hsdp)
-
-
-def check(cases: list[Case], hsdp: bool) -> None:
-    of_ranks = run_ranks(HSDP_RANKS if hsdp else RANKS, fits, cases, backend="gloo", timeout=240)
-    for case, *outcomes in zip(cases, *of_ranks, strict=True):
-        assert what_is_wrong(case, outcomes) == "", case
+def test_divergences_are_found_and_healthy_runs_give_no_alarm(hsdp: bool) -> None:
+    kinds = HEALTHY_UNDER_HSDP if hsdp else HEALTHY
+    cases = [*divergences(len(FAULTS), seed=2, hsdp=hsdp), *healthy(len(kinds), seed=2, hsdp=hsdp)]
+    of_ranks = run_ranks(HSDP_RANKS if hsdp else RANKS, fits, cases, backend="gloo", timeout=400)
+    wrong = {
+        str(case): text
+        for case, *outcomes in zip(cases, *of_ranks, strict=True)
+        if (text := what_is_wrong(case, outcomes))
+    }
+    assert wrong == {}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,16 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lockstep import AutoBatchSize, BatchSizeError, EffectiveBatchSize, LockstepTuner
+from lightning_lockstep import AutoBatchSize, EffectiveBatchSize
 from lightning_lockstep.demo.images import ConvNet, DigitsData
 from tests.common.batch_size.models import PassedIn, Walled, largest, trainer
 from tests.common.batch_size.same_run import strategy_for
-from tests.helpers import run_ranks, world_size
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.allow_leaks("env:POPULATE", "env"),
-]
+from tests.helpers import run_ranks
 
 ROWS = 240
 
@@ -97,77 +90,63 @@ def kept(ranks: int, folder: str) -> dict[str, Any]:
     return told
 
 
-@world_size(1, 2)
-def test_steps_and_weights_are_those_without_a_search(world_size, tmp_path):
-    for told in run_ranks(world_size, kept, world_size, str(tmp_path), backend=None, timeout=170):
-        for name, (_, configured, expected) in DIVIDED.items():
-            divided, afterwards, same_steps, apart = told[name]
-            assert divided == (expected or (ROWS // world_size, 1)), name
-            assert afterwards == configured and same_steps and apart < 1e-5, name
+def runs_digits(ranks: int, folder: str) -> list[Any]:
+    found = []
+    effective = EffectiveBatchSize(512, lr_scaling="linear", reference_batch_size=256)
+    for limit, accumulate, others in (("shard", 3, []), (None, 1, []), (None, 16, [effective])):
+        data, finder = DigitsData(seed=5), (AutoBatchSize if others else largest)("power", 1, 64, limit=limit)
+        run = trainer(
+            folder,
+            *others,
+            finder,
+            devices=ranks,
+            strategy=strategy_for(ranks),
+            max_steps=1,
+            accumulate_grad_batches=accumulate,
+        )
+        run.fit(ConvNet(width=8, learning_rate=3e-3), data)
+        rate = run.optimizers[0].param_groups[0]["lr"] / 3e-3
+        found.append((data.batch_size, run.accumulate_grad_batches, run.global_step, round(rate, 6)))
+    return found
+
+
+def cases(ranks: int, folder: str) -> dict[str, Any]:
+    """Fits one after the other, on the same ranks."""
+    return {**kept(ranks, folder), "digits": runs_digits(ranks, folder)}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(2, cases, 2, str(tmp_path_factory.mktemp("kept")), backend=None, timeout=170)
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_steps_and_weights_are_those_without_a_search(found: list[dict[str, Any]], name: str) -> None:
+    _, configured, expected = DIVIDED[name]
+    for told in found:
+        divided, afterwards, same_steps, apart = told[name]
+        assert divided == (expected or (ROWS // len(found), 1))
+        assert afterwards == configured and same_steps and apart < 1e-5
+
+
+def test_what_is_configured_is_there_again_after_each_fit_or_evaluation(found: list[dict[str, Any]]) -> None:
+    for told in found:
         assert told["passed"] == [(6, 2, 1)] * 2
         assert told["validated"] == [64, 12, 12, 12]
-        assert told["data"] == (64, 64 // (2 * world_size))
+
+
+def test_a_global_batch_of_the_data_or_of_effective_batch_size_is_kept(found: list[dict[str, Any]]) -> None:
+    for told in found:
+        assert told["data"] == (64, 64 // (2 * len(found)))
         assert told["effective"] == (8, 48)
 
 
-@pytest.mark.filterwarnings("default")
-def test_the_largest_is_taken_where_it_is_asked_for_with_a_warning(tmp_path):
-    import warnings
-
-    said = (
-        r"batch size 64 per rank instead of 4: an epoch has 4 optimizer steps instead of 60, .*size=4\) keeps"
-    )
-    for search in ("callback", "tuner"):
-        net, run = (
-            Walled(100, rows=ROWS),
-            trainer(tmp_path, *([largest("power")] if search == "callback" else [])),
-        )
-        warnings.simplefilter("always")
-        with pytest.warns(UserWarning, match=said):
-            if search == "tuner":
-                LockstepTuner(run).scale_batch_size(net, mode="power")
-            else:
-                run.fit(net)
-        assert net.batch_size == 64, search
-    with pytest.raises(BatchSizeError, match=r"'largest'.* ask for global batches of 16 and largest"):
-        trainer(tmp_path, largest(), EffectiveBatchSize(16)).fit(Walled())
-
-
-class ByHand(Walled):
-    def __init__(self, wall: int) -> None:
-        super().__init__(wall, batch_size=12)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        loss = super().training_step(batch, batch_idx)
-        self.manual_backward(loss)
-        self.optimizers().step()
-
-
-def test_manual_optimization_keeps_a_batch_that_fits_and_says_what_to_write_for_one_that_does_not(tmp_path):
-    callback, net = AutoBatchSize("binsearch"), ByHand(20)
-    trainer(tmp_path, callback).fit(net)
-    assert callback.optimal_batch_size == 12 and net.sizes == [12, 12]
-    with pytest.raises(BatchSizeError, match=r"manual optimization.*12 per rank are configured.*'largest'"):
-        trainer(tmp_path, AutoBatchSize("binsearch")).fit(ByHand(10))
-    net = ByHand(10)
-    trainer(tmp_path, largest("power")).fit(net)
-    assert net.sizes == [8, 8]
-
-
-def test_reports_are_in_the_folder_of_the_run_or_nowhere(tmp_path, monkeypatch, capfd):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    for logger in (False, pl.loggers.CSVLogger("logs")):
-        run = trainer(tmp_path / "here", AutoBatchSize("power"), logger=logger, limit_val_batches=1.0)
-        run.validate(Walled(100), verbose=False)
-        run.fit(Walled())
-        written = sorted(str(path) for path in Path().rglob("batch_size*"))
-        names = ["batch_size.json", "batch_size_validate.json"]
-        assert written == [f"logs/lightning_logs/version_0/{name}" for name in names if logger]
-    assert json.loads(Path(written[0]).read_text())["accumulate"] == 1
-    said = capfd.readouterr().err
-    assert (
-        "4 fits and nothing larger is tried: it is a rank's share of the global batch of 4, as config" in said
-    )
-    assert "batch size 64 per rank\n" in said, "an evaluation has no optimizer steps"
+def test_global_batches_stay_within_the_data(found: list[dict[str, Any]]) -> None:
+    data, ranks = DigitsData(), len(found)
+    data.setup("fit")
+    samples = len(data.train_dataloader().dataset)
+    for told in found:
+        shard, whole, effective = told["digits"]
+        assert shard == (samples // (3 * ranks), 3, 1, 1.0)
+        assert whole == (samples // ranks, 1, 1, 1.0)
+        assert effective == (512 // ranks, 1, 1, 2.0), "divided and scaled once"

@@ -1,29 +1,24 @@
-"""Steps between two reads, memory, gradients of float32 modules, DTensors, reports that cannot be written."""
+"""Steps between two reads, memory, what the hooks see, reports that cannot be written."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_lockstep import (
     ConfigurationError,
-    FP32Modules,
     OverflowDetectedError,
     OverflowDetector,
-    detect_overflow,
 )
-from lightning_lockstep.numerics.statistics import any_bad, has_bad_values, tensor_statistics
-from lightning_lockstep.steps.snapshot import RandomState
 from tests.common.overflow.models import MARK, WIDTH, Explode, Task, data, fit
-from tests.helpers import run_ranks
 
 
 @pytest.mark.parametrize(("bad", "note"), [(5, "Found 2 batches later"), (8, ""), (7, "")])
@@ -95,46 +90,33 @@ def test_large_finite_values_are_no_alarm(tmp_path: Path) -> None:
 
 
 class LowPrecision(Task):
-    """float16 or bfloat16 weights, of which some columns get next to no gradient."""
+    """float16 weights, of which some columns get next to no gradient."""
 
-    def __init__(self, dtype: torch.dtype, lr: float) -> None:
-        super().__init__(lr=lr)
-        self.head = nn.Linear(WIDTH, 1, bias=False).to(dtype)
+    def __init__(self) -> None:
+        super().__init__(lr=1.0)
+        self.head = nn.Linear(WIDTH, 1, bias=False).half()
         self.before = nn.Identity()
-        self.dtype_used = dtype
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         scales = torch.tensor([1.0] + [1e-7] * (WIDTH - 1))
-        return self.head((batch * scales).to(self.dtype_used)).float().square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=self.lr, eps=1e-4)
+        return self.head((batch * scales).half()).float().square().mean()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "lr", "said"),
-    [
-        (torch.float16, 1.0, "88% of the gradients are flushed to zero (worst: head.weight 88%)"),
-        (torch.bfloat16, 1e-9, "100% of the Adam update changes no weight"),
-    ],
-)
-def test_underflow_is_said_once_in_a_fit(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: torch.dtype, lr: float, said: str
-) -> None:
+def test_underflow_is_said_once_in_a_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    detector = OverflowDetector(underflow_every_n_steps=2)
     with caplog.at_level(logging.WARNING):
-        fit(
-            LowPrecision(dtype, lr),
-            data(batches=8),
-            OverflowDetector(underflow_every_n_steps=2),
-            default_root_dir=tmp_path,
-        )
+        fit(LowPrecision(), data(batches=8), detector, default_root_dir=tmp_path)
+    said = "88% of the gradients are flushed to zero (worst: head.weight 88%)"
     assert [said in message for message in caplog.messages].count(True) == 1, caplog.messages
 
 
 def memory(folder: Path, detector: OverflowDetector | None) -> int:
     """Return the most memory that tensors took at once in a fit, above its start [bytes]."""
     model = Task(nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, WIDTH)))
-    loader = data(batches=4, size=20_000)
+    batches: Any = [
+        torch.randn(20_000, WIDTH) for _ in range(4)
+    ]  # made before: of a loader each row is recorded
+    loader = DataLoader(batches, batch_size=None)
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profiler:
@@ -166,109 +148,6 @@ class _Also(OverflowDetector):
         assert self._detection is not None and self._detection.record is not None
         self.kept.append(self._detection.record.args[0].clone())
         super().on_before_backward(trainer, pl_module, loss)
-
-
-def test_every_generator_repeats() -> None:
-    import random
-
-    import numpy as np
-
-    draws: list[Any] = [
-        random.random,
-        lambda: random.gauss(0, 1),
-        np.random.rand,
-        np.random.randn,
-        lambda: float(torch.rand(())),
-    ]
-    for draw in draws:
-        for count in range(1, 4):
-            state = RandomState.capture(torch.device("cpu"))
-            first = [draw() for _ in range(count)]
-            later = RandomState.capture(torch.device("cpu"))
-            state.restore()
-            assert [draw() for _ in range(count)] == first
-            later.restore()
-            following = draw()
-            later.restore()
-            assert draw() == following
-
-
-def islands() -> dict[str, Any]:
-    """On two ranks under bf16-mixed: gradients with a float32 island, and of the same in one process."""
-    rank = int(os.environ["RANK"])
-    batches = [data(batches=1, seed=seed) for seed in (0, 1)]
-
-    class Noted(Task):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            self.noted = torch.cat([p.grad.flatten() for p in self.parameters()])
-
-    model = Noted(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
-    plain = Noted(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
-    states = [plain.state_dict()]
-    torch.distributed.broadcast_object_list(states, src=0)
-    plain.load_state_dict(states[0])
-    model.load_state_dict(states[0])
-    inside: list[torch.dtype] = []
-    model.suspect[1].register_forward_hook(lambda m, a, out: inside.append(a[0].dtype))
-    fit(
-        model,
-        batches[rank],
-        FP32Modules(["suspect"]),
-        OverflowDetector(),
-        devices=2,
-        strategy="ddp",
-        precision="bf16-mixed",
-    )
-    means = []
-    for seed in (0, 1):
-        loss = _with_island(plain, next(iter(batches[seed])))
-        means.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(plain.parameters()))]))
-    return {"inside": inside, "ddp": model.noted.tolist(), "alone": (sum(means) / 2).tolist()}
-
-
-def _with_island(model: Task, batch: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        before = model.before(batch)
-        with torch.autocast("cpu", enabled=False):
-            inner = model.suspect(before.float()).to(before.dtype)
-        return model.head(inner).square().mean()
-
-
-def test_gradients_of_float32_islands_under_ddp() -> None:
-    zero, one = run_ranks(2, islands)
-    assert zero["ddp"] == one["ddp"]
-    assert zero["inside"] == [torch.float32]
-    assert zero["ddp"] == pytest.approx(zero["alone"], rel=1e-5, abs=1e-7)
-
-
-def distributed_tensors() -> list[Any]:
-    """On each rank: what is said of a DTensor whose bad value is in rank 1's shard, alone and in a list."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (2,))
-    good, bad = torch.ones(4, 3), torch.ones(4, 3)
-    bad[3, 1] = float("inf")
-    shards = [distribute_tensor(whole, mesh, [Shard(0)]) for whole in (good, bad)]
-    rank = int(os.environ["RANK"])
-    if rank == 1:  # one rank alone: nothing below may talk to the other
-        figures = tensor_statistics(shards[1])
-        assert figures is not None
-        return [
-            [has_bad_values(s) for s in shards],
-            detect_overflow(shards[1], "sharded"),
-            figures.inf,
-            any_bad([torch.ones(2), shards[0]]),
-            any_bad([torch.ones(2), shards[1]]),
-            any_bad([shards[1]]),
-        ]
-    return [has_bad_values(shards[1])]
-
-
-def test_a_dtensor_is_checked_without_a_message_to_other_ranks() -> None:
-    zero, one = run_ranks(2, distributed_tensors)
-    assert zero == [False]
-    assert one == [[False, True], True, 1, False, True, True]
 
 
 def test_a_report_that_cannot_be_written_does_not_part_the_ranks(

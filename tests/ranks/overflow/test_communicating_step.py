@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +15,11 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_lockstep import LockstepDDPStrategy, OverflowDetectedError, OverflowDetector
-from tests.common.distributed.mpi.launch import mpi_command, mpi_environ, why_no
 from tests.common.overflow.models import WIDTH, Explode, Task, data, fit
-from tests.helpers import COMMON, run_ranks, run_script
+from tests.helpers import run_ranks
 
 # One fit on two ranks for each way to communicate, all in one fixture; test_ranks.py has the ordinary step.
 
-PROGRAM = COMMON / "overflow" / "program_communicating_step.py"
 BATCH = 2
 
 
@@ -170,14 +166,3 @@ def test_a_replay_that_fails_on_one_rank_keeps_no_other_waiting(both: list[dict[
     assert zero["error"] == one["error"]
     assert "clean; the bad value did not originate here" in lines_of(zero["error"], 0)
     assert one["notes"] == ["Replaying the batch failed: RuntimeError: raised in the replay only"]
-
-
-@pytest.mark.mpi
-@pytest.mark.skipif(why_no("open_mpi") is not None, reason=str(why_no("open_mpi")))
-def test_under_mpi_too(tmp_path: Path) -> None:
-    command = [*mpi_command("open_mpi", 2), str(PROGRAM), str(tmp_path)]
-    outcome = run_script(command, env=mpi_environ(), cwd=tmp_path, timeout=90)
-    assert outcome.returncode == 0, outcome.output
-    zero, one = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
-    assert zero["backend"] == one["backend"] == "mpi4py"
-    check_contrastive(zero["in place"], one["in place"])

@@ -8,17 +8,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_lockstep._doors.lightning import LightningModule, Trainer
-from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.replicas.checksums import BitViews
-from lightning_lockstep.replicas.contents import Contents, Named, facts
+from lightning_lockstep.replicas.contents import Contents, facts
 from lightning_lockstep.replicas.data import BatchRecorder, batch_sums, row_of
-from lightning_lockstep.replicas.exchange import largest_differences
-from lightning_lockstep.replicas.report import Finding
-from tests.helpers import run_ranks
 
 # Given once in a process, by whichever test is the first.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
@@ -75,45 +71,6 @@ def test_of_weights_that_fsdp_divides_none_is_compared() -> None:
     assert not any(what.startswith("parameter") for what in facts(given, module))
 
 
-def of_divided_weights() -> tuple[str, int]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    module = nn.Linear(4, 4)
-    module.register_buffer("steps", torch.zeros(()))
-    fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
-    contents = Contents(
-        trainer(strategy=SimpleNamespace(model=module)), module, optimizer_state=True, buffers="auto"
-    )
-    return contents.left_out, len(contents.sections()["parameters"].names)
-
-
-def test_of_weights_that_fully_shard_divides_none_is_compared() -> None:
-    said = "weights that one rank alone holds are not compared: the strategy divides them"
-    assert run_ranks(2, of_divided_weights) == [(said, 0)] * 2
-
-
-def of_large_tensors() -> dict[str, Any]:
-    """How far tensors of rank 1 are from those of rank 0: one value at the end, all values, another shape."""
-    communicator = current_communicator()
-    number = 20 * 2**16
-    one, whole, shape = torch.zeros(number), torch.zeros(number), torch.zeros(3 + communicator.rank)
-    if communicator.rank == 1:
-        one[-1], whole[:] = 2.0, 1.0
-    named = Named(["one", "whole", "shape"], [one, whole, shape], BitViews())
-    finding = Finding(count=1, tensors={"parameters": {name: [[0], [1]] for name in named.names}})
-    found = largest_differences(communicator, finding, {"parameters": named})
-    return {name: tuple(difference) for name, difference in found.items()}
-
-
-def test_of_a_large_tensor_the_first_blocks_that_differ_are_compared() -> None:
-    found, other = run_ranks(2, of_large_tensors)
-    assert found == other
-    assert found["one"] == (2.0, 1, 20 * 2**16, 1, True)
-    assert found["whole"][:3] == (1.0, 16 * 2**16, 20 * 2**16) and found["whole"][4] is False
-    assert "shape" not in found
-
-
 def test_batches_that_a_run_never_reaches_may_differ() -> None:
     def batches(number: int, steps: int) -> str:
         return facts(trainer(num_training_batches=number, max_steps=steps), Odd())["batches an epoch"]
@@ -124,9 +81,8 @@ def test_batches_that_a_run_never_reaches_may_differ() -> None:
 
 
 def test_settings_that_cannot_be_resolved_are_left_alone() -> None:
-    omegaconf = pytest.importorskip("omegaconf")
     module = Odd()
-    module._hparams = omegaconf.OmegaConf.create({"width": 3, "folder": "${nowhere:folder}", "given": "???"})
+    module._hparams = OmegaConf.create({"width": 3, "folder": "${nowhere:folder}", "given": "???"})
     assert [name for name in facts(trainer(), module) if "hparams" in name] == ["hparams of Odd: width"]
 
 

@@ -1,0 +1,189 @@
+"""Memory that really runs out: the search keeps to a limit, and a run goes on whose batch did not fit."""
+
+from __future__ import annotations
+
+import re
+import resource
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_lockstep import AutoBatchSize
+from lightning_lockstep.batch_size.memory import (
+    attempt,
+    limited_memory,
+    meter_for,
+    release_memory,
+    return_freed_memory,
+)
+from tests.common.batch_size.models import largest, trainer
+from tests.common.batch_size.same_run import strategy_for
+from tests.helpers import chosen_device, leave_memory, run_ranks
+
+
+class Big(pl.LightningModule):
+    """About 0.5 MB of activations per sample, with little to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size = 2
+        self.layers = nn.Sequential(nn.Linear(8, 16000), nn.ReLU(), nn.Linear(16000, 8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        hidden = self.layers[1](self.layers[0](batch[0]))
+        return self.layers[2](hidden.square().abs()).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-4)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.randn(16000, 8)), batch_size=self.batch_size)
+
+
+class RunPeak(pl.Callback):
+    """Peak of the memory in use in the run after the search, resident or of the card [bytes]."""
+
+    peak = 0
+
+    def on_train_start(self, run: Any, module: Any) -> None:
+        if chosen_device() == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def on_train_end(self, run: Any, module: Any) -> None:
+        if chosen_device() == "cuda":
+            self.peak = torch.cuda.max_memory_allocated()
+            return
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert found is not None
+        self.peak = int(found.group(1)) * 1024
+
+
+def real_limit(ranks: int, folder: str, kind: str) -> tuple[int, int, str, float]:
+    address_space, resident = (int(n) * 4096 for n in Path("/proc/self/statm").read_text().split()[:2])
+    limit = 160 * 2**20 + (resident if chosen_device() == "cpu" else 0)
+    if kind == "full":
+        callback = largest("model")
+        if chosen_device() == "cuda":
+            leave_memory(limit)
+        else:
+            resource.setrlimit(resource.RLIMIT_AS, (address_space + 300 * 2**20, -1))
+    else:
+        callback = largest("model", memory_limit=limit)
+    module, peak = Big(), RunPeak()
+    trainer(folder, callback, peak, devices=ranks, strategy=strategy_for(ranks), max_steps=4).fit(module)
+    assert callback.result is not None
+    return module.batch_size, len(callback.result.trials), callback.result.limit_source, peak.peak / limit
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [(2, "memory_limit"), (1, "full")])
+def test_a_real_limit_is_found_and_kept_to_afterwards(
+    tmp_path: Path, ranks: int, kind: str, device: str
+) -> None:
+    answers = run_ranks(ranks, real_limit, ranks, str(tmp_path), kind, backend=None, timeout=170)
+    assert len({answer[:3] for answer in answers}) == 1, "the ranks do not agree"
+    size, trials, source, _ = answers[0]
+    full = {"cpu": "RLIMIT_AS", "cuda": "free memory of cuda:0"}[device]
+    assert source == (full if kind == "full" else kind) and trials <= 14 and size > 150
+    if kind == "memory_limit":
+        # A heap that keeps what is freed would end anywhere; here only what is alive counts.
+        assert 220 < size < 480
+        assert max(answer[3] for answer in answers) < 1.05
+
+
+def meter_and_wall() -> tuple[float, float, str, bool]:
+    meter = meter_for(torch.device("cpu"), memory_limit=3 * 2**30)
+    assert meter is not None
+    meter.start()
+    block = torch.ones(64 * 2**20 // 4)
+    torch.ones(128 * 2**20 // 4).sum()
+    reading = meter.stop()
+    del block
+    with limited_memory(meter):
+        failure = attempt(lambda: torch.ones(int(meter.headroom) // 4 + 2**20))
+        allowed = attempt(lambda: torch.ones(2**20)) is None
+    after = attempt(lambda: torch.empty(int(meter.headroom) // 4 + 2**20)) is None
+    assert reading.peak is not None
+    return reading.peak, reading.limit, failure.summary if failure else "", allowed and after
+
+
+def test_the_meter_sees_a_peak_and_the_wall_raises_only_beyond_the_limit() -> None:
+    ((peak, limit, summary, allowed),) = run_ranks(1, meter_and_wall, backend=None)
+    assert 150 * 2**20 < peak < limit
+    assert "DefaultCPUAllocator" in summary and allowed
+
+
+class Limited(pl.Callback):
+    """Lets one rank have almost no more memory during one batch: a real allocation fails."""
+
+    def __init__(self, batch: int | None, rank: int) -> None:
+        self.batch, self.rank, self.before = batch, rank, (0, 0)
+
+    def on_train_batch_start(self, run: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch and run.global_rank == self.rank:
+            release_memory()
+            if chosen_device() == "cuda":
+                leave_memory(24 * 2**20)
+                return
+            data = int(Path("/proc/self/statm").read_text().split()[5]) * 4096
+            self.before = resource.getrlimit(resource.RLIMIT_DATA)
+            resource.setrlimit(resource.RLIMIT_DATA, (data + 24 * 2**20, self.before[1]))
+
+    def on_train_batch_end(self, run: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch and run.global_rank == self.rank:
+            if chosen_device() == "cuda":
+                torch.cuda.set_per_process_memory_fraction(1.0)
+                return
+            resource.setrlimit(resource.RLIMIT_DATA, self.before)
+
+
+class Regression(Big):
+    """Learns a sine; a batch of 256 keeps 32 MB of activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16000), nn.GELU(), nn.Linear(16000, 1))
+        self.batch_size, self.losses = 256, list[float]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = (self.layers(batch[0])[:, 0] - batch[0].sum(1).sin()).pow(2).mean()
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["loss"]))
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        data = torch.randn(256 * 80, 8, generator=torch.Generator().manual_seed(2))
+        return DataLoader(TensorDataset(data), batch_size=self.batch_size)
+
+
+def curves_with_and_without_room(ranks: int, folder: str) -> list[Any]:
+    return_freed_memory()
+    told: list[Any] = []
+    for batch in (None, 10):
+        pl.seed_everything(4)
+        module, callback = Regression(), AutoBatchSize("off", on_oom="split")
+        limited = Limited(batch, ranks - 1)
+        trainer(
+            folder, callback, limited, devices=ranks, strategy=strategy_for(ranks), max_epochs=1, max_steps=20
+        ).fit(module)
+        told.append((module.losses, callback.batches_split))
+    return told
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_a_batch_that_really_does_not_fit_and_the_curve_is_that_of_a_run_with_room(
+    tmp_path: Path, ranks: int, device: str
+) -> None:
+    answers = run_ranks(ranks, curves_with_and_without_room, ranks, str(tmp_path), backend=None, timeout=170)
+    assert sum(count for _, (_, count) in answers) >= 1
+    for (room, none), (tight, _) in answers:
+        assert none == 0 and len(room) == len(tight) == 20 and room[-1] < room[0]
+        assert max(abs(a - b) for a, b in zip(room, tight, strict=True)) < 1e-5
+        assert room[:10] == tight[:10]

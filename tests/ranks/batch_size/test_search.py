@@ -1,0 +1,352 @@
+"""The search of AutoBatchSize on two ranks: all find the same, whichever rank runs out of memory, and wherever."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_lockstep import AutoBatchSize, BatchSizeError, LockstepTuner, find_executable_batch_size
+from lightning_lockstep.distributed import current_communicator
+from tests.common.batch_size.models import FULL, Mid, PassedIn, Walled, largest, trainer
+from tests.common.batch_size.same_run import strategy_for
+from tests.helpers import run_ranks
+
+
+def on(ranks: int, folder: Any, *callbacks: Any, **settings: Any) -> pl.Trainer:
+    return trainer(folder, *callbacks, devices=ranks, strategy=strategy_for(ranks), **settings)
+
+
+def runs_out(ranks: int, folder: str) -> dict[str, Any]:
+    """What runs out on the last rank alone, and where; the errors of searches that find nothing."""
+    found: dict[str, Any] = {}
+    for where in ("forward", "backward", "optimizer", "collate"):
+        module = Walled(300, where=where, on_rank=ranks - 1)
+        callback = largest("binsearch", margin=0)
+        on(ranks, folder, callback).fit(module)
+        found[where] = module.batch_size, callback.result.largest, module.sizes
+    for name, settings, module in (
+        ("nothing fits", {"init_val": 64}, Mid(fits=0, on_rank=ranks - 1)),
+        ("no attribute", {"batch_arg_name": "micro"}, Walled()),
+        ("batch norm", {"init_val": 1}, Walled()),
+    ):
+        try:
+            on(ranks, folder, largest(**settings)).fit(module)
+        except BatchSizeError as error:  # noqa: PERF203
+            found[name] = str(error)
+    return found
+
+
+class Gathering(Walled):
+    """Gathers rows in its step; ``how``. On the last rank memory runs out before it comes to that."""
+
+    def __init__(self, wall: int, how: str, on_rank: int) -> None:
+        super().__init__(wall, on_rank=on_rank)
+        self.how, self.norm = how, nn.Identity()
+
+    def gathered(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.how == "lightning":
+            return self.all_gather(rows, sync_grads=True).flatten(0, 1)
+        if self.how == "message":
+            other = 1 - self.global_rank
+            dist.send(rows.detach(), other) if other else dist.recv(torch.empty_like(rows), other)
+        whole = rows.new_empty(2 * len(rows), rows.shape[1])
+        dist.all_gather_into_tensor(whole, rows.detach())
+        return whole
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (inputs,) = batch
+        if self.full(len(inputs)):
+            raise RuntimeError(FULL)
+        rows = self.middle(self.first(inputs))
+        self.log("loss", rows.mean())
+        return (rows @ self.gathered(rows).T).square().mean() + 0 * self.last(rows).mean()
+
+
+def gathers(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for how in ("lightning", "in place", "message"):
+        module, callback = Gathering(60, how, on_rank=1), largest("binsearch", margin=0)
+        try:
+            on(2, folder, callback).fit(module)
+            found[how] = module.batch_size, module.sizes
+        except BatchSizeError as error:
+            found[how] = str(error)
+    return found
+
+
+class Uneven(PassedIn):
+    """Makes loaders of which those of rank 1 are small."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        rows = 90 if self.global_rank == 0 else 30
+        return DataLoader(TensorDataset(torch.randn(rows, 20)), batch_size=self.batch_size, drop_last=True)
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([])
+
+
+class Streams(PassedIn):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Endless(), batch_size=self.batch_size)
+
+
+class Everywhere(pl.LightningModule):
+    """Reads the size wherever it is; fails in ``how`` on the last rank when a batch has more than ``wall``."""
+
+    def __init__(self, wall: int, how: str) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(20, 1)
+        self.wall, self.how, self.sizes = wall, how, list[int]()
+        self.save_hyperparameters({"batch_size": 4})
+
+    @property
+    def batch_size(self) -> int:
+        return int(self.hparams["batch_size"])
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        assert sizes_of(self) == {len(batch[0])}, "a step of another size than the attributes say"
+        if len(batch[0]) > self.wall and self.global_rank == self.trainer.world_size - 1:
+            raise RuntimeError(FULL) if self.how == "memory" else KeyError("a bug")
+        return self.layer(batch[0]).pow(2).mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.sizes.append(len(batch[0]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Data(pl.LightningDataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"batch_size": 4})
+        self.batch_size = 4
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.randn(4000, 20)), batch_size=self.batch_size)
+
+
+def sizes_of(module: Everywhere) -> set[int]:
+    data: Any = module.trainer.datamodule
+    return {module.batch_size, module.hparams["batch_size"], data.batch_size, data.hparams["batch_size"]}
+
+
+class Survived(AutoBatchSize):
+    """Notes how a search failed, and what it left behind."""
+
+    failed: tuple[set[int], str, int | None] | None = None
+
+    def find(self, trainer: Any, pl_module: Any) -> int | None:
+        try:
+            return super().find(trainer, pl_module)
+        except Exception as error:
+            self.failed = sizes_of(pl_module), type(error).__name__, self.optimal_batch_size
+            return None
+
+
+def attributes(ranks: int, folder: str) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    for name, wall, how in (("fits", 300, "memory"), ("full", 0, "memory"), ("bug", 20, "bug")):
+        module, finder = Everywhere(wall, how), Survived("power", global_batch_size="largest")
+        on(ranks, folder, finder, max_steps=2 if name == "fits" else 0).fit(module, Data())
+        told[name] = finder.failed or (sizes_of(module), module.sizes, finder.optimal_batch_size)
+    for name, streams in (("uneven", Uneven()), ("stream", Streams())):
+        run = on(ranks, folder, largest("power", limit=None), use_distributed_sampler=False, max_steps=1)
+        try:
+            run.fit(streams)
+        except BatchSizeError as error:
+            told[name] = str(error), streams.batch_size
+        else:
+            told[name] = streams.batch_size, streams.sizes
+    return told
+
+
+class AtMilestones(AutoBatchSize):
+    """The example of Lightning's documentation."""
+
+    def __init__(self, milestones: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.milestones, self.found = milestones, list[Any]()
+
+    def on_fit_start(self, *args: Any, **kwargs: Any) -> None:
+        return
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch in self.milestones:
+            self.scale_batch_size(trainer, pl_module)
+            self.found.append(self.optimal_batch_size)
+
+
+class Unfreezing(Walled):
+    """Has less room from its third epoch on; trains on shuffled numbers and validates."""
+
+    def __init__(self) -> None:
+        super().__init__(100)
+        self.seen, self.validated = list[tuple[int, torch.Tensor]](), list[tuple[int, int]]()
+
+    def full(self, size: int, index: int | None = None) -> bool:
+        return size > (100 if self.current_epoch < 2 else 20)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append((self.current_epoch, batch[0][:, 0].clone()))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append((self.current_epoch, len(batch[0])))
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        data = torch.arange(256.0)[:, None].expand(256, 20)
+        return DataLoader(TensorDataset(data), batch_size=self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.randn(200, 20)), batch_size=self.batch_size)
+
+
+def milestones(ranks: int, folder: str) -> dict[str, Any]:
+    """A fit that searches in its first and its third epoch, and one that resumes before the third."""
+    module, finder = Unfreezing(), AtMilestones((0, 2), "power", 1, global_batch_size="largest")
+    on(ranks, folder, finder, max_steps=-1, max_epochs=4, limit_val_batches=1.0).fit(module)
+    seen = [torch.cat([rows for epoch, rows in module.seen if epoch == n]).tolist() for n in range(4)]
+    sizes = [len(next(rows for epoch, rows in module.seen if epoch == n)) for n in range(4)]
+    validated = [next(size for epoch, size in module.validated if epoch == n) for n in range(4)]
+    settings, path = {"max_steps": -1, "enable_checkpointing": True}, f"{folder}/last.ckpt"
+    first = on(
+        ranks, folder, AtMilestones((0,), "power", 1, global_batch_size="largest"), max_epochs=1, **settings
+    )
+    first.fit(Unfreezing())
+    first.save_checkpoint(path)
+    again = AtMilestones((2,), "power", 1, global_batch_size="largest")
+    resumed = on(ranks, folder, again, max_epochs=3, **settings)
+    resumed.fit(Unfreezing(), ckpt_path=path, weights_only=False)
+    return {
+        "found": finder.found,
+        "sizes": sizes,
+        "validated": validated,
+        "seen": seen,
+        "resumed": again.found,
+    }
+
+
+class WithRate(Walled):
+    lr = 0.1
+
+
+def tunes(ranks: int, folder: str) -> dict[str, Any]:
+    rates = LockstepTuner(on(ranks, folder)).lr_find(WithRate(), num_training=5, update_attr=False)
+    assert len(rates.results["lr"]) >= 4, "Lightning's search of a learning rate ends its run in the same way"
+    module, run = Walled(100, on_rank=ranks - 1), on(ranks, folder)
+    before = list(run.callbacks)
+    size = LockstepTuner(run).scale_batch_size(module, mode="power", steps_per_trial=1)
+    # Those that a strategy of ours adds to any run stay.
+    steps, callbacks_kept = run.global_step, run.callbacks[: len(before)] == before
+    run.fit(module)
+    tested = LockstepTuner(run).scale_batch_size(module, method="test", mode="binsearch", margin=0.0)
+    assert all(part.training for part in module.modules()), "a fit after it would train in eval mode"
+    return {
+        "run": (size, steps, callbacks_kept, module.sizes[:2], run.global_step),
+        "tested": (tested, module.batch_size),
+    }
+
+
+def decorated(ranks: int) -> tuple[list[int], str, str]:
+    rank, tried = current_communicator().rank, []
+
+    @find_executable_batch_size(starting_batch_size=512)
+    def train(batch_size: int, name: str, *, fail: bool = False) -> str:
+        tried.append(batch_size)
+        if fail:
+            raise KeyError("a bug on one rank") if rank == 0 else RuntimeError(FULL)
+        if batch_size > 100 and rank == ranks - 1:
+            raise RuntimeError(FULL)
+        return f"{name}{batch_size}"
+
+    first = train("size ")
+    assert train("again ") == f"again {tried[-1]}", "a later call starts where the last ended"
+    try:
+        train("x", fail=True)
+    except (KeyError, BatchSizeError) as error:
+        return tried, first, f"{type(error).__name__}: {error}"
+    return tried, first, "no error"
+
+
+def cases(ranks: int, folder: str) -> dict[str, Any]:
+    """Searches one after the other, on the same ranks."""
+    return {
+        **runs_out(ranks, folder),
+        **(gathers(folder) if ranks == 2 else {}),
+        **attributes(ranks, folder),
+        "milestones": milestones(ranks, folder),
+        "tuner": tunes(ranks, folder),
+        "decorator": decorated(ranks),
+    }
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(2, cases, 2, str(tmp_path_factory.mktemp("search")), backend=None, timeout=170)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "optimizer", "collate"])
+def test_all_ranks_find_the_same_size_whoever_runs_out(found: list[dict[str, Any]], where: str) -> None:
+    for size, fitted, sizes in [told[where] for told in found]:
+        assert size == found[0][where][0]
+        assert 294 <= size <= 300 and fitted == size and sizes == [size] * 2
+
+
+def test_a_search_that_finds_nothing_is_the_same_error_on_all_ranks(found: list[dict[str, Any]]) -> None:
+    for told in found:
+        assert "1 does not fit" in told["nothing fits"]
+        assert "no attribute 'micro'" in told["no attribute"] and "batch norm" in told["batch norm"]
+        for name in ("no attribute", "batch norm"):
+            assert told[name] == found[0][name]
+
+
+def test_a_step_that_gathers_is_tried_on_each_rank_alone(found: list[dict[str, Any]]) -> None:
+    for told in found:
+        for size, run in (told["lightning"], told["in place"]):
+            assert 58 <= size <= 60 and run == [size] * 2
+        refused = told["message"]
+        assert re.search("(send|recv) cannot be answered in a step that runs on one rank alone", refused)
+        assert "Give the batch size yourself" in refused
+
+
+def test_attributes_follow_the_search_and_come_back_after_a_failure(found: list[dict[str, Any]]) -> None:
+    for told in found:
+        assert told["fits"] == ({256}, [256, 256], 256)
+        assert told["full"] == ({4}, "BatchSizeError", None)
+        assert told["bug"][0] == {4} and told["bug"][2] is None
+        assert told["stream"][1] == 4 and "IterableDataset, which has no length" in told["stream"][0]
+        assert told["uneven"][0] == (90 if len(found) == 1 else 30), "what every rank can run"
+    assert [told["bug"][1] for told in found] == [*["BatchSizeError"] * (len(found) - 1), "KeyError"]
+
+
+def test_a_subclass_searches_again_at_epochs_of_its_own(found: list[dict[str, Any]]) -> None:
+    for told in [each["milestones"] for each in found]:
+        assert told["found"] == [64, 16] and told["sizes"] == told["validated"] == [64, 64, 16, 16]
+        assert told["seen"][2] != told["seen"][0] and told["seen"][2] != told["seen"][3], "an order by epoch"
+        assert told["resumed"] == [16]
+    for epoch in range(4):
+        rows = [row for told in found for row in told["milestones"]["seen"][epoch]]
+        assert sorted(rows) == list(range(256)), "each sample once an epoch"
+
+
+def test_the_tuner_scales_and_the_run_goes_on_with_the_size(found: list[dict[str, Any]]) -> None:
+    for told in [each["tuner"] for each in found]:
+        assert told["run"] == (64, 0, True, [64, 64], 2)
+        tested, now = told["tested"]
+        assert 98 <= tested <= 100 and now == tested == found[0]["tuner"]["tested"][0]
+
+
+def test_the_decorator_tries_the_same_sizes_on_every_rank(found: list[dict[str, Any]]) -> None:
+    for tried, first, _ in [told["decorator"] for told in found]:
+        assert tried[:5] == [512, 256, 128, 64, 64] and first == "size 64"
+    assert found[0]["decorator"][2].startswith("KeyError")
+    assert all("failed on rank 0" in told["decorator"][2] for told in found[1:])

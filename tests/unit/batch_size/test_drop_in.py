@@ -1,0 +1,76 @@
+"""AutoBatchSize and LockstepTuner in programs that were written for Lightning's BatchSizeFinder and Tuner."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import BatchSizeFinder
+
+from lightning_lockstep import AutoBatchSize, ConfigurationError, LockstepTuner
+from tests.common.batch_size.models import Walled, largest, trainer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.allow_leaks("env:POPULATE", "env"),
+]
+
+
+@pytest.mark.parametrize(("wall", "init_val", "max_val"), [(60, 3, 8192), (10**9, 2, 16)])
+def test_power_answers_what_lightnings_answers(tmp_path, wall, init_val, max_val):
+    answers = []
+    for kind in (BatchSizeFinder, largest):
+        module, finder = Walled(wall), kind("POWER", 1, init_val, 25, "batch_size", 0.05, max_val)
+        trainer(tmp_path, finder).fit(module)
+        answers.append((finder.optimal_batch_size, module.batch_size, module.sizes[-1]))
+    assert answers[0] == answers[1]
+
+
+def test_the_other_loops_answer_what_lightnings_answer(tmp_path):
+    answers = []
+    for kind in (BatchSizeFinder, largest):
+        module, finder = Walled(100), kind("power", init_val=16, max_val=512)
+        trainer(tmp_path, finder, limit_val_batches=1.0).validate(module)
+        answers.append((finder.optimal_batch_size, module.sizes[-1]))
+    assert answers[0] == answers[1] == (64, 4000 % 64)
+
+
+def test_it_is_one_of_lightnings_and_comes_before_the_others(tmp_path):
+    finder, other = AutoBatchSize(), pl.callbacks.LambdaCallback()
+    run = trainer(tmp_path, other, finder)
+    assert isinstance(finder, BatchSizeFinder) and run.callbacks.index(finder) < run.callbacks.index(other)
+    assert finder.optimal_batch_size == 2
+    run = trainer(tmp_path, finder, fast_dev_run=1)
+    run.fit(Walled())
+    assert finder.optimal_batch_size is None
+
+
+def test_bad_arguments_are_caught_as_lightnings():
+    with pytest.raises(MisconfigurationException, match="mode='fast'"):
+        AutoBatchSize("fast")
+    with pytest.raises(ValueError, match="mode='fast'"):
+        AutoBatchSize("fast")
+    with pytest.raises(ConfigurationError) as caught:
+        AutoBatchSize("power", 0, margin=1.0)
+    assert len(caught.value.faults) == 2
+
+
+def test_what_is_missing_is_caught_as_lightnings(tmp_path):
+    for kind in (BatchSizeFinder, largest):
+        with pytest.raises(MisconfigurationException, match="micro"):
+            trainer(tmp_path, kind(batch_arg_name="micro")).fit(Walled())
+
+
+def test_the_tuner_names_what_it_cannot_use(tmp_path):
+    tuner = LockstepTuner(trainer(tmp_path, AutoBatchSize()))
+    with pytest.raises(MisconfigurationException) as caught:
+        tuner.scale_batch_size(Walled(), train_dataloaders=[], method="tst", mode="off")
+    assert isinstance(caught.value, ConfigurationError) and len(caught.value.faults) == 4
+    spawned = trainer(tmp_path, strategy="lockstep_ddp_spawn", devices=2)
+    with pytest.raises(ConfigurationError, match="ranks that run the whole program"):
+        LockstepTuner(spawned).scale_batch_size(Walled())
+    failing, run = Walled(0), trainer(tmp_path)
+    before = list(run.callbacks)
+    with pytest.raises(RuntimeError, match="1 does not fit"):
+        LockstepTuner(run).scale_batch_size(failing)
+    assert run.callbacks == before and failing.batch_size == 4

@@ -1,0 +1,83 @@
+"""What a fit keeps of its global batch, in one process: warnings, manual optimization, reports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from lightning_lockstep import AutoBatchSize, BatchSizeError, EffectiveBatchSize, LockstepTuner
+from tests.common.batch_size.models import Walled, largest, trainer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.allow_leaks("env:POPULATE", "env"),
+]
+
+ROWS = 240
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_largest_is_taken_where_it_is_asked_for_with_a_warning(tmp_path):
+    import warnings
+
+    said = (
+        r"batch size 64 per rank instead of 4: an epoch has 4 optimizer steps instead of 60, .*size=4\) keeps"
+    )
+    for search in ("callback", "tuner"):
+        net, run = (
+            Walled(100, rows=ROWS),
+            trainer(tmp_path, *([largest("power")] if search == "callback" else [])),
+        )
+        warnings.simplefilter("always")
+        with pytest.warns(UserWarning, match=said):
+            if search == "tuner":
+                LockstepTuner(run).scale_batch_size(net, mode="power")
+            else:
+                run.fit(net)
+        assert net.batch_size == 64, search
+    with pytest.raises(BatchSizeError, match=r"'largest'.* ask for global batches of 16 and largest"):
+        trainer(tmp_path, largest(), EffectiveBatchSize(16)).fit(Walled())
+
+
+class ByHand(Walled):
+    def __init__(self, wall: int) -> None:
+        super().__init__(wall, batch_size=12)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        self.optimizers().step()
+
+
+def test_manual_optimization_keeps_a_batch_that_fits_and_says_what_to_write_for_one_that_does_not(tmp_path):
+    callback, net = AutoBatchSize("binsearch"), ByHand(20)
+    trainer(tmp_path, callback).fit(net)
+    assert callback.optimal_batch_size == 12 and net.sizes == [12, 12]
+    with pytest.raises(BatchSizeError, match=r"manual optimization.*12 per rank are configured.*'largest'"):
+        trainer(tmp_path, AutoBatchSize("binsearch")).fit(ByHand(10))
+    net = ByHand(10)
+    trainer(tmp_path, largest("power")).fit(net)
+    assert net.sizes == [8, 8]
+
+
+def test_reports_are_in_the_folder_of_the_run_or_nowhere(tmp_path, monkeypatch, capfd):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for logger in (False, pl.loggers.CSVLogger("logs")):
+        run = trainer(tmp_path / "here", AutoBatchSize("power"), logger=logger, limit_val_batches=1.0)
+        run.validate(Walled(100), verbose=False)
+        run.fit(Walled())
+        written = sorted(str(path) for path in Path().rglob("batch_size*"))
+        names = ["batch_size.json", "batch_size_validate.json"]
+        assert written == [f"logs/lightning_logs/version_0/{name}" for name in names if logger]
+    assert json.loads(Path(written[0]).read_text())["accumulate"] == 1
+    said = capfd.readouterr().err
+    assert (
+        "4 fits and nothing larger is tried: it is a rank's share of the global batch of 4, as config" in said
+    )
+    assert "batch size 64 per rank\n" in said, "an evaluation has no optimizer steps"
