@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_lockstep import CollectiveMismatchError, gather_uneven
+from tests.common.distributed import uneven_gathers as uneven
 from tests.common.distributed.mpi.ranks_meet import hand_back, meet
-from tests.ranks.distributed import test_gather_uneven as uneven
 
 
 def missed_backward(rank):
@@ -25,17 +25,14 @@ def missed_backward(rank):
 def main():
     warnings.simplefilter("ignore")
     rank, _ = meet()
-    seen = {
-        "backend": dist.get_backend(),
-        "unlike values": uneven.unlike_values(),
-        "gradients": [uneven.gradients(dtype) for dtype in (torch.float32, torch.bfloat16, torch.complex64)],
-        "gradients of one rank": uneven.gradients_of_one_rank(0),
-        "many tensors": uneven.long_description(),
-        "mismatch": [uneven.mismatched(case) for case in ("dtype", "keys")],
-        "missed backward": missed_backward(rank),
-        "groups": uneven.in_groups(),
-    }
-    hand_back(rank, seen)
+    hand_back(
+        rank,
+        {
+            "cases": uneven.all_cases(),
+            "mismatches": uneven.mismatches(),
+            "missed backward": missed_backward(rank),
+        },
+    )
 
 
 if __name__ == "__main__":
