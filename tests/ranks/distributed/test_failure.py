@@ -154,7 +154,7 @@ def test_a_rank_whose_rank_0_is_frozen_prints_its_own_error() -> None:
 
 
 def printed_and_noted() -> list[bool]:
-    """An error of all ranks is printed, other lines follow; then whether torchrun has a note of another, and of later ones."""
+    """Print an error of all ranks, then other lines; return whether torchrun has a note of later errors."""
     crash = propagation(8.0)
     error = crash.error_to_raise(ConfigurationError(["no batch", "no model"]))
     sys.excepthook(type(error), error, None)
