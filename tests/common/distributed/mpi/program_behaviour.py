@@ -367,6 +367,14 @@ def impatient_wait(rank, size):
     return caught(work.wait, timedelta(milliseconds=200)) if rank != 1 else None
 
 
+def inference(rank, size):
+    """Large tensors that were made in inference mode, as in a validation, are written by the progress thread."""
+    with torch.inference_mode():
+        places = [torch.empty(200_000) for _ in range(size)]
+        dist.all_gather(places, torch.full((200_000,), float(rank)))
+        return [place[-1].item() for place in places]
+
+
 def local(rank, size):
     """Rank 1 answers the collectives of this backend by itself."""
     attributes = set(vars(dist.group.WORLD))
@@ -398,6 +406,7 @@ ASKED = [
     sync_and_async,
     lying_elsewhere,
     large_of_every_number,
+    inference,
     local,
     too_late,
 ]

@@ -104,6 +104,7 @@ BEHAVIOUR: dict[str, Holds] = {
     "wrong_everywhere": lambda *seen: all(refused(one, "ValueError", WRONG_EVERYWHERE) for one in seen),
     "gradients": all_are([True, True, 0.0]),  # those of gloo, and the losses
     "large_of_every_number": all_are([[5]] * 8),
+    "inference": all_are([0.0, 1.0]),
     "local": keeps_its_answers,
     "too_late": lambda zero, one: (
         is_error(zero[0], "CollectiveStallError", "timed out after 0.6 s", "rank 1 did not arrive")
