@@ -159,12 +159,19 @@ class Cluster(Started):
         inside = ["ip", "netns", "exec", self.spaces[host], "unshare", "--uts", "sh", "-c"]
         empty = f"mount -t tmpfs none {hide}; " if hide is not None else ""
         command = f"{empty}hostname {('alpha', 'beta')[host]}; exec /usr/sbin/sshd -D -e -f {config}"
-        with (self.folder / f"sshd{host}.log").open("ab") as log:
+        said = self.folder / f"sshd{host}.log"
+        with said.open("ab") as log:
+            before = log.tell()
             daemon = subprocess.Popen([*inside, command], stdout=log, stderr=log, start_new_session=True)
         if len(self._daemons) > host:
             self._daemons[host] = daemon
         else:
             self._daemons.append(daemon)
+        limit = time.monotonic() + patience(20)
+        while b"Server listening" not in said.read_bytes()[before:]:
+            if daemon.poll() is not None or time.monotonic() > limit:
+                raise RuntimeError(f"sshd does not listen: {said.read_text()}")
+            time.sleep(0.02)
 
     def pids_on(self, host: int) -> list[int]:
         """Return the processes of a host but its ssh daemon and its fork server."""

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -92,7 +92,7 @@ class Task:
 
     __slots__ = (
         *("_body", "_cannot_complete", "_requests", "done", "error", "lane", "limit", "moved", "on_done"),
-        *("timed_out", "timeout"),
+        *("in_inference", "timed_out", "timeout"),
     )
 
     def __init__(
@@ -108,6 +108,8 @@ class Task:
         self._cannot_complete = cannot_complete
         self.timeout, self.limit = timeout, time.monotonic() + timeout
         self.done, self.moved, self.error = False, False, None
+        # The progress thread writes into tensors of the caller, which may have been made in inference mode.
+        self.in_inference = torch.is_inference_mode_enabled()
         self.on_done: Callable[[], None] | None = None
 
     _requests: Iterable[Any]
@@ -121,7 +123,8 @@ class Task:
                 return False
         self.moved = True
         try:
-            self._requests = next(self._body)
+            with torch.inference_mode() if self.in_inference else nullcontext():
+                self._requests = next(self._body)
         except StopIteration:
             self.done = True
             return True

@@ -1,15 +1,15 @@
-"""How a process ends is decided in one module; the notes that a rank leaves reach who started it."""
+"""How a process ends, with which exit code and which last line; the notes it leaves reach who started it."""
 
 from __future__ import annotations
 
-import ast
-import sys
+import json
 import textwrap
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-import lightning_lockstep
 from lightning_lockstep.distributed.failure.exit_notes import (
     ended_with_error,
     first_failure,
@@ -17,75 +17,113 @@ from lightning_lockstep.distributed.failure.exit_notes import (
     preempted_exit,
 )
 from lightning_lockstep.distributed.failure.record import FailureRecord
-from tests.helpers import run_script
+from tests.helpers import COMMON, run_script
+from tests.helpers.patience import patience
 
-PACKAGE = Path(lightning_lockstep.__file__).parent
-# The end of a process, and what is printed of an exception that ends it.
-THE_ONES = {
-    "distributed/failure/process_exit.py": {"os._exit", "atexit.register", "sys.excepthook ="},
-    # A program of the doctor, which is no rank of a run.
-    "doctor/probes/network_backend.py": {"os._exit"},
-}
+PROGRAM = COMMON / "distributed" / "program_ends.py"
 
 
-def ways_to_end(source: str) -> list[str]:
-    """What of ``os._exit``, ``sys.excepthook = `` and ``atexit`` a source uses."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute):
-            name = ast.unparse(node)
-            if name == "os._exit" or name.startswith("atexit."):
-                found.append(name)
-            if name == "sys.excepthook" and isinstance(node.ctx, ast.Store):
-                found.append(f"{name} =")
-        elif isinstance(node, ast.ImportFrom) and node.module in ("os", "sys", "atexit"):
-            names = {alias.name for alias in node.names}
-            found += sorted(names & {"_exit", "excepthook"} if node.module != "atexit" else names)
-    return found
+class End(NamedTuple):
+    """How a program ended."""
+
+    returncode: int | None
+    out: str
+    err: str
+    folder: Path
 
 
-def test_one_module_decides_how_a_process_ends() -> None:
-    elsewhere = {
-        str(path.relative_to(PACKAGE)): found
-        for path in sorted(PACKAGE.rglob("*.py"))
-        if (found := ways_to_end(path.read_text()))
+def ends_of(codes: Mapping[str, str], folder: Path) -> dict[str, End]:
+    """Run each piece of code in a process of its own; all are forks of one program."""
+    (folder / "codes.json").write_text(
+        json.dumps({name: textwrap.dedent(code) for name, code in codes.items()})
+    )
+    outcome = run_script([str(PROGRAM), str(folder), str(patience(30.0))], timeout=90)
+    assert outcome.returncode == 0, outcome.output
+    returncodes = json.loads((folder / "returncodes.json").read_text())
+    texts = {
+        name: [(folder / f"{name}.{stream}").read_text() for stream in ("out", "err")] for name in returncodes
     }
-    for file, ways in THE_ONES.items():
-        assert set(elsewhere.pop(file)) >= ways
-    assert elsewhere == {}
+    return {name: End(code, *texts[name], folder / name) for name, code in returncodes.items()}
 
 
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("import os\ndef f(): os._exit(1)", ["os._exit"]),
-        ("from os import _exit", ["_exit"]),
-        ("import sys\nsys.excepthook = print", ["sys.excepthook ="]),
-        ("import atexit\n@atexit.register\ndef f(): ...", ["atexit.register"]),
-        ("from atexit import register", ["register"]),
-        ("import sys\nusual = sys.excepthook", []),
-    ],
-)
-def test_every_way_is_seen(source: str, found: list[str]) -> None:
-    assert ways_to_end(source) == found
+UNREAD = "import os; reader, writer = os.pipe(); os.close(reader)"
+FORCED = """
+    import os, sys, threading
+    process_exit._LAST_WRITES = 0.5
+    {}
+    os.dup2(writer, 2)
+    threading.Thread(target=process_exit.end_now, args=(7, "the message")).start()
+    threading.Event().wait()
+"""
+HELD = """
+    import sys, threading, time
+    process_exit.outcome.install_excepthook()
+    usual = sys.excepthook
+    sys.excepthook = lambda *args: usual(*args)  # another library's: ours stands in front of it and behind it
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    error = ValueError("boom")
+    {}
+    process_exit.outcome.end_within(error, 0.5, 5, on_force=lambda: print("children ended"))
+    raise error
+"""
+CAUGHT = """
+    import sys
+    process_exit.at_exit(lambda: print("leaving", process_exit.outcome.forced_exit_pending))
+    process_exit.outcome.force_exit_at_shutdown(5, unless_caught=True)
+    {}
+"""
+SHOWN = """
+    import sys
+    process_exit.outcome.install_excepthook()
+    error = ValueError("boom")
+    usual = sys.excepthook
+    sys.excepthook = lambda *args: usual(*args)  # another library's, in front of ours
+    {}
+    raise error
+"""
+TAKEN = """
+    error = ValueError("boom")
+    process_exit.show_plainly(error, 137)
+    try:
+        raise error
+    except {}:
+        pass
+"""
+DROPPED = f"""
+    {UNREAD}
+    import sys
+    os.dup2(writer, 2)
+    try:
+        print("lost", file=sys.stderr)
+    except BrokenPipeError:
+        pass
+    {{}}
+"""
+CHAINED = """
+    try:
+        error = ValueError("boom")
+        process_exit.outcome_of(error).headline = "rank 1 of 2 failed: ValueError: boom"
+        raise error
+    except ValueError:
+        raise OSError("no space left")  # as where Lightning's own handling of the failure fails in turn
+"""
+NO_THREADS = """
+    import threading, time
 
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
 
-def end(code: str, *, fresh: bool = False, **env: str) -> tuple[int | None, str, str]:
-    header = (
-        "from lightning_lockstep.distributed.failure import exit_notes as exit_note, process_exit, record\n"
-    )
-    outcome = run_script(
-        [sys.executable, "-c", header + textwrap.dedent(code)],
-        env=env,
-        timeout=120,
-        fresh=fresh,
-    )
-    assert not outcome.timed_out
-    return outcome.returncode, outcome.stdout, outcome.stderr
+    error = ValueError("boom")
+    process_exit.outcome.end_within(error, 30.0, 7)
+    threading.Thread(target=time.sleep, args=(60.0,)).start()
+    threading.Thread.start = refuse
+    raise error
+"""
 
-
-def test_a_forced_end_writes_what_is_held_back_and_prints_its_message_last() -> None:
-    code = """
+#: The code, with which return code it ends, and whether what it printed is right.
+PROGRAMS: dict[str, tuple[str, int, Callable[[str, str], bool]]] = {
+    "forced: what is held back is written, and the message last": (
+        """
         import sys, threading
         process_exit.at_exit(print, "never")
         process_exit.on_flush(lambda: sys.stderr.write("held back\\n"))
@@ -93,127 +131,97 @@ def test_a_forced_end_writes_what_is_held_back_and_prints_its_message_last() -> 
         print("printed", end="")
         threading.Thread(target=process_exit.end_now, args=(7, "the message\\n")).start()
         threading.Event().wait()
-    """
-    returncode, out, err = end(code)
-    assert (returncode, out) == (7, "printed")
-    assert "ZeroDivisionError" in err
-    assert err.endswith("held back\nthe message\n")
-
-
-@pytest.mark.parametrize(
-    "reader",
-    [
-        "reader, writer = os.pipe(); os.close(reader)",  # a broken pipe
-        "reader, writer = os.pipe(); os.set_blocking(writer, False)\n"
-        "try:\n    while os.write(writer, bytes(4096)): pass\n"
-        "except BlockingIOError: os.set_blocking(writer, True)",  # nobody reads
-        "writer = os.open('/dev/full', os.O_WRONLY)",
-    ],
-)
-def test_a_standard_error_that_cannot_be_written_holds_no_end(reader: str) -> None:
-    code = f"""
-import os, sys, threading
-process_exit._LAST_WRITES = 0.5
-{reader}
-os.dup2(writer, 2)
-threading.Thread(target=process_exit.end_now, args=(7, "the message")).start()
-threading.Event().wait()
-"""
-    assert end(code)[0] == 7
-
-
-def test_a_failed_process_whose_traceback_cannot_be_written_ends_in_time() -> None:
-    code = """
-        import os, sys, threading
-        reader, writer = os.pipe()
-        os.close(reader)
+        """,
+        7,
+        lambda out, err: (
+            out == "printed" and "ZeroDivisionError" in err and err.endswith("held back\nthe message\n")
+        ),
+    ),
+    "forced: standard error is closed": (FORCED.format(UNREAD), 7, lambda out, err: True),
+    "forced: nobody reads standard error": (
+        FORCED.format(
+            "reader, writer = os.pipe(); os.set_blocking(writer, False)\n"
+            "    try:\n        while os.write(writer, bytes(4096)): pass\n"
+            "    except BlockingIOError: os.set_blocking(writer, True)"
+        ),
+        7,
+        lambda out, err: True,
+    ),
+    "forced: the disk is full": (
+        FORCED.format("writer = os.open('/dev/full', os.O_WRONLY)"),
+        7,
+        lambda out, err: True,
+    ),
+    "failed: the traceback cannot be written, and a thread holds the process": (
+        f"""
+        {UNREAD}
+        import threading
         os.dup2(writer, 2)
         error = ValueError("lost")
         process_exit.outcome.end_within(error, 0.3, 7)
-        threading.Thread(target=threading.Event().wait).start()  # no daemon: it would hold the process
+        threading.Thread(target=threading.Event().wait).start()
         raise error
-    """
-    assert end(code)[0] == 7
-
-
-def test_a_failed_process_runs_its_exit_functions_and_keeps_its_code() -> None:
-    code = """
+        """,
+        7,
+        lambda out, err: True,
+    ),
+    "failed: exit functions run, and the code is kept": (
+        """
         process_exit.at_exit(print, "tracker closed")
         process_exit.outcome.force_exit_at_shutdown(5)
-        assert process_exit.outcome.forced_exit_pending
         raise SystemExit(1)
-    """
-    assert end(code)[:2] == (5, "tracker closed\n")
-
-
-@pytest.mark.parametrize(("ends", "code"), [("", 0), ("sys.exit(3)", 3), ("1 / 0", 5)])
-def test_a_program_that_has_caught_a_failure_has_its_own_exit_code(ends: str, code: int) -> None:
-    body = f"""
-        import sys
-        process_exit.at_exit(lambda: print("leaving", process_exit.outcome.forced_exit_pending))
-        process_exit.outcome.force_exit_at_shutdown(5, unless_caught=True)
-        {ends}
-    """
-    assert end(body)[:2] == (code, f"leaving {code == 5}\n")
-
-
-def test_a_process_says_why_it_ends_where_python_would_print_nothing() -> None:
-    code = """
-        process_exit.at_exit(print, "tracker closed")
+        """,
+        5,
+        lambda out, err: (out, err) == ("tracker closed\n", ""),
+    ),
+    "failed: it says why where Python would print nothing": (
+        """
         process_exit.outcome.force_exit_at_shutdown(5, "the report\\n")
         raise SystemExit(1)
-    """
-    assert end(code) == (5, "tracker closed\n", "the report\n")
-
-
-def test_a_report_is_printed_once_however_the_process_ends() -> None:
-    code = """
+        """,
+        5,
+        lambda out, err: err == "the report\n",
+    ),
+    "failed: the report is printed once": (
+        """
         process_exit.outcome.say_last("the report\\nof a failure\\n")
         process_exit.outcome.printed_a_line()
         process_exit.end_now(5, "the report\\nof a failure\\n")
-    """
-    assert end(code) == (5, "", "the report\nof a failure\n\nthe report\n")
-
-
-@pytest.mark.parametrize(("dropped", "code"), [(True, 0), (False, 120)])
-def test_a_stream_that_nobody_reads_is_no_failure(dropped: bool, code: int) -> None:
-    program = f"""
-        import os, sys
-        reader, writer = os.pipe()
-        os.close(reader)
-        os.dup2(writer, 2)
-        try:
-            print("lost", file=sys.stderr)
-        except BrokenPipeError:
-            pass
-        if {dropped}:
-            process_exit.drop_what_nobody_reads()
-    """
-    assert end(program, fresh=True)[0] == code
-
-
-@pytest.mark.parametrize("quiet", [False, True])
-def test_nothing_at_its_exit_holds_a_failed_process(quiet: bool) -> None:
-    code = f"""
-        import sys, threading, time
-        process_exit.outcome.install_excepthook()
-        usual = sys.excepthook
-        sys.excepthook = lambda *args: usual(*args)  # another library's: ours stands in front of it and behind it
-        threading.Thread(target=time.sleep, args=(600,)).start()
-        error = ValueError("boom")
-        if {quiet}:
-            process_exit.keep_quiet(error)
-        process_exit.outcome.end_within(error, 0.5, 5, on_force=lambda: print("children ended"))
-        raise error
-    """
-    returncode, out, err = end(code)
-    assert returncode == 5 and "children ended" in out
-    assert err.count("ValueError: boom") == (0 if quiet else 1)
-    assert quiet or err.index("ValueError: boom") < err.index("ended by force")
-
-
-def test_an_error_that_the_program_has_caught_ends_nothing() -> None:
-    code = """
+        """,
+        5,
+        lambda out, err: (out, err) == ("", "the report\nof a failure\n\nthe report\n"),
+    ),
+    "failed: nothing holds it": (
+        HELD.format(""),
+        5,
+        lambda out, err: (
+            "children ended" in out
+            and err.count("ValueError: boom") == 1
+            and err.index("ValueError: boom") < err.index("ended by force")
+        ),
+    ),
+    "failed: nothing holds it, quietly": (
+        HELD.format("process_exit.keep_quiet(error)"),
+        5,
+        lambda out, err: "children ended" in out and "boom" not in err,
+    ),
+    "failed: no thread starts any more": (
+        NO_THREADS,
+        7,
+        lambda out, err: err.count("ValueError: boom") == 1 and "excepthook" not in err,
+    ),
+    "failed: the headline stands also below an error that came of it": (
+        CHAINED,
+        1,
+        lambda out, err: (
+            "OSError: no space left" in err and err.rstrip().endswith("rank 1 of 2 failed: ValueError: boom")
+        ),
+    ),
+    "caught: the program ends": (CAUGHT.format(""), 0, lambda out, err: out == "leaving False\n"),
+    "caught: the program exits": (CAUGHT.format("sys.exit(3)"), 3, lambda out, err: out == "leaving False\n"),
+    "caught: the program fails": (CAUGHT.format("1 / 0"), 5, lambda out, err: out == "leaving True\n"),
+    "caught: before the limit": (
+        """
         import time
         error = ValueError("boom")
         process_exit.outcome.end_within(error, 0.1, 5)
@@ -222,77 +230,97 @@ def test_an_error_that_the_program_has_caught_ends_nothing() -> None:
         except ValueError:
             time.sleep(0.5)
         raise SystemExit(3)
-    """
-    assert end(code)[0] == 3
-
-
-@pytest.mark.parametrize(
-    ("before", "printed"),
-    [
-        ("", "ValueError: boom"),
-        ("process_exit.keep_quiet(error)", ""),
-        ("process_exit.show_plainly(error)", "lightning-lockstep: boom"),
-    ],
-)
-def test_what_is_printed_of_an_exception(before: str, printed: str) -> None:
-    code = f"""
-        import sys
-        process_exit.outcome.install_excepthook()
-        error = ValueError("boom")
-        usual = sys.excepthook
-        sys.excepthook = lambda *args: usual(*args)  # another library's, in front of ours
-        {before}
-        raise error
-    """
-    returncode, _, err = end(code)
-    assert returncode == 1
-    assert err.strip().endswith(printed) and bool(err.strip()) is bool(printed)
-
-
-@pytest.mark.parametrize(("catch", "code"), [(False, 137), (True, 0)])
-def test_a_failure_that_nobody_catches_brings_its_exit_code(catch: bool, code: int) -> None:
-    body = """
-        error = ValueError("boom")
-        process_exit.show_plainly(error, 137)
-        try:
-            raise error
-        except KeyError if not {catch} else ValueError:
-            pass
-    """
-    assert end(body.format(catch=catch))[0] == code
-
+        """,
+        3,
+        lambda out, err: True,
+    ),
+    "caught: with an exit code of its own": (TAKEN.format("ValueError"), 0, lambda out, err: err == ""),
+    "not caught: with an exit code of its own": (
+        TAKEN.format("KeyError"),
+        137,
+        lambda out, err: err.strip() == "lightning-lockstep: boom",
+    ),
+    "shown": (SHOWN.format(""), 1, lambda out, err: err.rstrip().endswith("ValueError: boom")),
+    "shown quietly": (SHOWN.format("process_exit.keep_quiet(error)"), 1, lambda out, err: err.strip() == ""),
+    "shown plainly": (
+        SHOWN.format("process_exit.show_plainly(error)"),
+        1,
+        lambda out, err: err.rstrip().endswith("lightning-lockstep: boom"),
+    ),
+    "nobody reads: Python's own code": (DROPPED.format(""), 120, lambda out, err: True),
+    "nobody reads: no failure": (
+        DROPPED.format("process_exit.drop_what_nobody_reads()"),
+        0,
+        lambda out, err: True,
+    ),
+}
 
 RECORD = """record.FailureRecord(1, 2, "node7", 12, "exception", "ValueError: boom", exit_code=3)"""
+NOTES = {
+    "an orderly end": "exit_notes.note_orderly_end()",
+    "an error": "exit_notes.note_orderly_end()\nraise ValueError",
+    "a failure": "exit_notes.note_orderly_end()\nprocess_exit.outcome.force_exit_at_shutdown(1)",
+    "forced": "exit_notes.note_orderly_end()\nprocess_exit.end_now(0)",
+    "for launchers": f"""
+        import os, pathlib
+        os.environ["TORCHELASTIC_ERROR_FILE"] = os.environ["FOLDER"] + "/torchrun.json"
+        exit_notes.keep_notes_in(pathlib.Path(os.environ["FOLDER"]))
+        exit_notes.note_failure({RECORD})
+    """,
+    "preempted": """exit_notes.note_preempted_exit(Preempted("rank 1: SIGTERM", 75, "last.ckpt"))""",
+    "nobody to tell": f"""
+        import os
+        os.environ["LOCKSTEP_RANK_ENDED_FOLDER"] += "/on another host"
+        exit_notes.note_orderly_end()
+        exit_notes.note_failure({RECORD})
+    """,
+}
 
 
-@pytest.mark.parametrize(
-    ("code", "ended"),
-    [
-        ("", 1),
-        ("raise ValueError", 0),
-        ("process_exit.outcome.force_exit_at_shutdown(1)", 0),
-        ("process_exit.end_now(0)", 0),
-    ],
-)
-def test_only_an_orderly_end_is_noted_as_one(tmp_path: Path, code: str, ended: int) -> None:
-    end(f"exit_note.note_orderly_end()\n{code}", LOCKSTEP_RANK_ENDED_FOLDER=str(tmp_path))
-    assert orderly_ends(tmp_path) == ended
-    assert first_failure(tmp_path) is None and preempted_exit(tmp_path) is None
-    assert ended_with_error(tmp_path) == (code == "raise ValueError")
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
+    codes = {name.replace(":", ""): code for name, (code, _, _) in PROGRAMS.items()}
+    return ends_of(codes, tmp_path_factory.mktemp("ends"))
 
 
-def test_a_failure_is_noted_for_our_launcher_and_for_torchrun(tmp_path: Path) -> None:
-    theirs = tmp_path / "torchrun.json"
-    code = f"""
-        import pathlib
-        exit_note.keep_notes_in(pathlib.Path({str(tmp_path)!r}))
-        exit_note.note_failure({RECORD})
-    """
-    end(code, TORCHELASTIC_ERROR_FILE=str(theirs))
-    noted = first_failure(tmp_path)
-    assert noted is not None and (noted.rank, noted.summary, noted.exit_code) == (1, "ValueError: boom", 3)
-    assert "rank 1 of 2 (host node7" in theirs.read_text()
-    assert orderly_ends(tmp_path) == 0
+@pytest.fixture(scope="module")
+def noted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
+    return ends_of(NOTES, tmp_path_factory.mktemp("noted"))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_process_ends_in_time_with_its_code_and_its_last_words(name: str, ends: dict[str, End]) -> None:
+    _, code, is_right = PROGRAMS[name]
+    end = ends[name.replace(":", "")]
+    assert end.returncode == code, end
+    assert is_right(end.out, end.err), end
+
+
+@pytest.mark.parametrize("name", ["an orderly end", "an error", "a failure", "forced"])
+def test_only_an_orderly_end_is_noted_as_one(name: str, noted: dict[str, End]) -> None:
+    folder = noted[name].folder
+    assert orderly_ends(folder) == (name == "an orderly end")
+    assert first_failure(folder) is None and preempted_exit(folder) is None
+    assert ended_with_error(folder) == (name == "an error")
+
+
+def test_a_failure_is_noted_for_our_launcher_and_for_torchrun(noted: dict[str, End]) -> None:
+    folder = noted["for launchers"].folder
+    failure = first_failure(folder)
+    assert failure is not None
+    assert (failure.rank, failure.summary, failure.exit_code) == (1, "ValueError: boom", 3)
+    assert "rank 1 of 2 (host node7" in (folder / "torchrun.json").read_text()
+    assert orderly_ends(folder) == 0
+
+
+def test_a_preempted_exit_keeps_its_reason_code_and_checkpoint(noted: dict[str, End]) -> None:
+    left = preempted_exit(noted["preempted"].folder)
+    assert left is not None
+    assert (left.reason, left.code, left.checkpoint) == ("rank 1: SIGTERM", 75, "last.ckpt")
+
+
+def test_nobody_to_tell_is_no_fault(noted: dict[str, End]) -> None:
+    assert noted["nobody to tell"].returncode == 0, noted["nobody to tell"]
 
 
 def test_the_report_leaves_the_traceback_to_torchrun_where_that_shows_it(
@@ -324,22 +352,3 @@ def test_the_hint_that_a_collective_broke_is_of_errors_that_say_so() -> None:
     assert hint("RuntimeError: Connection closed by peer") and hint("DistStoreError: wait timeout in store")
     assert not hint("ValueError: cannot restore the checkpoint") and not hint("KeyError: 'socket'")
     assert not hint("RuntimeError: cannot restore the checkpoint")
-
-
-def test_a_preempted_exit_keeps_its_reason_code_and_checkpoint(tmp_path: Path) -> None:
-    code = """
-        from lightning_lockstep.errors import Preempted
-        exit_note.note_preempted_exit(Preempted("rank 1: SIGTERM", 75, "last.ckpt"))
-    """
-    end(code, LOCKSTEP_RANK_ENDED_FOLDER=str(tmp_path))
-    left = preempted_exit(tmp_path)
-    assert left is not None and (left.reason, left.code, left.checkpoint) == (
-        "rank 1: SIGTERM",
-        75,
-        "last.ckpt",
-    )
-
-
-def test_nobody_to_tell_is_no_fault(tmp_path: Path) -> None:
-    code = f"exit_note.note_orderly_end()\nexit_note.note_failure({RECORD})"
-    assert end(code, LOCKSTEP_RANK_ENDED_FOLDER=str(tmp_path / "on another host"))[0] == 0

@@ -15,7 +15,7 @@ from tests.helpers import run_ranks
 
 def over_steps() -> dict[str, Any]:
     rank, channel = dist.get_rank(), current_communicator().side_channel
-    gather = Gather(channel, "test", timeout=1.0)
+    gather = Gather(channel, "steps", timeout=1.0)
     dist.barrier()
     read = []
     for step in range(30):
@@ -32,17 +32,9 @@ def over_steps() -> dict[str, Any]:
     return seen
 
 
-def test_entries_are_read_a_step_later_and_an_error_names_who_is_missing() -> None:
-    values = run_ranks(3, over_steps)
-    expected = [[[rank, step] for rank in range(3)] for step in range(29)]
-    assert all(value["read"] == expected for value in values)
-    assert values[0]["error"] == values[2]["error"]
-    assert values[0]["error"] == ("The metric at step 99 did not come within 1 s: nothing from rank 1.")
-
-
 def waited_for() -> dict[str, Any]:
     rank, channel = dist.get_rank(), current_communicator().side_channel
-    gather = Gather(channel, "test", timeout=2.0)
+    gather = Gather(channel, "waited", timeout=1.0)
     dist.barrier()
     all_of_them = gather.collect("all", {"rank": rank})
     at_two = gather.collect("two", rank, to=2)
@@ -56,20 +48,9 @@ def waited_for() -> dict[str, Any]:
     return {"all": all_of_them.entries, "two": at_two, "late": late, "kept": kept}
 
 
-def test_every_rank_gets_the_same_entries_or_one_rank_alone_does() -> None:
-    answers = run_ranks(3, waited_for)
-    for rank, answer in enumerate(answers):
-        assert answer["all"] == {r: {"rank": r} for r in range(3)}
-        assert answer["two"].entries == ({r: r for r in range(3)} if rank == 2 else {rank: rank})
-        assert answer["two"].missing == ()
-        assert answer["kept"] == 0
-        assert answer["late"].entries == ({0: 0, 1: 1, 2: 2} if rank == 1 else {0: 0, 2: 2})
-        assert answer["late"].missing == (1,)
-
-
 def without_the_collecting_rank() -> tuple[Any, float]:
     rank, channel = dist.get_rank(), current_communicator().side_channel
-    gather = Gather(channel, "test", timeout=0.5)
+    gather = Gather(channel, "no answer", timeout=0.5)
     dist.barrier()
     began = time.monotonic()
     gathered = gather.collect(1, rank) if rank else None
@@ -78,10 +59,37 @@ def without_the_collecting_rank() -> tuple[Any, float]:
     return gathered, took
 
 
-def test_a_rank_that_gets_no_answer_has_its_own_entry_and_goes_on() -> None:
-    for rank, (gathered, took) in enumerate(run_ranks(2, without_the_collecting_rank)):
+def cases() -> tuple[dict[str, Any], dict[str, Any], tuple[Any, float]]:
+    return over_steps(), waited_for(), without_the_collecting_rank()
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[Any]:
+    return run_ranks(3, cases)
+
+
+def test_entries_are_read_a_step_later_and_an_error_names_who_is_missing(seen: list[Any]) -> None:
+    values = [of_rank[0] for of_rank in seen]
+    expected = [[[rank, step] for rank in range(3)] for step in range(29)]
+    assert all(value["read"] == expected for value in values)
+    assert values[0]["error"] == values[2]["error"]
+    assert values[0]["error"] == ("The metric at step 99 did not come within 1 s: nothing from rank 1.")
+
+
+def test_every_rank_gets_the_same_entries_or_one_rank_alone_does(seen: list[Any]) -> None:
+    for rank, (_, answer, _) in enumerate(seen):
+        assert answer["all"] == {r: {"rank": r} for r in range(3)}
+        assert answer["two"].entries == ({r: r for r in range(3)} if rank == 2 else {rank: rank})
+        assert answer["two"].missing == ()
+        assert answer["kept"] == 0
+        assert answer["late"].entries == ({0: 0, 1: 1, 2: 2} if rank == 1 else {0: 0, 2: 2})
+        assert answer["late"].missing == (1,)
+
+
+def test_a_rank_that_gets_no_answer_has_its_own_entry_and_goes_on(seen: list[Any]) -> None:
+    for rank, (_, _, (gathered, took)) in enumerate(seen):
         if rank:
-            assert (gathered.entries, gathered.missing) == ({1: 1}, (0,))
+            assert gathered.entries == {rank: rank} and 0 in gathered.missing
             assert took < 20
 
 

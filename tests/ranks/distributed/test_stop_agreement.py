@@ -57,8 +57,33 @@ def several_cases() -> dict[str, tuple[int, str | None]]:
     return ended
 
 
-def test_all_leave_after_the_same_step():
-    values = run_ranks(3, several_cases, timeout=90)
+def own_loop() -> list:
+    """The public functions, in a loop without a Trainer; the request comes before the ranks are connected."""
+    rank, out = dist.get_rank(), []
+    if rank == 1:
+        set_breakpoint("early bird")
+    for round_ in range(2):
+        for step in range(1, 500):
+            time.sleep(0.002)
+            if round_ == 1 and rank == 0 and step == 9:
+                threading.Thread(target=set_breakpoint, args=("from a thread",)).start()
+            if found := check_breakpoint(reset=True):
+                out.append((step, found.reason))
+                break
+    return out
+
+
+def own_loop_and_several_cases() -> tuple[list, dict[str, tuple[int, str | None]]]:
+    return own_loop(), several_cases()
+
+
+@pytest.fixture(scope="module")
+def seen() -> list:
+    return run_ranks(3, own_loop_and_several_cases, timeout=90)
+
+
+def test_all_leave_after_the_same_step(seen):
+    values = [of_rank[1] for of_rank in seen]
     assert values[0] == values[1] == values[2]
     ended = values[0]
     for name in ("one asks", "rank 0 asks", "two ask at once", "one is late", "one is ahead"):
@@ -67,6 +92,12 @@ def test_all_leave_after_the_same_step():
     assert ended["one asks"][1] == "rank 1: asked by 1"
     assert "asked by" in ended["two ask at once"][1]
     assert ended["one is ahead"][0] > 20, "the step on which they agree lies behind the rank that is ahead"
+
+
+def test_the_public_functions_in_a_loop_of_ones_own(seen):
+    values = [of_rank[0] for of_rank in seen]
+    assert values[0] == values[1] == values[2]
+    assert [reason for _, reason in values[0]] == ["rank 1: early bird", "rank 0: from a thread"]
 
 
 def one_is_dead() -> tuple[int, float]:
@@ -84,28 +115,6 @@ def test_a_dead_rank_does_not_keep_the_others():
     outcomes = run_ranks_raw(3, one_is_dead, timeout=60)
     steps = [o.value[0] for o in outcomes[:2]]
     assert steps[0] == steps[1] > 0
-
-
-def own_loop() -> list:
-    """The public functions, in a loop without a Trainer; the request comes before the ranks are connected."""
-    rank, out = dist.get_rank(), []
-    if rank == 1:
-        set_breakpoint("early bird")
-    for round_ in range(2):
-        for step in range(1, 500):
-            time.sleep(0.002)
-            if round_ == 1 and rank == 0 and step == 9:
-                threading.Thread(target=set_breakpoint, args=("from a thread",)).start()
-            if found := check_breakpoint(reset=True):
-                out.append((step, found.reason))
-                break
-    return out
-
-
-def test_the_public_functions_in_a_loop_of_ones_own():
-    values = run_ranks(2, own_loop)
-    assert values[0] == values[1]
-    assert [reason for _, reason in values[0]] == ["rank 1: early bird", "rank 0: from a thread"]
 
 
 def test_one_process_agrees_with_itself():

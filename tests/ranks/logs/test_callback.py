@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_lockstep import ConfigurationError, RankOrderedLogging, get_logger
 from lightning_lockstep._doors.lightning import LightningModule, Trainer
 from lightning_lockstep.logs import logger
-from tests.helpers import run_ranks, run_ranks_raw
+from tests.helpers import run_ranks_raw
 
 log = get_logger("lockstep_test_user", "INFO")
 other = logging.getLogger("lockstep_test_library")
@@ -64,10 +64,24 @@ def fit(folder: str) -> dict:
     return {"given back": before == after, "level": logging.getLogger().level}
 
 
-def test_one_console_and_a_file_for_each_rank(tmp_path):
-    outcomes = run_ranks_raw(2, fit, str(tmp_path), backend=None, timeout=90)
+def cases(folder: str) -> tuple[dict, str]:
+    return fit(folder), one_cannot_write(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder):
+    outcomes = run_ranks_raw(2, cases, str(folder), backend=None, timeout=90)
     assert all(o.ok for o in outcomes), outcomes[0].traceback
-    assert all(o.value == {"given back": True, "level": logging.WARNING} for o in outcomes)
+    return outcomes
+
+
+def test_one_console_and_a_file_for_each_rank(folder, outcomes):
+    assert all(o.value[0] == {"given back": True, "level": logging.WARNING} for o in outcomes)
     console = outcomes[0].stderr
     assert len(re.findall(r":0-1 lockstep_test_user test_callback\.py:\d+ same\n", console)) == 1
     assert console.index("mine is 0") < console.index("mine is 1")
@@ -78,7 +92,7 @@ def test_one_console_and_a_file_for_each_rank(tmp_path):
     assert ":1 lockstep_test_user" in next(x for x in console.splitlines() if "rank 0 never logs this" in x)
     assert "warns" not in outcomes[1].stderr and "mine" not in outcomes[1].stderr
     for rank in range(2):
-        text = Path(tmp_path, "logs", f"rank-{rank}.jsonl").read_text()
+        text = Path(folder, "logs", f"rank-{rank}.jsonl").read_text()
         entries = [json.loads(line) for line in text.splitlines()]
         said = [e["message"] for e in entries if e["logger"].startswith("lockstep_test")]
         expected = [
@@ -115,8 +129,8 @@ def one_cannot_write(folder: str) -> str:
     return "no error"
 
 
-def test_a_folder_in_which_one_rank_cannot_write_is_one_error_on_all(tmp_path):
-    values = run_ranks(2, one_cannot_write, str(tmp_path))
+def test_a_folder_in_which_one_rank_cannot_write_is_one_error_on_all(outcomes):
+    values = [outcome.value[1] for outcome in outcomes]
     assert values[0] == values[1]
     assert "every rank can make its log file" in values[0] and "rank 1: " in values[0]
 

@@ -11,6 +11,7 @@ import signal
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +55,28 @@ def until(kept: Kept, count: int, limit: float = 20.0) -> list[str]:
     return kept.lines
 
 
+def until_last(kept: Kept, limit: float = 20.0) -> None:
+    deadline = time.monotonic() + limit
+    while not any(line.endswith("last") for line in kept.lines) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def cases() -> dict[str, Any]:
+    return {
+        "late channel": late_channel(),  # the first: it opens the channel
+        "ordinary": ordinary_calls(),
+        "odd": odd_calls(),
+        "sections": rank_ordered_sections(),
+        "broken handler": broken_handler(),
+        "warnings": library_warnings(),  # the last: it changes the loggers that there are
+    }
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[dict[str, Any]]:
+    return run_ranks(3, cases, timeout=90)
+
+
 def library_warnings() -> list[str]:
     """What this rank shows of warnings that both ranks and rank 1 alone give, from libraries and the user's file."""
     from lightning_lockstep.logs import logger
@@ -78,17 +101,21 @@ def library_warnings() -> list[str]:
             warnings.warn_explicit(f"both in {Path(file).name}", UserWarning, file, 3)
             if dist.get_rank() == 1:
                 warnings.warn_explicit(f"rank 1 in {Path(file).name}", UserWarning, file, 3)
-        if dist.get_rank() == 0:
-            time.sleep(1.0)  # a second one would have come by now
+        if dist.get_rank() == 1:
+            warnings.warn_explicit("the last one", UserWarning, torch.optim.__file__, 3)
+        end = time.monotonic() + 20
+        while dist.get_rank() == 0 and "the last one" not in stream.getvalue() and time.monotonic() < end:
+            time.sleep(0.01)  # what was given before it comes before it
         dist.barrier()
     return printed + stream.getvalue().splitlines()
 
 
-def test_warnings_of_libraries_are_shown_once_and_none_is_lost() -> None:
-    zero, one = run_ranks(2, library_warnings)
+def test_warnings_of_libraries_are_shown_once_and_none_is_lost(seen: list[dict[str, Any]]) -> None:
+    zero, one = (of_rank["warnings"] for of_rank in seen[:2])
     # Rank 0 shows its own and what rank 1 alone has said of a library; the user's stay where they are given.
     assert zero[:3] == ["both in __init__.py", "both in train.py", "both in os.py"]
-    (alone,) = zero[3:]
+    alone, last = zero[3:]
+    assert "the last one" in last
     assert alone.startswith("[rank 1] ") and alone.endswith("UserWarning: rank 1 in __init__.py")
     assert one == [f"{who} in {file}" for file in ("train.py", "os.py") for who in ("both", "rank 1")]
 
@@ -99,36 +126,37 @@ def ordinary_calls() -> dict[str, list]:
     log.info("main")
     log.info("all", main_process_only=False)
     log.info("same %s", "words", in_order=True)
-    time.sleep(0.05 * (3 - rank))  # the last rank calls first
+    time.sleep(0.05 * (2 - rank))  # the last rank calls first
     log.info("mine is %d", rank, in_order=True)
     numbers = [1]
     log.info("now %s", numbers, in_order=True)
     numbers.append(2)  # too late for the line above
     log.warning_once("careful", main_process_only=False)
     log.warning_once("careful", main_process_only=False)
+    log.warning_once("last", main_process_only=False)
     if rank == 0:
-        until(kept, 9)
-        time.sleep(0.5)  # a second warning would have come by now
+        until_last(kept)  # a second warning would have come by then
     dist.barrier()
     return {"lines": kept.lines, "places": kept.places}
 
 
-def test_who_prints_what():
-    values = run_ranks(4, ordinary_calls)
+def test_who_prints_what(seen):
+    values = [of_rank["ordinary"] for of_rank in seen]
     lines = values[0]["lines"]
     assert lines[:2] == ["main", "[rank 0] all"]
     assert sorted(lines[2:]) == sorted(
         [
-            "[ranks 0-3] same words",
-            "[ranks 0-3] now [1]",
-            *[f"[rank {r}] mine is {r}" for r in range(4)],
-            "[ranks 0-3] careful",
+            "[ranks 0-2] same words",
+            "[ranks 0-2] now [1]",
+            *[f"[rank {r}] mine is {r}" for r in range(3)],
+            "[ranks 0-2] careful",
+            "[ranks 0-2] last",
         ]
     )
     mine = [line for line in lines if "mine" in line]
     assert mine == sorted(mine)
     assert set(values[0]["places"]) == {("test_ranks.py", "ordinary_calls")}
-    assert [v["lines"] for v in values[1:]] == [[f"[rank {r}] all"] for r in (1, 2, 3)]
+    assert [v["lines"] for v in values[1:]] == [[f"[rank {r}] all"] for r in (1, 2)]
 
 
 def odd_calls() -> list[str]:
@@ -137,30 +165,31 @@ def odd_calls() -> list[str]:
     if rank == 1:
         logging.getLogger("odd").setLevel(logging.WARNING)
     log.info("rank 1 has another level", in_order=True)
-    if rank != 2:
-        log.warning("rank 2 is silent", in_order=True)
-    for count in range(2 if rank == 3 else 1):
-        log.warning("rank 3 says it twice, %d", count, in_order=True)
+    if rank != 1:
+        log.warning("rank 1 is silent", in_order=True)
+    for count in range(2 if rank == 2 else 1):
+        log.warning("rank 2 says it twice, %d", count, in_order=True)
     if rank == 0:
         until(kept, 6)
     dist.barrier()
     return kept.lines
 
 
-def test_ranks_with_other_levels_silent_ranks_and_double_calls():
-    lines = run_ranks(4, odd_calls)[0]
-    assert "[ranks 0,2-3] rank 1 has another level" in lines
-    assert "[ranks 0-1,3] rank 2 is silent" in lines
-    assert "[ranks 0-3] rank 3 says it twice, 0" in lines
-    assert "[rank 3] rank 3 says it twice, 1" in lines
+def test_ranks_with_other_levels_silent_ranks_and_double_calls(seen):
+    lines = seen[0]["odd"]
+    assert "[ranks 0,2] rank 1 has another level" in lines
+    assert "[ranks 0,2] rank 1 is silent" in lines
+    assert "[ranks 0-2] rank 2 says it twice, 0" in lines
+    assert "[rank 2] rank 2 says it twice, 1" in lines
     missing = sorted(line.split(" did not log")[0] for line in lines if "did not log this line" in line)
-    assert missing == ["rank 2", "ranks 0-2"]
+    assert missing == ["rank 1", "ranks 0-1"]
     assert len(lines) == 6
 
 
 def one_dies() -> list[str]:
     rank = dist.get_rank()
     log, kept = prepared("dies", timeout=1.0)
+    store = dist.distributed_c10d._get_default_store()
     dist.barrier()
     if rank == 2:
         log.info("last line", in_order=True)
@@ -170,9 +199,10 @@ def one_dies() -> list[str]:
         os.kill(os.getpid(), signal.SIGKILL)
     log.info("still here", in_order=True)
     if rank == 0:
-        return list(until(kept, 4))
-    time.sleep(2.5)
-    return []
+        until(kept, 4)
+        store.set("printed", "")
+    store.wait(["printed"])  # the side channel is there as long
+    return kept.lines
 
 
 def test_a_rank_that_dies_holds_nobody_up_and_its_lines_are_printed():
@@ -231,13 +261,13 @@ def late_channel() -> list[str]:
         time.sleep(0.5)
     log.info("hello %d", dist.get_rank(), in_order=True)
     if dist.get_rank() == 0:
-        until(kept, 2)
+        until(kept, 3)
     dist.barrier()
     return kept.lines
 
 
-def test_a_plain_process_group_needs_no_set_up():
-    assert run_ranks(2, late_channel)[0] == ["[rank 0] hello 0", "[rank 1] hello 1"]
+def test_a_plain_process_group_needs_no_set_up(seen):
+    assert seen[0]["late channel"] == [f"[rank {rank}] hello {rank}" for rank in range(3)]
 
 
 def rank_ordered_sections() -> dict:
@@ -265,8 +295,8 @@ def rank_ordered_sections() -> dict:
     return seen
 
 
-def test_in_rank_order():
-    values = run_ranks(3, rank_ordered_sections)
+def test_in_rank_order(seen):
+    values = [of_rank["sections"] for of_rank in seen]
     spans = [v["first"] for v in values]
     assert [number for number, _, _ in spans] == [0, 1, 2]
     assert spans[0][2] <= spans[1][1] and spans[1][2] <= spans[2][1], "one after the other"
@@ -280,16 +310,6 @@ def test_in_rank_order():
     assert all(v["after"] for v in values), "and the next block works again"
     for value in values[:2]:
         assert "rank 2 never entered it" in value["stall"]
-
-
-@pytest.mark.parametrize("ranks", [2])
-def test_a_faulty_handler_does_not_silence_the_collector(ranks):
-    lines = run_ranks(ranks, broken_handler)[0]
-    assert lines[:2] == ["[ranks 0-1] first", "[ranks 0-1] second"]
-    # These two are printed by the thread that looks after what has waited long enough, and it lives on.
-    assert lines[2] == lines[4] == "[rank 0] alone" and all(
-        "rank 1 did not log this line within" in lines[i] for i in (3, 5)
-    )
 
 
 def broken_handler() -> list[str]:
@@ -316,3 +336,12 @@ def broken_handler() -> list[str]:
             until(kept, lines)
     dist.barrier()
     return kept.lines
+
+
+def test_a_faulty_handler_does_not_silence_the_collector(seen):
+    lines = seen[0]["broken handler"]
+    assert lines[:2] == ["[ranks 0-2] first", "[ranks 0-2] second"]
+    # These two are printed by the thread that looks after what has waited long enough, and it lives on.
+    assert lines[2] == lines[4] == "[rank 0] alone" and all(
+        "ranks 1-2 did not log this line within" in lines[i] for i in (3, 5)
+    )

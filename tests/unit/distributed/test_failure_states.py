@@ -159,35 +159,6 @@ def test_a_rank_that_rank_0_does_not_answer_prints_its_own_error(ranks: list[Ran
     assert ranks[2].stopped() is None, "the program has caught it, and goes on"
 
 
-def test_a_failure_that_only_rank_0_has_caught_stops_no_other(ranks: list[Rank]) -> None:
-    ranks[0].raises(ValueError("caught"))
-    assert ranks[0].begins() is None
-    wires_of(ranks).deliver()
-    assert [rank.stopped() for rank in ranks] == [None] * RANKS
-    late = ValueError("caught")
-    assert ranks[1].raises(late) is late and ranks[1].begins() is None
-    wires_of(ranks).deliver()
-    assert [rank.stopped() for rank in ranks] == [None] * RANKS
-
-
-def test_a_rank_that_raises_another_error_after_the_failure_was_caught_fails_anew(ranks: list[Rank]) -> None:
-    ranks[1].raises(ValueError("caught"))
-    assert ranks[1].begins() is None
-    wires_of(ranks).deliver()
-    error = TypeError("its own")
-    assert ranks[0].raises(error) is error
-    wires_of(ranks).deliver()
-    assert ranks[1].stopped() == "TypeError: its own"
-    assert ranks[2].stopped() is None, "it may yet raise what was caught"
-    assert isinstance(ranks[2].begins(), RankFailedError)
-
-
-def test_a_rank_ahead_of_rank_0_stops_it_at_once(ranks: list[Rank]) -> None:
-    ranks[1].begins()
-    ranks[1].raises(ValueError("in the next fit"))
-    assert ranks[0].stopped() == "ValueError: in the next fit"
-
-
 def test_a_rank_that_has_caught_and_fails_again_stops_rank_0_in_the_next_fit(ranks: list[Rank]) -> None:
     ranks[1].raises(ValueError("caught"))
     ranks[1].begins()
@@ -244,33 +215,6 @@ def test_a_lost_rank_0_that_has_said_what_it_raises_is_known_by_that(ranks: list
     ranks[1].crash.channel._on_lost(0, "nothing listens")  # type: ignore[misc]
     assert ranks[1].stopped() == "ConfigurationError: on rank 0"
     assert not ranks[1].crash.prints_report, "rank 0 has printed it"
-
-
-def test_a_rank_that_is_lost_while_the_cause_is_waited_for_gets_a_better_report(
-    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits: list[float] = []
-
-    def wait_for(news: Any, arrived: Callable[[], bool], timeout: float, *, needs_main: bool = True) -> bool:
-        waits.append(timeout)
-        if len(waits) == 1:
-            ranks[0].crash.channel._on_lost(2, "nothing listens")  # type: ignore[misc]
-        else:
-            ranks[0].wait("_report")
-        return arrived()
-
-    monkeypatch.setattr(ranks[0].crash.channel, "wait_for", wait_for)
-    error = ranks[0].raises(RuntimeError("Connection reset by peer"))
-    assert isinstance(error, RankFailedError) and "rank 2 of 3 was lost" in str(error)
-    assert waits[1] > 0
-
-
-def test_of_many_ranks_that_are_lost_at_once_one_is_reported(ranks: list[Rank]) -> None:
-    for rank in (1, 2):
-        ranks[0].crash.channel._on_lost(rank, "nothing listens")  # type: ignore[misc]
-    assert len(ranks[0].timers) == 1
-    ranks[0].wait("_report")
-    assert ranks[0].stopped() is not None
 
 
 def test_a_rank_whose_program_has_caught_the_failure_is_not_ended_by_force(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import sys
 
@@ -125,25 +124,8 @@ def test_a_rank_known_only_from_the_environment_says_nothing_for_the_main_rank(n
     assert [r.getMessage() for r in records] == ["[rank 3] everybody"]
 
 
-def test_filters_of_the_logger_are_asked(name):
-    records = kept_on(name)
-    logging.getLogger(name).addFilter(keep := lambda record: "yes" in record.getMessage())
-    log = get_logger(name, "INFO")
-    log.info("yes", in_order=True)
-    log.info("no", in_order=True)
-    logging.getLogger(name).removeFilter(keep)
-    assert [r.getMessage() for r in records] == ["yes"]
-
-
 def test_in_rank_order_without_ranks_just_runs():
     with lightning_lockstep.in_rank_order() as rank:
         assert rank == 0
     with pytest.raises(ConfigurationError, match="timeout=0"), lightning_lockstep.in_rank_order(timeout=0):
         pass
-
-
-def test_it_is_quiet_without_handlers(name, monkeypatch):
-    stream = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stream)
-    get_logger(name, "CRITICAL").info("nobody asked", in_order=True)
-    assert stream.getvalue() == ""

@@ -16,7 +16,6 @@ from lightning_lockstep.logs.ordering import (
     LineOrdering,
     call_of,
     line_of,
-    merge_equal,
     record_of,
 )
 from lightning_lockstep.logs.sender import Collector
@@ -67,41 +66,11 @@ def test_a_line_that_comes_after_the_timeout_is_printed_alone_and_at_once():
     assert batch.late and texts([batch]) == [((1,), "slow")] and batch.missing == ()
 
 
-def test_a_rank_that_calls_twice_does_not_disturb_the_first_call():
-    ordering = LineOrdering(range(2), timeout=1.0)
-    ordering.add(line(0, "one"), 0.0)
-    ordering.add(line(0, "two", repeat=1), 0.0)
-    assert texts(ordering.add(line(1, "one"), 0.1)) == [((0, 1), "one")]
-    (batch,) = ordering.due(1.0)
-    assert texts([batch]) == [((0,), "two")] and batch.missing == (1,)
-
-
 def test_a_rank_with_a_higher_level_is_not_waited_for():
     ordering = LineOrdering(range(2))
     ordering.note_level(1, "lib", logging.WARNING)
     assert texts(ordering.add(line(0), 0.0)) == [((0,), "same")]
     assert ordering.add(line(0, level=logging.WARNING, at=9), 0.0) == []  # that one it would log
-
-
-def test_a_level_that_becomes_known_releases_waiting_lines():
-    ordering = LineOrdering(range(2))
-    ordering.add(line(0), 0.0)
-    assert texts(ordering.note_level(1, "lib", logging.ERROR)) == [((0,), "same")]
-
-
-def test_a_line_below_the_level_that_was_noted_voids_it():
-    ordering = LineOrdering(range(2))
-    ordering.note_level(1, "lib", logging.WARNING)
-    ordering.add(line(1, at=1), 0.0)
-    assert ordering.add(line(0, at=2), 0.0) == []
-
-
-def test_flush_gives_everything_in_the_order_of_the_first_lines():
-    ordering = LineOrdering(range(2))
-    ordering.add(line(1, "first", at=1), 0.0)
-    ordering.add(line(0, "second", at=2), 0.0)
-    assert [t for _, t in texts(ordering.flush(0.5))] == ["first", "second"]
-    assert ordering.flush(0.5) == []
 
 
 def test_nothing_is_lost_or_doubled_whatever_the_order_of_arrival():
@@ -148,14 +117,6 @@ def test_one_of_the_ranks_equal_warnings_is_printed(collector, printed):
     assert printed == ["[ranks 1,3] same"], "no note of the missing ranks, and rank 2 is too late"
 
 
-def test_a_warning_that_one_rank_repeats_is_printed_as_often_as_it_was_logged(collector, printed):
-    for repeat in range(3):
-        for rank in range(4):
-            collector.add_once(line(rank, repeat=repeat))
-    collector.flush()
-    assert printed == ["[ranks 0-3] same"] * 3
-
-
 def test_a_warning_that_rank_0_has_printed_is_not_printed_again(collector, printed):
     collector.add_once(line(1))
     collector.add_once(line(0), printed=True)
@@ -163,18 +124,6 @@ def test_a_warning_that_rank_0_has_printed_is_not_printed_again(collector, print
     collector.add_once(line(2, "only here"))
     collector.flush()
     assert printed == ["[rank 2] only here"]
-
-
-def test_a_warning_of_one_rank_is_printed_in_the_next_run_too(collector, printed):
-    for _ in range(2):  # each run counts from 0 how often a rank has logged the same
-        collector.add_once(line(1))
-        collector.flush()
-    assert printed == ["[rank 1] same"] * 2
-
-
-def test_a_merged_line_keeps_hosts_and_the_earliest_time():
-    (merged,) = merge_equal([line(3), line(0)])
-    assert merged.ranks == (0, 3) and merged.hosts == ("host0", "host1") and merged.created == 100.0
 
 
 def test_a_record_survives_the_way_to_rank_0():
@@ -209,15 +158,3 @@ def test_a_line_that_cannot_be_formatted_is_logged_all_the_same():
     line = line_of(call_of(record), rank=0, host="h", repeat=0)
     assert line.text.startswith("'%d of %d' with ('one',), which cannot be filled in: TypeError")
     assert line.extra["knot"] == "[[...]]" and line.extra["pair"] == "{(1, 2): 3}"
-
-
-def test_one_file_under_two_names_is_one_place(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path)
-    names = [tmp_path / "train.py", tmp_path / "run" / ".." / "train.py", tmp_path / "link" / "train.py"]
-    lines = [
-        line_of((("lib", 20, str(name), 7), "same", 0.0, "f", "", {}), rank=rank, host="h", repeat=0)
-        for rank, name in enumerate(names)
-    ]
-    ordering = LineOrdering(range(3))
-    assert [texts(ordering.add(one, 0.0)) for one in lines] == [[], [], [((0, 1, 2), "same")]]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 
 import pytest
 
-from lightning_lockstep import ConfigurationError
-from lightning_lockstep.logs.trackers import MLFlowLogger, WandbLogger, has_wandb_account, tracking_uri_of
+from lightning_lockstep.logs.trackers import has_wandb_account, tracking_uri_of
 
 
 @pytest.fixture(autouse=True)
@@ -40,46 +38,8 @@ def test_a_netrc_that_cannot_be_read_is_no_account(tmp_path: Path) -> None:
     assert not has_wandb_account()
 
 
-@pytest.mark.parametrize(
-    ("offline", "variable", "logged_in", "mode"),
-    [
-        (None, None, False, "offline"),
-        (None, None, True, "online"),
-        (None, "disabled", False, None),  # left to wandb
-        (True, "online", True, "offline"),
-        (False, None, False, "online"),
-    ],
-)
-def test_the_settings_come_first_then_the_environment_then_the_account(
-    offline: bool | None,
-    variable: str | None,
-    logged_in: bool,
-    mode: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if variable is not None:
-        monkeypatch.setenv("WANDB_MODE", variable)
-    if logged_in:
-        log_in(tmp_path, "api.wandb.ai")
-    assert WandbLogger(save_dir=tmp_path, offline=offline)._wandb_init["mode"] == mode
-
-
-def test_checkpoints_of_an_offline_run_are_refused() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"log_model='all': expected false for a run that is offline"
-    ):
-        WandbLogger(log_model="all")
-
-
 def test_the_store_is_the_one_given_then_the_environments_then_a_file(tmp_path: Path) -> None:
     environ = {"MLFLOW_TRACKING_URI": "http://there:5000"}
     assert tracking_uri_of(tmp_path, "http://here:5000", environ) == "http://here:5000"
     assert tracking_uri_of(tmp_path, None, environ) == "http://there:5000"
     assert tracking_uri_of(tmp_path, None, {}) == f"sqlite:///{tmp_path}/mlflow.db"
-
-
-def test_a_logger_can_be_made_and_sent_to_a_rank_without_a_file(tmp_path: Path) -> None:
-    logger = pickle.loads(pickle.dumps(MLFlowLogger(save_dir=tmp_path / "mlflow")))
-    assert not (tmp_path / "mlflow").exists()
-    assert logger.location == f"{tmp_path}/mlflow/mlflow.db"

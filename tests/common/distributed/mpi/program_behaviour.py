@@ -1,5 +1,6 @@
 """What torch.distributed promises of a backend, asked of mpi4py; writes down what each rank saw."""
 
+import atexit
 import json
 import sys
 import threading
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lockstep.distributed.guard.records import compares_calls
 from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions
+from tests.common.distributed import local_calls
 from tests.common.distributed.mpi.ranks_meet import meet
 
 warnings.simplefilter("ignore")
@@ -365,6 +367,21 @@ def impatient_wait(rank, size):
     return caught(work.wait, timedelta(milliseconds=200)) if rank != 1 else None
 
 
+def inference(rank, size):
+    """Large tensors that were made in inference mode, as in a validation, are written by the progress thread."""
+    with torch.inference_mode():
+        places = [torch.empty(200_000) for _ in range(size)]
+        dist.all_gather(places, torch.full((200_000,), float(rank)))
+        return [place[-1].item() for place in places]
+
+
+def local(rank, size):
+    """Rank 1 answers the collectives of this backend by itself."""
+    attributes = set(vars(dist.group.WORLD))
+    seen, *sums = local_calls.one_alone(1)
+    return [seen, sums, set(vars(dist.group.WORLD)) == attributes]
+
+
 ASKED = [
     future,
     callbacks,
@@ -389,26 +406,45 @@ ASKED = [
     sync_and_async,
     lying_elsewhere,
     large_of_every_number,
-    late_without_check,
+    inference,
+    local,
     too_late,
-    behind_too_late,
-    impatient_wait,
-    impatient_barrier,
-    error_in_backward,
 ]
+#: Other waits for a rank that is late.
+LATE = [late_without_check, behind_too_late, impatient_wait, impatient_barrier, error_in_backward]
+
+
+def end_in_a_callback(rank):
+    """Leave a callback under way at the end of the program; with --no-thread it starts another operation then."""
+
+    def late(future):
+        time.sleep(1)
+        result = future.value()[0]
+        if "--no-thread" in sys.argv:
+            result = dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()[0]
+        Path(sys.argv[1], f"callback-{rank}.json").write_text(json.dumps(result.tolist()))
+
+    def refuse(thread):
+        """Do as Thread.start does from Python 3.12 on, once the main thread has ended."""
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    work.get_future().then(late)
+    work.wait()
+    if "--destroy" in sys.argv:
+        dist.destroy_process_group()
+    if "--no-thread" in sys.argv:
+        atexit.register(setattr, threading.Thread, "start", refuse)
 
 
 def main():
-    if "--serialized" in sys.argv:
+    level = next((one for one in ("serialized", "funneled") if f"--{one}" in sys.argv), None)
+    if level:
         import mpi4py
 
-        mpi4py.rc.thread_level = "serialized"
-    if "--funneled" in sys.argv:
-        import mpi4py
-
-        mpi4py.rc.thread_level = "funneled"
+        mpi4py.rc.thread_level = level
     rank, size = meet(seconds=30)
-    for function in ASKED:
+    for function in [*ASKED, *(LATE if "--late" in sys.argv else [])]:
         try:
             SEEN[function.__name__] = function(rank, size)
         except Exception:
@@ -419,7 +455,7 @@ def main():
     SEEN["thread level"] = MPI.Query_thread()
     SEEN["name"] = dist.get_backend()
     Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(SEEN))
-    dist.destroy_process_group()
+    end_in_a_callback(rank)
 
 
 if __name__ == "__main__":

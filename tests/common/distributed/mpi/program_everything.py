@@ -103,11 +103,6 @@ def main():
         fit("preempt", StopTogether())
     elif WHAT == "resume":
         trainer, _, found = fit("resume", resume=str(FOLDER / "preempt" / "ckpt" / "preempted.ckpt"))
-    elif WHAT == "leave":
-        trainer, model, _ = fit("leave")
-        if trainer.global_rank == 1:
-            sys.exit(3)
-        trainer.validate(model)
     else:
         detector = OverflowDetector(action="skip", report_dir=FOLDER / "reports")
         early = SyncedEarlyStopping("loss", patience=1, min_delta=10.0, check_every_n_steps=1)

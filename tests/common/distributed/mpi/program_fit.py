@@ -1,9 +1,10 @@
-"""A small fit with checkpoints, early stopping and precision; writes down what came of it."""
+"""A small fit with checkpoints, early stopping and precision; writes what came of it; maybe a second one that fails."""
 
 import argparse
 import hashlib
 import json
 import os
+import signal
 import time
 import warnings
 from pathlib import Path
@@ -19,9 +20,9 @@ warnings.simplefilter("ignore")
 
 
 class Model(LightningModule):
-    def __init__(self, given):
+    def __init__(self, given, fault=None):
         super().__init__()
-        self.given = given
+        self.given, self.fault = given, fault
         self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
         self.losses = []
 
@@ -30,8 +31,10 @@ class Model(LightningModule):
             time.sleep(0.1)
         if batch_idx == 3 and self.global_rank == 0:
             print("TRAINING", flush=True)
-        if batch_idx == 3 and self.global_rank == self.given.bad:
+        if batch_idx == 3 and self.global_rank == 1 and self.fault == "raise":
             raise ValueError("a bad batch on purpose")
+        if batch_idx == 3 and self.global_rank == 1 and self.fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
         loss = self.layers(batch).square().mean()
         self.losses.append(loss.item())
         self.log("loss", loss, sync_dist=True, on_epoch=True, on_step=False)
@@ -44,24 +47,12 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.05)
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder")
-    parser.add_argument("--devices", default="auto")
-    parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--bad", type=int, default=-1)
-    parser.add_argument("--slow", action="store_true")
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--precision", default="32-true")
-    parser.add_argument("--hostfile")
-    parser.add_argument("--ssh", default="")
-    given = parser.parse_args()
+def fit(given, fault=None):
     seed_everything(3, verbose=False)
     strategy = LockstepMPIStrategy(
         backend=given.backend, hostfile=given.hostfile, ssh_args=given.ssh.split(), grace_period=5.0
     )
-    model = Model(given)
+    model = Model(given, fault)
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -79,6 +70,23 @@ def main():
     )
     data = torch.randn(96, 8, generator=torch.Generator().manual_seed(5))
     trainer.fit(model, DataLoader(data, batch_size=4), DataLoader(data, batch_size=8))
+    return trainer, model
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("--devices", default="auto")
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--then", choices=("raise", "kill"), help="what rank 1 does in a second fit")
+    parser.add_argument("--slow", action="store_true")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--hostfile")
+    parser.add_argument("--ssh", default="")
+    given = parser.parse_args()
+    trainer, model = fit(given)
     found = {
         "losses": model.losses,
         "world": trainer.world_size,
@@ -92,6 +100,8 @@ def main():
         "best": os.path.basename(trainer.checkpoint_callback.best_model_path),
     }
     Path(given.folder, f"{trainer.global_rank}.json").write_text(json.dumps(found))
+    if given.then:
+        fit(given, given.then)
 
 
 if __name__ == "__main__":

@@ -39,13 +39,6 @@ def compares() -> list[object]:
     ]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_ranks_find_out_together_whether_they_agree(size: int) -> None:
-    texts = [bytes(rank) for rank in range(size)]
-    expected = [True, True, False, False, True, False, False, False, texts]
-    assert run_ranks(size, compares, timeout=60) == [expected] * size
-
-
 def late_by_turns() -> list[bool]:
     """Comparisons in which another rank comes late each time; nobody may take an answer of the one before."""
     group, rank, size = made(), dist.get_rank(), dist.get_world_size()
@@ -57,41 +50,49 @@ def late_by_turns() -> list[bool]:
     return found
 
 
-def test_one_comparison_is_not_taken_for_another() -> None:
-    assert run_ranks(3, late_by_turns, timeout=60) == [[bool(number % 5) for number in range(30)]] * 3
+def both() -> tuple[list[object], list[bool]]:
+    return compares(), late_by_turns()
 
 
-def waits(case: str) -> str:
-    before = set(connections())
-    group = made()
-    own = set(connections()) - before
-    if dist.get_rank() == 1:
-        if case == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(3.0)
-        return "left"
-    if case == "ended":
-        threading.Timer(0.3, end_connections, [own]).start()
-    try:
-        group.all_equal(1, 1.0 if case == "late" else 60.0)
-    except RuntimeError as error:
-        return str(error) if is_broken_collective(error) else f"not taken for one of a backend: {error}"
-    return "no error"
+@pytest.mark.parametrize("size", [2, 5])
+def test_ranks_find_out_together_whether_they_agree(size: int) -> None:
+    texts = [bytes(rank) for rank in range(size)]
+    agree = [True, True, False, False, True, False, False, False, texts]
+    in_turn = [bool(number % 5) for number in range(30)]
+    assert run_ranks(size, both, timeout=60) == [(agree, in_turn)] * size
 
 
-@pytest.mark.parametrize(
-    ("case", "expected"),
-    [
-        ("killed", "Connection (closed|reset) by peer"),
-        ("late", "Timed out waiting 1000ms"),
-        ("ended", "Connection closed by peer"),
-    ],
-)
-def test_a_wait_ends_when_the_other_rank_is_gone_is_late_or_the_guard_ends_it(
-    case: str, expected: str
-) -> None:
-    outcomes = run_ranks_raw(2, waits, case, timeout=60)
-    assert re.search(expected, outcomes[0].value)
+def waits() -> list[str]:
+    """Rank 1 comes late, then the connections are ended, and at last it is killed."""
+    said, is_first = [], dist.get_rank() == 0
+    store = dist.distributed_c10d._get_default_store()
+    for case in ("late", "ended", "killed"):
+        before = set(connections())
+        group = made()
+        own = set(connections()) - before
+        if not is_first:
+            store.wait([case]) if case != "killed" else os.kill(os.getpid(), signal.SIGKILL)
+            continue
+        if case == "ended":
+            threading.Timer(0.3, end_connections, [own]).start()
+        try:
+            group.all_equal(1, 1.0 if case == "late" else 60.0)
+            said.append("no error")
+        except RuntimeError as error:
+            said.append(
+                str(error) if is_broken_collective(error) else f"not taken for one of a backend: {error}"
+            )
+        if case != "killed":
+            store.set(case, "")
+    return said
+
+
+def test_a_wait_ends_when_the_other_rank_is_late_is_gone_or_the_guard_ends_it() -> None:
+    outcomes = run_ranks_raw(2, waits, timeout=60)
+    late, ended, killed = outcomes[0].value
+    assert "Timed out waiting 1000ms" in late
+    assert "Connection closed by peer" in ended
+    assert re.search("Connection (closed|reset) by peer", killed)
 
 
 def test_nobody_waits_for_ever_for_a_rank_that_makes_none() -> None:

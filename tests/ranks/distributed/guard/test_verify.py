@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.distributed.c10d_operators import parameters_in_bucket
 from lightning_lockstep.distributed.guard.verify import CallVerifier, verify_parameters
 from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
 from tests.helpers import run_ranks
@@ -220,9 +219,18 @@ def all_cases() -> dict[str, tuple[str, float]]:
     return found
 
 
+def on_two_ranks() -> tuple[dict[str, tuple[str, float]], Any, tuple[str, str]]:
+    return all_cases(), seen_by_another_thread(), parameters_in_another_order()
+
+
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, tuple[str, float]]]:
-    return run_ranks(2, all_cases, timeout=120)
+def two() -> list[Any]:
+    return run_ranks(2, on_two_ranks, timeout=120)
+
+
+@pytest.fixture
+def found(two: list[Any]) -> list[dict[str, tuple[str, float]]]:
+    return [one[0] for one in two]
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -310,8 +318,8 @@ def seen_by_another_thread() -> Any:
     return seen
 
 
-def test_a_collective_that_waits_for_the_others_is_outstanding() -> None:
-    assert run_ranks(2, seen_by_another_thread, timeout=60)[0] == [
+def test_a_collective_that_waits_for_the_others_is_outstanding(two: list[Any]) -> None:
+    assert two[0][1] == [
         ([("world", 1)], [False]),
         ([("world", 2)], [True, False]),
         ([("world", 3)], [True, False]),
@@ -334,8 +342,10 @@ def parameters_in_another_order() -> tuple[str, str]:
     return found[0], found[1]
 
 
-def test_parameters_of_the_same_shapes_in_another_order_are_named_before_ddp_reduces_them() -> None:
-    found, other = run_ranks(2, parameters_in_another_order)
+def test_parameters_of_the_same_shapes_in_another_order_are_named_before_ddp_reduces_them(
+    two: list[Any],
+) -> None:
+    (_, _, found), (_, _, other) = two
     assert found == other
     rows = [re.split(r"  +", line.strip()) for line in found[0].splitlines()[2:]]
     assert ["0", "rank 0", "one.weight (2, 2) float32 trained"] in rows
@@ -348,9 +358,3 @@ def test_no_history_is_refused() -> None:
         ConfigurationError, match=r"history=0: expected the number of calls to keep, at least 1\."
     ):
         CallVerifier(history=0)
-
-
-def test_a_wrapper_whose_construction_failed_is_passed_over() -> None:
-    unfinished = DistributedDataParallel.__new__(DistributedDataParallel)  # as a traceback may hold one
-    assert parameters_in_bucket(torch.ones(3)) == []
-    assert "module" not in vars(unfinished)

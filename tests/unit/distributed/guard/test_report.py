@@ -104,29 +104,6 @@ def test_an_error_of_the_backend_because_a_rank_has_left() -> None:
     assert found is not None and (found.kind, found.ranks) == ("stall", (2,))
 
 
-def test_records_of_sends_and_receives_have_no_number_and_are_not_compared() -> None:
-    sent, received = (call(0, done=True, operation=name, root=1) for name in ("send", "recv"))
-    waits, sleeps = rank(0, call(), sent), rank(1, received, position=Position("loader.py:3 in read", ()))
-    found = verdict(waits, sleeps)
-    assert found is not None and (found.kind, found.ranks) == ("stall", (1,))
-    # The last collective counts, whatever was sent after it.
-    came = rank(1, call(), received)
-    assert came.last_call("world") == call().call and came.has_called(Outstanding("world", 1))
-
-
-def test_arguments_of_the_main_thread_belong_to_a_call_of_their_own_group_alone() -> None:
-    part = {"group": "1 (ranks 0, 1)", "groups": {"1 (ranks 0, 1)": (0, 1)}}
-    place = Position("train.py:9 in step", ("train.py:9 in step",), "reduce", {"dst": "0"}, "world")
-    one = rank(1, call(operation="reduce", group=part["group"]), groups=part["groups"], position=place)
-    of_part, of_world = Outstanding("1 (ranks 0, 1)", 1), Outstanding("world", 1)
-    assert one.call(of_part).root is None
-    there = rank(1, call(operation="reduce"), position=place)
-    assert there.call(of_world).root == 0
-    # Where the group is not known, the function alone tells.
-    unknown = rank(1, call(operation="reduce"), position=place._replace(group=""))
-    assert unknown.call(of_world).root == 0
-
-
 # -- what differs --------------------------------------------------------------------------------------
 
 
@@ -143,13 +120,6 @@ def test_an_open_collective_that_ranks_have_called_differently() -> None:
         "Make the shapes equal on all ranks before the call.",
     ]
     assert found is not None and (found.kind, found.ranks, found.lacks_sites) == ("mismatch", (1,), False)
-
-
-def test_a_call_whose_place_is_not_known_is_asked_for() -> None:
-    nowhere = Position("", ())
-    states = (rank(0, call(site=""), position=nowhere), rank(1, call(site="", operation="barrier")))
-    found = verdict(*states)
-    assert found is not None and found.lacks_sites
 
 
 @pytest.mark.parametrize(
@@ -187,15 +157,6 @@ def test_shapes_that_ranks_may_choose_are_no_difference(operation: str) -> None:
     assert found is not None and found.kind == "stall"
 
 
-def test_shapes_that_ranks_may_choose_count_once_the_backend_has_found_other_sizes() -> None:
-    parts = [call(operation="all_to_all", shapes=((count,),)) for count in (6, 3)]
-    ranks = rank(0, parts[0]), rank(1, parts[1])
-    found = verdict(*ranks, raised="Received data size doesn't match expected size")
-    assert found is not None and found.kind == "mismatch"
-    assert lines(found)[0] == "ranks disagree on collective #1 of group 'world'"
-    assert verdict(*ranks, raised="Connection closed by peer") is None
-
-
 @pytest.mark.parametrize(
     "operation", ["reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "all_gather"]
 )
@@ -203,52 +164,6 @@ def test_shapes_of_a_reduce_scatter_are_a_difference(operation: str) -> None:
     kinds = {"operation": operation}
     found = verdict(rank(0, call(**kinds)), rank(1, call(shapes=((9,),), **kinds)))
     assert found is not None and found.kind == "mismatch"
-
-
-SIZES = "Received data size doesn't match expected size"
-ENDED = "a thread of the backend ended the process"
-
-
-def all_to_alls(*, then: bool = False, done: bool = True) -> tuple[RankState, RankState]:
-    """Return two ranks that have exchanged parts of their own sizes, and perhaps reduced something since."""
-    kinds = {"operation": "all_to_all", "done": done}
-    calls = [[call(1, **kinds), call(2, shapes=((size,),), **kinds)] for size in (3, 7)]
-    after = [call(3, done=True)] if then else []
-    return rank(0, *calls[0], *after), rank(1, *calls[1], *after)
-
-
-@pytest.mark.parametrize("raised", [SIZES, ENDED])
-def test_an_all_to_all_that_is_complete_does_not_explain_a_later_error(raised: str) -> None:
-    assert verdict(*all_to_alls(then=True), raised=raised) is None
-    # What the backend takes for done may be what it has raised about, if nothing was called since.
-    for ranks in (all_to_alls(), all_to_alls(done=False)):
-        found = verdict(*ranks, raised=raised)
-        assert lines(found)[0] == "ranks disagree on collective #2 of group 'world'"
-        assert "input_split_sizes" in lines(found)[-1] and "equal on all ranks" not in lines(found)[-1]
-
-
-def test_an_open_call_is_one_of_its_own_group() -> None:
-    """A complete all-to-all of another group has the number of what is open."""
-    pair = {PAIR: (0, 1)}
-    past = [call(2, operation="all_to_all", group=PAIR, shapes=((size,),), done=True) for size in (3, 7)]
-    ranks = [rank(number, one, call(2), groups=pair) for number, one in enumerate(past)]
-    found = verdict(*ranks, of=("world", 2), raised=SIZES)
-    assert found is None
-
-
-def test_in_a_scatter_only_the_root_records_tensors() -> None:
-    root, other = {"operation": "scatter"}, {"operation": "scatter", "dtypes": (), "shapes": ()}
-    states = [
-        rank(0, call(done=True, **root), call(2), of=3),
-        rank(1, call(done=True, **other), call(2), of=3),
-        rank(2, call(done=True, **other), of=3),
-    ]
-    found = verdict(*states, of=("world", 2))
-    assert found is not None and (found.kind, found.ranks) == ("stall", (2,))
-    found = verdict(rank(0, call(**root), of=3), rank(1, call(**other), of=3), rank(2, of=3))
-    assert found is not None and (found.kind, found.ranks) == ("stall", (2,))
-    found = verdict(rank(0, call(**root), of=3), rank(1, call(**other), of=3), rank(2, call(), of=3))
-    assert found is not None and (found.kind, found.ranks) == ("mismatch", (2,))
 
 
 def test_a_reduction_and_a_root_are_known_of_ranks_that_are_in_the_call() -> None:
@@ -265,30 +180,6 @@ def test_a_reduction_and_a_root_are_known_of_ranks_that_are_in_the_call() -> Non
         for number, op in enumerate(("sum", "max"))
     ]
     assert ["all_reduce(sum)" in line for line in lines(verdict(*sums))[3:5]] == [True, False]
-
-
-def test_a_root_that_a_rank_does_not_tell_any_more_is_no_difference_but_two_are() -> None:
-    def inside(number: int, root: str) -> RankState:
-        return rank(number, call(**kinds), of=3, function="broadcast", arguments={"src": root})
-
-    kinds = {"operation": "broadcast"}
-    gone_on = rank(2, call(done=True, **kinds), of=3)
-    found = verdict(inside(0, "0"), inside(1, "0"), gone_on)
-    assert found is not None and found.kind == "stall"
-    assert "though ranks 0-2 have made the same call" in found.text
-    found = verdict(inside(0, "0"), inside(1, "1"), gone_on)
-    assert lines(found)[0] == "ranks disagree on collective #1 of group 'world'"
-    assert found is not None and found.ranks == (1,), "of rank 2 nothing else is known"
-
-
-def test_after_an_error_of_the_backend_all_groups_are_compared() -> None:
-    calls = [call(group=PAIR, done=True), call(done=True)]
-    others = [call(group=PAIR, done=True, operation="barrier"), call(done=True)]
-    states = rank(0, *calls, groups={PAIR: (0, 1)}), rank(1, *others, groups={PAIR: (0, 1)})
-    assert lines(verdict(*states, of=None, raised="gloo"))[0] == (
-        f"ranks disagree on collective #1 of group '{PAIR}'"
-    )
-    assert verdict(*states, of=None) is None
 
 
 def test_a_difference_in_a_group_that_the_asker_is_not_in() -> None:
@@ -361,48 +252,11 @@ def test_a_rank_that_waits_for_one_that_moves_is_slow_too() -> None:
     assert found is not None and (found.kind, found.ranks) == ("stall", (2,))
 
 
-def test_one_that_moves_does_not_excuse_one_that_does_not() -> None:
-    found = verdict(rank(0, call(), of=3), rank(1, of=3, moves=True), rank(2, of=3))
-    assert found is not None and (found.kind, found.ranks) == ("stall", (2,))
-
-
 def test_a_receive_that_nobody_sends_for() -> None:
     found = verdict(rank(0, function="recv", arguments={"src": "1"}), rank(1), of=None)
     assert lines(found)[0] == "rank 1 never came to a send or receive: rank 0 waited 61 s"
     assert lines(found)[3].startswith("  0     receive from 1")
     assert lines(found)[4].rstrip().endswith("train.py:99 in step   <- never came")
-
-
-def awaiting(number: int, *calls: tuple[str, int | None], of: int = 3, **changes: Any) -> RankState:
-    """Return a rank that waits by a handle for one of these sends and receives."""
-    open_ones = tuple(CollectiveCall(operation=name, group="world", root=peer) for name, peer in calls)
-    return rank(number, of=of, function="wait", awaited=open_ones, **changes)
-
-
-def test_a_receive_that_is_waited_for_by_its_handle() -> None:
-    found = verdict(awaiting(0, ("recv", 1), of=2), rank(1), of=None)
-    assert lines(found)[0] == "rank 1 never came to a send or receive: rank 0 waited 61 s"
-    assert lines(found)[3].startswith("  0     receive from 1")
-    found = verdict(awaiting(0, ("recv", 1), of=2), awaiting(1, ("recv", 0), of=2), of=None)
-    assert lines(found)[0] == "ranks disagree on what they send and receive"
-    assert RankState.from_data(awaiting(0, ("recv", 1)).to_data()).peers() == {1}
-
-
-def test_of_several_sends_and_receives_one_that_moves_excuses_the_wait() -> None:
-    """Rank 2 has sent, and waits for an answer, while rank 0 waits for rank 1, which computes."""
-    waits = awaiting(0, ("recv", 1), ("recv", 2), ("recv", 1))
-    receiver = rank(2, of=3, function="recv", arguments={"src": "0"})
-    found = verdict(waits, rank(1, of=3, moves=True), receiver, of=None)
-    assert found is not None and (found.kind, found.ranks) == ("slow", (1,))
-    found = verdict(waits, rank(1, of=3), receiver, of=None)
-    assert found is not None and (found.kind, found.ranks) == ("stall", (1,))
-    assert "receive from 1 or receive from 2" in lines(found)[3]
-
-
-def test_a_peer_is_known_by_its_rank_in_the_group_too() -> None:
-    place = Position("train.py:9 in step", (), "recv", {"group_src": "1"}, "2 (ranks 0, 2)")
-    assert rank(0, of=3, position=place, groups={"2 (ranks 0, 2)": (0, 2)}).peers() == {2}
-    assert rank(0, of=3, position=place).peers() == set()
 
 
 # -- nobody can go on ----------------------------------------------------------------------------------
@@ -425,12 +279,6 @@ def test_two_ranks_that_both_receive() -> None:
     assert ["receive from 1" in line for line in lines(found)[3:5]] == [True, False]
 
 
-def test_a_receive_and_a_collective_that_wait_for_each_other() -> None:
-    found = verdict(rank(0, function="recv", arguments={"src": "1"}), rank(1, call(4)), of=None)
-    assert found is not None and found.kind == "mismatch"
-    assert "receive from 1" in lines(found)[3] and "#4 all_reduce in 'world'" in lines(found)[4]
-
-
 def test_a_collective_that_all_have_called_alike_and_that_does_not_complete() -> None:
     found = verdict(rank(0, call()), rank(1, call()))
     assert lines(found) == [
@@ -445,13 +293,6 @@ def test_a_collective_that_all_have_called_alike_and_that_does_not_complete() ->
         " the transfer only needs longer, give the strategy a larger stall_timeout.",
     ]
     assert found is not None and (found.kind, found.ranks) == ("stall", ())
-
-
-def test_a_collective_that_the_last_rank_has_called_only_now() -> None:
-    late = rank(1, call(), seconds_since_call=3.0), rank(1, call(done=True), seconds_since_call=3.0)
-    for one in late:
-        assert verdict(rank(0, call(), seconds_since_call=61.0), one, stall_timeout=60.0) is None
-        assert verdict(rank(0, call(), seconds_since_call=61.0), one, stall_timeout=2.0) is not None
 
 
 def test_what_rests_on_one_moment_is_to_be_found_twice() -> None:

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.common.distributed.mpi.launch import run_program, why_no
+from tests.common.distributed.mpi.launch import run_program
 
-pytestmark = [
-    pytest.mark.skipif(why_no("open_mpi") is not None, reason=why_no("open_mpi") or ""),
-]
+pytestmark = pytest.mark.mpi
 
 #: Runs those too that need GPUs, do again what others do, or mostly sleep; docs/mpi.md has the command.
 ALL = os.environ.get("LOCKSTEP_TEST_TORCH") == "all"
@@ -36,7 +34,6 @@ BEYOND_GLOO = {
 }
 
 
-@pytest.mark.mpi
 def test_what_passes_over_gloo_passes_over_mpi4py(tmp_path: Path) -> None:
     pytest.importorskip("expecttest", reason="torch's tests need expecttest: install the extra [dev]")
     arguments = ["--all"] if ALL else []

@@ -1,6 +1,7 @@
-"""Sums of sparse tensors over mpi4py and over gloo; writes down where they differ, and what is refused."""
+"""Sums of sparse tensors over mpi4py and over gloo, and each operation under the guard; writes down what differs."""
 
 import itertools
+import sys
 import warnings
 
 import torch
@@ -8,6 +9,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions
+from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
+from tests.common.distributed.every_operation import PARTS
 from tests.common.distributed.mpi.program_behaviour import caught
 from tests.common.distributed.mpi.ranks_meet import hand_back, meet
 
@@ -136,14 +139,29 @@ def _sum_of_one(group):
     return len(t.values())
 
 
+def guarded(rank, guard):
+    """Each operation without the guard and with it: the results, what it has seen, and what it still waits for."""
+    plain = [part(rank) for part in PARTS]
+    supervisor = RankSupervisor(SupervisorSettings(guard=guard, stall_timeout=20.0))
+    supervisor.ranks_have_met(prints_report=rank == 0)
+    under_guard = supervisor.run(lambda: [part(rank) for part in PARTS])
+    state = supervisor.guard.watch.state()
+    operations = sorted({one.call.operation for one in state.calls if one.call.number})
+    dist.barrier()
+    supervisor.guard.stop()
+    return [plain, under_guard == plain, operations, [list(one) for one in state.outstanding]]
+
+
 def main():
     warnings.simplefilter("ignore")
-    rank, _ = meet()
+    rank, size = meet()
     groups = {name: dist.new_group(backend=name) for name in ("mpi4py", "gloo")}
     groups["unchecked"] = dist.new_group(pg_options=MPIBackendOptions(check=False))
     seen = {}
     for function in (sums, asynchronous, embedding, refused, different):
         seen[function.__name__] = function(rank, groups)
+    if size == 2:
+        seen["guarded"] = guarded(rank, "watch" if "--watch" in sys.argv else "verify")
     hand_back(rank, seen)
 
 

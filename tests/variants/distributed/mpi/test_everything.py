@@ -1,20 +1,17 @@
-"""What the package offers elsewhere, on ranks under a real MPI; and a rank that ends its program alone."""
+"""What the package offers elsewhere, on ranks under a real MPI."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.common.distributed.mpi.launch import run_program, why_no
+from tests.common.distributed.mpi.launch import run_program
 from tests.helpers import ScriptOutcome
 
-pytestmark = [
-    pytest.mark.skipif(why_no("open_mpi") is not None, reason=why_no("open_mpi") or ""),
-]
+pytestmark = pytest.mark.mpi
 #: Each epoch and batch of a fit.
 BATCHES = [[epoch, batch] for epoch in range(2) for batch in range(12)]
 
@@ -25,7 +22,6 @@ def run(what: str, folder: Path) -> tuple[ScriptOutcome, list[Any]]:
     return outcome, [json.loads(file.read_text()) for file in files if file.exists()]
 
 
-@pytest.mark.mpi
 def test_callbacks_and_options_work_as_on_other_strategies(tmp_path: Path) -> None:
     outcome, found = run("all", tmp_path)
     assert outcome.returncode == 0 and len(found) == 2, outcome.output
@@ -48,7 +44,6 @@ def test_callbacks_and_options_work_as_on_other_strategies(tmp_path: Path) -> No
     assert 0 < first < second
 
 
-@pytest.mark.mpi
 def test_a_preempted_run_goes_on_at_the_next_batch(tmp_path: Path) -> None:
     outcome, _ = run("preempt", tmp_path)
     assert outcome.returncode == 75, outcome.output
@@ -61,22 +56,3 @@ def test_a_preempted_run_goes_on_at_the_next_batch(tmp_path: Path) -> None:
         assert first >= 6
         assert seen["steps"] == BATCHES[first:]
     assert found[0]["weights"] == found[1]["weights"]
-
-
-@pytest.mark.mpi
-def test_ranks_do_not_wait_for_one_that_has_ended_its_program(tmp_path: Path) -> None:
-    outcome, _ = run_program("open_mpi", 3, "program_exit.py", tmp_path)
-    assert outcome.returncode != 0 and not outcome.timed_out, outcome.output
-    assert "the pair went on" in outcome.output
-    # In a sub-group too, a report names ranks by their numbers in the default group.
-    row = r"  2 +all_reduce\(sum\)  float32  \(5,\) +program_exit.py:\d+ in main  <- differs"
-    assert re.search(row, outcome.output), outcome.output
-    assert "over MPI cannot complete: rank 1 exited without calling it" in outcome.output
-
-
-@pytest.mark.mpi
-def test_a_rank_that_exits_after_fit_ends_the_others(tmp_path: Path) -> None:
-    outcome, found = run("leave", tmp_path)
-    assert outcome.returncode != 0 and not found and not outcome.timed_out, outcome.output
-    assert "rank 1 exited without calling it" in outcome.output
-    assert outcome.leftovers == ()

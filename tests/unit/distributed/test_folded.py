@@ -1,4 +1,4 @@
-"""Tracebacks show the user's own frames; errors of this package are their message alone."""
+"""Tracebacks show the user's own frames; errors of this package are their message alone, of other processes all."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_lockstep.distributed.failure.process_exit import error_from_bytes, error_to_bytes, outcome_of
 from lightning_lockstep.distributed.failure.record import FailureRecord, format_error, user_function
 from lightning_lockstep.errors import ConfigurationError, RankFailedError
-from tests.helpers import run_script
 
 # A fit warns of what other packages deprecate.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -105,20 +105,24 @@ def test_an_error_of_this_package_is_its_message(monkeypatch: pytest.MonkeyPatch
     assert format_error(error).startswith("Traceback")
 
 
-CHAINED = """
-from lightning_lockstep.distributed.failure.process_exit import outcome_of
-
-try:
-    error = ValueError("boom")
-    outcome_of(error).headline = "rank 1 of 2 failed: ValueError: boom"
-    raise error
-except ValueError:
-    raise OSError("no space left")
-"""
+class Particular(Exception):
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
 
 
-def test_the_headline_stands_also_below_an_error_that_came_of_it() -> None:
-    """As where Lightning's own handling of the failure fails in turn."""
-    outcome = run_script([sys.executable, "-c", CHAINED])
-    assert outcome.returncode == 1 and "OSError: no space left" in outcome.stderr
-    assert outcome.stderr.rstrip().endswith("rank 1 of 2 failed: ValueError: boom"), outcome.stderr
+@pytest.mark.parametrize("error", [ValueError("boom"), Particular("boom", "twice")])
+def test_an_error_of_another_process_is_printed_as_there(
+    error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    try:
+        raise error
+    except Exception:
+        outcome_of(error).headline = "rank 0 of 2 failed"
+        arrived = error_from_bytes(error_to_bytes(error))
+    assert type(arrived) is (ValueError if type(error) is ValueError else RuntimeError)
+    sys.excepthook(type(arrived), arrived, None)
+    printed = capsys.readouterr().err
+    assert "in test_an_error_of_another_process_is_printed_as_there" in printed
+    assert f"{type(error).__name__}: boom" in printed
+    assert printed.splitlines()[-1] == "rank 0 of 2 failed"

@@ -1,11 +1,10 @@
-"""Collectives that one of two ranks answers by itself, while the other is elsewhere."""
+"""Collectives that one of two ranks answers by itself, over any backend, and what they must give."""
 
 from __future__ import annotations
 
 import json
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +14,7 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as dist_nn
 
 from lightning_lockstep.distributed.local_collectives import UnansweredCollectiveError, local_collectives
-from tests.common.distributed.mpi.launch import mpi_command, mpi_environ, why_no
-from tests.helpers import COMMON, run_ranks, run_script
 
-PROGRAM = COMMON / "distributed" / "program_local_collectives.py"
 R = dist.ReduceOp
 
 
@@ -209,66 +205,3 @@ def check(rank: int, found: dict[str, Any]) -> None:
     wanted = json.loads(json.dumps(expected(rank)))
     found = json.loads(json.dumps(found))
     assert found == wanted
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_each_operation_is_answered_and_the_group_is_left_as_it_was(rank: int) -> None:
-    both = run_ranks(2, one_alone, rank, timeout=60)
-    check(rank, both[rank][0])
-    assert [each[1:] for each in both] == [(6.0, 2.0)] * 2
-
-
-def sub_group() -> Any:
-    group = dist.new_group([0, 2])
-    tensor, other = torch.ones(1), torch.ones(1)
-    if dist.get_rank() == 2:
-        with local_collectives():
-            dist.all_reduce(tensor, group=group)
-            dist.all_reduce(other)
-    dist.barrier()
-    return tensor.item(), other.item()
-
-
-def test_a_sub_group_counts_its_own_ranks() -> None:
-    assert run_ranks(3, sub_group, timeout=60)[2] == (2.0, 3.0)
-
-
-def compiled() -> Any:
-    """Count what a compiled step is compiled to, and what it gives with answers and without."""
-    graphs: list[Any] = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    @torch.compile(backend=backend)
-    def step(tensor: torch.Tensor) -> torch.Tensor:
-        return functional.all_reduce(tensor, "sum", dist.group.WORLD) * 2
-
-    alone = [step(four()).tolist()]
-    with local_collectives() as local:
-        if dist.get_rank() == 1:
-            alone.append(step(four()).tolist())
-    dist.barrier()
-    return alone, local.count, step(four()).tolist(), len(graphs)
-
-
-def test_compiled_code_is_answered_and_not_compiled_again() -> None:
-    four_times = (4 * four()).tolist()
-    zero, one = run_ranks(2, compiled, timeout=120)
-    assert zero == ([four_times], 0, four_times, 1)
-    assert one == ([four_times] * 2, 1, four_times, 1)
-
-
-def test_without_a_process_group_nothing_is_done() -> None:
-    with local_collectives() as local:
-        assert local.count == 0
-
-
-@pytest.mark.mpi
-@pytest.mark.skipif(why_no("open_mpi") is not None, reason=str(why_no("open_mpi")))
-def test_a_process_group_written_in_python(tmp_path: Path) -> None:
-    command = [*mpi_command("open_mpi", 2), str(PROGRAM), str(tmp_path)]
-    outcome = run_script(command, env=mpi_environ(), cwd=tmp_path, timeout=90)
-    assert outcome.returncode == 0, outcome.output
-    check(1, json.loads((tmp_path / "found.json").read_text()))

@@ -1,0 +1,190 @@
+"""What must come of the programs beside this file: by the name of what was done, a condition on what each rank saw."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tests.common.distributed import local_calls
+
+__all__ = ["BEHAVIOUR", "LATE", "OPERATIONS", "SPARSE", "broken"]
+
+#: A condition on what rank 0, rank 1, ... saw.
+Holds = Callable[..., bool]
+Error = list[str]  # its class and its text
+
+
+def broken(promises: Mapping[str, Holds], found: Mapping[int, Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return what does not hold, with what each rank saw of it."""
+    seen = {name: [found[rank][name] for rank in sorted(found)] for name in promises}
+    return {name: seen[name] for name, holds in promises.items() if not _holds(holds, seen[name])}
+
+
+def _holds(holds: Holds, seen: list[Any]) -> bool:
+    try:
+        return holds(*seen)
+    except (
+        TypeError,
+        KeyError,
+        IndexError,
+        ValueError,
+    ):  # a rank had an error where there should be an answer
+        return False
+
+
+def all_are(wanted: Any) -> Holds:
+    return lambda *seen: all(one == wanted for one in seen)
+
+
+def is_error(error: Error, kind: str, *texts: str) -> bool:
+    return error[0] == kind and all(text in error[1] for text in texts)
+
+
+def same_mismatch(zero: Error, one: Error) -> bool:
+    texts = ("ranks disagree on collective #", "<- differs", "program_behaviour.py")
+    return zero == one and is_error(zero, "CollectiveMismatchError", *texts)
+
+
+def refused(errors: list[Error], kind: str, texts: list[str]) -> bool:
+    return len(errors) == len(texts) and all(map(lambda e, text: is_error(e, kind, text), errors, texts))
+
+
+def keeps_its_answers(zero: Any, one: Any) -> bool:
+    local_calls.check(1, one[0])
+    return all(each[1:] == [[6.0, 2.0], True] for each in (zero, one))
+
+
+WRONG_EVERYWHERE = [
+    "device meta",
+    "to_dense",
+    "list of 1 tensors",
+    "works on bits",
+    "must hold 2 parts",
+    "one tensor",
+    "split sizes",
+]
+
+#: Of program_behaviour.py on two ranks.
+BEHAVIOUR: dict[str, Holds] = {
+    "future": all_are([[2.0] * 3, True, True, [1.0] * 3]),
+    "callbacks": all_are([5.0, 2.0, 2.0, "RuntimeError", 2.0, [1.0, 1.0]]),
+    "overlap": all_are([1.0 + 2 * i for i in range(10)]),
+    "crosswise": all_are([[2.0, 4.0]]),
+    "many_groups": all_are(True),
+    "sync_and_async": all_are([20.0, 20.0]),
+    "lying_elsewhere": lambda *seen: all(
+        one == [[[[0.0], [1.0]], [2.0 * rank]]] * 2 for rank, one in enumerate(seen)
+    ),
+    "messages": lambda zero, one: zero == [1, [1.0] * 4] and one == [[1.0, 2.0], [3.0], sum(range(300_000))],
+    "batch": lambda zero, one: (zero, one) == ([1.0, 1.0], [0.0, 0.0]),
+    "wrong_message": lambda zero, one: (
+        is_error(
+            one[0],
+            "CollectiveMismatchError",
+            "received from rank 0 (tag 0) 3 elements of torch.float32, but expected 3 of torch.int32",
+        )
+        and "3 elements of a dtype of 2 bytes, but expected 3 of torch.float32" in one[1][1]
+        and one[2] == [1.0] * 3
+    ),
+    "functional": all_are([[1.0, 1.0], [0.0, 0.0, 1.0, 1.0], [2.0, 2.0]]),
+    "objects": all_are([[0, 1], [1]]),
+    "coalesced": all_are([[1.0] * 3] * 3),
+    "uneven_gather": all_are([[0.0], [1.0, 1.0]]),
+    "unchecked": all_are([[1.0] * 5, 1.0]),
+    "wrong_dtype": same_mismatch,
+    "wrong_operation": same_mismatch,
+    "wrong_on_one_rank": same_mismatch,
+    "wrong_splits": same_mismatch,
+    "wrong_shape": lambda zero, one: (
+        zero == one
+        and is_error(zero[0], "CollectiveMismatchError", "(2,)", "(3,)")
+        and zero[1] == [2.0, 2.0]  # afterwards the group goes on
+    ),
+    "wrong_everywhere": lambda *seen: all(refused(one, "ValueError", WRONG_EVERYWHERE) for one in seen),
+    "gradients": all_are([True, True, 0.0]),  # those of gloo, and the losses
+    "large_of_every_number": all_are([[5]] * 8),
+    "inference": all_are([0.0, 1.0]),
+    "local": keeps_its_answers,
+    "too_late": lambda zero, one: (
+        is_error(zero[0], "CollectiveStallError", "timed out after 0.6 s", "rank 1 did not arrive")
+        and zero[1] < 30
+        and is_error(zero[2], "DistBackendError", "cannot be used any more")
+    ),
+}
+
+NOT_USED_ANY_MORE = [["CollectiveStallError", "DistBackendError"], ["CollectiveStallError"] * 2]
+#: Of program_behaviour.py with --late.
+LATE: dict[str, Holds] = {
+    # The second is told by which thread runs it: one after another in the progress thread, each has its own limit.
+    "behind_too_late": lambda zero, one: [kind for kind, _ in zero] in NOT_USED_ANY_MORE,
+    "impatient_wait": lambda zero, one: zero[0] == "CollectiveStallError",
+    "impatient_barrier": lambda zero, one: is_error(zero, "CollectiveStallError", "timed out after 0.2 s"),
+    "late_without_check": lambda zero, one: is_error(zero, "CollectiveStallError", "rank 1 did not arrive"),
+    "error_in_backward": lambda zero, one: is_error(zero, "RuntimeError", "timed out after 0.6 s over MPI"),
+}
+
+#: Of program_operations.py.
+OPERATIONS: dict[str, Holds] = {
+    "wrong": all_are([]),
+    "cases": lambda *seen: seen[0] > 400,
+    "uneven": lambda *seen: not any(any(one.values()) for one in seen),
+    "uneven mismatches": lambda zero, *others: all(
+        zero[name] == one[name] and zero[name].startswith("CollectiveMismatchError")
+        for name in zero
+        for one in others
+        if name != "all wrong"
+    ),
+    "missed backward": lambda *seen: all(
+        "all_to_all_single" in told and "all_reduce(sum)" in told and left == len(seen) for told, left in seen
+    ),
+}
+
+REFUSED = ["given max", "given avg", "torch.bool", "sparse_csr", *["cannot send a torch.sparse_coo"] * 3]
+DIFFERENT = [
+    ["sparse (6,)", "sparse (5,)"],
+    ["float64"],
+    ["1 sparse and 1 dense", "2 sparse and 0 dense"],
+    ["(5,)", "sparse (5,)"],
+]
+
+
+def sparse_differ(*seen: Any) -> bool:
+    errors, _ = seen[0]
+    return (
+        all(one[0][:4] == errors[:4] and one[1] == 1 for one in seen)
+        and all(
+            is_error(e, "CollectiveMismatchError", *texts)
+            for e, texts in zip(errors, DIFFERENT, strict=False)
+        )
+        and all(one[0][4][0] == "CollectiveMismatchError" for one in seen)
+        and "given min for a sparse tensor" in errors[4][1]
+    )
+
+
+#: Of program_sparse_and_guarded.py.
+SPARSE: dict[str, Holds] = {
+    "sums": lambda *seen: all(wrong == [] and count > 200 for wrong, count in seen),
+    "asynchronous": lambda *seen: all(
+        one == [True, [list(range(len(seen)))], [float(len(seen))] * 3] for one in seen
+    ),
+    "embedding": all_are([True, True, True]),
+    "refused": lambda *seen: all(
+        refused(errors, "ValueError", REFUSED) and left == 1 for errors, left in seen
+    ),
+    "different": sparse_differ,
+}
+SEEN_BY_THE_GUARD = {"all_reduce", "broadcast", "all_gather", "reduce_scatter"}
+
+
+def guarded(over_gloo: list[Any]) -> dict[str, Holds]:
+    """On two ranks: what each operation gives over gloo, with the guard and without; and the guard saw them end."""
+    wanted = json.loads(json.dumps(over_gloo))
+
+    def holds(*seen: Any) -> bool:
+        return all(
+            plain == wanted[rank] and same and set(operations) >= SEEN_BY_THE_GUARD and outstanding == []
+            for rank, (plain, same, operations, outstanding) in enumerate(seen)
+        )
+
+    return {"guarded": holds}

@@ -1,0 +1,147 @@
+"""Fits over MPI on two hosts with a hostfile: what must be ready there, and a host that is lost in the midst."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.common.distributed.mpi.launch import HERE, PACKAGE, mpi_environ
+from tests.common.distributed.mpi.promises import OPERATIONS, broken
+from tests.helpers.cluster import Cluster, why_not
+
+# The hosts of the module's cluster, with their ssh daemons, live longer than one test.
+pytestmark = [pytest.mark.mpi, pytest.mark.allow_leaks("processes", "files")]
+FIT = str(HERE / "program_fit.py")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    with Cluster() as made:
+        made.start_fork_servers()
+        yield made
+
+
+def hostfile(cluster: Cluster, *names: str) -> str:
+    file = cluster.folder / "hosts"
+    file.write_text("".join(f"{name} slots=2\n" for name in names or cluster.addresses))
+    return str(file)
+
+
+def fit_command(cluster: Cluster, folder: Path, hosts: str, *more: str) -> list[str]:
+    of_cluster = ["--hostfile", hosts, "--ssh", " ".join(cluster.ssh_args)]
+    return [sys.executable, FIT, str(folder), "--devices", "2", "--nodes", "2", *of_cluster, *more]
+
+
+ENVIRON = {**os.environ, **mpi_environ()}
+
+
+def test_two_hosts_fit(cluster: Cluster, tmp_path: Path) -> None:
+    code, output = cluster.run(0, fit_command(cluster, tmp_path, hostfile(cluster)), timeout=150, env=ENVIRON)
+    assert code == 0, output
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    assert [one["node"] for one in found] == [0, 0, 1, 1]
+    assert len({one["weights"] for one in found}) == 1
+    assert "alpha" in output and "beta" in output
+    [token] = {one["token"] for one in found}
+    assert token != hashlib.sha256(b"none").hexdigest(), "one secret of the job, on both hosts"
+
+
+def test_every_operation_between_two_hosts_gives_what_gloo_gives(cluster: Cluster, tmp_path: Path) -> None:
+    command = [*cluster.mpi_command(2), str(HERE / "program_operations.py"), str(tmp_path), "--cut"]
+    code, output = cluster.run(0, command, timeout=150, env=ENVIRON)
+    assert code == 0, output
+    found = {rank: json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)}
+    assert broken(OPERATIONS, found) == {}
+
+
+def test_a_host_whose_name_does_not_resolve(cluster: Cluster, tmp_path: Path) -> None:
+    hosts = hostfile(cluster, cluster.addresses[0], "no-such-host.invalid")
+    code, output = cluster.run(0, fit_command(cluster, tmp_path, hosts), timeout=100, env=ENVIRON)
+    assert code == 1
+    assert "Not every host is ready" in output and "its name does not resolve" in output
+
+
+def test_a_host_without_the_package(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.stop_sshd()
+    cluster.start_sshd(1, hide=PACKAGE)
+    try:
+        command = fit_command(cluster, tmp_path, hostfile(cluster))
+        code, output = cluster.run(0, command, timeout=100, env=ENVIRON)
+    finally:
+        cluster.stop_sshd()
+        cluster.start_sshd(1)
+    assert code == 1
+    assert "install the same versions: lightning_lockstep missing there, installed here" in output
+
+
+def test_ssh_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.stop_sshd()
+    try:
+        code, output = cluster.run(
+            0, fit_command(cluster, tmp_path, hostfile(cluster)), timeout=100, env=ENVIRON
+        )
+    finally:
+        cluster.start_sshd(1)
+    assert code == 1
+    assert "nothing listens for ssh there" in output and "Connection refused" in output
+
+
+def ranks_on(cluster: Cluster, host: int) -> list[int]:
+    found = []
+    for pid in cluster.pids_on(host):
+        with suppress(psutil.NoSuchProcess):
+            if FIT in psutil.Process(pid).cmdline():
+                found.append(pid)
+    return found
+
+
+@pytest.mark.parametrize("fault", ["daemon", "cable", "frozen"])
+def test_a_host_is_lost_in_the_midst_of_the_run(cluster: Cluster, fault: str, tmp_path: Path) -> None:
+    command = fit_command(cluster, tmp_path, hostfile(cluster), "--slow", "--epochs", "500")
+    process = cluster.start(0, command, env=ENVIRON)
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if "TRAINING" in line:
+                break
+        if fault == "cable":
+            cluster.cut()
+        else:
+            daemons = [pid for pid in cluster.pids_on(1) if psutil.Process(pid).name() == "prted"]
+            assert daemons
+            if fault == "daemon":
+                cluster.kill(daemons)
+            else:  # it answers nobody any more, and a rank beside it fails and asks it to end the job
+                for pid in daemons:
+                    os.kill(pid, signal.SIGSTOP)
+                os.kill(ranks_on(cluster, 1)[0], signal.SIGTERM)
+        output, _ = process.communicate(timeout=150)
+        deadline = time.monotonic() + 60
+        while (left := ranks_on(cluster, 1)) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        assert not left, [psutil.Process(pid).as_dict(["pid", "status", "cmdline"]) for pid in left]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+        cluster.mend()
+        cluster.kill(cluster.pids_on(1))
+    assert process.returncode not in (0, None), output
+    if fault == "frozen":
+        assert "SIGTERMException" in output and "is frozen" in output, output
+        assert process.returncode == 1
+    else:
+        assert "lost" in output or "vanished" in output, output

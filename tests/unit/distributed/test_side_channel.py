@@ -1,0 +1,267 @@
+"""Messages of the side channel between ranks that are all in this process: routing, ends, strangers."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import socket
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from lightning_lockstep.distributed import LocalSideChannel, SideChannel, ZeroMQSideChannel
+from lightning_lockstep.distributed.coordination.stop_agreement import stop_agreement
+from lightning_lockstep.distributed.rendezvous import channel_keys
+from lightning_lockstep.distributed.side_channel import zeromq
+from lightning_lockstep.errors import LaunchError
+
+
+def wait_until(condition: Any, seconds: float = 20.0) -> bool:
+    limit = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def test_one_process_hears_itself() -> None:
+    channel = LocalSideChannel()
+    got: list[Any] = []
+    channel.on("topic", lambda message: got.append((message.sender, message.body)))
+    channel.post("topic", ("a", 1), to=0)
+    channel.post("topic", "nobody else is there")
+    assert got == [(0, ["a", 1])]
+    assert channel.claim("key", "first") == "first"
+    assert channel.claim("key", "second") == "first"
+    assert channel.flush()
+    channel.close()
+
+
+def test_what_belongs_to_a_channel_is_made_once_and_goes_with_it() -> None:
+    channel = LocalSideChannel()
+    assert stop_agreement(channel) is stop_agreement(channel)
+    assert stop_agreement(LocalSideChannel()) is not stop_agreement(channel)
+    is_there = weakref.ref(channel)
+    del channel
+    gc.collect()
+    assert is_there() is None
+
+
+# ------------------------------------------------------------------ ranks of one process
+
+KEYS = channel_keys("of this test")
+
+
+@contextlib.contextmanager
+def channels(number: int, *, absent: int = 0) -> Iterator[list[ZeroMQSideChannel]]:
+    """The ranks of a channel, in this process, but for some of the highest that do not come."""
+    main = ZeroMQSideChannel(0, number + absent, host="127.0.0.1", keys=KEYS)
+    others = [
+        ZeroMQSideChannel(rank, number + absent, host="127.0.0.1", keys=KEYS, main_address=main.address)
+        for rank in range(1, number)
+    ]
+    try:
+        assert all(one.wait_for_main(20) for one in others)
+        yield [main, *others]
+    finally:
+        for one in (*others, main):
+            one.close(0.2)
+
+
+def vanish(channel: ZeroMQSideChannel) -> None:
+    """Let a channel end as with its process, without a word."""
+    channel._closing = True
+    channel._put(channel._end)
+    channel._sockets.join(20)
+    channel._arrived.put(None)
+    channel._calls.join(20)
+    channel._context.term()
+
+
+@contextlib.contextmanager
+def stranger_as(identity: bytes, main: ZeroMQSideChannel) -> Iterator[Any]:
+    """A socket of somebody who knows the token."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.linger, peer.reconnect_ivl = 0, -1
+        if identity:
+            peer.identity = identity
+        peer.curve_publickey, peer.curve_secretkey = zmq.curve_keypair()
+        peer.curve_serverkey = KEYS.public
+        peer.connect(main.address)
+        yield peer
+
+
+def listen(channel: SideChannel, topic: str = "news") -> list[tuple[int, Any]]:
+    got: list[tuple[int, Any]] = []
+    channel.on(topic, lambda message: got.append((message.sender, message.body)))
+    return got
+
+
+def test_rank_0_routes_to_one_to_some_and_to_all_in_order() -> None:
+    with channels(4) as ranks:
+        got = [listen(one) for one in ranks]
+        ranks[1].post("news", "all")
+        ranks[1].post("news", "some", to=[0, 1, 3])
+        ranks[1].post("news", "one", to=2)
+        ranks[0].post("news", "from the middle")
+        wanted = [
+            {"all", "some"},
+            {"some", "from the middle"},
+            {"all", "one", "from the middle"},
+            {"all", "some", "from the middle"},
+        ]
+        assert wait_until(lambda: [{body for _, body in one} for one in got] == wanted)
+        assert [body for sender, body in got[3] if sender == 1] == ["all", "some"]
+        assert all(sender == (0 if body == "from the middle" else 1) for one in got for sender, body in one)
+
+
+def test_what_is_posted_before_a_rank_connects_is_kept_for_it() -> None:
+    main = ZeroMQSideChannel(0, 2, host="127.0.0.1", keys=KEYS)
+    for number in range(100):
+        main.post("news", number)
+    assert main.flush(20), "nobody is there to wait for"
+    other = ZeroMQSideChannel(1, 2, host="127.0.0.1", keys=KEYS, main_address=main.address)
+    got = listen(other)
+    assert wait_until(lambda: len(got) == 100)
+    assert [body for _, body in got] == list(range(100))
+    other.close()
+    main.close()
+
+
+@pytest.mark.parametrize("gone", [0, 2])
+def test_the_end_of_a_process_is_noticed_by_those_who_watch_it(gone: int) -> None:
+    with channels(3) as ranks:
+        lost: list[list[int]] = [[], [], []]
+        for rank, one in enumerate(ranks):
+            one.watch_peers(on_lost=lambda gone, _, rank=rank: lost[rank].append(gone))  # type: ignore[misc]
+        assert wait_until(lambda: all(ranks[0].answers(rank) for rank in (1, 2)))
+        vanish(ranks[gone])
+        expected = [[], [0], [0]] if gone == 0 else [[2], [], []]
+        assert wait_until(lambda: lost == expected)
+        assert not any(ranks[rank].answers(gone) for rank in ({1, 2} if gone == 0 else {0}))
+
+
+def test_what_a_rank_has_sent_before_it_ended_is_told_before_its_end() -> None:
+    with channels(2) as (main, other):
+        order: list[str] = []
+        main.watch_peers(on_lost=lambda rank, _: order.append("lost"))
+        main.on("slow", lambda message: (time.sleep(0.7), order.append(message.body))[0])
+        assert wait_until(lambda: main.answers(1))
+        other.post("slow", "the reason", to=0)
+        assert wait_until(lambda: main._arrived.qsize() == 0)
+        vanish(other)
+        assert wait_until(lambda: "lost" in order)
+        assert order == ["the reason", "lost"]
+
+
+@pytest.mark.parametrize("hard", [5000, 1000])
+def test_rank_0_may_have_a_connection_to_every_rank(monkeypatch: pytest.MonkeyPatch, hard: int) -> None:
+    limits = [64, hard]
+
+    def set_limits(_: int, to: tuple[int, int]) -> None:
+        if to[0] > hard:
+            raise ValueError("current limit exceeds maximum limit")
+        limits[0] = to[0]
+
+    monkeypatch.setattr(zeromq.resource, "getrlimit", lambda _: tuple(limits))
+    monkeypatch.setattr(zeromq.resource, "setrlimit", set_limits)
+    if hard == 1000:
+        with pytest.raises(
+            LaunchError, match=r"may open 1000 files and connections at once: it needs 1\d\d\d"
+        ):
+            zeromq.need_descriptors(1000)
+    else:
+        zeromq.need_descriptors(1000)
+        assert 1000 < limits[0] < 2000
+        zeromq.need_descriptors(10)
+        assert limits[0] > 1000, "it is never lowered"
+        zeromq.need_descriptors(hard - 150)
+        assert limits[0] == hard, "as many to spare as there are"
+
+
+def test_a_rank_that_has_closed_its_channel_is_neither_lost_nor_there() -> None:
+    with channels(2) as (main, other):
+        lost: list[int] = []
+        main.watch_peers(on_lost=lambda rank, _: lost.append(rank))
+        assert wait_until(lambda: main.answers(1) and other.process_of(0)[1])
+        assert main.process_of(1) == other.process_of(0) == (socket.gethostname(), os.getpid())
+        other.close()
+        assert main.has_closed(1) and not main.answers(1)
+        time.sleep(0.5)
+        assert lost == []
+
+
+def test_a_rank_whose_connection_broke_comes_back_and_is_watched_again() -> None:
+    with channels(2) as (main, other):
+        lost: list[int] = []
+        main.watch_peers(on_lost=lambda rank, _: lost.append(rank))
+        got = listen(other)
+        assert wait_until(lambda: main.answers(1))
+        (descriptor,) = main._connections
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+        assert wait_until(lambda: not main.answers(1))
+        for number in range(10):
+            main.post("news", number)
+        assert wait_until(lambda: [body for _, body in got] == list(range(10)))
+        assert main.answers(1) and lost == []
+        vanish(other)
+        assert wait_until(lambda: lost == [1])
+
+
+#: No such rank, no JSON, missing parts, no such kind.
+MALFORMED = [
+    (b"post", b"7", b'["news", 1]'),
+    (b"post", b"1,-1", b'["news", 1]'),
+    (b"post", b"x", b'["news", 1]'),
+    (b"post", b"0", b"not JSON"),
+    (b"post", b"0", b"[]"),
+    (b"hello", b"", b"[]"),
+    (b"hello", b"", b'["host", 1, "127.0.0.1"]'),
+    (b"flush",),
+    (b"arrived", b"", b"x"),
+    (b"unknown", b"", b""),
+    (b"",),
+    (b"post", b"", b"", b""),
+]
+
+
+def test_a_message_that_makes_no_sense_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    with channels(1, absent=1) as (main,), stranger_as(b"1", main) as peer:
+        got = listen(main)
+        for frames in MALFORMED:
+            peer.send_multipart(frames)
+        peer.send_multipart((b"post", b"0", b'["news", "well-formed"]'))
+        assert wait_until(lambda: got == [(1, "well-formed")])
+        assert caplog.text.count("ignored a malformed message") == len(MALFORMED)
+
+
+def test_who_is_no_other_rank_is_not_listened_to(caplog: pytest.LogCaptureFixture) -> None:
+    with channels(2) as (main, other):
+        got = listen(main)
+        for number, identity in enumerate((b"0", b"2", b"-1", b"x", b""), start=1):
+            with stranger_as(identity, main) as peer:
+                peer.send_multipart((b"post", b"0", b'["news", "forged"]'))
+                assert wait_until(lambda number=number: caplog.text.count("a malformed message") == number)  # type: ignore[misc]
+        other.post("news", "from rank 1", to=0)
+        assert wait_until(lambda: got == [(1, "from rank 1")])
+
+
+def test_nothing_is_read_from_a_connection_to_another_rank_than_0() -> None:
+    with channels(2) as (main, other):
+        host, _, port = other.address.removeprefix("tcp://").rpartition(":")
+        got = listen(other)
+        for _ in range(3):
+            with socket.create_connection((host, int(port)), timeout=20) as connection:
+                with contextlib.suppress(OSError):
+                    connection.sendall(b"x" * 1000)
+                with contextlib.suppress(ConnectionResetError):
+                    assert connection.recv(1) == b"", "it is closed at once"
+        main.post("news", "from rank 0")
+        assert wait_until(lambda: got == [(0, "from rank 0")])

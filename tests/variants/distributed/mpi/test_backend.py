@@ -1,0 +1,72 @@
+"""The backend mpi4py over MPICH, at each thread level, with small pieces, on more ranks, and with large messages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.common.distributed.mpi.launch import run_program, why_no
+from tests.common.distributed.mpi.promises import BEHAVIOUR, LATE, OPERATIONS, SPARSE, broken
+
+pytestmark = pytest.mark.mpi
+
+
+def found_by(kind: str, program: str, ranks: int, folder: Path, *arguments: str) -> dict[int, dict[str, Any]]:
+    if reason := why_no(kind):
+        pytest.skip(reason)
+    outcome, found = run_program(kind, ranks, program, folder, arguments=arguments, timeout=300)
+    assert outcome.returncode == 0 and len(found) == ranks, outcome.output
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "arguments"),
+    [("open_mpi", 2, ["--all"]), ("open_mpi", 4, ["--all", "--cut"]), ("mpich", 2, ["--all"])],
+)
+def test_every_operation_gives_what_gloo_gives(
+    kind: str, ranks: int, arguments: list[str], tmp_path: Path
+) -> None:
+    found = found_by(kind, "program_operations.py", ranks, tmp_path, *arguments)
+    assert broken(OPERATIONS, found) == {}
+    assert found[0]["cases"] > 1000
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        ("open_mpi", ["--late", "--no-thread"]),
+        ("open_mpi", ["--late", "--funneled", "--destroy"]),
+        ("open_mpi", ["--late", "--serialized"]),
+        ("mpich", ["--late"]),
+    ],
+)
+def test_it_behaves_as_torch_promises(kind: str, arguments: list[str], tmp_path: Path) -> None:
+    found = found_by(kind, "program_behaviour.py", 2, tmp_path, *arguments)
+    assert broken(BEHAVIOUR | LATE, found) == {}
+    level = next(
+        (number for name, number in (("--funneled", 1), ("--serialized", 2)) if name in arguments), 3
+    )
+    assert found[0]["thread level"] == level
+    second = [kind for kind, _ in found[0]["behind_too_late"]][1]
+    assert second == ("DistBackendError" if level == 3 else "CollectiveStallError")
+    assert [json.loads((tmp_path / f"callback-{rank}.json").read_text()) for rank in (0, 1)] == [[2.0]] * 2
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("open_mpi", 3), ("mpich", 2)])
+def test_sparse_gradients_are_summed_as_over_gloo(kind: str, ranks: int, tmp_path: Path) -> None:
+    assert broken(SPARSE, found_by(kind, "program_sparse_and_guarded.py", ranks, tmp_path, "--watch")) == {}
+
+
+@pytest.mark.parametrize("kind", ["open_mpi", "mpich"])
+def test_messages_of_more_elements_than_mpi_can_count(kind: str, tmp_path: Path) -> None:
+    if psutil.virtual_memory().available < 8 * 2**30:
+        pytest.skip("two ranks with 2^31 bytes each, and what MPI copies of them, need 8 GiB")
+    for seen in found_by(kind, "program_large.py", 2, tmp_path).values():
+        assert seen["sum"] == [3, 6, 9, 12, 15]
+        assert seen["max"] == [11, 12, 13, 14, 15]
+        assert seen["broadcast"] == [21, 22, 23, 24, 25]
+        assert seen["message"] == [41, 42, 43, 44, 45]

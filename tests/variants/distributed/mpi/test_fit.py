@@ -1,0 +1,83 @@
+"""Fits under an mpirun of each MPI, the loss of gloo, a foreign mpiexec, and ends that take long."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.common.distributed.mpi.launch import HERE, MPI_KINDS, mpi_command, mpi_environ, run_program, why_no
+from tests.helpers import Script, run_script
+
+pytestmark = pytest.mark.mpi
+FIT = str(HERE / "program_fit.py")
+
+
+def needs(kind: str) -> None:
+    if reason := why_no(kind):
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [*((kind, 2) for kind in MPI_KINDS), ("open_mpi", 1), ("open_mpi", 4)]
+)
+def test_fit_under_mpirun(kind: str, ranks: int, tmp_path: Path) -> None:
+    needs(kind)
+    outcome, found = run_program(kind, ranks, "program_fit.py", tmp_path)
+    assert outcome.returncode == 0 and len(found) == ranks, outcome.output
+    assert [found[rank]["rank"] for rank in range(ranks)] == list(range(ranks))
+    assert {(one["world"], one["backend"]) for one in found.values()} == {(ranks, "mpi4py")}
+    assert len({(one["weights"], one["val_loss"]) for one in found.values()}) == 1
+    assert outcome.leftovers == ()
+
+
+def test_the_loss_curve_is_that_of_gloo(tmp_path: Path) -> None:
+    curves = []
+    for backend in ("mpi4py", "gloo"):
+        folder = tmp_path / backend
+        folder.mkdir()
+        outcome, found = run_program(
+            "open_mpi", 2, "program_fit.py", folder, arguments=["--backend", backend]
+        )
+        assert outcome.returncode == 0, outcome.output
+        assert found[0]["backend"] == backend
+        curves.append([found[rank]["losses"] for rank in (0, 1)])
+    assert curves[0] == curves[1]
+
+
+def test_the_trainer_and_mpirun_disagree(tmp_path: Path) -> None:
+    outcome, found = run_program("open_mpi", 2, "program_fit.py", tmp_path, arguments=["--devices", "3"])
+    assert outcome.returncode != 0 and not found
+    assert "LaunchError: The Trainer and the program that started the ranks disagree" in outcome.output
+
+
+def test_a_foreign_mpiexec_is_one_table(tmp_path: Path) -> None:
+    """MPICH's mpiexec starts Pythons whose mpi4py loads Open MPI."""
+    needs("mpich")
+    command = [*mpi_command("mpich", 2)[:-1], sys.executable, FIT, str(tmp_path)]
+    outcome = run_script(command, env=mpi_environ(), timeout=90)
+    assert outcome.returncode != 0
+    assert "disagree about the number of ranks" in outcome.output
+    assert re.search(r"MPICH's mpiexec \(environment\) +2 +[01]\n", outcome.output), outcome.output
+
+
+def test_a_group_goes_on_long_after_a_rank_of_another_has_ended_its_program(tmp_path: Path) -> None:
+    outcome, _ = run_program("open_mpi", 3, "program_exit.py", tmp_path, arguments=["--late"])
+    assert outcome.returncode != 0 and not outcome.timed_out, outcome.output
+    assert "the pair went on" in outcome.output
+    assert "over MPI cannot complete: rank 1 exited without calling it" in outcome.output
+
+
+def test_a_second_ctrl_c_ends_mpirun_and_all_ranks_too(tmp_path: Path) -> None:
+    command = [sys.executable, FIT, str(tmp_path), "--devices", "2", "--slow", "--epochs", "500"]
+    with Script(command, env=mpi_environ()) as script:
+        script.wait_for("TRAINING")
+        for _ in range(2):
+            script.interrupt()
+            time.sleep(0.3)  # as fast as somebody presses it again
+        outcome = script.finish(timeout=60)
+    assert outcome.returncode == 130 and outcome.leftovers == (), outcome.output
+    assert "Traceback" not in outcome.output, outcome.output
