@@ -272,3 +272,17 @@ OF_TRANSFORMERS: dict[str, dict[str, Any]] = {
 }
 
 EXAMPLES = OF_DEEPSPEED | OF_TRANSFORMERS
+
+
+def zero(**keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3, **keys}}
+
+
+def optimizer(kind: str, **params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": kind, "params": {"lr": 0.1, **params}}}
+
+
+OFFLOADED = zero(offload_optimizer={"device": "cpu"})
+PARTLY_OFFLOADED = zero(offload_optimizer={"device": "cpu", "ratio": 0.3})
+RATIO = "zero_optimization.offload_optimizer.ratio"
+NVME = {"device": "nvme", "nvme_path": "/nvme"}

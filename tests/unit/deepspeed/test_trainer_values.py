@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import os
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_lockstep._doors.lightning import Precision
-from lightning_lockstep._doors.torch_internals import cpu_has_float16
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.deepspeed import precision as precision_module
 from lightning_lockstep.deepspeed.config import with_named_options
 from lightning_lockstep.deepspeed.config_checks import TrainerValues, check_against_trainer, precision_of
 from lightning_lockstep.deepspeed.config_completion import completed
-from lightning_lockstep.deepspeed.engine import adopt_process_group
-from lightning_lockstep.deepspeed.importing import import_deepspeed
 from lightning_lockstep.deepspeed.precision import resolve_deepspeed_precision
 from lightning_lockstep.errors import ConfigurationError
-from tests.common.deepspeed.example_configs import EXAMPLES, OF_DEEPSPEED, OF_TRANSFORMERS
-from tests.helpers import run_ranks
+from tests.common.deepspeed.example_configs import EXAMPLES, OF_TRANSFORMERS
 
 ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -135,12 +129,6 @@ def test_a_contradiction_shows_both_values(
 ) -> None:
     (fault,) = faults_of(config, **values)
     assert fault.startswith(expected)
-
-
-def test_every_contradiction_is_found_in_one_go() -> None:
-    config = {"bf16": {"enabled": True}, "gradient_clipping": 1.0, "gradient_accumulation_steps": 2}
-    found = faults_of(config, precision="16-mixed", gradient_clip_val=2.0, accumulate_grad_batches=8)
-    assert len(found) == 3
 
 
 @pytest.mark.parametrize(
@@ -363,13 +351,6 @@ def test_buckets_follow_from_the_width_of_the_model() -> None:
     assert zero["stage3_param_persistence_threshold"] == 10240
 
 
-def test_buckets_without_a_width_are_deepspeeds_own() -> None:
-    zero = full(OF_TRANSFORMERS["accelerate-zero-3"], optimizer_defaults=ADAMW, total_steps=9)[
-        "zero_optimization"
-    ]
-    assert zero == {"stage": 3, "gather_16bit_weights_on_model_save": True}
-
-
 @pytest.mark.parametrize(
     ("config", "values", "expected"),
     [
@@ -405,22 +386,6 @@ def test_an_auto_that_nobody_can_fill_is_refused(
     assert fault.startswith(expected)
 
 
-def test_every_auto_that_nobody_can_fill_is_named() -> None:
-    faults = refused(OF_TRANSFORMERS["transformers-zero-2"])
-    assert [fault.partition("=")[0] for fault in faults] == [
-        "optimizer.params.lr",
-        "optimizer.params.betas",
-        "optimizer.params.eps",
-        "optimizer.params.weight_decay",
-        "scheduler.params.warmup_max_lr",
-    ]
-
-
-def test_comments_are_left_out() -> None:
-    config = full({"_why": 1, "zero_optimization": {"_why": "auto", "stage": 1}})
-    assert "_why" not in config and config["zero_optimization"] == {"stage": 1}
-
-
 def leaves(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return [leaf for inner in value.values() for leaf in leaves(inner)]
@@ -430,7 +395,6 @@ def leaves(value: Any) -> list[Any]:
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
 def test_deepspeed_accepts_what_is_complete(name: str, precision: str) -> None:
-    pytest.importorskip("deepspeed")
     from deepspeed.runtime.config import DeepSpeedConfig
 
     given = with_named_options(
@@ -452,59 +416,3 @@ def test_deepspeed_accepts_what_is_complete(name: str, precision: str) -> None:
     assert read.float16_config.enabled is (values.precision == "16-mixed")
     assert read.bfloat16_config.enabled is (values.precision == "bf16-mixed")
     assert read.zero_optimization_stage == given["zero_optimization"]["stage"]
-
-
-def test_without_completion_deepspeed_clips_and_refuses() -> None:
-    """What the completion is for: if this fails, DeepSpeed's defaults have become the Trainer's."""
-    pytest.importorskip("deepspeed")
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    assert DeepSpeedConfig({"train_batch_size": 1}).gradient_clipping == 1.0
-    with pytest.raises(AssertionError, match="needs to be provided"):
-        DeepSpeedConfig(dict(OF_DEEPSPEED["zero-2"]))
-
-
-def test_warmup_of_zero_steps_is_refused_by_deepspeed() -> None:
-    pytest.importorskip("deepspeed")
-    from deepspeed.runtime.lr_schedules import WarmupLR
-
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    with pytest.raises(ValueError, match="warmup_num_steps must be a positive integer"):
-        WarmupLR(optimizer, warmup_max_lr=0.1, warmup_num_steps=0)
-    config = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": 0.1}}}
-    WarmupLR(optimizer, **full(config)["scheduler"]["params"])
-
-
-def change_by_one_step(stage: int, loss_scale: float) -> float:
-    """Return by how much one step of SGD in float16 changes a weight; its gradient and the learning rate are 1."""
-    deepspeed = import_deepspeed("cpu")
-    adopt_process_group(
-        rank=0,
-        local_rank=0,
-        world_size=1,
-        address=os.environ["MASTER_ADDR"],
-        port=int(os.environ["MASTER_PORT"]),
-        timeout=timedelta(seconds=60),
-    )
-    model = torch.nn.Linear(8, 1, bias=False)
-    torch.nn.init.zeros_(model.weight)
-    fp16 = {"enabled": True, "loss_scale": loss_scale, "initial_scale_power": 8}
-    config = {"fp16": fp16, "zero_optimization": {"stage": stage}}
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        config=completed(config, TrainerValues(batch_size=1, precision="16-mixed")),
-    )
-    engine.backward(engine(torch.ones(1, 8, dtype=torch.float16)).float().mean())
-    engine.step()
-    return float(engine.module.weight.detach()[0, 0])
-
-
-@pytest.mark.skipif(not cpu_has_float16(), reason="this CPU has no float16")
-@pytest.mark.parametrize(("stage", "loss_scale", "change"), [(1, 0, -1.0), (0, 1, -1.0), (0, 0, -1.0 / 2**8)])
-def test_without_zero_deepspeed_divides_by_a_loss_scale_that_the_loss_did_not_get(
-    stage: int, loss_scale: float, change: float
-) -> None:
-    """Once the last of these fails, DeepSpeed is mended, and ``resolve_deepspeed_precision`` need not refuse it."""
-    pytest.importorskip("deepspeed")
-    assert run_ranks(1, change_by_one_step, stage, loss_scale) == [pytest.approx(change, rel=1e-2)]
