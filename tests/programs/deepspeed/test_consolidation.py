@@ -205,12 +205,6 @@ def test_a_write_that_fails_leaves_what_was_there(two: Path, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == [output]
 
 
-def test_output_has_the_usual_permissions(two: Path, tmp_path: Path) -> None:
-    output = consolidate(two / "stage_2_fp32.ckpt", tmp_path / "new" / "whole.ckpt")
-    (tmp_path / "usual").touch()
-    assert output.stat().st_mode == (tmp_path / "usual").stat().st_mode
-
-
 # -- files that are missing, damaged or foreign --------------------------------------------------------------------
 
 
@@ -460,14 +454,6 @@ def test_command_replaces_a_file_only_if_told(
     assert main([*arguments, "--force"]) == 0
     assert "values of bfloat16, float32, int64" in capsys.readouterr().out
     compare(torch.load(output, weights_only=True)["state_dict"], truth(two / "stage_3_bf16.ckpt", "as_saved"))
-
-
-def test_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--help"])
-    assert caught.value.code == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("usage: lockstep-consolidate [-h] [--tag TAG] [--dtype {float32,as_saved}]")
 
 
 def test_command_says_in_one_line_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

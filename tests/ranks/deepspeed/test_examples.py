@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 from contextlib import redirect_stderr
 from typing import Any
 
@@ -14,6 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_lockstep import ConfigurationError, LockstepDeepSpeedStrategy
 from lightning_lockstep._doors.lightning import LightningModule, Trainer
 from lightning_lockstep._doors.torch_internals import cpu_has_float16
+from lightning_lockstep.deepspeed.builds import prepare_ops
+from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.errors import LaunchError
 from tests.common.deepspeed import run_config
 from tests.common.deepspeed.example_configs import OF_DEEPSPEED, OF_TRANSFORMERS
 from tests.helpers import run_ranks
@@ -118,11 +122,19 @@ def fits_of_transformers() -> dict[str, Any]:
     return found
 
 
+def build_without_a_compiler() -> str:
+    os.environ["CXX"] = "no-such-compiler"
+    with pytest.raises(LaunchError) as caught:
+        prepare_ops(["cpu_adam"], current_communicator())
+    return str(caught.value)
+
+
 def all_fits(folder: str) -> dict[str, Any]:
     return {
         "fits": fit_examples(folder),
         "refused": refusals(folder),
         "of Transformers": fits_of_transformers(),
+        "build": build_without_a_compiler(),
     }
 
 
@@ -166,3 +178,10 @@ def test_configurations_of_transformers_train_and_evaluate(found: list[dict[str,
             assert one["tested"] < 1.2 and one["predicted"] == 4 and one["batch"] == 4
             assert len(one["said"]) == (rank == 0)
         assert of_rank["of Transformers"]["accelerate-zero-3"]["scheduler"]["total_num_steps"] == 8
+
+
+def test_an_op_that_cannot_be_built_is_the_same_error_on_all_ranks(found: list[dict[str, Any]]) -> None:
+    one, other = (of_rank["build"] for of_rank in found)
+    assert one == other
+    assert one.startswith("DeepSpeed's ops (cpu_adam) cannot be built:") and "rank 0 on" in one
+    assert "The C++ compiler 'no-such-compiler' that CXX names is not there" in one

@@ -57,16 +57,13 @@ def test_float32_has_copies_under_zero_too() -> None:
     [
         ({"stage": 4}, "stage=4: expected one of 0, 1, 2, 3"),
         ({"stage": 2, "offload_param": "cpu"}, "stage=2: expected 3 for offload_param='cpu'"),
-        ({"stage": 0, "offload_optimizer": "cpu"}, "stage=0: expected stage 1 or higher"),
         ({"stage": 2, "offload_optimizer": "nvme"}, "stage=2: expected stage 3 or higher"),
         ({"stage": 2, "offload_optimizer": "gpu"}, "offload_optimizer='gpu': expected one of"),
-        ({"stage": 2, "precision": "bf16"}, "precision='bf16': expected one of .* Did you mean"),
         ({"stage": 2, "ranks": 7, "ranks_per_node": 2}, "ranks=7: expected a multiple of 2"),
         (
             {"stage": 3, "largest_layer": 8 * 10**9},
             "largest_layer=8000000000: expected part of the parameters",
         ),
-        ({"stage": 2, "parameters": 7e9}, "parameters=7000000000.0: expected a whole number"),
     ],
 )
 def test_values_that_do_not_go_together(options: dict[str, Any], text: str) -> None:
