@@ -50,6 +50,9 @@ class Net(LightningModule):
         outputs = self.frozen(self.again(self.first(inputs.to(self.first.weight.dtype)).relu()))
         return torch.nn.functional.cross_entropy(outputs.float(), targets)
 
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.training_step(batch, batch_idx))
+
     def configure_optimizers(self) -> Any:
         matrices = [p for p in self.parameters() if p.requires_grad and p.dim() > 1]
         vectors = [p for p in self.parameters() if p.requires_grad and p.dim() == 1]
@@ -160,6 +163,36 @@ def loader(ranks: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(inputs, (inputs.sum(1) > 0).long()), GLOBAL_BATCH // ranks)
 
 
+def trainer_of(ranks: int, case: str, epochs: int, *callbacks: Callback) -> Trainer:
+    stage, precision, _ = CASES[case]
+    return Trainer(
+        strategy=LockstepDeepSpeedStrategy(
+            config={"zero_optimization": {"stage": stage, "round_robin_gradients": "round robin" in case}}
+        ),
+        precision=precision,  # type: ignore[arg-type]
+        accelerator="cpu",
+        devices=ranks,
+        max_epochs=epochs,
+        callbacks=list(callbacks),
+        use_distributed_sampler=True,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def evaluated(ranks: int, case: str, ckpt_path: str) -> dict[str, torch.Tensor]:
+    """Return the whole weights of a test with a checkpoint."""
+    import deepspeed
+
+    net = Net(CASES[case][2])
+    torch.nn.init.zeros_(net.first.weight)
+    trainer_of(ranks, case, 1).test(net, loader(ranks), ckpt_path=ckpt_path, verbose=False)
+    with deepspeed.zero.GatheredParameters(list(net.parameters())):
+        return {name: value.detach().clone() for name, value in net.named_parameters() if value.requires_grad}
+
+
 def fit(
     ranks: int,
     case: str,
@@ -170,23 +203,9 @@ def fit(
     save: str = "",
     weights_only: bool | None = None,
 ) -> tuple[Look, Trainer]:
-    stage, precision, optimizer = CASES[case]
+    optimizer = CASES[case][2]
     look = Look()
-    trainer = Trainer(
-        strategy=LockstepDeepSpeedStrategy(
-            config={"zero_optimization": {"stage": stage, "round_robin_gradients": "round robin" in case}}
-        ),
-        precision=precision,  # type: ignore[arg-type]
-        accelerator="cpu",
-        devices=ranks,
-        max_epochs=epochs,
-        callbacks=[look],
-        use_distributed_sampler=True,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = trainer_of(ranks, case, epochs, look)
     shuffled = DataLoader(loader(ranks).dataset, GLOBAL_BATCH // ranks, shuffle=False)
     trainer.fit(net or Net(optimizer), shuffled, ckpt_path=ckpt_path, weights_only=weights_only)
     if save:

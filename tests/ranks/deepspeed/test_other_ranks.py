@@ -15,15 +15,16 @@ import torch
 from lightning_lockstep import ConfigurationError
 from lightning_lockstep.deepspeed.checkpoints.files import Checkpoint
 from lightning_lockstep.deepspeed.checkpoints.redivision import SavedOptimizer
-from tests.common.deepspeed.other_ranks import Thing, check, objects_found, resume, write
+from tests.common.deepspeed.other_ranks import Thing, check, evaluated, objects_found, resume, write
 from tests.helpers import run_ranks
 
 WRITTEN = ["stage 1", "stage 2", "stage 3"]
 
 
-def on_one(folder: str) -> tuple[dict[str, Any], list[str]]:
+def on_one(folder: str) -> tuple[dict[str, Any], dict[str, torch.Tensor], list[str]]:
     resumed = resume(1, folder, ["stage 1", "stage 3"], {"stage 1": "stage 3"})
-    return resumed, objects_found(f"{folder}/object.ckpt")
+    tested = evaluated(1, "stage 3", f"{folder}/stage 3.ckpt")
+    return resumed, tested, objects_found(f"{folder}/object.ckpt")
 
 
 def test_a_fit_goes_on_with_all_that_it_had_or_says_why_it_cannot(tmp_path: Path) -> None:
@@ -31,8 +32,10 @@ def test_a_fit_goes_on_with_all_that_it_had_or_says_why_it_cannot(tmp_path: Path
     file = tmp_path / "object.ckpt" / "checkpoint" / "mp_rank_00_model_states.pt"
     shutil.copytree(tmp_path / "stage 2.ckpt", tmp_path / "object.ckpt")
     torch.save({**torch.load(file, weights_only=False), "thing": Thing()}, file)
-    ((resumed, objects),) = run_ranks(1, on_one, str(tmp_path), timeout=120)
+    ((resumed, tested, objects),) = run_ranks(1, on_one, str(tmp_path), timeout=120)
     check(resumed, tmp_path)
+    truth = torch.load(tmp_path / "stage 3.truth", weights_only=False)
+    assert len(tested) == 4 and all(torch.equal(value, truth[name]) for name, value in tested.items())
     assert objects == ["NoneType", "Thing"], "objects are made only if the checkpoint is trusted"
 
 
