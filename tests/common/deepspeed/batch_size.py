@@ -202,7 +202,8 @@ def other_loops(folder: str, evaluated: tuple[int, ...], fitted: tuple[int, ...]
     return [*found, counts.found]
 
 
-def real_limits(folder: str, stages: tuple[int, ...]) -> list[Any]:
+def real_limits(folder: str, stages: tuple[int, ...], room: int = 190) -> list[Any]:
+    """Search in some stages within this memory [MiB], and train with what was found, and with twice as much."""
     found = []
     options: dict[str, Any] = {"default_root_dir": folder}
     trainer(stages[0], max_steps=1, **options).fit(Big())  # what is loaded once is no part of a run's memory
@@ -210,7 +211,7 @@ def real_limits(folder: str, stages: tuple[int, ...]) -> list[Any]:
         gc.collect()
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
         # Of the second stage rank 1 has less.
-        limit = resident + (230 - 40 * torch.distributed.get_rank() if found else 190) * MIB
+        limit = resident + (230 - 40 * torch.distributed.get_rank() if found else room) * MIB
         callback, peak, module = largest(memory_limit=limit), RunPeak(), Big()
         trainer(stage, callback, peak, max_steps=3, **options).fit(module)
         assert callback.result is not None

@@ -72,4 +72,4 @@ def test_a_search_is_exact_keeps_the_global_batch_or_is_refused(tmp_path: Path) 
 
 
 def test_a_real_limit_is_found_and_kept_to_by_the_steps_that_follow(tmp_path: Path) -> None:
-    check_limits(run_ranks(2, real_limits, str(tmp_path), (1,), backend=None, timeout=120))
+    check_limits(run_ranks(2, real_limits, str(tmp_path), (1,), 110, backend=None, timeout=120))
