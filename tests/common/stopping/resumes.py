@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import Timer
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -342,10 +342,15 @@ def breaks(net: Net) -> None:
         set_breakpoint("enough")
 
 
+def an_hour_passes(net: Net) -> None:
+    (timer,) = (one for one in net.trainer.callbacks if isinstance(one, Timer))  # type: ignore[attr-defined]
+    timer.load_state_dict({"time_elapsed": {"train": 3600.0}})
+
+
 #: name -> how the first fit ends, and options of every fit; a checkpoint is made once it has ended
 STOPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "max_steps": ({"max_steps": -1, "end_at": 2}, {}),
-    "max_time": ({"max_time": timedelta(seconds=2), "act": lambda net: time.sleep(2.1)}, {}),
+    "max_time": ({"max_time": timedelta(hours=1), "act": an_hour_passes}, {}),
     "should_stop": ({"callbacks": [Asks]}, {}),
     "a breakpoint": ({"act": breaks, "callbacks": [StopTogether]}, {}),
     "a breakpoint, accumulated": (
