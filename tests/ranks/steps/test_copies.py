@@ -186,20 +186,32 @@ def fit(folder: str, name: str) -> str:
     return ""
 
 
-def fits(folder: str) -> dict[str, str]:
+NAMES = [*CALLBACKS, *OF_LIGHTNING]
+
+
+def fits(folder: str, names: list[str]) -> dict[str, str]:
     warnings.simplefilter("ignore")
-    return {name: fit(folder, name) for name in [*CALLBACKS, *OF_LIGHTNING]}
+    return {name: fit(folder, name) for name in names}
 
 
 @pytest.fixture(scope="module")
-def wrong(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = str(tmp_path_factory.mktemp("fits"))
-    return run_ranks(1, fits, folder, backend=None, timeout=120)[0]  # type: ignore[no-any-return]
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """What went wrong with a callback; a third of them is fitted when the first of it is asked for."""
+    found: dict[str, str] = {}
+
+    def of(name: str) -> str:
+        if name not in found:
+            names = NAMES[NAMES.index(name) % 3 :: 3]
+            folder = str(tmp_path_factory.mktemp("fits"))
+            found.update(run_ranks(1, fits, folder, names, backend=None, timeout=120)[0])
+        return found[name]
+
+    return of
 
 
-@pytest.mark.parametrize("name", [*CALLBACKS, *OF_LIGHTNING])
-def test_a_module_is_copied_and_pickled_during_training(name: str, wrong: dict[str, str]) -> None:
-    assert not wrong[name]
+@pytest.mark.parametrize("name", NAMES)
+def test_a_module_is_copied_and_pickled_during_training(name: str, wrong: Callable[[str], str]) -> None:
+    assert not wrong(name)
 
 
 def fits_under_deepspeed(folder: str) -> list[Any]:
