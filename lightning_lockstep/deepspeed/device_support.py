@@ -285,7 +285,7 @@ def _on_a_cpu(config: Mapping[str, Any]) -> Iterator[Limit]:  # in today's spell
 
 # -- What a config asks of DeepSpeed that it cannot do on this device here, and what can be put in its place
 # DeepSpeed finds out on every rank, when it makes the engine or later, and mostly by an assertion. What
-# stands here was tried with DeepSpeed 0.19.8 on two ranks; ``tests/ranks/deepspeed/test_device_support.py`` tries
+# stands here was tried with DeepSpeed 0.19.8 on two ranks; ``tests/variants/deepspeed/test_device_support.py`` tries
 # it again.
 
 # Ops that DeepSpeed has for the CPU too.

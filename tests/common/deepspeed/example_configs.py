@@ -13,39 +13,6 @@ OF_DEEPSPEED: dict[str, dict[str, Any]] = {
         "fp16": {"enabled": True},
         "zero_optimization": True,
     },
-    "zero-1": {"zero_optimization": {"stage": 1, "reduce_bucket_size": 5e8}},
-    "zero-2": {
-        "zero_optimization": {
-            "stage": 2,
-            "contiguous_gradients": True,
-            "overlap_comm": True,
-            "reduce_scatter": True,
-            "reduce_bucket_size": 5e8,
-            "allgather_bucket_size": 5e8,
-        }
-    },
-    "zero-3": {
-        "zero_optimization": {
-            "stage": 3,
-            "contiguous_gradients": True,
-            "stage3_max_live_parameters": 1e9,
-            "stage3_max_reuse_distance": 1e9,
-            "stage3_prefetch_bucket_size": 1e7,
-            "stage3_param_persistence_threshold": 1e5,
-            "reduce_bucket_size": 1e7,
-            "sub_group_size": 1e9,
-            "offload_optimizer": {"device": "cpu"},
-            "offload_param": {"device": "cpu"},
-        }
-    },
-    "zero-offload": {
-        "zero_optimization": {
-            "stage": 2,
-            "offload_optimizer": {"device": "cpu"},
-            "contiguous_gradients": True,
-            "overlap_comm": True,
-        }
-    },
     "zero-infinity": {
         "zero_optimization": {
             "stage": 3,
@@ -272,3 +239,17 @@ OF_TRANSFORMERS: dict[str, dict[str, Any]] = {
 }
 
 EXAMPLES = OF_DEEPSPEED | OF_TRANSFORMERS
+
+
+def zero(**keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3, **keys}}
+
+
+def optimizer(kind: str, **params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": kind, "params": {"lr": 0.1, **params}}}
+
+
+OFFLOADED = zero(offload_optimizer={"device": "cpu"})
+PARTLY_OFFLOADED = zero(offload_optimizer={"device": "cpu", "ratio": 0.3})
+RATIO = "zero_optimization.offload_optimizer.ratio"
+NVME = {"device": "nvme", "nvme_path": "/nvme"}

@@ -176,6 +176,38 @@ def unsplit_masters(optimizer: Any) -> dict[Tensor, Tensor]:
     }
 
 
+def truth(folder: Path, dtype: str = "float32") -> dict[str, Tensor]:
+    """The weights that the model had when it wrote a checkpoint."""
+    weights: dict[str, Tensor] = torch.load(folder.with_suffix(".truth"))[dtype]
+    return weights
+
+
+def compare(found: dict[str, Any], expected: dict[str, Tensor]) -> None:
+    assert list(found) == list(expected)
+    wrong = {
+        name: (found[name], value)
+        for name, value in expected.items()
+        if found[name].dtype != value.dtype or not torch.equal(found[name], value)
+    }
+    assert not wrong
+
+
+def check_consolidated(folder: Path, output: Path) -> None:
+    """Consolidate a checkpoint with each dtype, and compare all weights."""
+    from lightning_lockstep.deepspeed.checkpoints.consolidation import consolidate, consolidated
+
+    found = consolidated(folder)["state_dict"]
+    compare(found, truth(folder))
+    for name, other in (("head", "embedding"), ("again", "hidden")):
+        assert found[f"{name}.weight"].data_ptr() == found[f"{other}.weight"].data_ptr()
+    assert found["hidden.weight"].untyped_storage().nbytes() == 7 * 5 * 4
+    assert "cache" not in found
+    assert not any(value.requires_grad for value in found.values())
+    assert found._metadata[""] == {"version": 3}
+    consolidate(folder, output, dtype="as_saved")
+    compare(torch.load(output, weights_only=True)["state_dict"], truth(folder, "as_saved"))
+
+
 def client_state() -> dict[str, Any]:
     """What Lightning hands to DeepSpeed, with some objects that are not plain data."""
     from lightning.fabric.utilities.data import AttributeDict

@@ -1,272 +1,29 @@
 """AutoBatchSize under real DeepSpeed on two CPU ranks: the size, its memory, and a run that is as without a search.
 
-Starting ranks is what costs, and importing DeepSpeed, so each test runs several fits in one pair of ranks.
+Other stages and options are in ``tests/variants``.
 """
 
 from __future__ import annotations
 
-import gc
-import re
-import warnings
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-from lightning_lockstep import AutoBatchSize, EffectiveBatchSize, LockstepDeepSpeedStrategy
-from lightning_lockstep._doors.lightning import Callback, LightningModule, Trainer
+from lightning_lockstep import AutoBatchSize, EffectiveBatchSize
 from lightning_lockstep.errors import BatchSizeError
-from tests.common.batch_size.models import FULL, _FailsInBackward, largest
-from tests.helpers import run_ranks, run_ranks_raw
+from tests.common.deepspeed.batch_size import (
+    RUNS,
+    Walled,
+    check_limits,
+    check_runs,
+    engine,
+    other_loops,
+    real_limits,
+    trainer,
+    with_and_without,
+)
+from tests.helpers import run_ranks
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
-]
-
-STAGES = (0, 1, 2, 3)
-MIB = 2**20
-LARGER_TOO = (1, 3)  # stages that are also run with a batch twice as large as the one found
-
-
-class Walled(LightningModule):
-    """Fails on one rank with batches of more than 10 samples, in the forward or in the backward."""
-
-    def __init__(self, where: str = "", *, on_rank: int = 1, batch_size: int = 4, text: str = FULL) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first, self.second, self.last = nn.Linear(8, 33), nn.Linear(33, 33), nn.Linear(33, 3)
-        self.norm = nn.LayerNorm(33)
-        self.tied = self.second  # a layer that is used twice
-        self.where, self.on_rank, self.batch_size, self.text = where, on_rank, batch_size, text
-        self.losses: list[float] = []
-        self.sizes: list[int] = []
-
-    def hidden(self, inputs: torch.Tensor) -> torch.Tensor:
-        full = self.trainer.global_rank == self.on_rank and len(inputs) > 10
-        hidden = self.tied(self.norm(self.first(inputs).relu()))
-        if full and self.where == "forward":
-            raise RuntimeError(self.text)
-        return self.second(_FailsInBackward.apply(hidden, full and self.where == "backward"))
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        inputs, targets = batch
-        loss = nn.functional.cross_entropy(self.last(self.hidden(inputs).relu()).float(), targets)
-        self.log("loss", loss, sync_dist=True)
-        self.losses.append(loss.item())
-        self.sizes.append(len(inputs))
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.sizes.append(len(self.last(self.hidden(batch[0]))))
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), 0.02)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        inputs = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
-        return DataLoader(TensorDataset(inputs, (inputs.sum(1) > 0).long()), self.batch_size)
-
-    val_dataloader = train_dataloader
-
-
-class Big(LightningModule):
-    """9 MB of parameters and about 0.4 MB of activations per sample."""
-
-    def __init__(self, batch_size: int = 32) -> None:
-        super().__init__()
-        self.batch_size = batch_size
-        self.layers = nn.Sequential(nn.Linear(8, 1000), nn.ReLU(), nn.Linear(1000, 1000), nn.ReLU())
-        self.more = nn.Sequential(nn.Linear(1000, 1000), nn.ReLU(), nn.Linear(1000, 300))
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        hidden = self.more(self.layers(batch[0]))
-        return nn.functional.pad(hidden, (0, 30000)).square().abs().pow(2).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=1e-4)
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(TensorDataset(torch.randn(8000, 8)), self.batch_size)
-
-
-class RunPeak(Callback):
-    """Peak of resident memory in the run after the search, as the kernel counts it [bytes]."""
-
-    peak = 0
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        Path("/proc/self/clear_refs").write_text("5")
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        assert found is not None
-        self.peak = int(found.group(1)) * 1024
-
-
-def trainer(strategy: Any, *callbacks: Any, **options: Any) -> Trainer:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)  # ranks share few cores
-    return Trainer(
-        **{
-            "strategy": strategy if isinstance(strategy, LockstepDeepSpeedStrategy) else engine(strategy),
-            "accelerator": "cpu",
-            "devices": 2,
-            "max_steps": 4,
-            "callbacks": list(callbacks),
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "num_sanity_val_steps": 0,
-            "limit_val_batches": 0,
-            **options,
-        }
-    )
-
-
-def engine(stage: int, **config: Any) -> LockstepDeepSpeedStrategy:
-    return LockstepDeepSpeedStrategy(config={"zero_optimization": {"stage": stage}, **config})
-
-
-# -- a run after a search is one without -----------------------------------------------------------------
-
-
-#: Stage, where memory runs out in trials, options of the strategy, options of the Trainer.
-RUNS: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
-    (0, "forward", {}, {"accumulate_grad_batches": 2}),
-    (1, "backward", {}, {"accumulate_grad_batches": 2}),
-    (2, "backward", {}, {"gradient_clip_val": 0.5}),
-    (2, "forward", {"offload_optimizer": "cpu", "adapt": True}, {"accumulate_grad_batches": 2}),
-    (3, "forward", {}, {"gradient_clip_val": 0.5}),
-    (3, "backward", {}, {"accumulate_grad_batches": 2, "precision": "bf16-mixed"}),
-]
-
-
-def with_and_without(folder: str) -> list[Any]:
-    found = []
-    for stage, where, strategy, options in RUNS:
-        callback = largest("binsearch", margin=0, max_val=24)
-        searched = Walled(where)
-        run = trainer(
-            LockstepDeepSpeedStrategy(stage=stage, **strategy), callback, default_root_dir=folder, **options
-        )
-        run.fit(searched)
-        by_hand = Walled(batch_size=searched.batch_size)
-        trainer(LockstepDeepSpeedStrategy(stage=stage, **strategy), **options).fit(by_hand)
-        config: Any = run.strategy.config
-        found.append(
-            (
-                (stage, where),
-                (searched.sizes, by_hand.sizes),
-                (searched.losses, by_hand.losses),
-                config["train_micro_batch_size_per_gpu"],
-                config["train_batch_size"] == 20 * options.get("accumulate_grad_batches", 1),
-            )
-        )
-    return found
-
-
-def test_a_run_after_a_search_is_bit_identical_to_one_with_that_size(tmp_path: Path) -> None:
-    for found in run_ranks(2, with_and_without, str(tmp_path), backend=None, timeout=170):
-        for name, (sizes, sizes_by_hand), (losses, losses_by_hand), micro, whole_is_right in found:
-            assert sizes == sizes_by_hand and losses == losses_by_hand and len(losses) >= 4, name
-            assert set(sizes) == {10} and micro == 10 and whole_is_right, name
-
-
-class Counts(Callback):
-    """What the Trainer and the engine know of a run when it ends."""
-
-    found: tuple[int, ...] = ()
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        engine = trainer.strategy.model
-        self.found = (
-            pl_module.batch_size,
-            trainer.accumulate_grad_batches,
-            engine.train_micro_batch_size_per_gpu(),
-            engine.gradient_accumulation_steps(),
-            engine.global_steps,
-            trainer.global_step,
-        )
-
-
-def other_loops(folder: str) -> list[Any]:
-    found: list[Any] = []
-    for stage in STAGES:
-        callback, module = AutoBatchSize("binsearch", margin=0, max_val=24), Walled("forward")
-        trainer(stage, callback, limit_val_batches=2, default_root_dir=folder).validate(module, verbose=False)
-        found.append(module.sizes)
-    for stage in (1, 3):
-        counts = Counts()
-        callbacks = AutoBatchSize("binsearch", margin=0, max_val=24), EffectiveBatchSize(64), counts
-        trainer(stage, *callbacks, default_root_dir=folder).fit(Walled("backward"))
-        found.append(counts.found)
-    kept = AutoBatchSize("binsearch", margin=0), counts
-    trainer(2, *kept, default_root_dir=folder).fit(Walled("backward", batch_size=16))
-    return [*found, counts.found]
-
-
-def test_evaluation_and_a_global_batch_to_keep(tmp_path: Path) -> None:
-    for found in run_ranks(2, other_loops, str(tmp_path), backend=None, timeout=120):
-        assert found[:4] == [[10, 10]] * 4
-        assert found[4:6] == [(8, 4, 8, 4, 4, 4)] * 2
-        assert found[6] == (8, 2, 8, 2, 4, 4), "the global batch of 32 that is configured"
-
-
-# -- memory ------------------------------------------------------------------------------------------------
-
-
-def real_limits(folder: str, stages: tuple[int, ...]) -> list[Any]:
-    found = []
-    options: dict[str, Any] = {"default_root_dir": folder}
-    trainer(stages[0], max_steps=1, **options).fit(Big())  # what is loaded once is no part of a run's memory
-    for stage in stages:
-        gc.collect()
-        resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-        # Of the second stage rank 1 has less.
-        limit = resident + (230 - 40 * torch.distributed.get_rank() if found else 190) * MIB
-        callback, peak, module = largest(memory_limit=limit), RunPeak(), Big()
-        trainer(stage, callback, peak, max_steps=3, **options).fit(module)
-        assert callback.result is not None
-        trial = next(t for t in reversed(callback.result.trials) if t.size == module.batch_size)
-        larger = RunPeak()
-        if stage in LARGER_TOO:
-            trainer(stage, larger, max_steps=2, **options).fit(Big(module.batch_size * 2))
-        found.append((stage, module.batch_size, peak.peak, trial.peak, limit, larger.peak))
-    return found
-
-
-@pytest.mark.parametrize("stages", [(0, 1), (3, 2)])
-def test_a_real_limit_is_found_and_kept_to_by_the_steps_that_follow(
-    tmp_path: Path, stages: tuple[int, ...]
-) -> None:
-    both = run_ranks(2, real_limits, str(tmp_path), stages, backend=None, timeout=170)
-    for ranks in zip(*both, strict=True):
-        stage, size = ranks[0][:2]
-        assert {each[1] for each in ranks} == {size} and 50 < size < 600, stage
-        # A trial knows the highest peak of all ranks.
-        assert max(peak for _, _, peak, *_ in ranks) == pytest.approx(ranks[0][3], rel=0.05), stage
-        assert all(peak < 1.03 * limit for _, _, peak, _, limit, _ in ranks), stage
-        if stage in LARGER_TOO:
-            assert any(larger > limit for *_, limit, larger in ranks), stage
-
-
-# -- what cannot be ----------------------------------------------------------------------------------------
-
-
-def breaks(folder: str) -> None:
-    trainer(2, largest(), default_root_dir=folder).fit(Walled("forward", text="a bug of the step"))
-
-
-def test_another_error_on_one_rank_ends_all(tmp_path: Path) -> None:
-    outcomes = run_ranks_raw(2, breaks, str(tmp_path), backend=None, timeout=60)
-    assert not any(outcome.ok or outcome.killed_by_helper for outcome in outcomes)
-    assert any("a bug of the step" in (outcome.traceback or "") + outcome.stderr for outcome in outcomes)
+SOME = [run for run in RUNS if run[:2] == (3, "forward")]
 
 
 def refusals(folder: str) -> list[str]:
@@ -288,14 +45,31 @@ def refusals(folder: str) -> list[str]:
     ]
 
 
-def test_what_fixes_the_size_and_what_an_engine_cannot_do_is_refused(tmp_path: Path) -> None:
-    for found in run_ranks(2, refusals, str(tmp_path), backend=None, timeout=60):
-        micro, whole, accumulation, kept, split, skip, profiler = found
+def searches(folder: str) -> dict[str, Any]:
+    return {
+        "runs": with_and_without(folder, SOME),
+        "loops": other_loops(folder, (2,), (1,)),
+        "refused": refusals(folder),
+    }
+
+
+def test_a_search_is_exact_keeps_the_global_batch_or_is_refused(tmp_path: Path) -> None:
+    for found in run_ranks(2, searches, str(tmp_path), backend=None, timeout=120):
+        assert len(found["runs"]) == 1
+        check_runs(found["runs"])
+        evaluated, fitted, kept = found["loops"]
+        assert evaluated == [10, 10] and fitted == (8, 4, 8, 4, 4, 4)
+        assert kept == (8, 2, 8, 2, 4, 4), "the global batch of 32 that is configured"
+        micro, whole, accumulation, accumulated, split, skip, profiler = found["refused"]
         assert micro.startswith(
             "AutoBatchSize is to choose the batch size, and train_micro_batch_size_per_gpu=4"
         )
         assert "train_batch_size=16 in the config of DeepSpeed fixes it" in whole
         assert "EffectiveBatchSize(64), and gradient_accumulation_steps=2" in accumulation
-        assert "sets the accumulation, and gradient_accumulation_steps=2 in the config of DeepSpeed" in kept
+        assert "sets the accumulation, and gradient_accumulation_steps=2 in the config" in accumulated
         assert "on_oom='split'" in split and "on_oom='skip'" in skip and "on_oom='raise'" in skip
         assert "flops_profiler" in profiler
+
+
+def test_a_real_limit_is_found_and_kept_to_by_the_steps_that_follow(tmp_path: Path) -> None:
+    check_limits(run_ranks(2, real_limits, str(tmp_path), (1,), 110, backend=None, timeout=120))

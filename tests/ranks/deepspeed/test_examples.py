@@ -1,10 +1,11 @@
-"""The configs of DeepSpeed's own tutorials train on two CPU ranks, with ``adapt=True``, as they are."""
+"""The configs of DeepSpeed's own tutorials and of Transformers train on two CPU ranks, with ``adapt=True``."""
 
 from __future__ import annotations
 
+import copy
 import io
+import os
 from contextlib import redirect_stderr
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -14,14 +15,16 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_lockstep import ConfigurationError, LockstepDeepSpeedStrategy
 from lightning_lockstep._doors.lightning import LightningModule, Trainer
 from lightning_lockstep._doors.torch_internals import cpu_has_float16
-from tests.common.deepspeed.example_configs import OF_DEEPSPEED
+from lightning_lockstep.deepspeed.builds import prepare_ops
+from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.errors import LaunchError
+from tests.common.deepspeed import run_config
+from tests.common.deepspeed.example_configs import OF_DEEPSPEED, OF_TRANSFORMERS
 from tests.helpers import run_ranks
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
-]
-
 BATCH_SIZES = {"zero-infinity": 4, "zero++": 4, "cifar": 8}
+if cpu_has_float16():
+    del BATCH_SIZES["cifar"]  # float16 in stage 0, which is refused
 
 
 class Net(LightningModule):
@@ -81,25 +84,6 @@ def fit_examples(folder: str) -> dict[str, tuple[list[float], str]]:
     return {name: (losses, said.getvalue()) for name, (losses, said) in found.items()}
 
 
-@pytest.mark.skipif(cpu_has_float16(), reason="this CPU has float16, in which stage 0 is refused")
-def test_the_tutorials_train_with_adapt(tmp_path: Any) -> None:
-    one, other = run_ranks(2, fit_examples, str(tmp_path), timeout=300)
-    for name, replaced in {
-        "zero-infinity": ("zero_optimization.offload_optimizer.ratio=1.0 instead of", "=0.3"),
-        "zero++": (
-            "zero_quantized_weights=False",
-            "zero_optimization.zero_quantized_gradients=False instead of",
-        ),
-        "cifar": ("fp16.enabled=False and bf16.enabled=True instead of fp16.enabled=True",),
-    }.items():
-        losses, said = one[name]
-        assert len(losses) == 32 // BATCH_SIZES[name]
-        assert all(loss == loss for loss in losses) and min(losses) < losses[0], name
-        for words in replaced:
-            assert words in said, said
-        assert "instead of" not in other[name][1], "one rank says it"
-
-
 def refusal(config: dict[str, Any], batch_size: int) -> str:
     with pytest.raises(ConfigurationError) as caught:
         fit(config, batch_size)
@@ -113,10 +97,91 @@ def refusals(folder: str) -> dict[str, str]:
     return found | {"ratio": refusal(config, 4)}
 
 
-@pytest.mark.skipif(cpu_has_float16(), reason="this CPU has float16, in which stage 0 is refused")
-def test_without_it_they_are_refused_by_name(tmp_path: Any) -> None:
-    one, other = run_ranks(2, refusals, str(tmp_path), timeout=120)
+def fits_of_transformers() -> dict[str, Any]:
+    found = {}
+    for name in ("transformers-zero-2", "accelerate-zero-3"):
+        config = copy.deepcopy(OF_TRANSFORMERS[name])
+        config["optimizer"]["params"]["torch_adam"] = True
+        net, said = run_config.Net(), io.StringIO()
+        runner = run_config.trainer(config, max_epochs=2)
+        with redirect_stderr(said):
+            runner.fit(net, run_config.loader(), run_config.loader())
+        complete = run_config.config_of(runner)
+        (tested,) = runner.test(net, run_config.loader(), verbose=False)
+        predicted: Any = runner.predict(net, run_config.loader())
+        runner.fit_loop.max_epochs = 3
+        runner.fit(net, run_config.loader(4), run_config.loader())
+        found[name] = {
+            "optimizer": complete["optimizer"]["params"],
+            "scheduler": complete.get("scheduler", {}).get("params"),
+            "tested": tested["loss"],
+            "predicted": len(predicted),
+            "batch": run_config.config_of(runner)["train_micro_batch_size_per_gpu"],
+            "said": [line for line in said.getvalue().splitlines() if "of the AdamW" in line],
+        }
+    return found
+
+
+def build_without_a_compiler() -> str:
+    os.environ["CXX"] = "no-such-compiler"
+    with pytest.raises(LaunchError) as caught:
+        prepare_ops(["cpu_adam"], current_communicator())
+    return str(caught.value)
+
+
+def all_fits(folder: str) -> dict[str, Any]:
+    return {
+        "fits": fit_examples(folder),
+        "refused": refusals(folder),
+        "of Transformers": fits_of_transformers(),
+        "build": build_without_a_compiler(),
+    }
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(2, all_fits, str(tmp_path_factory.mktemp("nvme")), timeout=240)
+
+
+def test_the_tutorials_train_with_adapt(found: list[dict[str, Any]]) -> None:
+    one, other = (of_rank["fits"] for of_rank in found)
+    replacements = {
+        "zero-infinity": ("zero_optimization.offload_optimizer.ratio=1.0 instead of", "=0.3"),
+        "zero++": (
+            "zero_quantized_weights=False",
+            "zero_optimization.zero_quantized_gradients=False instead of",
+        ),
+        "cifar": ("fp16.enabled=False and bf16.enabled=True instead of fp16.enabled=True",),
+    }
+    for name, batch_size in BATCH_SIZES.items():
+        losses, said = one[name]
+        assert len(losses) == 32 // batch_size
+        assert all(loss == loss for loss in losses) and min(losses) < losses[0], name
+        assert all(words in said for words in replacements[name]), said
+        assert "instead of" not in other[name][1], "one rank says it"
+
+
+def test_without_it_they_are_refused_by_name(found: list[dict[str, Any]]) -> None:
+    one, other = (of_rank["refused"] for of_rank in found)
     assert one == other
     assert one["ratio"].startswith("zero_optimization.offload_optimizer.ratio=0.3: DeepSpeed offloads a part")
     assert "zero_optimization.zero_quantized_gradients=True: " in one["zero++"]
-    assert one["cifar"].startswith("fp16.enabled=True: ") and "loss_scale" not in one["cifar"]
+    if "cifar" in one:
+        assert one["cifar"].startswith("fp16.enabled=True: ") and "loss_scale" not in one["cifar"]
+
+
+def test_configurations_of_transformers_train_and_evaluate(found: list[dict[str, Any]]) -> None:
+    for rank, of_rank in enumerate(found):
+        for name, one in of_rank["of Transformers"].items():
+            assert one["optimizer"]["lr"] == 0.02, name
+            assert one["scheduler"] is None or one["scheduler"]["warmup_max_lr"] == 0.02
+            assert one["tested"] < 1.2 and one["predicted"] == 4 and one["batch"] == 4
+            assert len(one["said"]) == (rank == 0)
+        assert of_rank["of Transformers"]["accelerate-zero-3"]["scheduler"]["total_num_steps"] == 8
+
+
+def test_an_op_that_cannot_be_built_is_the_same_error_on_all_ranks(found: list[dict[str, Any]]) -> None:
+    one, other = (of_rank["build"] for of_rank in found)
+    assert one == other
+    assert one.startswith("DeepSpeed's ops (cpu_adam) cannot be built:") and "rank 0 on" in one
+    assert "The C++ compiler 'no-such-compiler' that CXX names is not there" in one

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,6 @@ from lightning_lockstep._doors.lightning import LightningModule, Trainer
 from lightning_lockstep.deepspeed.checkpoints.resuming import writers_differ
 from lightning_lockstep.distributed.coordination.communicator import SingleProcessCommunicator
 from tests.helpers import run_ranks
-
-pytestmark = [
-    pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
-]
 
 
 class Experts(LightningModule):

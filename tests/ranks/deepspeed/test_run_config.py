@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
-from contextlib import redirect_stderr
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,87 +12,16 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
-from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_lockstep import ConfigurationError, LockstepDeepSpeedStrategy
-from lightning_lockstep._doors.lightning import LightningModule, Trainer
+from lightning_lockstep import ConfigurationError
+from lightning_lockstep._doors.lightning import Trainer
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.deepspeed.config import without_nulls
 from lightning_lockstep.deepspeed.config_checks import TrainerValues
 from lightning_lockstep.deepspeed.config_completion import RunConfig, check_module_optimizer, optimizer_of
 from tests.common.deepspeed.example_configs import OF_TRANSFORMERS
+from tests.common.deepspeed.run_config import AUTO_LR, MadeLater, Net, config_of, loader, trainer
 from tests.helpers import run_ranks
-
-needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-
-AUTO_LR = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}
-
-
-class Net(LightningModule):
-    """Its optimizer and scheduler are chosen by what it is given."""
-
-    def __init__(self, scheduler: str = "", lr: float = 0.02) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.layers = self.made()
-        self.scheduler, self.lr = scheduler, lr
-
-    def made(self) -> torch.nn.Module:
-        return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(self.layers(batch[0]).float(), batch[1])
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("loss", self.training_step(batch, batch_idx), sync_dist=True)
-
-    validation_step = test_step
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.layers(batch[0])
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), self.lr, betas=(0.8, 0.9))
-        if not self.scheduler:
-            return optimizer
-        return [optimizer], [getattr(torch.optim.lr_scheduler, self.scheduler)(optimizer, 1)]
-
-
-class MadeLater(Net):
-    """Has its layers only after configure_model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.layers
-
-    def configure_model(self) -> None:
-        if not hasattr(self, "layers"):
-            self.layers = self.made()
-
-
-def loader(batch_size: int = 8) -> DataLoader[Any]:
-    inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
-    return DataLoader(TensorDataset(inputs, (inputs.sum(1) > 0).long()), batch_size)
-
-
-def trainer(config: dict[str, Any], **options: Any) -> Trainer:
-    return Trainer(
-        strategy=LockstepDeepSpeedStrategy(config=config, adapt=True),
-        accelerator="cpu",
-        devices=options.pop("devices", 2),
-        max_epochs=options.pop("max_epochs", 1),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
-
-
-def config_of(runner: Trainer) -> dict[str, Any]:
-    complete: Any = runner.strategy.config  # type: ignore[attr-defined]
-    return complete  # type: ignore[no-any-return]
-
 
 # -- what a module makes ---------------------------------------------------------------------------------
 
@@ -166,7 +92,6 @@ def test_an_optimizer_beside_that_of_the_config(
 # -- without a run -----------------------------------------------------------------------------------------
 
 
-@needs_deepspeed
 def test_a_null_is_a_key_that_is_not_there() -> None:
     given = {
         "optimizer": None,
@@ -185,7 +110,6 @@ def test_a_null_is_a_key_that_is_not_there() -> None:
         RunConfig({"optimiser": None}, adapt=False, say=print)
 
 
-@needs_deepspeed
 @pytest.mark.parametrize("name", sorted(OF_TRANSFORMERS))
 def test_what_only_a_fit_knows_is_not_asked_for_in_evaluations(name: str) -> None:
     config = RunConfig(OF_TRANSFORMERS[name], adapt=False, say=print).of_evaluation("bf16-mixed")
@@ -193,7 +117,6 @@ def test_what_only_a_fit_knows_is_not_asked_for_in_evaluations(name: str) -> Non
     assert config["zero_optimization"]["stage"] == OF_TRANSFORMERS[name]["zero_optimization"]["stage"]
 
 
-@needs_deepspeed
 def test_batch_sizes_of_a_fit_do_not_bind_evaluations() -> None:
     given = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 16, "zero_optimization": {"stage": 2}}
     assert "train_batch_size" not in RunConfig(given, adapt=False, say=print).of_evaluation("32-true")
@@ -201,7 +124,6 @@ def test_batch_sizes_of_a_fit_do_not_bind_evaluations() -> None:
         RunConfig({**given, "bf16": {"enabled": True}}, adapt=False, say=print).of_evaluation("32-true")
 
 
-@needs_deepspeed
 def test_an_accumulation_that_was_deduced_is_deduced_again(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"train_batch_size": 32, "zero_optimization": {"stage": 2}}
     config = RunConfig(given, adapt=False, say=print)
@@ -233,7 +155,6 @@ def precision_of_program(*overrides: str) -> str:
     return str(made.precision)
 
 
-@needs_deepspeed
 def test_lockstep_train_gives_the_trainer_no_precision_unless_the_user_does(tmp_path: Any) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}))
@@ -245,7 +166,6 @@ def test_lockstep_train_gives_the_trainer_no_precision_unless_the_user_does(tmp_
             precision_of_program(*line, given)
 
 
-@needs_deepspeed
 def test_a_config_in_place_of_that_of_a_choice_keeps_its_stage_and_offloading(tmp_path: Any) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"gradient_clipping": 1.0}))
@@ -265,42 +185,6 @@ def test_without_a_precision_lightnings_own_holds() -> None:
 
 
 # -- in runs ---------------------------------------------------------------------------------------------
-
-
-def fits_of_transformers() -> dict[str, Any]:
-    found = {}
-    for name in ("transformers-zero-2", "accelerate-zero-3"):
-        config = copy.deepcopy(OF_TRANSFORMERS[name])
-        config["optimizer"]["params"]["torch_adam"] = True
-        net, said = Net(), io.StringIO()
-        runner = trainer(config, max_epochs=2)
-        with redirect_stderr(said):
-            runner.fit(net, loader(), loader())
-        complete = config_of(runner)
-        (tested,) = runner.test(net, loader(), verbose=False)
-        predicted: Any = runner.predict(net, loader())
-        runner.fit_loop.max_epochs = 3
-        runner.fit(net, loader(4), loader())
-        found[name] = {
-            "optimizer": complete["optimizer"]["params"],
-            "scheduler": complete.get("scheduler", {}).get("params"),
-            "tested": tested["loss"],
-            "predicted": len(predicted),
-            "batch": config_of(runner)["train_micro_batch_size_per_gpu"],
-            "said": [line for line in said.getvalue().splitlines() if "of the AdamW" in line],
-        }
-    return found
-
-
-@needs_deepspeed
-def test_configurations_of_transformers_train_and_evaluate() -> None:
-    for rank, found in enumerate(run_ranks(2, fits_of_transformers, timeout=240)):
-        for name, one in found.items():
-            assert one["optimizer"]["lr"] == 0.02, name
-            assert one["scheduler"] is None or one["scheduler"]["warmup_max_lr"] == 0.02
-            assert one["tested"] < 1.2 and one["predicted"] == 4 and one["batch"] == 4
-            assert len(one["said"]) == (rank == 0)
-        assert found["accelerate-zero-3"]["scheduler"]["total_num_steps"] == 8
 
 
 def single_fits() -> dict[str, Any]:
@@ -332,7 +216,6 @@ def single_fits() -> dict[str, Any]:
     return found
 
 
-@needs_deepspeed
 def test_optimizers_schedulers_and_steps_of_real_fits() -> None:
     (found,) = run_ranks(1, single_fits, timeout=120)
     steps, params = found["steps"]

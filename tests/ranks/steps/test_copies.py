@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +62,15 @@ class Copied(pl.LightningModule):
         return self.net(batch[0]).square().mean()
 
     def copy_all(self) -> None:
+        if self.steps < 2:
+            return  # what is put in place during the first step is copied in the second
         x, steps = torch.ones(2, 4), self.steps
-        for way in WAYS.values():
-            for original in (self, self.net):
+        for original in (self, self.net):
+            if self.as_ever:  # so that it can be loaded where this package is not installed
+                assert b"lightning_lockstep" not in pickle.dumps(original)
+            for way in WAYS.values():
                 made = way(original)
                 assert made is not original
-                if self.as_ever:  # so that it can be loaded where this package is not installed
-                    assert b"lightning_lockstep" not in pickle.dumps(original)
                 net = made.net if isinstance(made, Copied) else made
                 with torch.no_grad():
                     assert torch.equal(net(x), self.net(x))
@@ -154,39 +156,68 @@ def test_no_callback_is_left_out() -> None:
     assert {name.partition(",")[0] for name in CALLBACKS} | {"ConsolidateCheckpoints"} == set(ours.__all__)
 
 
-def fits(folder: str, names: list[str]) -> None:
+def fit(folder: str, name: str) -> str:
+    """Fit with a callback, whose module copies itself in every hook; returns what went wrong."""
+    # In float32 modules copies compute so too; a traced step has its recorder's hooks.
+    plain = not name.endswith(("FP32Modules", "trace"))
+    module = Copied(network(), full="split" in name, as_ever=plain)
+    checkpoint = ModelCheckpoint(f"{folder}/{name}", save_last=True)
+    run = trainer(
+        folder,
+        *(OF_LIGHTNING[name]() if name in OF_LIGHTNING else [CALLBACKS[name]()]),
+        checkpoint,
+        strategy=LockstepDDPStrategy(),
+        max_steps=2,
+        precision="bf16-mixed" if name == "FP32Modules" else "32-true",
+        enable_checkpointing=True,
+    )
+    try:
+        run.fit(module)
+    except Exception:
+        return traceback.format_exc()
+    if module.copies < len(HOOKS):
+        return f"{module.copies} copies"
+    loaded = Copied.load_from_checkpoint(checkpoint.last_model_path, weights_only=False)
+    if not torch.load(checkpoint.last_model_path, weights_only=False)["hyper_parameters"]["net"]:
+        return "the network is not among the hyperparameters"
+    pairs = zip(loaded.net.parameters(), module.net.parameters(), strict=True)
+    if name not in OF_LIGHTNING and not all(torch.equal(parameter, own) for parameter, own in pairs):
+        return "other weights are loaded"
+    return ""
+
+
+NAMES = [*CALLBACKS, *OF_LIGHTNING]
+
+
+def fits(folder: str, names: list[str]) -> dict[str, str]:
     warnings.simplefilter("ignore")
-    for name in names:
-        # In float32 modules copies compute so too; a traced step has its recorder's hooks.
-        plain = not name.endswith(("FP32Modules", "trace"))
-        module = Copied(network(), full="split" in name, as_ever=plain)
-        checkpoint = ModelCheckpoint(f"{folder}/{name}", save_last=True)
-        trainer(
-            folder,
-            *(OF_LIGHTNING[name]() if name in OF_LIGHTNING else [CALLBACKS[name]()]),
-            checkpoint,
-            strategy=LockstepDDPStrategy(),
-            max_steps=3,
-            precision="bf16-mixed" if name == "FP32Modules" else "32-true",
-            enable_checkpointing=True,
-        ).fit(module)
-        assert module.copies > 3 * len(HOOKS) - 4, name
-        loaded = Copied.load_from_checkpoint(checkpoint.last_model_path, weights_only=False)
-        assert torch.load(checkpoint.last_model_path, weights_only=False)["hyper_parameters"]["net"]
-        if name not in OF_LIGHTNING:
-            for parameter, own in zip(loaded.net.parameters(), module.net.parameters(), strict=True):
-                assert torch.equal(parameter, own), name
+    return {name: fit(folder, name) for name in names}
 
 
-@pytest.mark.parametrize("name", [*CALLBACKS, *OF_LIGHTNING])
-def test_a_module_is_copied_and_pickled_during_training(name: str, tmp_path: Any) -> None:
-    run_ranks(1, fits, str(tmp_path), [name], backend=None, timeout=120)
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """What went wrong with a callback; a third of them is fitted when the first of it is asked for."""
+    found: dict[str, str] = {}
+
+    def of(name: str) -> str:
+        if name not in found:
+            names = NAMES[NAMES.index(name) % 3 :: 3]
+            folder = str(tmp_path_factory.mktemp("fits"))
+            found.update(run_ranks(1, fits, folder, names, backend=None, timeout=120)[0])
+        return found[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_module_is_copied_and_pickled_during_training(name: str, wrong: Callable[[str], str]) -> None:
+    assert not wrong(name)
 
 
 def fits_under_deepspeed(folder: str) -> list[Any]:
     warnings.simplefilter("ignore")
     answers = []
-    for stage in (1, 2, 3):
+    for stage in (2, 3):
         module = Holder(network(), rate=0.01)
         checkpoint = ModelCheckpoint(f"{folder}/{stage}", save_last=True, every_n_train_steps=1)
         run = trainer(
@@ -219,7 +250,6 @@ def fits_under_deepspeed(folder: str) -> list[Any]:
     return answers
 
 
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_a_checkpoint_of_deepspeed_leaves_out_what_it_trains(tmp_path: Any) -> None:
     for answers in run_ranks(1, fits_under_deepspeed, str(tmp_path), backend=None, timeout=170):
-        assert answers == [(["idle", "rate"], 1, True, ["idle", "net", "rate"])] * 3
+        assert answers == [(["idle", "rate"], 1, True, ["idle", "net", "rate"])] * 2

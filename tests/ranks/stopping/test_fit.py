@@ -5,24 +5,27 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_lockstep import Preempted, StopTogether, SyncedEarlyStopping, check_breakpoint
+from lightning_lockstep import Preempted, StopTogether, SyncedEarlyStopping
 from lightning_lockstep._doors.lightning import Callback, EarlyStopping, SLURMEnvironment
 from tests.common.stopping.fits import (
     BATCHES,
     CASES,
     Module,
-    break_on,
+    breakpoints,
+    check_breakpoints,
+    check_preempted,
     early_stopping_case,
     fit,
     outcome,
+    preempted_then_resumed,
     terminate_on,
-    world_size,
 )
 from tests.helpers import run_ranks, run_ranks_raw
 
@@ -40,27 +43,6 @@ def all_cases(folder: str) -> dict[str, Any]:
     }
 
 
-def test_early_stopping_is_the_same_on_every_rank(tmp_path):
-    values = run_ranks(2, all_cases, str(tmp_path), backend=None, timeout=150)
-    assert values[0] == values[1]
-    ended = values[0]
-    assert ended["error"]["error"] == "MetricMissingError"
-    assert "which is logged by rank 0 and not by rank 1" in ended["error"]["message"]
-    assert ended["use_present"]["reason"] == "PATIENCE_EXHAUSTED"
-    assert ended["nobody"]["error"] == "MetricMissingError" and "`m`" in ended["nobody"]["message"]
-    assert {how: ended["different values", how]["best_score"] for how in ("mean", "min", "max", "rank0")} == {
-        "mean": 1.0,  # 1, 1.1, 1.2: no improvement
-        "min": 0.5,
-        "max": 1.0,
-        "rank0": 0.5,
-    }
-    assert ended["different values", "mean"]["wait_count"] == 2
-    for how in ("mean", "min", "max"):
-        assert ended["nan on rank 1", how]["reason"] == "NON_FINITE_METRIC"
-        assert "not finite on rank 1." in ended["nan on rank 1", how]["message"]
-    assert ended["nan on rank 1", "rank0"]["reason"] == "NOT_STOPPED"
-
-
 def loud(folder: str) -> list[str]:
     logger, texts = logging.getLogger(EarlyStopping.__module__), []
     logger.setLevel(logging.INFO)
@@ -70,13 +52,6 @@ def loud(folder: str) -> list[str]:
     early_stopping_case("different values", folder, False, verbose=True)
     logger.removeHandler(handler)
     return texts
-
-
-def test_what_early_stopping_says_is_said_once(tmp_path):
-    first, second = run_ranks(2, loud, str(tmp_path), backend=None, timeout=60)
-    assert second == []
-    improved, stopped = first
-    assert "Metric m improved" in improved and "Signaling Trainer to stop" in stopped
 
 
 class Falling(Module):
@@ -111,8 +86,37 @@ def watching_steps(folder: str) -> dict[str, Any]:
     return out
 
 
-def test_a_metric_is_watched_inside_the_epoch(tmp_path):
-    values = run_ranks(2, watching_steps, str(tmp_path), backend=None, timeout=150)
+def test_early_stopping_is_the_same_on_every_rank(tmp_path):
+    values = run_ranks(2, all_cases, str(tmp_path), backend=None, timeout=150)
+    assert values[0] == values[1]
+    ended = values[0]
+    assert ended["error"]["error"] == "MetricMissingError"
+    assert "which is logged by rank 0 and not by rank 1" in ended["error"]["message"]
+    assert ended["use_present"]["reason"] == "PATIENCE_EXHAUSTED"
+    assert ended["nobody"]["error"] == "MetricMissingError" and "`m`" in ended["nobody"]["message"]
+    assert {how: ended["different values", how]["best_score"] for how in ("mean", "min", "max", "rank0")} == {
+        "mean": 1.0,  # 1, 1.1, 1.2: no improvement
+        "min": 0.5,
+        "max": 1.0,
+        "rank0": 0.5,
+    }
+    assert ended["different values", "mean"]["wait_count"] == 2
+    for how in ("mean", "min", "max"):
+        assert ended["nan on rank 1", how]["reason"] == "NON_FINITE_METRIC"
+        assert "not finite on rank 1." in ended["nan on rank 1", how]["message"]
+    assert ended["nan on rank 1", "rank0"]["reason"] == "NOT_STOPPED"
+
+
+def steps_and_lines(folder: str) -> tuple[dict[str, Any], list[str]]:
+    return watching_steps(folder), loud(folder)
+
+
+def test_a_metric_is_watched_inside_the_epoch_and_what_is_said_is_said_once(tmp_path):
+    both = run_ranks(2, steps_and_lines, str(tmp_path), backend=None, timeout=150)
+    (improved, stopped), of_rank_1 = (said for _, said in both)
+    assert of_rank_1 == []
+    assert "Metric m improved" in improved and "Signaling Trainer to stop" in stopped
+    values = [steps for steps, _ in both]
     assert values[0] == values[1]
     every = values[0]["every"]
     # Best at step 10 (logged before the optimizer steps), no better at three more, read one step later.
@@ -121,76 +125,6 @@ def test_a_metric_is_watched_inside_the_epoch(tmp_path):
     assert values[0]["third"]["steps"] % 3 == 1, "checked at every third step, read one later"
     assert values[0]["accumulating"]["batches"] == 2 * values[0]["accumulating"]["steps"]
     assert "Did you mean 'now'?" in values[0]["nobody logs it"]
-
-
-def breakpoints(folder: str) -> dict[str, Any]:
-    module = Module(act=break_on(1, 7))
-    trainer = fit(module, [StopTogether()], folder, min_epochs=3)
-    found = check_breakpoint()
-    again = Module()
-    fit(again, [StopTogether()], folder, max_epochs=1)
-    return {
-        "last": module.seen[-1][:2],
-        "reason": found.reason if found else None,
-        "min_epochs": trainer.fit_loop.min_epochs,
-        "again": len(again.seen),
-        "after": check_breakpoint(),
-    }
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_breakpoint_on_rank_1_takes_all_ranks_out_after_the_same_batch(tmp_path, ranks):
-    values = run_ranks(ranks, breakpoints, str(tmp_path), backend=None, timeout=120)
-    assert all(value == values[0] for value in values)
-    assert (0, 7) <= tuple(values[0]["last"]) < (2, BATCHES - 1), "not before the request, and before the end"
-    assert values[0]["reason"] == "rank 1: the loss looks odd"
-    assert values[0]["min_epochs"] == 3, "given back after the fit"
-    assert values[0]["again"] == BATCHES and values[0]["after"] is None
-
-
-def preempted_then_resumed(folder: str, number: int, options: dict[str, Any]) -> dict[str, Any]:
-    world = world_size()
-    whole = Module()
-    fit(whole, [StopTogether()], folder, max_epochs=3, **options)
-    first = Module(act=terminate_on(world - 1, 1, 4, signal.Signals(number)))
-    before = signal.getsignal(number)
-    try:
-        fit(first, [StopTogether()], folder, max_epochs=3, **options)
-        return {"left": False}
-    except Preempted as preempted:
-        left = {"code": preempted.code, "reason": preempted.reason, "checkpoint": preempted.checkpoint}
-    second = Module()
-    trainer = fit(second, [StopTogether()], folder, max_epochs=3, ckpt_path=left["checkpoint"], **options)
-    return {
-        **left,
-        "handler given back": signal.getsignal(number) == before,
-        "same batches": first.seen + second.seen == whole.seen,
-        "cut": len(first.seen),
-        "steps": trainer.global_step,
-    }
-
-
-@pytest.mark.parametrize(
-    ("ranks", "number", "options", "cut_at"),
-    [
-        (1, signal.SIGUSR1, {}, 1),
-        (1, signal.SIGTERM, {"num_workers": 1}, 1),
-        (2, signal.SIGTERM, {"accumulate_grad_batches": 3}, 3),
-    ],
-)
-def test_a_signal_on_one_rank_saves_ends_all_and_resumes_at_the_next_batch(
-    tmp_path, ranks, number, options, cut_at
-):
-    values = run_ranks(
-        ranks, preempted_then_resumed, str(tmp_path), int(number), options, backend=None, timeout=150
-    )
-    assert all(v["code"] == 75 and v["same batches"] and v["handler given back"] for v in values)
-    assert len({v["cut"] for v in values}) == 1 and len({v["checkpoint"] for v in values}) == 1
-    assert BATCHES + 5 <= values[0]["cut"] < 3 * BATCHES, "not before the signal, and before the end"
-    assert values[0]["cut"] % cut_at == 0, "accumulated gradients are not thrown away"
-    assert values[0]["reason"] == f"rank {ranks - 1}: received {signal.Signals(number).name}"
-    assert Path(values[0]["checkpoint"]).name == "preempted.ckpt"
-    assert len({v["steps"] for v in values}) == 1
 
 
 def outside_of_training(folder: str) -> dict[str, Any]:
@@ -227,8 +161,30 @@ def outside_of_training(folder: str) -> dict[str, Any]:
     return out
 
 
-def test_a_signal_outside_of_training_is_obeyed_at_the_next_batch_or_the_end(tmp_path):
-    values = run_ranks(2, outside_of_training, str(tmp_path), backend=None, timeout=120)
+def stops(folder: str) -> dict[str, Any]:
+    accumulated = {"accumulate_grad_batches": 3}
+    return {
+        "breakpoint": breakpoints(folder),
+        "signal": preempted_then_resumed(folder, signal.SIGTERM, accumulated),
+        "outside": outside_of_training(folder),
+    }
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(2, stops, str(tmp_path_factory.mktemp("fits")), backend=None, timeout=150)
+
+
+def test_a_breakpoint_on_rank_1_takes_all_ranks_out_after_the_same_batch(stopped):
+    check_breakpoints([value["breakpoint"] for value in stopped])
+
+
+def test_a_signal_on_one_rank_saves_ends_all_and_resumes_at_the_next_batch(stopped):
+    check_preempted([value["signal"] for value in stopped], signal.SIGTERM, cut_at=3)
+
+
+def test_a_signal_outside_of_training_is_obeyed_at_the_next_batch_or_the_end(stopped):
+    values = [value["outside"] for value in stopped]
     assert values[0] == values[1]
     for name, least in (
         ("sanity check", 1),
@@ -260,13 +216,12 @@ def requeued_by_slurm(folder: str, ours: bool, number: signal.Signals) -> dict[s
 
 
 @pytest.mark.parametrize(
-    ("ours", "number", "refuses"),
-    [(False, signal.SIGUSR1, False), (True, signal.SIGUSR1, False), (False, signal.SIGUSR2, True)],
+    ("ours", "number", "refuses"), [(True, signal.SIGUSR1, False), (False, signal.SIGUSR2, True)]
 )
 def test_the_requeue_signal_of_a_slurm_job_saves_where_lightning_looks_and_requeues_it(
     tmp_path, ours, number, refuses
 ):
-    """Also where the job is a single task, which is no rank of a cluster; what Slurm answers is said."""
+    """Also if the job is a single task, which is no rank of a cluster; what Slurm answers is said."""
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
     answers = "echo 'Job is disabled' >&2; exit 1" if refuses else ""
@@ -329,9 +284,7 @@ def stop_file(folder: str) -> dict[str, Any]:
     def act(module: Module, batch_idx: int) -> None:
         if batch_idx == 2 and module.current_epoch == 0:
             Path(folder, "stop").touch()
-        import time
-
-        time.sleep(0.02)
+        time.sleep(0.02)  # the file is looked for by time, and a batch takes none
 
     module = Module(act=act)
     callback = StopTogether(stop_file="stop", stop_file_interval=0.02, exit_code=None)
@@ -342,12 +295,6 @@ def stop_file(folder: str) -> dict[str, Any]:
         "file": Path(folder, "stop").exists(),
         "saved": Path(folder, "checkpoints", "preempted.ckpt").exists(),
     }
-
-
-def test_a_stop_file(tmp_path):
-    (value,) = run_ranks(1, stop_file, str(tmp_path), backend=None, timeout=90)
-    assert 3 <= value["batches"] < 6 * BATCHES and "found the stop file" in value["reason"]
-    assert value["saved"] and not value["file"]
 
 
 def exchange(folder: str) -> dict[str, Any]:
@@ -370,8 +317,23 @@ def exchange(folder: str) -> dict[str, Any]:
     return states
 
 
-def test_checkpoints_of_lightnings_callback_and_ours_can_be_exchanged(tmp_path):
-    (value,) = run_ranks(1, exchange, str(tmp_path), backend=None, timeout=90)
+def alone(folder: str) -> dict[str, Any]:
+    return {"stop file": stop_file(folder), "exchange": exchange(folder)}
+
+
+@pytest.fixture(scope="module")
+def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_ranks(1, alone, str(tmp_path_factory.mktemp("fits")), backend=None, timeout=90)[0]
+
+
+def test_a_stop_file(of_one_process):
+    value = of_one_process["stop file"]
+    assert 3 <= value["batches"] < 6 * BATCHES and "found the stop file" in value["reason"]
+    assert value["saved"] and not value["file"]
+
+
+def test_checkpoints_of_lightnings_callback_and_ours_can_be_exchanged(of_one_process):
+    value = of_one_process["exchange"]
     assert value["stock"] and value["ours"] and value["stock best"] == pytest.approx(0.8)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_lockstep.deepspeed.config import modern_spelling, read_config, stage_of, with_named_options
+from lightning_lockstep.deepspeed.config import modern_spelling, read_config, with_named_options
 from lightning_lockstep.errors import ConfigurationError
 from tests.common.deepspeed.example_configs import EXAMPLES
 
@@ -30,10 +30,6 @@ def written(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "ds.json"
     path.write_text(text)
     return path
-
-
-def test_no_config_is_an_empty_one() -> None:
-    assert read_config(None) == {}
 
 
 def test_a_config_is_copied_down_to_the_last_level() -> None:
@@ -64,7 +60,6 @@ def test_a_file_is_read_by_its_path_or_its_name(tmp_path: Path) -> None:
 
 
 def test_comments_in_a_file_are_right_where_hjson_is_installed(tmp_path: Path) -> None:
-    pytest.importorskip("hjson")
     path = written(tmp_path, '{\n  // which stage\n  "zero_optimization": {"stage": 3,},  # the last\n}')
     assert read_config(path) == {"zero_optimization": {"stage": 3}}
 
@@ -82,29 +77,17 @@ def test_without_hjson_a_comment_is_a_fault_that_names_it(
 def test_what_is_not_json_is_shown_with_its_line_and_column(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_hjson: bool
 ) -> None:
-    if with_hjson:
-        pytest.importorskip("hjson")
-    else:
+    if not with_hjson:
         monkeypatch.setitem(sys.modules, "hjson", None)
     path = written(tmp_path, '{"zero_optimization": {"stage": 3},\n "bf16": }')
     with pytest.raises(ConfigurationError, match=r"ds\.json': not JSON at line 2, column \d+: "):
         read_config(path)
 
 
-def test_a_fault_behind_a_comment_is_shown_where_it_is(tmp_path: Path) -> None:
-    pytest.importorskip("hjson")
-    path = written(tmp_path, '{\n  // a comment\n  "fp16": {},\n  "bf16": ]\n}')
-    with pytest.raises(ConfigurationError, match=r"not JSON at line [45], "):
-        read_config(path)
-
-
 @pytest.mark.parametrize("comment", ["", "# a comment\n"])
 def test_a_key_that_stands_there_twice_is_a_fault(tmp_path: Path, comment: str) -> None:
-    if comment:
-        pytest.importorskip("hjson")
-    path = written(
-        tmp_path, comment + '{"fp16": {"enabled": true, "enabled": false}, "bf16": {}, "bf16": {}}'
-    )
+    twice = '{"fp16": {"enabled": true, "enabled": false}, "bf16": {}, "bf16": {}}'
+    path = written(tmp_path, comment + twice)
     with pytest.raises(ConfigurationError, match="'enabled', 'bf16'"):
         read_config(path)
 
@@ -119,20 +102,10 @@ def test_a_file_that_is_not_there_is_named_with_the_folder_it_was_looked_for_in(
     assert str(tmp_path) in str(caught.value)
 
 
-def test_a_folder_cannot_be_read_as_a_config(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="the file cannot be read"):
-        read_config(tmp_path)
-
-
 @pytest.mark.parametrize("given", [42, ["zero_optimization"]])
 def test_what_is_no_mapping_is_refused(given: Any) -> None:
     with pytest.raises(ConfigurationError, match="expected a mapping"):
         read_config(given)
-
-
-def test_a_file_without_a_mapping_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"ds\.json': expected a mapping.*this is a list"):
-        read_config(written(tmp_path, "[1]"))
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
@@ -169,22 +142,10 @@ def test_offloading_is_added_to_the_sections_that_are_there() -> None:
     assert zero["offload_param"] == {"device": "cpu"}
 
 
-def test_none_offloads_nothing() -> None:
-    zero = joined(offload_optimizer="none", offload_param="none")["zero_optimization"]
-    assert zero == {"stage": 2}
-
-
 @pytest.mark.parametrize(
     ("config", "options", "expected"),
     [
         ({}, {"stage": 4}, "stage=4: expected one of 0, 1, 2, 3"),
-        ({}, {"stage": True}, "stage=True: expected one of 0, 1, 2, 3"),
-        (
-            {"zero_optimization": {"stage": "3"}},
-            {},
-            "zero_optimization.stage='3': expected one of 0, 1, 2, 3",
-        ),
-        ({"zero_optimization": 3}, {}, "zero_optimization=3: expected a section"),
         ({}, {"offload_optimizer": "gpu"}, "offload_optimizer='gpu': expected one of 'none', 'cpu', 'nvme'"),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "nvm"}}},
@@ -200,18 +161,8 @@ def test_none_offloads_nothing() -> None:
         ({}, {"offload_param": "cpu"}, "offload_param='cpu' with stage=2: expected stage 3"),
         (
             {},
-            {"offload_optimizer": "cpu", "stage": 0},
-            "offload_optimizer='cpu' with stage=0: expected stage 1",
-        ),
-        (
-            {},
             {"offload_optimizer": "nvme", "stage": 3},
             "zero_optimization.offload_optimizer.nvme_path=None: expected the path of a folder",
-        ),
-        (
-            {},
-            {"offload_optimizer": "nvme", "nvme_path": "/nvme"},
-            "offload_optimizer='nvme' with stage=2: expected stage 3, the only one that can, or",
         ),
         ({}, {"nvme_path": "/nvme"}, "nvme_path='/nvme': expected None"),
         (
@@ -229,12 +180,6 @@ def test_none_offloads_nothing() -> None:
 def test_what_cannot_be(config: dict[str, Any], options: dict[str, Any], expected: str) -> None:
     (fault,) = faults_of(config, **options)
     assert fault.startswith(expected)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_optimizer_states_are_offloaded_from_stage_1_on(stage: int) -> None:
-    zero = joined(stage=stage, offload_optimizer="cpu")["zero_optimization"]
-    assert zero == {"stage": stage, "offload_optimizer": {"device": "cpu"}}
 
 
 def test_the_folder_on_nvme_goes_where_the_device_is_nvme(tmp_path: Path) -> None:
@@ -263,45 +208,3 @@ def test_former_spellings_are_what_deepspeed_takes_them_for() -> None:
     assert modern_spelling({"zero_optimization": zero}) == {
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}
     }
-
-
-def test_former_spellings_contradict_like_the_modern_ones() -> None:
-    (stage,) = faults_of({"zero_optimization": True}, stage=2)
-    assert "zero_optimization.stage=1 in the config" in stage
-    (device,) = faults_of({"zero_optimization": {"cpu_offload": True}}, offload_optimizer="none")
-    assert "device='cpu' in the config" in device
-
-
-@pytest.mark.parametrize(
-    ("config", "stage"),
-    [({}, 0), ({"zero_optimization": True}, 1), ({"zero_optimization": {"stage": 3}}, 3)],
-)
-def test_the_stage_that_deepspeed_reads(config: dict[str, Any], stage: int) -> None:
-    assert stage_of(config) == stage
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"zero_optimization": True},
-        {"zero_optimization": True, "allgather_size": 1000},
-        {"zero_optimization": False},
-        {"zero_optimization": {"stage": 2, "cpu_offload": True}},
-        {"zero_optimization": {"stage": 3, "cpu_offload": False, "cpu_offload_param": True}},
-        {"bfloat16": {"enabled": True}},
-        {"bfloat16": {"enabled": True}, "bf16": {"enabled": False}},
-        {"bfloat16": {"enabled": True}, "bf16": None},
-    ],
-    ids=str,
-)
-def test_deepspeed_reads_both_spellings_alike(config: dict[str, Any]) -> None:
-    pytest.importorskip("deepspeed")
-    from deepspeed.runtime.precision_config import get_bfloat16_config
-    from deepspeed.runtime.zero.config import get_zero_config
-
-    modern = modern_spelling(config)
-    assert modern != config
-    assert get_zero_config(modern).model_dump(
-        exclude={"cpu_offload", "cpu_offload_param"}
-    ) == get_zero_config(config).model_dump(exclude={"cpu_offload", "cpu_offload_param"})
-    assert get_bfloat16_config(modern) == get_bfloat16_config(config)

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_lockstep.deepspeed import device_support
-from lightning_lockstep.deepspeed.config_checks import TrainerValues
-from lightning_lockstep.deepspeed.config_completion import completed
 from lightning_lockstep.deepspeed.device_support import (
-    Limit,
-    can_build_op,
     limits,
     needed_ops,
     refuse_or_adapt,
 )
-from lightning_lockstep.deepspeed.engine import adopt_process_group
-from lightning_lockstep.deepspeed.importing import import_deepspeed
 from lightning_lockstep.errors import ConfigurationError
-from tests.helpers import run_ranks
-
-needs_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
-)
+from tests.common.deepspeed.example_configs import NVME, OFFLOADED, PARTLY_OFFLOADED, RATIO, optimizer, zero
 
 
 def nothing(op: str) -> bool:
@@ -39,20 +25,6 @@ def everything(op: str) -> bool:
     return True
 
 
-def zero(**keys: Any) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": 3, **keys}}
-
-
-def optimizer(kind: str, **params: Any) -> dict[str, Any]:
-    return {"optimizer": {"type": kind, "params": {"lr": 0.1, **params}}}
-
-
-OFFLOADED = zero(offload_optimizer={"device": "cpu"})
-PARTLY_OFFLOADED = zero(offload_optimizer={"device": "cpu", "ratio": 0.3})
-RATIO = "zero_optimization.offload_optimizer.ratio"
-NVME = {"device": "nvme", "nvme_path": "/nvme"}
-
-
 @pytest.mark.parametrize(
     ("config", "ops"),
     [
@@ -61,12 +33,7 @@ NVME = {"device": "nvme", "nvme_path": "/nvme"}
         (optimizer("AdamW", torch_adam=True), []),
         (optimizer("Adam") | OFFLOADED, ["cpu_adam"]),
         (optimizer("AdamW", torch_adam=True) | OFFLOADED, []),
-        (optimizer("Lion") | OFFLOADED, ["cpu_lion"]),
-        (optimizer("Lion"), ["fused_lion"]),
         (optimizer("Lamb"), ["fused_lamb"]),
-        (optimizer("Adagrad"), []),
-        (optimizer("Adagrad") | OFFLOADED, ["cpu_adagrad"]),
-        (optimizer("SGD"), []),
         (zero(offload_param=NVME), ["async_io"]),
         (optimizer("Adam") | zero(offload_optimizer=NVME), ["cpu_adam", "async_io"]),
         (zero(zero_quantized_gradients=True), ["quantizer"]),
@@ -79,11 +46,6 @@ def test_the_ops_that_a_config_needs(config: dict[str, Any], ops: list[str]) -> 
     assert limits(config, "cuda", can_build_ops=everything) == []
 
 
-def test_evaluations_need_no_op_of_the_optimizer() -> None:
-    assert needed_ops(optimizer("Adam") | zero(offload_optimizer=NVME), "cuda", fits=False) == []
-    assert needed_ops(optimizer("Adam") | zero(offload_param=NVME), "cpu", fits=False) == ["async_io"]
-
-
 @pytest.mark.parametrize(
     ("config", "path", "instead"),
     [
@@ -91,9 +53,7 @@ def test_evaluations_need_no_op_of_the_optimizer() -> None:
         (optimizer("AdamW", torch_adam=False) | OFFLOADED, "optimizer.params.torch_adam", True),
         (optimizer("AdamW") | PARTLY_OFFLOADED, "optimizer.params.torch_adam", True),
         (optimizer("Adam", bias_correction=True), "optimizer.params.torch_adam", None),
-        (optimizer("Lion"), "optimizer.type", None),
         (optimizer("Lamb"), "optimizer.type", None),
-        (optimizer("Adagrad") | OFFLOADED, "optimizer.type", None),
         (zero(offload_param=NVME), "zero_optimization.offload_param.device", "cpu"),
         (zero(offload_optimizer=NVME), "zero_optimization.offload_optimizer.device", "cpu"),
     ],
@@ -105,19 +65,6 @@ def test_without_a_compiler(config: dict[str, Any], path: str, instead: Any, dev
     assert (limit.path, limit.instead) == (path, instead)
     if instead is not None:
         assert limits(refuse_or_adapt(config, [limit], True)[0], device_type, can_build_ops=nothing) == []
-
-
-@pytest.mark.parametrize("kind", ["SGD", "Adagrad"])
-def test_optimizers_of_pytorch_need_no_op(kind: str) -> None:
-    assert limits(optimizer(kind), "cpu", can_build_ops=nothing) == []
-
-
-def test_deepspeed_is_not_asked_where_no_op_is_needed() -> None:
-    def asked(op: str) -> bool:
-        raise AssertionError(op)
-
-    config = {"bf16": {"enabled": True}, **optimizer("AdamW", torch_adam=True), **zero()}
-    assert limits(config, "cpu", can_build_ops=asked) == []
 
 
 @pytest.mark.parametrize("has_float16", [True, False])
@@ -143,12 +90,9 @@ class DeepSpeedCPUAdam(torch.optim.SGD):
     ("config", "made", "is_limit"),
     [
         (OFFLOADED, torch.optim.AdamW, True),
-        (OFFLOADED | {"zero_force_ds_cpu_optimizer": True}, torch.optim.AdamW, True),
         (OFFLOADED | {"zero_force_ds_cpu_optimizer": False}, torch.optim.AdamW, False),
         (OFFLOADED, DeepSpeedCPUAdam, False),
         (OFFLOADED, None, False),
-        (OFFLOADED | optimizer("SGD"), torch.optim.AdamW, False),
-        (zero(), torch.optim.AdamW, False),
         (zero(offload_param={"device": "cpu"}), torch.optim.AdamW, False),
     ],
     ids=str,
@@ -171,15 +115,6 @@ def test_an_optimizer_that_deepspeed_does_not_take_for_offloading(
         (PARTLY_OFFLOADED, DeepSpeedCPUAdam, ""),
         (PARTLY_OFFLOADED, None, ""),
         (OFFLOADED, torch.optim.AdamW, ""),
-        (zero(offload_optimizer={"device": "cpu", "ratio": 1}), torch.optim.AdamW, ""),
-        (zero(offload_optimizer={"device": "cpu", "ratio": "auto"}), torch.optim.AdamW, ""),
-        (zero(offload_optimizer={"device": "none", "ratio": 0.3}), torch.optim.AdamW, ""),
-        (
-            zero(offload_optimizer=NVME | {"ratio": 0.3}),
-            torch.optim.AdamW,
-            "only with its own Adam for the CPU",
-        ),
-        (PARTLY_OFFLOADED | optimizer("AdamW"), None, ""),
         (PARTLY_OFFLOADED | optimizer("AdamW", torch_adam=True), None, "only with its own Adam for the CPU"),
         (PARTLY_OFFLOADED | optimizer("SGD"), DeepSpeedCPUAdam, "only with its own Adam for the CPU"),
         (
@@ -216,14 +151,6 @@ def test_everything_is_refused_at_once_by_name_and_with_what_would_work() -> Non
     assert of_nvme.endswith("adapt=True of the strategy writes zero_optimization.offload_param.device='cpu'.")
 
 
-def test_with_adapt_only_what_has_no_replacement_is_refused() -> None:
-    config = optimizer("Lamb") | zero(offload_param=NVME)
-    with pytest.raises(ConfigurationError) as caught:
-        refuse_or_adapt(config, limits(config, "cpu", can_build_ops=nothing), True)
-    (fault,) = caught.value.faults
-    assert fault.startswith("optimizer.type='Lamb'")
-
-
 def test_what_is_replaced_is_said_and_the_given_config_is_left_alone() -> None:
     config = optimizer("Adam") | zero(offload_param=NVME)
     adapted, lines = refuse_or_adapt(config, limits(config, "cpu", can_build_ops=nothing), True)
@@ -237,15 +164,6 @@ def test_what_is_replaced_is_said_and_the_given_config_is_left_alone() -> None:
     assert limits(adapted, "cpu", can_build_ops=nothing) == []
 
 
-def test_nothing_to_adapt_changes_nothing() -> None:
-    assert refuse_or_adapt(zero(), [], False) == refuse_or_adapt(zero(), [], True) == (zero(), [])
-
-
-def test_a_section_is_made_for_a_replacement_in_it() -> None:
-    limit = Limit("bf16.enabled", None, "why", True, "advice")
-    assert refuse_or_adapt({}, [limit], True)[0] == {"bf16": {"enabled": True}}
-
-
 @pytest.mark.parametrize(
     ("config", "paths"),
     [
@@ -255,9 +173,7 @@ def test_a_section_is_made_for_a_replacement_in_it() -> None:
             ["zero_optimization.zero_quantized_nontrainable_weights"],
         ),
         (zero(zero_quantized_gradients=True), ["zero_optimization.zero_quantized_gradients"]),
-        ({"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}, []),
         ({"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}}, []),
-        (zero(zero_quantized_weights=False), []),
         (
             zero(offload_optimizer={"device": "cpu", "super_offload": True}),
             ["zero_optimization.offload_optimizer.super_offload"],
@@ -327,112 +243,3 @@ def test_what_only_looks_like_it_is_accepted() -> None:
         {"tensor_parallel": {"autotp_size": 1}, "compile": {"deepcompile": False}},
     ):
         assert limits(config, "cpu") == [], config
-
-
-def test_zenflow_on_a_cpu_has_no_replacement() -> None:
-    assert limits(zero(zenflow={"topk_ratio": 0.1}), "cuda") == limits(zero(zenflow=None), "cpu") == []
-    (limit,) = limits(zero(zenflow={"topk_ratio": 0.1}), "cpu")
-    with pytest.raises(
-        ConfigurationError, match=r"zero_optimization\.zenflow=\{'topk_ratio': 0\.1\}: ZenFlow is"
-    ):
-        refuse_or_adapt({}, [limit], True)
-
-
-# -- the same, asked of DeepSpeed --------------------------------------------------------------------------
-
-#: What the table of limits says of a CPU, in configs for two ranks.
-REFUSED = {
-    "quantized weights": zero(zero_quantized_weights=True),
-    "quantized frozen weights": zero(zero_quantized_nontrainable_weights=True),
-    "quantized gradients": zero(zero_quantized_gradients=True),
-    "GPUDirect Storage": zero() | {"aio": {"use_gds": True}},
-    "client optimizer": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
-    "client optimizer, offloaded in part": PARTLY_OFFLOADED | {"zero_force_ds_cpu_optimizer": False},
-    "offloaded in part": PARTLY_OFFLOADED | optimizer("AdamW", torch_adam=True),
-    "offloaded in part in stage 2": {
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.3}},
-        "zero_force_ds_cpu_optimizer": False,
-    },
-    "SuperOffload": zero(offload_optimizer={"device": "cpu", "super_offload": True})
-    | optimizer("AdamW", torch_adam=True),
-    "Lamb": optimizer("Lamb") | zero(),
-    "Lion": optimizer("Lion") | zero(),
-}
-ACCEPTED = {
-    "overlapping": zero(overlap_comm=True),
-    "16 bits on the way": {"communication_data_type": "fp16", "zero_optimization": {"stage": 2}},
-    "gradients that stage 2 would not quantize": {
-        "zero_optimization": {"stage": 2, "zero_quantized_gradients": True}
-    },
-    "secondary partitions": zero(zero_hpz_partition_size=2),
-    "pinned memory": zero(
-        offload_param={"device": "cpu", "pin_memory": True},
-        offload_optimizer={"device": "cpu", "pin_memory": True},
-    )
-    | optimizer("AdamW", torch_adam=True),
-    "bf16": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}},
-}
-
-
-def try_on_a_rank(configs: Mapping[str, dict[str, Any]]) -> dict[str, str]:
-    """Train two steps with each config; returns what DeepSpeed said against it, an empty text if nothing."""
-    deepspeed = import_deepspeed("cpu")
-    adopt_process_group(
-        rank=int(os.environ["RANK"]),
-        local_rank=int(os.environ["LOCAL_RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        address=os.environ["MASTER_ADDR"],
-        port=int(os.environ["MASTER_PORT"]),
-        timeout=timedelta(seconds=60),
-    )
-    return {name: try_one(deepspeed, config) for name, config in configs.items()}
-
-
-def try_one(deepspeed: Any, config: dict[str, Any]) -> str:
-    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
-    made = None if "optimizer" in config else torch.optim.AdamW(model.parameters())
-    try:
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=made,
-            model_parameters=model.parameters() if made is None else None,
-            config=completed(config, TrainerValues(batch_size=2)),
-        )
-        for _ in range(2):
-            batch = torch.ones(2, 16, dtype=torch.bfloat16 if engine.bfloat16_enabled() else torch.float32)
-            engine.backward(engine(batch).float().mean())
-            engine.step()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-@needs_deepspeed
-def test_deepspeed_refuses_what_is_listed_and_nothing_else() -> None:
-    configs = REFUSED | ACCEPTED
-    found = {
-        name: limits(config, "cpu", client_optimizer=torch.optim.AdamW) for name, config in configs.items()
-    }
-    assert {name for name, limit in found.items() if limit} == set(REFUSED)
-    adapted = {
-        f"{name}, adapted": refuse_or_adapt(config, found[name], True)[0]
-        for name, config in REFUSED.items()
-        if all(limit.instead is not None for limit in found[name])
-    }
-    assert len(adapted) == 9
-    said, of_the_other = run_ranks(2, try_on_a_rank, {**configs, **adapted}, timeout=300)
-    assert {name for name, text in said.items() if text} == set(REFUSED), said
-    assert {name for name, text in of_the_other.items() if text} == set(REFUSED), of_the_other
-
-
-@needs_deepspeed
-@pytest.mark.parametrize("op", ["fused_lamb", "fused_lion"])
-def test_ops_that_only_cuda_has_cannot_be_built_for_a_cpu(op: str) -> None:
-    assert run_ranks(1, can_build_op, op, "cpu", backend=None) == [False]
-
-
-@needs_deepspeed
-@pytest.mark.parametrize("op", ["fused_adam", "cpu_adam"])
-def test_without_a_compiler_no_op_can_be_built(op: str) -> None:
-    env = {"CXX": "no-such-compiler"}
-    assert run_ranks(1, can_build_op, op, "cpu", backend=None, env=env) == [False]

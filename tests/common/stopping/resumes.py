@@ -1,0 +1,469 @@
+"""Loaders, ways to stop and other numbers of ranks: what a resumed epoch sees beside the one that was never stopped.
+
+Each row fits once from beginning to end, with a checkpoint in mid-epoch or at the end of an epoch, and once more from
+that checkpoint: what the second fit sees has to be what the first saw after it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Timer
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_lockstep import LockstepDDPStrategy, StopTogether, set_breakpoint
+from lightning_lockstep._doors.lightning import (
+    Callback,
+    CombinedLoader,
+    LightningModule,
+    ModelCheckpoint,
+    Trainer,
+    seed_everything,
+)
+
+SAMPLES, SIZE = 40, 2
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, length: int = SAMPLES) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stream(IterableDataset[int]):
+    """The numbers of one rank."""
+
+    def __init__(self, length: int = SAMPLES, shuffles: bool = False) -> None:
+        self.length, self.shuffles = length, shuffles
+
+    def __iter__(self) -> Iterator[int]:
+        numbers = list(range(rank(), self.length, world()))
+        if self.shuffles:
+            random.shuffle(numbers)
+        return iter(numbers)
+
+
+class DrawingStream(Stream):
+    """Draws its order from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = random.Random(8)
+
+    def __iter__(self) -> Iterator[int]:
+        numbers = list(super().__iter__())
+        self.generator.shuffle(numbers)
+        return iter(numbers)
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return -(-(self.length - rank()) // world())
+
+
+class StatefulStream(SizedStream):
+    """Knows where it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at = self.begin_at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.at, self.begin_at = self.begin_at, 0
+        for number in list(range(rank(), self.length, world()))[self.at :]:
+            self.at += 1
+            yield number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "rank": rank()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["rank"] == rank(), "the state of another rank"
+        self.begin_at = state["at"]
+
+
+class Draws(Sampler[int]):
+    """A sampler of one's own: random numbers of numpy and torch, other ones on each rank."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = [*np.random.permutation(SAMPLES)[: SAMPLES // 2], *torch.randperm(SAMPLES)[: SAMPLES // 2]]
+        return iter([int(i) for i in order][rank() :: world()])
+
+    def __len__(self) -> int:
+        return len(range(rank(), SAMPLES, world()))
+
+
+class Remembers(Sampler[int]):
+    """A sampler of one's own with generators of its own."""
+
+    def __init__(self) -> None:
+        self.numpy, self.python = np.random.default_rng(3), random.Random(4)
+        self.legacy, self.philox = np.random.RandomState(5), np.random.Generator(np.random.Philox(6))
+
+    def __iter__(self) -> Iterator[int]:
+        order = [int(i) for i in self.numpy.permutation(SAMPLES)]
+        self.legacy.shuffle(order)
+        self.philox.shuffle(order)
+        self.python.shuffle(order)
+        return iter(order)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class OwnBatches(BatchSampler):
+    """Batches of one's own, in an order that Python's random numbers decide."""
+
+    def __init__(self) -> None:
+        self.batch_size, self.drop_last = SIZE, False
+
+    def __iter__(self) -> Iterator[list[int]]:  # type: ignore[override]
+        numbers = list(range(rank(), SAMPLES, world()))
+        random.shuffle(numbers)
+        yield from (numbers[i : i + SIZE] for i in range(0, len(numbers), SIZE))
+
+    def __len__(self) -> int:
+        return SAMPLES // SIZE // world()
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def world() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def plain(length: int = SAMPLES, **options: Any) -> DataLoader[int]:
+    return DataLoader(Numbers(length), SIZE, **options)
+
+
+def streamed(dataset: Stream | None = None, **options: Any) -> DataLoader[int]:
+    return DataLoader(dataset or Stream(), SIZE, **options)
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+PERSISTENT: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
+#: name -> the loader, options of the Trainer (``uneven`` is the strategy's)
+Made = Callable[[], Any]
+LOADERS: dict[str, tuple[Made, dict[str, Any]]] = {
+    "in order": (plain, {}),
+    "shuffled": (lambda: plain(shuffle=True), {}),
+    "shuffled by a generator": (lambda: plain(shuffle=True, generator=generator()), {}),
+    "workers": (lambda: plain(shuffle=True, num_workers=2), {}),
+    "persistent workers": (lambda: plain(shuffle=True, **PERSISTENT), {}),
+    "own sampler": (lambda: plain(sampler=Draws()), {"use_distributed_sampler": False}),
+    "own sampler, divided by Lightning": (lambda: plain(sampler=Remembers()), {}),
+    "own batch sampler": (
+        lambda: DataLoader(Numbers(), batch_sampler=OwnBatches()),
+        {"use_distributed_sampler": False},
+    ),
+    "a list": (lambda: [plain(shuffle=True), plain(3 * SIZE * world(), shuffle=True)], {}),
+    "a dict": (lambda: {"a": plain(4 * SIZE * world(), shuffle=True), "b": plain(shuffle=True)}, {}),
+    **{
+        f"combined, {mode}": (
+            lambda mode=mode: CombinedLoader([plain(shuffle=True), plain(24, shuffle=True)], mode),
+            {},
+        )
+        for mode in ("min_size", "max_size", "max_size_cycle")
+    },
+    "a dict with a stream": (lambda: {"a": plain(3 * SIZE * world(), shuffle=True), "b": streamed()}, {}),
+    "stream": (streamed, {}),
+    "stream, shuffled": (lambda: streamed(Stream(shuffles=True)), {}),
+    "stream with a generator": (lambda: streamed(DrawingStream(), generator=generator()), {}),
+    "a stream that begins again": (lambda: [streamed(Stream(5 * world())), plain(shuffle=True)], {}),
+    "stream, workers": (lambda: streamed(num_workers=1), {}),
+    "stream, persistent workers": (lambda: streamed(**PERSISTENT), {}),
+    "stream with a length": (lambda: streamed(SizedStream()), {}),
+    "stateful": (lambda: StatefulDataLoader(Numbers(), SIZE, shuffle=True), {}),
+    "stateful, workers": (lambda: StatefulDataLoader(Numbers(), SIZE, shuffle=True, num_workers=1), {}),
+    "stateful stream": (lambda: StatefulDataLoader(Stream(), SIZE), {}),
+    "stateful stream with a length": (lambda: StatefulDataLoader(SizedStream(), SIZE), {}),
+    "stateful data": (lambda: StatefulDataLoader(StatefulStream(), SIZE), {}),
+    "stateful data, workers": (lambda: StatefulDataLoader(StatefulStream(), SIZE, num_workers=1), {}),
+    "stateful data, two": (
+        lambda: CombinedLoader([StatefulDataLoader(StatefulStream(), SIZE * n) for n in (1, 2)], "min_size"),
+        {},
+    ),
+    "batches of another size on each rank": (
+        lambda: DataLoader(Numbers((1 + rank()) * SAMPLES // world()), SIZE * (1 + rank()), shuffle=True),
+        {"use_distributed_sampler": False},
+    ),
+    "uneven, truncate": (
+        lambda: plain(SAMPLES - 4 * rank(), shuffle=True),
+        {"use_distributed_sampler": False, "uneven": "truncate"},
+    ),
+    "uneven, join": (
+        lambda: plain(SAMPLES - 6 * rank(), shuffle=True),
+        {"use_distributed_sampler": False, "uneven": "join"},
+    ),
+    "uneven streams, truncate": (lambda: streamed(Stream(SAMPLES - 4 * rank())), {"uneven": "truncate"}),
+    "uneven streams, join": (lambda: streamed(Stream(SAMPLES - 4 * rank())), {"uneven": "join"}),
+    "accumulated": (lambda: plain(shuffle=True), {"accumulate_grad_batches": 2}),
+    "made again every epoch": (lambda: plain(shuffle=True), {"reload_dataloaders_every_n_epochs": 1}),
+    "limited": (lambda: plain(shuffle=True), {"limit_train_batches": 0.6}),
+    "overfitted": (plain, {"overfit_batches": 4}),
+}
+
+
+class Net(LightningModule):
+    """Notes what it sees, and uses random numbers, as dropout does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen: list[tuple[int, Any]] = []
+        self.act: Callable[[Net], None] | None = None
+        self.made: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        torch.rand(1)
+        self.seen.append((self.current_epoch, numbers_of(batch)))
+        if self.act is not None and (self.current_epoch, batch_idx) == (1, 1):
+            self.act(self)
+        return self.weight * 1.0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+def numbers_of(batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return {key: numbers_of(one) for key, one in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return [numbers_of(one) for one in batch]
+    return batch if batch is None else batch.tolist()
+
+
+class Saves(Callback):
+    """Saves at the end of a batch of the second epoch, as ``ModelCheckpoint(every_n_train_steps)`` does."""
+
+    def __init__(self, path: str, batch: int) -> None:
+        self.path, self.batch = path, batch
+        self.after = 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if (trainer.current_epoch, index) == (1, self.batch):
+            trainer.save_checkpoint(self.path)
+            self.after = len(pl_module.seen)
+
+
+def fit(
+    name: str,
+    *callbacks: Any,
+    ckpt_path: str | None = None,
+    act: Callable[[Net], None] | None = None,
+    saves_to: str | None = None,
+    **options: Any,
+) -> Net:
+    loader, of_loader = LOADERS[name]
+    settings = {"max_epochs": 3, **of_loader, **options}
+    uneven = settings.pop("uneven", "error")
+    callbacks = (*callbacks, *([StopTogether()] if settings.pop("stops_together", False) else []))
+    strategy = settings.pop("strategy", None) or LockstepDDPStrategy(uneven_inputs=uneven, guard="off")
+    seed_everything(1, verbose=False)
+    net = Net()
+    net.act = act
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=world(),
+        strategy=strategy,
+        callbacks=list(callbacks),
+        logger=False,
+        enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    )
+    validation = plain() if "val_check_interval" in settings else None
+    with suppress(SystemExit):
+        trainer.fit(net, loader(), validation, ckpt_path=ckpt_path)
+    if saves_to is not None:
+        trainer.save_checkpoint(saves_to)
+    return net
+
+
+def quiet() -> None:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger("lightning_lockstep").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+
+
+def table(folder: str, names: list[str]) -> dict[str, Any]:
+    """Every loader: the second half of a fit, and the same from a checkpoint in the middle, and twice."""
+    quiet()
+    rows: dict[str, Any] = {}
+    for name in names:
+        path = str(Path(folder, name + ".ckpt"))
+        saves = Saves(path, 1)
+        whole = fit(name, saves).seen
+        again = Saves(path + "2", 2)
+        resumed = fit(name, again, ckpt_path=path).seen
+        twice = fit(name, ckpt_path=path + "2").seen
+        # With accumulation, the second checkpoint is in the middle of an optimizer step, whose batches come again.
+        later = whole[saves.after + (name != "accumulated") :]
+        expected = whole[saves.after :]
+        right = saves.after > 0 and len(expected) > 1 and resumed == expected and twice == later
+        rows[name] = "exact" if right else (expected, resumed, twice)
+    return rows
+
+
+class Asks(Callback):
+    """Ends the fit after a batch, as any callback may."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, index: int) -> None:
+        trainer.should_stop |= (trainer.current_epoch, index) == (1, 1)
+
+
+def breaks(net: Net) -> None:
+    if net.global_rank == world() - 1:
+        set_breakpoint("enough")
+
+
+def an_hour_passes(net: Net) -> None:
+    (timer,) = (one for one in net.trainer.callbacks if isinstance(one, Timer))  # type: ignore[attr-defined]
+    timer.load_state_dict({"time_elapsed": {"train": 3600.0}})
+
+
+#: name -> how the first fit ends, and options of every fit; a checkpoint is made once it has ended
+STOPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "max_steps": ({"max_steps": -1, "end_at": 2}, {}),
+    "max_time": ({"max_time": timedelta(hours=1), "act": an_hour_passes}, {}),
+    "should_stop": ({"callbacks": [Asks]}, {}),
+    "a breakpoint": ({"act": breaks, "callbacks": [StopTogether]}, {}),
+    "a breakpoint, accumulated": (
+        {"act": breaks, "callbacks": [StopTogether]},
+        {"accumulate_grad_batches": 2},
+    ),
+}
+
+#: name -> options of a ``ModelCheckpoint``, which of its files, and options of every fit
+CHECKPOINTS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    "after some steps": ({"every_n_train_steps": 7}, 1, {}),
+    "after the last batch": ({"every_n_train_steps": 5}, 1, {"limit_train_batches": 5}),
+    "after an epoch": ({"every_n_epochs": 1, "save_on_train_epoch_end": True}, 0, {}),
+    "after a validation in mid-epoch": ({"every_n_epochs": 1}, 2, {"val_check_interval": 4}),
+}
+
+
+def ways_to_stop(folder: str, names: list[str]) -> dict[str, Any]:
+    quiet()
+    rows: dict[str, Any] = {}
+    for name in names:
+        whole = fit(name).seen
+        batches = len(whole) // 3
+        for stop, (how, options) in STOPS.items():
+            how, path = dict(how), str(Path(folder, f"{name}, {stop}.ckpt"))
+            callbacks = [make() for make in how.pop("callbacks", [])]
+            if how.pop("end_at", None) is not None:
+                how["max_steps"] = batches + 2
+            first = fit(name, *callbacks, saves_to=path, **how, **options).seen
+            resumed = fit(name, ckpt_path=path, **options).seen
+            # On a busy machine a rank hears of a breakpoint some steps later.
+            right = batches < len(first) < len(whole) and first + resumed == whole
+            rows[f"{name}, {stop}"] = "exact" if right else (first, resumed)
+        for at, (settings, number, options) in CHECKPOINTS.items():
+            saves = ModelCheckpoint(Path(folder, f"{name}, {at}"), save_top_k=-1, **settings)
+            whole_of_these = fit(name, saves, **options).seen
+            file = sorted(Path(saves.dirpath or "").glob("*.ckpt"), key=lambda f: f.stat().st_mtime_ns)[
+                number
+            ]
+            resumed = fit(name, ckpt_path=str(file), **options).seen
+            expected = whole_of_these[-len(resumed) :]
+            right = 0 < len(resumed) < len(whole_of_these) and resumed == expected
+            done = torch.load(file, weights_only=True)["global_step"]
+            right = right and len(resumed) == len(whole_of_these) - done
+            rows[f"{name}, {at}"] = "exact" if right else (done, whole_of_these, resumed)
+    return rows
+
+
+# -- Another number of ranks, another size of the batches --
+
+
+class Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+#: name -> the loader, options of the fit that stops, what a resumed one says, and samples that come again
+Change = tuple[str, dict[str, Any], str | None, int | None]
+ONE_DEVICE: dict[str, Any] = {"strategy": "auto", "stops_together": True}
+TO_FEWER: dict[str, Change] = {
+    "shuffled": ("shuffled", {}, None, 0),
+    "workers": ("workers", {}, None, 0),
+    "stream": ("stream", {}, "in another order, so up to 8 samples come again", None),
+    "stateful data": ("stateful data", {}, "in another order, so up to 8 samples come again", None),
+}
+FROM_ONE: dict[str, Change] = {
+    # Lightning shuffles for training what it divides.
+    "in order": ("in order", ONE_DEVICE, "in another order, so up to 4 samples come again", None),
+    "stock": ("in order", {"strategy": "auto"}, "does not say how many ranks", None),
+    "shuffled by one": ("shuffled", {}, None, 0),
+}
+Seen = tuple[list[int], list[str]]
+
+
+def save_all(folder: str, cases: dict[str, Change]) -> dict[str, Seen]:
+    """Fit until a checkpoint in the second epoch; what this rank saw of that epoch."""
+    quiet()
+    found: dict[str, Seen] = {}
+    for name, (loader, options, _, _) in cases.items():
+        saves = Saves(str(Path(folder, f"{name}.ckpt")), 1)
+        found[name] = epoch_of(fit(loader, saves, **options).seen[: saves.after]), []
+    return found
+
+
+def resume_all(folder: str, cases: dict[str, Change]) -> dict[str, Seen]:
+    quiet()
+    logger, found = logging.getLogger("lightning_lockstep"), {}
+    logger.setLevel(logging.WARNING)
+    for name, (loader, *_) in cases.items():
+        said = Said()
+        logger.addHandler(said)
+        seen = epoch_of(fit(loader, ckpt_path=str(Path(folder, f"{name}.ckpt"))).seen)
+        logger.removeHandler(said)
+        found[name] = seen, [text for text in said.texts if "goes on" in text]
+    return found
+
+
+def epoch_of(seen: list[Any]) -> list[int]:
+    return [number for epoch, batch in seen if epoch == 1 for number in batch]
+
+
+def check_numbers(
+    cases: dict[str, Change], saved: list[dict[str, Seen]], resumed: list[dict[str, Seen]]
+) -> None:
+    """The rest of the epoch is exact, or one rank says what comes again."""
+    for name, (_, _, says, again) in cases.items():
+        texts = [text for of_rank in resumed for text in of_rank[name][1]]
+        assert (texts == []) if says is None else (len(texts) == 1 and says in texts[0]), (name, texts)
+        if again is not None:
+            numbers = sorted(number for of_rank in [*saved, *resumed] for number in of_rank[name][0])
+            assert len(numbers) == SAMPLES + again, name
+            assert set(numbers) == set(range(SAMPLES)), name

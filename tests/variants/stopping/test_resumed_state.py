@@ -1,0 +1,24 @@
+"""The other cases of ``tests/ranks/stopping/test_resumed_state.py``: more loops, strategies and stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.common.stopping.resumed_states import table
+from tests.helpers import run_ranks
+
+CASES = [
+    "validates across epochs",
+    "max_steps",
+    "no validation",
+    "two optimizers",
+    "stock strategy",
+    "DeepSpeed, stage 1",
+    "DeepSpeed, stage 3",
+    "DeepSpeed, accumulated",
+]
+
+
+def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path: Path) -> None:
+    for wrong in run_ranks(2, table, str(tmp_path), CASES, backend=None, timeout=400):
+        assert wrong == {}
