@@ -3,10 +3,10 @@
     python scripts/test_report.py REPORT...          counts, slowest tests, and all that is to be looked at; 1: failed
     python scripts/test_report.py --twice REPORT     the tests that run once more, alone, by the names that pytest takes
 
-Beside `run.xml` may stand `run.xml.code` (pytest's exit code) and `run.xml.alone` (the report of the second run). A test
-has failed if it failed both times. In continuous integration these fail, too: a test that passed only the second time,
-one of a default folder that took longer than its budget both times, and one that was skipped for another reason than
-a missing GPU or TPU.
+Beside `run.xml` may stand `run.xml.code` (pytest's exit code) and `run.xml.alone` (the report of the second run). A
+test has failed if it failed both times. In continuous integration these fail, too: a test that passed only the second
+time, one of a default folder that took longer than its budget both times, and one that was skipped for another reason
+than a missing GPU or TPU.
 """
 
 from __future__ import annotations
