@@ -14,15 +14,22 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.subprocess_script import ScriptLauncher
 from tests.common.strategies.own_strategy import AveragingStrategy
-from tests.helpers import COMMON, run_script
+from tests.helpers import COMMON, ScriptOutcome, run_script
 
 SCRIPT = COMMON / "strategies" / "own_strategy.py"
 
 
-def test_a_strategy_without_ddp_has_launched_ranks_threads_the_table_and_uneven_inputs() -> None:
-    done = run_script([sys.executable, SCRIPT, "fit", "truncate", "join", "error"], timeout=280)
+@pytest.fixture(scope="module")
+def done() -> ScriptOutcome:
+    """A program of several fits, in the last of which a rank raises."""
+    done = run_script([sys.executable, SCRIPT, "fit", "truncate", "join", "error", "raise"], timeout=280)
     assert not done.timed_out
-    assert (done.returncode, done.leftovers) == (0, ()), done.output
+    return done
+
+
+def test_a_strategy_without_ddp_has_launched_ranks_threads_the_table_and_uneven_inputs(
+    done: ScriptOutcome,
+) -> None:
     found = re.findall(
         r"^(\w+): rank (\d) of 2 threads 1 steps (\d+) batches (\d+) weight (\S+)$", done.stdout, re.M
     )
@@ -41,9 +48,9 @@ def test_a_strategy_without_ddp_has_launched_ranks_threads_the_table_and_uneven_
     assert done.output.count("2 ranks") == 1, "the placement table is shown once"
 
 
-def test_a_failing_rank_of_a_strategy_without_ddp_ends_both_with_its_traceback_last() -> None:
-    done = run_script([sys.executable, SCRIPT, "raise"], timeout=280)
-    assert not done.timed_out
+def test_a_failing_rank_of_a_strategy_without_ddp_ends_both_with_its_traceback_last(
+    done: ScriptOutcome,
+) -> None:
     assert done.leftovers == ()
     assert done.returncode not in (0, None)
     assert "raise: rank 0 caught RankFailedError" in done.stdout

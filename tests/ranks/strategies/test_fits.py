@@ -1,6 +1,6 @@
 """Fits on two real ranks: uneven data, precision, compression, and the same numbers as Lightning's DDP.
 
-Starting ranks is what costs, so each test runs several small fits in one pair of ranks.
+Starting ranks is what costs, so two pairs of ranks run nearly all the fits.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ def uneven_fits() -> dict[str, Any]:
     return answers
 
 
-def test_ranks_with_different_amounts_of_data() -> None:
-    first, second = run_ranks(2, uneven_fits, backend=None, timeout=120)
+def test_ranks_with_different_amounts_of_data(on_cpu: Found) -> None:
+    first, second = on_cpu["uneven"]
     for sized in (True, False):
         # (steps, batches seen, weights) agree on both ranks, and both kinds of loader give the same weights
         assert first[f"truncate {sized}"] == second[f"truncate {sized}"]
@@ -215,9 +215,9 @@ def contrastive_fits() -> dict[str, Any]:
     return answers
 
 
-def test_a_loss_over_the_rows_of_all_ranks() -> None:
+def test_a_loss_over_the_rows_of_all_ranks(on_cpu: Found) -> None:
     """A rank whose own loss does not count (a padding batch, or none returned) takes part in backward."""
-    first, second = run_ranks(2, contrastive_fits, backend=None, timeout=60)
+    first, second = on_cpu["contrastive"]
     assert first == second
     assert first["none"][:2] == (6, {"[4, 3]"})
     assert first["truncate"][:2] == (6, {"[4, 3]"}) and first["join"][:2] == (8, {"[4, 3]"})
@@ -246,8 +246,8 @@ def join_by_hand() -> tuple[float, float]:
     return net.digest(), reference.digest()
 
 
-def test_join_gives_the_weights_that_one_process_computes(device: str) -> None:
-    for fitted, reference in run_ranks(2, join_by_hand, backend=None, timeout=120):
+def test_join_gives_the_weights_that_one_process_computes(anywhere: Found) -> None:
+    for fitted, reference in anywhere["join"]:
         assert fitted == pytest.approx(reference, abs=1e-5)
 
 
@@ -266,8 +266,8 @@ def none_fits() -> dict[str, Any]:
     return answers
 
 
-def test_a_loss_of_none_on_one_rank_hangs_nobody() -> None:
-    first, second = run_ranks(2, none_fits, backend=None, timeout=120)
+def test_a_loss_of_none_on_one_rank_hangs_nobody(on_cpu: Found) -> None:
+    first, second = on_cpu["none"]
     assert first == second, "the weights stay equal"
     assert {steps for steps, _ in first.values()} == {8}
     assert first["plain"] == first["unused"] == first["static"]
@@ -290,9 +290,8 @@ def precision_fits() -> dict[str, Any]:
     return answers
 
 
-@pytest.mark.filterwarnings("ignore:You passed")
-def test_each_precision_does_what_it_says(device: str) -> None:
-    first, second = run_ranks(2, precision_fits, backend=None, timeout=120)
+def test_each_precision_does_what_it_says(anywhere: Found, device: str) -> None:
+    first, second = anywhere["precision"]
     assert first == second
     notes = {name: facts[4] for name, facts in first.items() if facts[4]}
     if device == "cpu":  # where Lightning says something else before
@@ -325,8 +324,8 @@ def doubled(state, bucket):  # type: ignore[no-untyped-def]  # torch looks at an
     return done
 
 
-def test_gradient_compression_works_on_cpu_too(device: str) -> None:
-    first, second = run_ranks(2, compressed_fits, backend=None, timeout=120)
+def test_gradient_compression_works_on_cpu_too(anywhere: Found) -> None:
+    first, second = anywhere["compressed"]
     for name in ("None", "fp16_compress", "bf16_compress", "power_sgd"):
         assert first[name] == second[name], name
     assert first["fp16_compress"] == pytest.approx(first["None"], rel=1e-3)
@@ -346,8 +345,8 @@ def beside_lightning() -> dict[str, Any]:
     return answers
 
 
-def test_the_weights_are_those_of_lightnings_ddp(device: str) -> None:
-    for answer in run_ranks(2, beside_lightning, backend=None, timeout=120):
+def test_the_weights_are_those_of_lightnings_ddp(anywhere: Found) -> None:
+    for answer in anywhere["beside Lightning"]:
         assert answer["lockstep_ddp"][:2] == answer["ddp"][:2]
         assert answer["lockstep_ddp"][2] == "LockstepDDPStrategy"
 
@@ -368,6 +367,42 @@ def test_one_rank_has_the_weights_of_no_strategy(device: str) -> None:
     assert (
         found["LockstepDDPStrategy"] == found["SingleDeviceStrategy"] and found["LockstepDDPStrategy"][0] == 8
     )
+
+
+# -- Groups of ranks --
+
+Found = dict[str, tuple[Any, Any]]
+
+
+def fits_on_cpu() -> dict[str, Any]:
+    return {
+        "placement": placement_shown(),  # once in a process
+        "uneven": uneven_fits(),
+        "contrastive": contrastive_fits(),
+        "none": none_fits(),
+    }
+
+
+def fits_anywhere() -> dict[str, Any]:
+    return {
+        "join": join_by_hand(),
+        "precision": precision_fits(),
+        "compressed": compressed_fits(),
+        "beside Lightning": beside_lightning(),
+    }
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> Found:
+    """What came of each, by rank."""
+    first, second = run_ranks(2, fits_on_cpu, backend=None, timeout=240)
+    return {name: (first[name], second[name]) for name in first}
+
+
+@pytest.fixture(scope="module")
+def anywhere(device: str) -> Found:
+    first, second = run_ranks(2, fits_anywhere, backend=None, timeout=240)
+    return {name: (first[name], second[name]) for name in first}
 
 
 class Waits(Net):
@@ -400,10 +435,8 @@ def placement_shown() -> str:
     return f"{shown.getvalue()}|{torch.get_num_threads()}|{pinned}"
 
 
-def test_placement_is_shown_once_in_rank_order_and_cores_are_bound() -> None:
-    (first, second) = (
-        answer.split("|") for answer in run_ranks(2, placement_shown, backend=None, timeout=120)
-    )
+def test_placement_is_shown_once_in_rank_order_and_cores_are_bound(on_cpu: Found) -> None:
+    first, second = (answer.split("|") for answer in on_cpu["placement"])
     assert first[-2] == second[-2] == "1"
     rows = "|".join(first)
     assert rows.count("2 ranks") == 1

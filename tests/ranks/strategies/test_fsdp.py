@@ -20,7 +20,6 @@ import torch
 from lightning.pytorch.loops import utilities
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_lockstep import CollectiveMismatchError, ConfigurationError, FP32Modules, LockstepError
@@ -289,16 +288,10 @@ class Follows(Net):
             self.follow()
 
 
-WORKS: dict[str, tuple[type[Net] | Callable[[], Net], dict[str, Any], dict[str, Any]]] = {
-    # what: (model, options of the strategy, of the Trainer)
-    "shard by size": (Net, {"shard": "auto"}, {}),
-    "shard by class": (Net, {}, {}),
-    "shard by classes": (Net, {"shard": ["Block", "Linear"]}, {}),
-    "shard by a function": (Net, {"shard": lambda name, module: name == "blocks.1"}, {}),
-    "whole parameters kept until the backward": (Net, {"reshard_after_forward": False}, {}),
-    "offload": (Net, {"offload": "cpu"}, {}),
-    "activation checkpointing": (Net, {"activation_checkpointing": True}, {}),
-    "replicas": (Net, {"mesh": {"replicate": 2}}, {}),
+Works = dict[str, tuple[Callable[[], Net], dict[str, Any], dict[str, Any]]]
+
+#: What: (model, options of the strategy, of the Trainer).
+MODELS: Works = {
     "layers called from the step": (OwnMeans, {}, {}),
     "layers called in between": (Peeks, {}, {}),
     "steps that take a batch alone": (TakesBatches, {}, {}),
@@ -315,6 +308,16 @@ WORKS: dict[str, tuple[type[Net] | Callable[[], Net], dict[str, Any], dict[str, 
     "shared weights of units": (TiedUnits, {"shard": "auto"}, {}),
     "a block used twice": (OneBlockTwice, {}, {}),
     "frozen parameters": (Frozen, {}, {}),
+}
+OPTIONS: Works = {
+    "shard by size": (Net, {"shard": "auto"}, {}),
+    "shard by class": (Net, {}, {}),
+    "shard by classes": (Net, {"shard": ["Block", "Linear"]}, {}),
+    "shard by a function": (Net, {"shard": lambda name, module: name == "blocks.1"}, {}),
+    "whole parameters kept until the backward": (Net, {"reshard_after_forward": False}, {}),
+    "offload": (Net, {"offload": "cpu"}, {}),
+    "activation checkpointing": (Net, {"activation_checkpointing": True}, {}),
+    "replicas": (Net, {"mesh": {"replicate": 2}}, {}),
     "manual optimization, several optimizers": (Manual, {}, {}),
     "optimizers toggled": (Toggled, {}, {}),
     "compiled blocks": (CompiledBlocks, {}, {}),
@@ -328,13 +331,14 @@ WORKS: dict[str, tuple[type[Net] | Callable[[], Net], dict[str, Any], dict[str, 
         {"accumulate_grad_batches": 2},
     ),
 }
+WORKS = {"models": MODELS, "options": OPTIONS}
 
 
-def working_fits() -> dict[str, Any]:
+def working_fits(table: str) -> dict[str, Any]:
     answers: dict[str, Any] = {}
     fsdp_units.LEAST_UNIT = 100
     ranks = int(os.environ["WORLD_SIZE"])
-    for name, (make, options, settings) in WORKS.items():
+    for name, (make, options, settings) in WORKS[table].items():
         if ranks == 1 and name not in ("shard by class", "offload"):
             continue
         try:
@@ -351,16 +355,34 @@ def working_fits() -> dict[str, Any]:
     return answers
 
 
-@pytest.fixture(scope="module")
-def worked(device: str) -> Any:
-    answers = run_ranks(2, working_fits, backend=None, timeout=240)
+def work(table: str, device: str) -> list[dict[str, Any]]:
+    answers = run_ranks(2, working_fits, table, backend=None, timeout=240)
     # Two ranks may share a card, over gloo; one has it for itself, over nccl.
-    return answers + (run_ranks(1, working_fits, backend=None, timeout=60) if device == "cuda" else [])
+    return answers + (run_ranks(1, working_fits, table, backend=None, timeout=60) if device == "cuda" else [])
 
 
-@pytest.mark.parametrize("what", WORKS)
-def test_a_fit_has_the_weights_of_one_process(what: str, worked: list[dict[str, Any]]) -> None:
-    for rank in (answers for answers in worked if what in answers):
+@pytest.fixture(scope="module")
+def models(device: str) -> list[dict[str, Any]]:
+    return work("models", device)
+
+
+@pytest.fixture(scope="module")
+def options(device: str) -> list[dict[str, Any]]:
+    return work("options", device)
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_a_model_has_the_weights_of_one_process(what: str, models: list[dict[str, Any]]) -> None:
+    assert_weights_of_one_process(what, models)
+
+
+@pytest.mark.parametrize("what", OPTIONS)
+def test_a_fit_with_options_has_the_weights_of_one_process(what: str, options: list[dict[str, Any]]) -> None:
+    assert_weights_of_one_process(what, options)
+
+
+def assert_weights_of_one_process(what: str, answers: list[dict[str, Any]]) -> None:
+    for rank in (one for one in answers if what in one):
         assert isinstance(rank[what], float), rank[what]
         assert rank[what] < 1e-5
 
@@ -614,7 +636,34 @@ def late_refusals() -> dict[str, str]:
             answers[name] = "nothing"
         except LockstepError as error:  # noqa: PERF203
             answers[name] = str(error)
+    answers["no loss"] = fit_without_a_loss()
+    answers["uneven validation"] = uneven_validation()  # at last: a rank is still in a collective after that
     return answers
+
+
+class NoLoss(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 1 else loss
+
+
+def fit_without_a_loss() -> str:
+    try:
+        fit(NoLoss, 2, fsdp())
+    except CollectiveMismatchError as error:
+        return str(error)
+    return "nothing"
+
+
+def uneven_validation() -> str:
+    """Rank 1 has a batch more."""
+    rank = int(os.environ["RANK"])
+    trainer = Trainer(**QUIET, devices=2, strategy=fsdp(stall_timeout=2.0))
+    try:
+        trainer.validate(Net(), DataLoader(rows(16 + 4 * rank), 4), verbose=False)
+    except LockstepError as error:
+        return str(error)
+    return "nothing"
 
 
 def test_what_cannot_work_is_refused_on_all_ranks_alike() -> None:
@@ -637,54 +686,14 @@ def test_what_cannot_work_is_refused_on_all_ranks_alike() -> None:
         "a later layer": "later.weight was made after the module was divided",
         "a later hook": "Hooks for the gradients of head.weight: expected none",
         "written to": "copies.0.weight was written to while it was gathered, in a step or",
+        "no loss": "training_step returned no loss: expected one on every rank",
+        "uneven validation": "different numbers of validation batches (rank 0: 4, rank 1: 5), and each call of a layer",
     }.items():
         assert expected in first[name], (name, first[name])
+    assert first["uneven validation"].startswith("ranks disagree on collective #")
 
 
-# -- Copies of a model: HSDP --
-
-
-class Drawn(nn.Linear):
-    """Each rank draws the first values of its part."""
-
-    def reset_parameters(self) -> None:
-        for parameter in self.parameters():
-            local: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            local.detach().normal_(0, 0.3)
-
-
-class DividesCopies(MadeLater):
-    """Made on ``meta`` and divided by itself, with other first values on each rank."""
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        self.first, self.head = Drawn(8, 8, device="meta"), Drawn(8, 4, device="meta")
-        for block in self.blocks:
-            block.linear = Drawn(8, 8, device="meta")
-        for part in (*self.blocks, self):
-            fully_shard(part, mesh=self.device_mesh)
-        torch.manual_seed(self.global_rank)
-
-
-def fits_of_copies() -> Any:
-    mesh = {"shard": 2, "replicate": 2}
-    found = weights(fit(Net, 4, fsdp(mesh=mesh)))
-    digests = []
-    net = DividesCopies()
-    fit(lambda: net, 4, fsdp(mesh=mesh), max_epochs=1)
-    digests = [float(p.to_local().double().sum()) for p in net.parameters()]  # type: ignore[attr-defined]
-    rank = int(os.environ["RANK"])
-    return (found, weights(fit(Net, 1))) if rank == 0 else None, digests
-
-
-def test_copies_of_a_model_have_the_weights_of_one_process() -> None:
-    answers = run_ranks(4, fits_of_copies, backend=None, timeout=120)
-    assert difference(*answers[0][0]) < 1e-5
-    digests = [digest for _, digest in answers]  # of ranks 0 and 1 of the first copy, 2 and 3 of the second
-    assert digests[0] == digests[2] and digests[1] == digests[3]
-
-
-# -- What the ranks send in a step --
+# -- What the ranks send in a step, and keep --
 
 
 def fits_that_count() -> dict[str, tuple[int, int]]:
@@ -710,17 +719,27 @@ COUNTED: dict[str, tuple[type[Net], dict[str, Any], int]] = {
 }
 
 
-def test_a_step_gathers_and_reduces_each_part_as_seldom_as_can_be() -> None:
+def counted() -> dict[str, Any]:
+    return {"sent": fits_that_count(), "uneven": uneven_fits(), "kept": whole_parameters_kept()}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    first, second = run_ranks(2, counted, backend=None, timeout=120)
+    assert first == second
+    return first  # type: ignore[no-any-return]
+
+
+def test_a_step_gathers_and_reduces_each_part_as_seldom_as_can_be(found: dict[str, Any]) -> None:
     """Two units, and the rest: that is gathered once for a step, and once for a whole evaluation."""
     steps = 4
-    for counts in run_ranks(2, fits_that_count, backend=None, timeout=60):
-        assert counts == {
-            "stage 3": ((1 + 2 * 2) * steps, 3 * steps),
-            "stage 2": ((1 + 2) * steps, 3 * steps),
-            "layers called from the step": ((1 + 2 * 2) * steps, 3 * steps),
-            "accumulated": ((1 + 2 * 2) * steps, 3 * steps // 2),
-            "evaluation": (1 + 2 * steps, 0),
-        }
+    assert found["sent"] == {
+        "stage 3": ((1 + 2 * 2) * steps, 3 * steps),
+        "stage 2": ((1 + 2) * steps, 3 * steps),
+        "layers called from the step": ((1 + 2 * 2) * steps, 3 * steps),
+        "accumulated": ((1 + 2 * 2) * steps, 3 * steps // 2),
+        "evaluation": (1 + 2 * steps, 0),
+    }
 
 
 # -- Precision --
@@ -757,7 +776,7 @@ class NotesDtype(nn.Linear):
         return output
 
 
-def precision_fits() -> dict[str, Any]:
+def precision_fits() -> tuple[dict[str, Any], Any]:
     answers: dict[str, Any] = {}
     for name in ("64-true", "32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"):
         net = Wide()
@@ -778,7 +797,7 @@ def precision_fits() -> dict[str, Any]:
             fit(lambda net=net: net, 2, fsdp(**options), precision="bf16-mixed", max_epochs=1, **settings)
         reduced = sorted(set(called))
         answers[name] = (net.noted, reduced)
-    return answers
+    return answers, overflowing_fit()
 
 
 def reductions() -> AbstractContextManager[list[str]]:
@@ -817,12 +836,16 @@ def noting(name: str, called: list[str]) -> Iterator[None]:
         setattr(torch.distributed, name, original)
 
 
-@pytest.mark.filterwarnings("ignore:You passed")
-def test_each_precision_does_what_it_says() -> None:
+@pytest.fixture(scope="module")
+def precise() -> Any:
     first, second = run_ranks(2, precision_fits, backend=None, timeout=120)
     assert first == second
+    return first
+
+
+def test_each_precision_does_what_it_says(precise: Any) -> None:
     half, brain = "float16", "bfloat16"
-    assert first == {
+    assert precise[0] == {
         # dtype of the blocks' outputs, of a weight and an output inside one, of what is kept, of reductions; scaled
         "64-true": (["float64"], ("float64", "float64"), "float64", ["float64"], False),
         "32-true": (["float32"], ("float32", "float32"), "float32", ["float32"], False),
@@ -857,15 +880,12 @@ class OverflowsIn(Net):
                 bias.grad.to_local().fill_(float("inf"))
 
 
-@pytest.mark.filterwarnings("ignore:You passed")
-def test_all_ranks_see_an_overflow_of_one_ranks_part_alike() -> None:
-    first, second = run_ranks(2, overflowing_fit, backend=None, timeout=60)
-    assert first == second
-    calm, scale, finite = first
+def test_all_ranks_see_an_overflow_of_one_ranks_part_alike(precise: Any) -> None:
+    calm, scale, finite = precise[1]
     assert scale == calm / 2 and finite
 
 
-# -- Ranks that have different numbers of batches, and one that returns no loss --
+# -- Ranks that have different numbers of batches --
 
 
 def uneven_fits() -> dict[str, Any]:
@@ -881,29 +901,8 @@ def uneven_fits() -> dict[str, Any]:
     return answers
 
 
-def test_ranks_with_different_amounts_of_data() -> None:
-    first, second = run_ranks(2, uneven_fits, backend=None, timeout=120)
-    assert first == second == {"truncate": (2, True), "join": (3, True)}
-
-
-def uneven_validation() -> str:
-    """Rank 1 has a batch more."""
-    rank = int(os.environ["RANK"])
-    trainer = Trainer(**QUIET, devices=2, strategy=fsdp(stall_timeout=2.0))
-    try:
-        trainer.validate(Net(), DataLoader(rows(16 + 4 * rank), 4), verbose=False)
-    except LockstepError as error:
-        return str(error)
-    return "nothing"
-
-
-def test_uneven_evaluation_ends_with_an_error() -> None:
-    for message in run_ranks(2, uneven_validation, backend=None, timeout=60):
-        assert message.startswith("ranks disagree on collective #")
-        assert (
-            "different numbers of validation batches (rank 0: 4, rank 1: 5), and each call of a layer"
-            in message
-        )
+def test_ranks_with_different_amounts_of_data(found: dict[str, Any]) -> None:
+    assert found["uneven"] == {"truncate": (2, True), "join": (3, True)}
 
 
 # -- Memory --
@@ -935,24 +934,5 @@ def whole_parameters_kept() -> int:
     return net.kept
 
 
-def test_whole_parameters_are_freed_when_the_model_is_divided() -> None:
-    assert run_ranks(2, whole_parameters_kept, backend=None, timeout=60) == [0, 0]
-
-
-class NoLoss(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return None if batch_idx == 1 else loss
-
-
-def fit_without_a_loss() -> str:
-    try:
-        fit(NoLoss, 2, fsdp())
-    except CollectiveMismatchError as error:
-        return str(error)
-    return "nothing"
-
-
-def test_a_step_without_a_loss_is_an_error() -> None:
-    for message in run_ranks(2, fit_without_a_loss, backend=None, timeout=60):
-        assert "training_step returned no loss: expected one on every rank" in message
+def test_whole_parameters_are_freed_when_the_model_is_divided(found: dict[str, Any]) -> None:
+    assert found["kept"] == 0

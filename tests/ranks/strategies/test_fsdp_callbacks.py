@@ -92,7 +92,6 @@ class Bad(Net):
 OVERFLOWS: dict[str, dict[str, Any]] = {
     "forward": {},
     "backward": {},
-    "forward, kept whole": {"strategy": {"reshard_after_forward": False}},
     "backward, accumulated": {"trainer": {"accumulate_grad_batches": 2}, "batches": (2,)},
     "forward, hooks": {"detector": {"mode": "hooks"}},
     "backward, skip": {"detector": {"action": "skip"}, "batches": (1, 3)},
@@ -111,7 +110,7 @@ def overflows(folder: str) -> dict[str, Any]:
         try:
             trainer = run(
                 module,
-                strategy=fsdp(**case.get("strategy", {})),
+                strategy=fsdp(),
                 callbacks=[detector],
                 **case.get("trainer", {}),
             )
@@ -137,7 +136,7 @@ def test_overflow_detector_names_module_rank_and_batch(tmp_path: Path) -> None:
     for name in OVERFLOWS:
         assert zero[name]["error"] == one[name]["error"], name
         assert zero[name]["finite"] and one[name]["finite"], name
-    for name in ("forward", "backward", "forward, kept whole", "backward, accumulated", "forward, hooks"):
+    for name in ("forward", "backward", "backward, accumulated", "forward, hooks"):
         assert "rank 1 (host" in one[name]["error"], (name, one[name])
         assert one[name]["module"] == "blocks.1", (name, one[name])
         assert one[name]["batch"] == (2 if "accumulated" in name else 3), name
@@ -212,8 +211,8 @@ def stops_early() -> tuple[int, str]:
     return trainer.current_epoch, stop.stopping_reason.name
 
 
-def test_early_stopping_is_decided_by_all_ranks() -> None:
-    zero, one = run_ranks(2, stops_early, timeout=120)
+def test_early_stopping_is_decided_by_all_ranks(found: Found) -> None:
+    zero, one = found["early"]
     assert zero == one
     assert zero[0] < 6 and zero[1] == "PATIENCE_EXHAUSTED"
 
@@ -264,8 +263,8 @@ def stops_and_resumes(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_a_stop_on_one_rank_leaves_a_checkpoint_that_resumes(tmp_path: Path) -> None:
-    zero, one = run_ranks(2, stops_and_resumes, str(tmp_path), timeout=150)
+def test_a_stop_on_one_rank_leaves_a_checkpoint_that_resumes(found: Found) -> None:
+    zero, one = found["stops"]
     assert zero == one
     for kind in ("full", "sharded", "breakpoint"):
         same, steps, is_folder, batches = zero[kind]
@@ -280,9 +279,8 @@ def is_slow() -> dict[str, Any]:
     return stragglers.fit(1, strategy=fsdp(shard=lambda name, module: isinstance(module, nn.Linear)))
 
 
-def test_straggler_monitor_names_the_slow_rank() -> None:
-    found = run_ranks(2, is_slow, timeout=120)
-    verdicts = [each["verdict"] for each in found]
+def test_straggler_monitor_names_the_slow_rank(found: Found) -> None:
+    verdicts = [each["verdict"] for each in found["slow"]]
     assert verdicts[0]["rank"] == 1, verdicts
 
 
@@ -295,11 +293,10 @@ def shapes() -> dict[str, Any]:
     return {**found, "sizes": sorted({size for stage, size in net.shapes if stage == "training"})}
 
 
-def test_static_shapes_give_the_weights_of_ragged_batches() -> None:
-    zero, one = run_ranks(2, shapes, backend=None, timeout=120)
-    for found in (zero, one):
-        assert found["padded"] == pytest.approx(found["ragged"], abs=1e-6) and len(found["padded"]) == 4
-        assert found["sizes"] == [6]
+def test_static_shapes_give_the_weights_of_ragged_batches(found: Found) -> None:
+    for of_rank in found["shapes"]:
+        assert of_rank["padded"] == pytest.approx(of_rank["ragged"], abs=1e-6) and len(of_rank["padded"]) == 4
+        assert of_rank["sizes"] == [6]
 
 
 # -- ReplicaCheck --------------------------------------------------------------------------------------
@@ -318,8 +315,30 @@ def replicas() -> dict[str, Any]:
     return found
 
 
-def test_replica_check_compares_what_each_rank_has_whole() -> None:
-    for found in run_ranks(2, replicas, timeout=120):
-        assert found[""] is None
-        assert "scale" in found["buffer"] or "average" in found["buffer"]
-        assert "does not work with LockstepFSDPStrategy" in found["audit"]
+def test_replica_check_compares_what_each_rank_has_whole(found: Found) -> None:
+    for of_rank in found["replicas"]:
+        assert of_rank[""] is None
+        assert "scale" in of_rank["buffer"] or "average" in of_rank["buffer"]
+        assert "does not work with LockstepFSDPStrategy" in of_rank["audit"]
+
+
+# -- One group of ranks for what is quick --
+
+Found = dict[str, tuple[Any, Any]]
+
+
+def quick(folder: str) -> dict[str, Any]:
+    return {
+        "early": stops_early(),
+        "stops": stops_and_resumes(folder),
+        "slow": is_slow(),
+        "shapes": shapes(),
+        "replicas": replicas(),
+    }
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What came of each, by rank."""
+    zero, one = run_ranks(2, quick, str(tmp_path_factory.mktemp("quick")), timeout=240)
+    return {name: (zero[name], one[name]) for name in zero}

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import resource
 import shutil
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_lockstep import ConfigurationError, LockstepDDPStrategy
@@ -21,6 +25,7 @@ from lightning_lockstep.deepspeed.checkpoints.command import main as consolidate
 from lightning_lockstep.distributed import checkpoint_folder
 from tests.common.strategies.fsdp_models import QUIET, Net, difference, fit, fsdp, loader, rows, weights
 from tests.helpers import kill_self, run_ranks, run_ranks_raw
+from tests.ranks.strategies.test_fsdp import Even, MadeLater
 
 
 def resumed(
@@ -45,9 +50,76 @@ class Renaming(Net):
         return super().load_state_dict(bare, *args, **kwargs)
 
 
-def saved_and_resumed(folder: Path) -> dict[str, float]:
+# -- Four ranks: copies of a model (HSDP), and parts that other numbers of ranks read --
+
+#: Two copies of the model, each divided in two.
+HSDP = {"shard": 2, "replicate": 2}
+
+
+class Drawn(Even):
+    """Each rank draws the first values of its part."""
+
+    def reset_parameters(self) -> None:
+        for parameter in self.parameters():
+            local: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local.detach().normal_(0, 0.3)
+
+
+class DividesCopies(MadeLater):
+    """Made on ``meta`` and divided by itself, with other first values on each rank."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.first, self.head = Drawn(8, 8, device="meta"), Drawn(8, 4, device="meta")
+        for block in self.blocks:
+            block.linear = Drawn(8, 8, device="meta")
+        for part in (*self.blocks, self):
+            fully_shard(part, mesh=self.device_mesh)
+        torch.manual_seed(self.global_rank)
+
+
+def saved_on_four(folder: Path) -> Any:
+    fit(Net, 4, fsdp(state_dict="sharded")).save_checkpoint(folder / "parts.ckpt")
+    trainer = fit(Net, 4, fsdp(mesh=HSDP))
+    trainer.save_checkpoint(folder / "copies.ckpt")
+    found = weights(trainer)
+    trainer.strategy.settings = fsdp(state_dict="sharded").settings
+    trainer.save_checkpoint(folder / "parts of copies.ckpt")
+    net = DividesCopies()
+    fit(lambda: net, 4, fsdp(mesh=HSDP), max_epochs=1)
+    digest = [float(p.to_local().double().sum()) for p in net.parameters()]  # type: ignore[attr-defined]
+    return (found, weights(fit(Net, 1)), digest) if trainer.is_global_zero else (None, None, digest)
+
+
+class Four(NamedTuple):
+    """What four ranks have come to, and the folder of their checkpoints."""
+
+    folder: Path
+    answers: list[Any]
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Four:
+    folder = tmp_path_factory.mktemp("four")
+    return Four(folder, run_ranks(4, saved_on_four, folder, backend=None, timeout=120))
+
+
+def test_copies_of_a_model_have_the_weights_of_one_process(four: Four) -> None:
+    found, straight, _ = four.answers[0]
+    assert difference(found, straight) < 1e-5
+    digests = [digest for *_, digest in four.answers]
+    assert digests[0] == digests[2] and digests[1] == digests[3], "ranks 0 and 1 have the first copy"
+
+
+# -- A fit goes on --
+
+
+def saved_and_resumed(folder: Path, of_four: Path) -> dict[str, float]:
     """Two epochs, a checkpoint, and a third epoch under each strategy; the largest difference from one process."""
     reference = weights(fit(Net, 1, max_epochs=3))
+    plain = folder / "parts.consolidated.ckpt"
+    if os.environ["RANK"] == "0":
+        assert consolidate([str(of_four / "parts.ckpt"), "--output", str(plain)]) == 0
     alone, full, parts = folder / "alone.ckpt", folder / "full.ckpt", folder / "parts.ckpt"
     fit(Net, 1).save_checkpoint(alone)
     fit(Net, 2, fsdp()).save_checkpoint(full)
@@ -62,12 +134,18 @@ def saved_and_resumed(folder: Path) -> dict[str, float]:
         ("parts, FSDP", parts, 2, fsdp()),
         ("parts, FSDP in other units", parts, 2, fsdp(shard=["Linear"], state_dict="sharded")),
         ("names of its own, FSDP", folder / "renamed.ckpt", 2, fsdp()),
+        ("parts of four ranks", of_four / "parts.ckpt", 2, fsdp()),
+        ("copies of four ranks", of_four / "copies.ckpt", 2, fsdp()),
+        ("parts of copies of four ranks", of_four / "parts of copies.ckpt", 2, fsdp()),
+        ("consolidated parts of four ranks, one process", plain, 1, None),
     ):
         trainer = resumed(ranks, path, strategy, Renaming if path.name == "renamed.ckpt" else Net)
         assert trainer.global_step == 12
         found = weights(trainer) if name != "parts, FSDP in other units" else whole(trainer)
         answers[name] = difference(reference, found) if trainer.is_global_zero else 0.0
-    return answers
+    two_epochs = weights(fit(Net, 1))
+    consolidated = torch.load(plain, weights_only=True)["state_dict"]
+    return {**answers, "consolidated": difference(two_epochs, consolidated)}
 
 
 def whole(trainer: Trainer) -> dict[str, Any]:
@@ -77,61 +155,68 @@ def whole(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def test_a_fit_goes_on_under_any_strategy(tmp_path: Path) -> None:
-    answers = run_ranks(2, saved_and_resumed, tmp_path, backend=None, timeout=180)
-    for rank in answers:
-        assert {name: value for name, value in rank.items() if value > 1e-5} == {}
+class Versioned(nn.Linear):
+    """In its first version it kept the opposite of its weight."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
+        if metadata.get("version") != 2:
+            state[f"{prefix}weight"] = -state[f"{prefix}weight"]
+        super()._load_from_state_dict(state, prefix, metadata, *args)
 
 
-#: Two copies of the model, each divided in two.
-HSDP = {"shard": 2, "replicate": 2}
+class OfVersion2(Net):
+    def make_layers(self, blocks: int = 2) -> None:
+        super().make_layers(blocks)
+        self.first = Versioned(8, 8)
 
 
-def saved_on_four(folder: Path) -> Any:
-    fit(Net, 4, fsdp(state_dict="sharded")).save_checkpoint(folder / "parts.ckpt")
-    trainer = fit(Net, 4, fsdp(mesh=HSDP))
-    trainer.save_checkpoint(folder / "copies.ckpt")
-    found = weights(trainer)
-    fit(Net, 4, fsdp(mesh=HSDP, state_dict="sharded")).save_checkpoint(folder / "parts of copies.ckpt")
-    return found if trainer.is_global_zero else None
+def versions(folder: Path) -> dict[str, bool]:
+    paths = {"full": folder / "full.ckpt", "parts": folder / "parts.ckpt"}
+    fit(OfVersion2, 2, fsdp()).save_checkpoint(paths["full"])
+    fit(OfVersion2, 2, fsdp(state_dict="sharded")).save_checkpoint(paths["parts"])
+    saved = torch.load(paths["full"], weights_only=True)["state_dict"]
+    answers = {}
+    for kind, strategy in (("full", fsdp()), ("parts", fsdp()), ("full", LockstepDDPStrategy())):
+        trainer = Trainer(**QUIET, devices=2, strategy=strategy)
+        trainer.validate(OfVersion2(), DataLoader(rows(16), 4), ckpt_path=paths[kind], verbose=False)
+        found = weights(trainer).get("first.weight")  # None: this is not rank 0
+        same = found is None or torch.equal(found, saved["first.weight"])
+        answers[f"{kind}, {type(strategy).__name__}"] = same
+    return answers
 
 
-def gone_on_with(paths: list[Path]) -> Any:
-    trainers = [resumed(2, path, fsdp()) for path in paths]
-    found = [weights(trainer) for trainer in trainers]
-    return found if trainers[0].is_global_zero else None
+class Goes(NamedTuple):
+    folder: Path
+    answers: list[tuple[dict[str, float], dict[str, bool]]]
 
 
-def test_what_four_ranks_save_is_read_on_two_and_joined(straight: Any, tmp_path: Path) -> None:
-    of_copies = run_ranks(4, saved_on_four, tmp_path, backend=None, timeout=120)[0]
-    paths = [tmp_path / f"{name}.ckpt" for name in ("parts", "copies", "parts of copies")]
-    found = run_ranks(2, gone_on_with, paths, backend=None, timeout=120)[0]
-    assert consolidate([str(paths[0])]) == 0
-    plain = tmp_path / "parts.consolidated.ckpt"
-    gone_on = run_ranks(1, gone_on_alone, plain, backend=None, timeout=120)[0]
-    two_epochs, three_epochs = straight
-    assert difference(two_epochs, of_copies) < 1e-5
-    assert [difference(three_epochs, one) < 1e-5 for one in found] == [True] * 3
-    assert difference(two_epochs, saved_weights(plain)) < 1e-5
-    assert difference(three_epochs, gone_on) < 1e-5, "the optimizer's state is in it"
-
-
-def alone() -> Any:
-    return [weights(fit(Net, 1, max_epochs=epochs)) for epochs in (2, 3)]
+def goes_on(folder: Path, of_four: Path) -> Any:
+    return saved_and_resumed(folder, of_four), versions(folder / "versions")
 
 
 @pytest.fixture(scope="module")
-def straight() -> Any:
-    """Weights of one process after two epochs and after three."""
-    return run_ranks(1, alone, backend=None, timeout=120)[0]
+def gone_on(four: Four, tmp_path_factory: pytest.TempPathFactory) -> Goes:
+    folder = tmp_path_factory.mktemp("goes_on")
+    return Goes(folder, run_ranks(2, goes_on, folder, four.folder, backend=None, timeout=180))
 
 
-def gone_on_alone(plain: Path) -> Any:
-    return weights(resumed(1, plain))
+def test_a_fit_goes_on_under_any_strategy_and_number_of_ranks(gone_on: Goes) -> None:
+    for differences, _ in gone_on.answers:
+        assert len(differences) == 12
+        assert {name: value for name, value in differences.items() if value > 1e-5} == {}
 
 
-def saved_weights(plain: Path) -> Any:
-    return torch.load(plain, weights_only=True)["state_dict"]
+def test_checkpoints_keep_the_versions_of_modules(gone_on: Goes) -> None:
+    (of_rank_0, _) = gone_on.answers
+    assert len(of_rank_0[1]) == 3 and all(of_rank_0[1].values()), of_rank_0
+    parts, plain = gone_on.folder / "versions" / "parts.ckpt", gone_on.folder / "plain.ckpt"
+    assert consolidate([str(parts), "--output", str(plain)]) == 0
+    assert torch.load(plain, weights_only=True)["state_dict"]._metadata["first"] == {"version": 2}
+
+
+# -- What is read, and what is refused --
 
 
 def evaluated(folder: Path) -> dict[str, Any]:
@@ -156,12 +241,6 @@ def evaluated(folder: Path) -> dict[str, Any]:
     return answers
 
 
-def test_evaluation_alone_takes_either_kind(tmp_path: Path) -> None:
-    first, second = run_ranks(2, evaluated, tmp_path, backend=None, timeout=120)
-    assert first["fsdp full"] == pytest.approx(first["ddp full"], abs=1e-5)
-    assert first["fsdp parts"] == first["fsdp full"] == second["fsdp full"]
-
-
 def kept_best(folder: Path, kind: str) -> Any:
     callback = ModelCheckpoint(folder / kind, monitor="val", save_top_k=1, save_last=True)
     trainer = Trainer(
@@ -173,76 +252,6 @@ def kept_best(folder: Path, kind: str) -> Any:
     best = trainer.test(Net(), DataLoader(rows(16), 4), ckpt_path="best", verbose=False)[0]["val"]
     assert callback.best_model_score is not None
     return float(callback.best_model_score), best, sorted(os.listdir(folder / kind))
-
-
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_model_checkpoint_keeps_the_best(kind: str, tmp_path: Path) -> None:
-    first, second = run_ranks(2, kept_best, tmp_path, kind, backend=None, timeout=120)
-    assert first[:2] == second[:2]
-    assert first[0] == pytest.approx(first[1], abs=1e-6)
-    assert len(first[2]) == 2 and "last.ckpt" in first[2], "the best before it is gone"
-
-
-def killed_while_saving(folder: Path) -> None:
-    trainer = fit(Net, 2, fsdp(state_dict="sharded"))
-    trainer.save_checkpoint(folder / "last.ckpt")
-    if trainer.global_rank == 1:
-        torch.distributed.checkpoint.save = lambda *args, **kwargs: kill_self()
-    trainer.save_checkpoint(folder / "last.ckpt")
-
-
-def test_a_save_that_is_killed_leaves_the_last_one_whole(straight: Any, tmp_path: Path) -> None:
-    outcomes = run_ranks_raw(2, killed_while_saving, tmp_path, backend=None, timeout=60)
-    assert not any(outcome.ok for outcome in outcomes)
-    plain = tmp_path / "plain.ckpt"
-    assert consolidate([str(tmp_path / "last.ckpt"), "--output", str(plain)]) == 0
-    assert difference(straight[0], saved_weights(plain)) < 1e-5
-
-
-def killed_while_replacing(folder: Path, exchanges: bool) -> None:
-    """Rank 0 ends when the new folder has, or has not yet, taken the name."""
-    trainer = fit(Net, 2, fsdp(state_dict="sharded"))
-    trainer.save_checkpoint(folder / "last.ckpt")
-    rename = Path.rename
-
-    def renamed(path: Path, target: Path) -> Path:
-        return kill_self() if path.suffix == ".writing" else rename(path, target)  # type: ignore[func-returns-value]
-
-    if trainer.is_global_zero and exchanges:
-        checkpoint_folder._remove = lambda path: kill_self()
-    elif trainer.is_global_zero:  # a disk that cannot exchange names
-        checkpoint_folder._exchange = lambda one, other: False
-        Path.rename = renamed  # type: ignore[method-assign,assignment]
-    trainer.save_checkpoint(folder / "last.ckpt")
-
-
-def read_and_replaced(path: Path) -> Any:
-    trainer = resumed(2, path, fsdp(state_dict="sharded"))
-    found = whole(trainer)
-    trainer.save_checkpoint(path)
-    return found
-
-
-@pytest.mark.parametrize("exchanges", [True, False])
-def test_a_replacement_that_is_killed_leaves_one_that_is_found(
-    exchanges: bool, straight: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, plain = tmp_path / "last.ckpt", tmp_path / "plain.ckpt"
-    outcomes = run_ranks_raw(2, killed_while_replacing, tmp_path, exchanges, backend=None, timeout=60)
-    assert not any(outcome.ok for outcome in outcomes)
-    kept = "last.ckpt" if exchanges else "last.ckpt.before"
-    assert sorted(os.listdir(tmp_path)) == [kept, "last.ckpt.writing"]
-    assert consolidate([str(path), "--output", str(plain)]) == 0
-    said = "last.ckpt.before, as a save that was to replace it was killed" in capsys.readouterr().err
-    assert said != exchanges
-    assert difference(straight[0], saved_weights(plain)) < 1e-5
-    if not exchanges:
-        found = run_ranks(2, read_and_replaced, path, backend=None, timeout=120)[0]
-        assert difference(straight[1], found) < 1e-5
-        assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "plain.ckpt"]
-
-
-# -- What a folder may not hold, or is not read for --
 
 
 class Fewer(Net):
@@ -311,26 +320,6 @@ def refused(folder: Path) -> dict[str, str]:
     return answers
 
 
-def test_what_cannot_be_read_or_written_is_refused_on_all_ranks_alike(tmp_path: Path) -> None:
-    first, second = run_ranks(2, refused, tmp_path, backend=None, timeout=120)
-    assert first == second
-    for name, expected in {
-        "seen by one rank": "parts.ckpt: there is a folder of parts on rank 0, nothing on rank 1: expected one",
-        "an address": "memory://bucket/last.ckpt and state_dict='sharded': expected a folder on a disk",
-        "an address by default": "ModelCheckpoint with dirpath=memory://bucket",
-        "fewer, parts": "an optimizer for 12 parameters, and Adam is for 1 parameters: expected as many",
-        "fewer, full": "an optimizer for 12 parameters, and Adam is for 1 parameters: expected as many",
-        "grouped, parts": "for 12 parameters, and Adam is for 12 parameters in 2 groups of 1, 11: expected",
-        "grouped, full": "for 12 parameters, and Adam is for 12 parameters in 2 groups of 1, 11: expected",
-        "no space on one rank": "parts.ckpt.writing cannot be written by rank 1: ",
-        "a damaged part": "__1_0.distcp.ckpt cannot be read by rank 1: ",
-        "a damaged rest": "lightning.pt.ckpt/lightning.pt cannot be read: ",
-        "a damaged table": ".metadata.ckpt/.metadata cannot be read: ",
-        "what was there": "nothing",
-    }.items():
-        assert expected in first[name], (name, first[name])
-
-
 class Thing:
     """An object that only pickled code can make."""
 
@@ -382,8 +371,118 @@ def with_pickles(folder: Path) -> dict[str, Any]:
     return answers
 
 
-def test_pickled_code_runs_only_where_it_is_trusted(tmp_path: Path) -> None:
-    for found in run_ranks(2, with_pickles, tmp_path, backend=None, timeout=120):
+def killed_while_replacing(folder: Path) -> None:
+    """Rank 0 ends when the old folder has given up the name, on a disk that cannot exchange names."""
+    trainer = fit(Net, 2, fsdp(state_dict="sharded"))
+    trainer.save_checkpoint(folder / "last.ckpt")
+    rename = Path.rename
+
+    def renamed(path: Path, target: Path) -> Path:
+        return kill_self() if path.suffix == ".writing" else rename(path, target)  # type: ignore[func-returns-value]
+
+    if trainer.is_global_zero:
+        checkpoint_folder._exchange = lambda one, other: False
+        Path.rename = renamed  # type: ignore[method-assign,assignment]
+    trainer.save_checkpoint(folder / "last.ckpt")
+
+
+def read_and_replaced(path: Path) -> Any:
+    trainer = resumed(2, path, fsdp(state_dict="sharded"))
+    found = whole(trainer)
+    trainer.save_checkpoint(path)
+    return found
+
+
+class Killed(NamedTuple):
+    """What a save leaves that is killed, and what the command says that makes a plain file of it."""
+
+    path: Path
+    left: list[str]
+    said: str
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
+    folder = tmp_path_factory.mktemp("killed")
+    outcomes = run_ranks_raw(2, killed_while_replacing, folder, backend=None, timeout=60)
+    assert not any(outcome.ok for outcome in outcomes)
+    left, said = sorted(os.listdir(folder)), io.StringIO()
+    with redirect_stderr(said):
+        assert consolidate([str(folder / "last.ckpt"), "--output", str(folder / "plain.ckpt")]) == 0
+    return Killed(folder / "last.ckpt", left, said.getvalue())
+
+
+def read_and_refused(folder: Path, of_killed: Path) -> dict[str, Any]:
+    trainer = resumed(2, of_killed, fsdp(state_dict="sharded"))
+    found = whole(trainer)
+    trainer.save_checkpoint(of_killed)
+    differences = difference(weights(fit(Net, 1, max_epochs=3)), found)
+    return {
+        "killed": differences,
+        "evaluated": evaluated(folder),
+        "best": {kind: kept_best(folder, kind) for kind in ("full", "sharded")},
+        "refused": refused(folder),
+        "pickles": with_pickles(folder),
+    }
+
+
+class Read(NamedTuple):
+    folder: Path
+    answers: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def read(killed: Killed, tmp_path_factory: pytest.TempPathFactory) -> Read:
+    folder = tmp_path_factory.mktemp("read")
+    return Read(folder, run_ranks(2, read_and_refused, folder, killed.path, backend=None, timeout=180))
+
+
+def test_a_replacement_that_is_killed_leaves_one_that_is_found(killed: Killed) -> None:
+    assert killed.left == ["last.ckpt.before", "last.ckpt.writing"]
+    assert "last.ckpt.before, as a save that was to replace it was killed" in killed.said
+
+
+def test_a_fit_goes_on_with_what_a_killed_replacement_leaves(killed: Killed, read: Read) -> None:
+    assert read.answers[0]["killed"] < 1e-5
+    assert sorted(os.listdir(killed.path.parent)) == ["last.ckpt", "plain.ckpt"]
+
+
+def test_evaluation_alone_takes_either_kind(read: Read) -> None:
+    first, second = (answers["evaluated"] for answers in read.answers)
+    assert first["fsdp full"] == pytest.approx(first["ddp full"], abs=1e-5)
+    assert first["fsdp parts"] == first["fsdp full"] == second["fsdp full"]
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_model_checkpoint_keeps_the_best(kind: str, read: Read) -> None:
+    first, second = (answers["best"][kind] for answers in read.answers)
+    assert first[:2] == second[:2]
+    assert first[0] == pytest.approx(first[1], abs=1e-6)
+    assert len(first[2]) == 2 and "last.ckpt" in first[2], "the best before it is gone"
+
+
+def test_what_cannot_be_read_or_written_is_refused_on_all_ranks_alike(read: Read) -> None:
+    first, second = (answers["refused"] for answers in read.answers)
+    assert first == second
+    for name, expected in {
+        "seen by one rank": "parts.ckpt: there is a folder of parts on rank 0, nothing on rank 1: expected one",
+        "an address": "memory://bucket/last.ckpt and state_dict='sharded': expected a folder on a disk",
+        "an address by default": "ModelCheckpoint with dirpath=memory://bucket",
+        "fewer, parts": "an optimizer for 12 parameters, and Adam is for 1 parameters: expected as many",
+        "fewer, full": "an optimizer for 12 parameters, and Adam is for 1 parameters: expected as many",
+        "grouped, parts": "for 12 parameters, and Adam is for 12 parameters in 2 groups of 1, 11: expected",
+        "grouped, full": "for 12 parameters, and Adam is for 12 parameters in 2 groups of 1, 11: expected",
+        "no space on one rank": "parts.ckpt.writing cannot be written by rank 1: ",
+        "a damaged part": "__1_0.distcp.ckpt cannot be read by rank 1: ",
+        "a damaged rest": "lightning.pt.ckpt/lightning.pt cannot be read: ",
+        "a damaged table": ".metadata.ckpt/.metadata cannot be read: ",
+        "what was there": "nothing",
+    }.items():
+        assert expected in first[name], (name, first[name])
+
+
+def test_pickled_code_runs_only_where_it_is_trusted(read: Read) -> None:
+    for found in (answers["pickles"] for answers in read.answers):
         assert "tests.ranks.strategies.test_fsdp_checkpoints.Thing" in found["object"]
         assert (
             ".metadata: names tests.ranks.strategies.test_fsdp_checkpoints.plant, which torch"
@@ -391,47 +490,4 @@ def test_pickled_code_runs_only_where_it_is_trusted(tmp_path: Path) -> None:
         )
         assert found["run"] is False
         assert found["object, trusted"] == ("Thing", (4, 8)) and found["table, trusted"] == 12
-    assert (tmp_path / "marker").exists()
-
-
-# -- Versions of modules, by which they load what older ones have saved --
-
-
-class Versioned(nn.Linear):
-    """In its first version it kept the opposite of its weight."""
-
-    _version = 2
-
-    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
-        if metadata.get("version") != 2:
-            state[f"{prefix}weight"] = -state[f"{prefix}weight"]
-        super()._load_from_state_dict(state, prefix, metadata, *args)
-
-
-class OfVersion2(Net):
-    def make_layers(self, blocks: int = 2) -> None:
-        super().make_layers(blocks)
-        self.first = Versioned(8, 8)
-
-
-def versions(folder: Path) -> dict[str, bool]:
-    paths = {"full": folder / "full.ckpt", "parts": folder / "parts.ckpt"}
-    fit(OfVersion2, 2, fsdp()).save_checkpoint(paths["full"])
-    fit(OfVersion2, 2, fsdp(state_dict="sharded")).save_checkpoint(paths["parts"])
-    saved = torch.load(paths["full"], weights_only=True)["state_dict"]
-    answers = {}
-    for kind, strategy in (("full", fsdp()), ("parts", fsdp()), ("full", LockstepDDPStrategy())):
-        trainer = Trainer(**QUIET, devices=2, strategy=strategy)
-        trainer.validate(OfVersion2(), DataLoader(rows(16), 4), ckpt_path=paths[kind], verbose=False)
-        found = weights(trainer).get("first.weight")  # None: this is not rank 0
-        same = found is None or torch.equal(found, saved["first.weight"])
-        answers[f"{kind}, {type(strategy).__name__}"] = same
-    return answers
-
-
-def test_checkpoints_keep_the_versions_of_modules(tmp_path: Path) -> None:
-    first, _ = run_ranks(2, versions, tmp_path, backend=None, timeout=120)
-    assert len(first) == 3 and all(first.values()), first
-    assert consolidate([str(tmp_path / "parts.ckpt")]) == 0
-    plain = torch.load(tmp_path / "parts.consolidated.ckpt", weights_only=True)["state_dict"]
-    assert plain._metadata["first"] == {"version": 2}
+    assert (read.folder / "marker").exists()

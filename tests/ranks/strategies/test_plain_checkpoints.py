@@ -8,7 +8,6 @@ import os
 from collections import defaultdict
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -256,14 +255,7 @@ def check(found: dict[str, Any], rank: int) -> None:
 
 
 def test_runs_go_on_whatever_their_hyperparameters_are(tmp_path: Path) -> None:
-    names = [name for name in STRATEGIES if name != "deepspeed"]
-    for rank, found in enumerate(run_ranks(2, runs, str(tmp_path), names, timeout=200)):
-        check(found, rank)
-
-
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-def test_runs_of_deepspeed_go_on_too(tmp_path: Path) -> None:
-    for rank, found in enumerate(run_ranks(2, runs, str(tmp_path), ["deepspeed"], timeout=200)):
+    for rank, found in enumerate(run_ranks(2, runs, str(tmp_path), [*STRATEGIES], timeout=200)):
         check(found, rank)
 
 

@@ -1,13 +1,12 @@
 """Loaders that give another number of batches than their length says, on two real ranks.
 
-Starting ranks is what costs, so each test runs many small fits in one pair of ranks.
+Starting ranks is what costs, so two pairs of ranks run all the fits.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -198,9 +197,8 @@ def under_deepspeed() -> dict[Any, Any]:
     }
 
 
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-def test_deepspeed_steps_as_ddp_does() -> None:
-    first, second = run_ranks(2, under_deepspeed, backend=None, timeout=240)
+def test_deepspeed_steps_as_ddp_does(found: Found) -> None:
+    first, second = found["deepspeed"]
     for policy, steps in (("truncate", 4), ("join", 6)):
         assert first[policy, None][0] == first[policy, 2][0] == second[policy, 2][0] == steps
         assert first[policy, 2][2] == pytest.approx(first[policy, None][2], abs=1e-5)
@@ -211,9 +209,8 @@ def with_workers() -> Any:
     return fitted("truncate", stream((5, 4), promised=6, **workers))
 
 
-@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
-def test_workers_that_give_fewer_batches_together() -> None:
-    first, second = run_ranks(2, with_workers, backend=None, timeout=120)
+def test_workers_that_give_fewer_batches_together(found: Found) -> None:
+    first, second = found["workers"]
     assert (first[0], first[2]) == (second[0], second[2])
     assert first[0] == 8
 
@@ -233,14 +230,14 @@ def other_loops() -> dict[str, Any]:
     return found
 
 
-def test_in_validation_each_rank_has_its_own_number_of_batches() -> None:
-    both = run_ranks(2, other_loops, backend=None, timeout=120)
-    for found, count in zip(both, GIVEN, strict=True):
+def test_in_validation_each_rank_has_its_own_number_of_batches(found: Found) -> None:
+    both = found["other loops"]
+    for answers, count in zip(both, GIVEN, strict=True):
         for policy in POLICIES:
-            steps, _, _, evaluated = found[policy]
+            steps, _, _, evaluated = answers[policy]
             assert (steps, evaluated) == (8, 2 * count)
-        assert found["predict"] == count
-        assert found["early end"] == 4, "an epoch that ends early is followed by its validation"
+        assert answers["predict"] == count
+        assert answers["early end"] == 4, "an epoch that ends early is followed by its validation"
     assert both[0]["test"] == both[1]["test"]
 
 
@@ -257,9 +254,9 @@ def look_at_hooks() -> dict[str, Any]:
     return {name: fitted("error", rows(2), net=Fetching(), callbacks=cases[name]) for name in cases}
 
 
-def test_a_step_that_fetches_its_batches_must_log_with_a_batch_size() -> None:
-    for found in run_ranks(2, look_at_hooks, backend=None, timeout=60):
-        for text in found.values():
+def test_a_step_that_fetches_its_batches_must_log_with_a_batch_size(found: Found) -> None:
+    for answers in found["fetching"]:
+        for text in answers.values():
             assert "`self.log(..., batch_size=...)` should be provided" in text
 
 
@@ -277,9 +274,31 @@ def loaders_of_libraries() -> list[str]:
     return names
 
 
-def test_nothing_is_sent_for_a_loader_that_keeps_to_its_length() -> None:
-    for names in run_ranks(2, loaders_of_libraries, backend=None, timeout=60):
+def test_nothing_is_sent_for_a_loader_that_keeps_to_its_length(found: Found) -> None:
+    for names in found["loaders"]:
         assert names == ["DataLoader", "DataLoader", "AgreeingLoader"]
+
+
+# -- One group of ranks for what is quick --
+
+Found = dict[str, tuple[Any, Any]]
+
+
+def quick() -> dict[str, Any]:
+    return {
+        "workers": with_workers(),
+        "other loops": other_loops(),
+        "fetching": look_at_hooks(),
+        "loaders": loaders_of_libraries(),
+        "deepspeed": under_deepspeed(),
+    }
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    """What came of each, by rank."""
+    first, second = run_ranks(2, quick, backend=None, timeout=240)
+    return {name: (first[name], second[name]) for name in first}
 
 
 class Epoch:

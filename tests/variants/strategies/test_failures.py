@@ -1,0 +1,191 @@
+"""Scripts as users start them: failures and ways of starting that are not in ``tests/programs``."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_lockstep.distributed import FailureRecord
+from tests.common.distributed.mpi.launch import mpi_environ
+from tests.common.strategies.failures import LIMIT, SAVED, SCRIPT, check_kept, last_lines, run
+from tests.helpers import Script, run_script, start_script
+
+# A rank's line of dashes is shown before what the rank prints next, not held back for a remark of mpirun's.
+DASHES_PASS = r"\[rank 0\] -{60}\n(?:\[rank 1\].*\n)*\[rank 0\] rank 0 trains"
+
+
+def test_two_trainers_in_one_script_share_the_ranks(tmp_path: Path) -> None:
+    earlier = FailureRecord(1, 2, "node7", 3, "exception", "ValueError: of an earlier run")
+    (tmp_path / "failure.json").write_text(earlier.to_json())
+    outcome = run("none", folder=tmp_path)
+    assert not list(tmp_path.iterdir()), "the earlier run's record is gone, and this one has not failed"
+    assert outcome.returncode == 0, outcome.output
+    lines = outcome.stdout.split("\n")
+    for word in ("fitted", "validated"):
+        values = [line.split()[-1] for line in lines if word in line]
+        assert len(values) == 2, outcome.stdout
+        assert len(set(values)) == 1
+    assert outcome.stderr.count("2 ranks") == 1, "the placement is shown once"
+
+
+def test_a_raising_rank_0_ends_the_job_with_its_traceback_last(tmp_path: Path) -> None:
+    outcome = run("raise@0", folder=tmp_path)
+    assert outcome.returncode == 1
+    assert outcome.stderr.count("ValueError: boom in training_step") <= 3
+    assert outcome.stderr.rstrip().endswith(f"ValueError: boom in training_step\n{SAVED}")
+    check_kept(tmp_path, 0, "ValueError: boom in training_step")
+    assert "fit_script.py" in last_lines(outcome.stderr), "the user's own line is in it"
+
+
+def test_an_error_of_ours_on_one_rank_alone_is_not_lost(tmp_path: Path) -> None:
+    outcome = run("ours@1", folder=tmp_path)
+    assert outcome.returncode == 1
+    check_kept(tmp_path, 1, "BatchSizeError: nothing fits")
+    assert re.match(
+        r"rank 1 of 2 \(host .*\) failed at epoch 0, step 5, .*: BatchSizeError: nothing fits$",
+        outcome.stderr.rstrip().splitlines()[-2],
+    ), outcome.stderr
+    assert outcome.stderr.rstrip().endswith(SAVED)
+
+
+def test_an_error_of_ours_on_all_ranks_is_its_message_alone(tmp_path: Path) -> None:
+    """Without the rank that torch's hook puts in front of each line."""
+    outcome = run("ours@all", folder=tmp_path)
+    assert outcome.returncode == 1 and outcome.stderr.rstrip().endswith(SAVED)
+    check_kept(tmp_path, 0, "BatchSizeError: nothing fits")
+    assert "BatchSizeError: nothing fits" in last_lines(outcome.stderr)
+    assert "[rank" not in outcome.stderr, outcome.stderr
+
+
+def test_a_failure_that_the_program_catches_on_all_ranks_is_survived() -> None:
+    """Also if the program ends then, later than the grace period; that it may fit again is in the soak."""
+    outcome = run("pruned")
+    assert outcome.returncode == 0, outcome.output
+    caught = sorted(line for line in outcome.stdout.splitlines() if "caught" in line)
+    assert caught == ["caught on rank 0", "caught on rank 1"]
+    assert "fitted" not in outcome.stdout
+
+
+def test_a_rank_out_of_memory_ends_the_job() -> None:
+    outcome = run("memory@1")
+    assert outcome.returncode == 1
+    assert "DefaultCPUAllocator" in last_lines(outcome.stderr, 3)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_named_with_its_signal(rank: int, tmp_path: Path) -> None:
+    """And with where the others were; of a killed rank 0 the next one prints and keeps the report."""
+    outcome = run(f"kill@{rank}", folder=tmp_path)
+    assert outcome.returncode == (-signal.SIGKILL if rank == 0 else 128 + signal.SIGKILL)
+    if rank == 1:
+        place = "while the others were at epoch 0, step 5, batch 5, stage train"
+        assert re.search(rf"rank 1 of 2 .* was killed by SIGKILL {place}", last_lines(outcome.stderr))
+    else:
+        assert "rank 0 of 2" in outcome.stderr and "was lost" in outcome.stderr
+    assert outcome.stderr.rstrip().endswith(SAVED)
+    check_kept(tmp_path, rank, "killed by SIGKILL" if rank else "ended without reporting an error")
+
+
+def test_sigterm_to_one_rank_ends_all_with_its_exit_code() -> None:
+    outcome = run("term@1")
+    assert outcome.returncode == 128 + signal.SIGTERM
+    said, _, report = outcome.stderr.rpartition("\nlightning-lockstep: ")
+    assert "This run has saved no checkpoint. The callback StopTogether() saves one" in said
+    assert report.startswith("rank 1 of 2 ") and "Traceback" not in report
+    assert "SIGTERMException: it received SIGTERM" in report, outcome.stderr
+
+
+def test_ctrl_c_in_one_rank_is_reported_once_with_the_last_checkpoint(tmp_path: Path) -> None:
+    outcome = run_script([str(SCRIPT), "interrupt@1"], timeout=LIMIT, cwd=tmp_path)
+    assert outcome.returncode == 130, outcome.output
+    (place,) = re.findall(r"rank 1 of 2 \(.*\) was interrupted at (.*): KeyboardInterrupt", outcome.stderr)
+    assert place == "epoch 0, step 5, batch 5, stage train, in training_step"
+    path = tmp_path / "saved" / "step=4.ckpt"
+    assert f"fit(..., ckpt_path='{path}'). The callback StopTogether(signals=[" in outcome.stderr
+    assert path.exists()
+
+
+def test_sigterm_ends_a_prediction() -> None:
+    outcome = run("predict@0")
+    assert outcome.returncode == 128 + signal.SIGTERM, outcome.output
+    assert "predicted all" not in outcome.stdout
+
+
+def test_a_closed_standard_error_ends_no_run() -> None:
+    outcome = run_script(["bash", "-c", '"$0" "$1" none 2>&-', sys.executable, str(SCRIPT)], timeout=LIMIT)
+    assert outcome.stdout.count("fitted") == 2 and outcome.stdout.count("validated") == 2, outcome.output
+    assert outcome.returncode in (0, 120), "120 is Python's own for a stream that it cannot flush"
+    assert outcome.leftovers == ()
+
+
+def endless(method: str, folder: Path) -> Script:
+    env = mpi_environ() if method == "mpi" else None
+    return start_script([str(SCRIPT), "endless", method], env=env, cwd=folder)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("method", "number"),
+    [("mpi", signal.SIGUSR1), ("spawn", signal.SIGTERM), ("fork", signal.SIGUSR1), ("popen", signal.SIGTERM)],
+)
+def test_a_signal_to_the_started_process_stops_all_ranks_with_a_checkpoint(
+    method: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    with endless(method, tmp_path) as script:
+        script.wait_for(DASHES_PASS if method == "mpi" else "trains", timeout=LIMIT)
+        script.send_signal(number)
+        outcome = script.finish(LIMIT)
+    assert outcome.returncode == 75, outcome.output
+    assert f"received {number.name}" in outcome.stderr and outcome.leftovers == ()
+    assert (tmp_path / "stopped" / "preempted.ckpt").exists()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("method", ["mpi", "spawn", "fork"])
+def test_ranks_end_when_the_started_process_is_killed(method: str, tmp_path: Path) -> None:
+    with endless(method, tmp_path) as script:
+        script.wait_for("trains", timeout=LIMIT)
+        script.send_signal(signal.SIGKILL)
+        outcome = script.finish(LIMIT, settle=30)
+    assert outcome.leftovers == (), outcome.output
+
+
+@pytest.mark.mpi
+def test_output_that_nobody_reads_does_not_hold_mpirun_up() -> None:
+    pipeline = f"{sys.executable} {SCRIPT} chatty mpi | head -1; exit ${{PIPESTATUS[0]}}"
+    outcome = run_script(["bash", "-c", pipeline], env=mpi_environ(), timeout=LIMIT)
+    assert outcome.returncode == 0 and not outcome.timed_out, outcome.output
+    assert outcome.leftovers == ()
+    assert outcome.stderr.count("standard output cannot be written to ([Errno 32] Broken pipe)") == 1
+
+
+@pytest.mark.parametrize(("method", "fault"), [("fork", "raise@1"), ("fsdp", "raise@1"), ("fsdp", "kill@1")])
+def test_started_by_multiprocessing_or_with_a_part_of_the_model_each(
+    method: str, fault: str, tmp_path: Path
+) -> None:
+    outcome = run(fault, method, folder=tmp_path)
+    assert outcome.returncode == (1 if fault == "raise@1" else 128 + signal.SIGKILL)
+    assert "rank 1 of 2" in outcome.stderr
+    end = "ValueError: boom in training_step" if fault == "raise@1" else "killed by SIGKILL"
+    assert end in last_lines(outcome.stderr, 5) and outcome.stderr.rstrip().endswith(SAVED)
+    assert "caught RankFailedError" in outcome.stdout
+    check_kept(tmp_path, 1, end)
+
+
+def test_sigterm_to_all_forked_ranks_ends_the_program() -> None:
+    """Lightning's exception for it is a SystemExit without a code."""
+    outcome = run("term@all", "fork")
+    assert outcome.returncode == 128 + signal.SIGTERM
+    end = "SIGTERMException: it received SIGTERM\nThe other ranks were stopped.\n"
+    assert outcome.stderr.rstrip().endswith(end + SAVED)
+
+
+def test_forked_ranks_finish_after_a_trainer_of_one_rank() -> None:
+    """This process was the one rank of an earlier Trainer, which had a port of its own."""
+    outcome = run("alone-first", "fork")
+    assert outcome.returncode == 0, outcome.output
+    assert "rank 0 fitted" in outcome.stdout

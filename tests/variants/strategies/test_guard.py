@@ -1,0 +1,79 @@
+"""The collective guard: ways to part and to start that are not in ``tests/programs``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.common.distributed.mpi.launch import mpi_environ
+from tests.common.strategies.guard import LIMIT, SCRIPT, check_different, check_kept, check_stall, ended, run
+from tests.helpers import run_script
+
+
+@pytest.mark.parametrize(
+    ("case", "start", "expected"),
+    [
+        (
+            "operations",
+            "spawn",
+            (r"0 all_reduce\(sum\) float32 \(4,\) .* in part_ways", r"1 broadcast from 0 .* <- differs"),
+        ),
+        ("roots", "fork", (r"0 broadcast from 0 float32", r"1 broadcast from 1 float32 .* <- differs")),
+        ("messages", "popen", (r"0 receive from 1 .* in part_ways", r"1 receive from 0 .* in part_ways")),
+        ("caught", "popen", (r"0 all_reduce float32 \(4,\)", r"1 all_reduce float32 \(40,\) backward")),
+        # One that calls a layer alone, to log, gathers one part more.
+        ("alone", "fsdp", (r"0 all_gather float32 .* backward", r"1 all_reduce float32 .* <- differs")),
+    ],
+)
+def test_ranks_that_call_different_things_raise_the_same(
+    tmp_path: Path, case: str, start: str, expected: tuple[str, str]
+) -> None:
+    check_different(tmp_path, case, start, expected)
+
+
+def test_a_rank_that_leaves_a_layer_out_gets_the_error_of_ddp(tmp_path: Path) -> None:
+    """The other one waits for its gradients; DDP says at the next step which parameters were not used."""
+    outcome = run(tmp_path, "unused")
+    assert outcome.returncode == 1, outcome.output
+    assert "rank 1 raises RuntimeError" in outcome.stdout
+    assert "rank 0 raises RankFailedError" in outcome.stdout
+    assert "Parameter indices which did not receive grad for rank 1: 2 3" in outcome.stderr
+    assert "Collective" not in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("case", "start", "place"),
+    [
+        ("loader", "popen", r"\w+.py:\d+ in \w+"),
+        ("sleep", "fsdp", r"guard_script.py:\d+ in keep_waiting"),
+    ],
+)
+def test_a_rank_that_never_comes_is_named_with_its_place(
+    tmp_path: Path, case: str, start: str, place: str
+) -> None:
+    outcome = run(tmp_path, case, start)
+    check_stall(outcome, place)
+    check_kept(outcome, tmp_path, "CollectiveStallError: rank 1 never came to collective #")
+
+
+@pytest.mark.mpi
+def test_a_rank_that_never_comes_over_mpi_is_named_with_its_place(tmp_path: Path) -> None:
+    script = [str(SCRIPT), "sleep", str(tmp_path), "mpi"]
+    outcome = ended(run_script(script, timeout=LIMIT, env=mpi_environ()))
+    check_stall(outcome, r"guard_script.py:\d+ in keep_waiting")
+    check_kept(outcome, tmp_path, "CollectiveStallError: rank 1 never came to collective #")
+
+
+def test_a_job_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "pause")
+    assert outcome.returncode == 0, outcome.output
+    assert "never came" not in outcome.output
+
+
+def test_what_is_not_seen_is_said_once(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "blind")
+    assert outcome.output.count("guard='watch' does not see the all_reduce that rank 0 waits in") == 1, (
+        outcome.output
+    )
+    assert "TORCH_FR_BUFFER_SIZE=0" in outcome.output
