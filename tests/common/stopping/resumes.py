@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -338,8 +339,13 @@ class Asks(Callback):
 
 
 def breaks(net: Net) -> None:
-    if net.global_rank == world() - 1:
-        set_breakpoint("enough")
+    if net.global_rank != world() - 1:
+        return
+    set_breakpoint("enough")
+    (stop,) = (one for one in net.trainer.callbacks if isinstance(one, StopTogether))  # type: ignore[attr-defined]
+    deadline = time.monotonic() + 30
+    while not stop._agreement._attention and time.monotonic() < deadline:
+        time.sleep(0.01)  # else all batches may be done before rank 0 has heard of it
 
 
 def an_hour_passes(net: Net) -> None:
@@ -381,7 +387,7 @@ def ways_to_stop(folder: str, names: list[str]) -> dict[str, Any]:
                 how["max_steps"] = batches + 2
             first = fit(name, *callbacks, saves_to=path, **how, **options).seen
             resumed = fit(name, ckpt_path=path, **options).seen
-            # On a busy machine a rank hears of a breakpoint some steps later.
+            # A rank may hear of a breakpoint some steps later.
             right = batches < len(first) < len(whole) and first + resumed == whole
             rows[f"{name}, {stop}"] = "exact" if right else (first, resumed)
         for at, (settings, number, options) in CHECKPOINTS.items():

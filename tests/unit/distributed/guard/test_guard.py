@@ -210,7 +210,7 @@ def test_reports_go_to_the_folder_of_the_logger_or_of_the_trainer(
             tmp_path / "logs/lightning_logs/version_4",
         ),
         ({"logger": False}, tmp_path),
-        ({"logger": True, "fast_dev_run": True}, None),
+        ({"logger": CSVLogger(tmp_path / "logs"), "fast_dev_run": True}, None),
         ({"default_root_dir": "s3://bucket/run", "logger": False}, None),
     ]
     for options, expected in given:
