@@ -308,8 +308,10 @@ def tell_batch_by(function: Callable[[], str]) -> None:
 def batch_of_call() -> str:
     """Return the batch in which the calling thread calls a collective; nothing if it is not the one that trains."""
     thread = threading.current_thread()
-    # Threads of autograd, which Python calls so, belong to the batch; those of a program may be ahead or behind.
-    return _batch() if thread is _trains or thread.name.startswith("Dummy-") else ""
+    # Threads of autograd and of gloo, which Python calls so, and those in which mpi4py's futures complete belong to
+    # the batch: one and the same callback runs there on one rank and in the thread that trains on another. Threads of a
+    # program may be ahead or behind.
+    return _batch() if thread is _trains or thread.name.startswith(("Dummy-", "lockstep-mpi")) else ""
 
 
 @functools.lru_cache(4)  # asked for each call

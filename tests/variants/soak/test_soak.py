@@ -31,10 +31,14 @@ PLANS = (
     Plan(29, "spawn", 2, (), "usr1_parent", 0),
     Plan(30, "fork", 2, CALLBACKS, "ctrl_c", 1),
     Plan(31, "popen", 2, (), "ctrl_c_twice", 0),
+    Plan(32, "popen", 2, ("stop",), "term_parent", 0),
+    Plan(33, "spawn", 2, ("stop",), "term_parent", 0),
+    Plan(34, "fork", 2, ("stop",), "usr1_parent", 0),
 )
 MPI_PLANS = (
     Plan(41, "mpirun", 2, (), "ours", 1),
     Plan(42, "mpirun", 2, ("overflow",), "kill", 0),
+    Plan(45, "mpirun", 2, ("stop",), "usr1_parent", 0),
     Plan(43, "open_mpi", 2, CALLBACKS, "ctrl_c", 0),
     Plan(44, "mpich", 2, ("early",), "raise_all", 1),
 )
