@@ -124,7 +124,13 @@ def test_a_backward_before_torch_xla_has_its_devices_is_explained(tmp_path: Path
         "from pathlib import Path; from tests.sites.xla.digits import fitted, spmd\n"
         f"fitted(Path({str(tmp_path)!r}), spmd())"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert done.returncode == 1
     assert (
         "ConfigurationError: A backward has run in this process before torch-xla had its devices"
