@@ -1,8 +1,8 @@
-"""What the strategy for XLA devices says where torch-xla is not installed; with it: tests/xla."""
+"""What the strategy for XLA devices says where torch-xla is not installed; with it: tests/sites/xla.
+
+Not in tests/unit, which runs beside torch-xla too."""
 
 from __future__ import annotations
-
-import importlib.util
 
 import lightning as L
 import pytest
@@ -11,7 +11,6 @@ import lightning_lockstep  # noqa: F401 - registers the strategy
 from lightning_lockstep.errors import MissingExtraError
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch_xla") is not None, reason="torch_xla is installed here")
 def test_a_trainer_cannot_be_made_without_torch_xla() -> None:
     with pytest.raises(
         MissingExtraError, match=r"strategy='lockstep_xla_spmd' needs the package 'torch_xla'"
