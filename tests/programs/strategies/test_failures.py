@@ -131,3 +131,9 @@ def test_two_nodes_started_by_hand() -> None:
     assert re.findall(r"rank 0 fitted (\S+)", outcome.stdout) == re.findall(
         r"rank 1 fitted (\S+)", second.stdout
     )
+
+
+def test_a_rank_out_of_memory_ends_the_job() -> None:
+    outcome = run("memory@1")
+    assert outcome.returncode == 1
+    assert "DefaultCPUAllocator" in last_lines(outcome.stderr, 3)

@@ -96,3 +96,17 @@ def test_the_report_goes_to_the_run_folder_of_hydra_where_that_is_the_current_on
         supervisor._trainer = lambda: trainer
         monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # as in a spawned rank
         assert supervisor._folder() == expected
+
+
+def test_a_job_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "pause")
+    assert outcome.returncode == 0, outcome.output
+    assert "never came" not in outcome.output
+
+
+def test_what_is_not_seen_is_said_once(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "blind")
+    assert outcome.output.count("guard='watch' does not see the all_reduce that rank 0 waits in") == 1, (
+        outcome.output
+    )
+    assert "TORCH_FR_BUFFER_SIZE=0" in outcome.output

@@ -47,12 +47,6 @@ def test_a_failure_that_the_program_catches_on_all_ranks_is_survived() -> None:
     assert "fitted" not in outcome.stdout
 
 
-def test_a_rank_out_of_memory_ends_the_job() -> None:
-    outcome = run("memory@1")
-    assert outcome.returncode == 1
-    assert "DefaultCPUAllocator" in last_lines(outcome.stderr, 3)
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_is_named_with_its_signal(rank: int, tmp_path: Path) -> None:
     """And with where the others were; of a killed rank 0 the next one prints and keeps the report."""
