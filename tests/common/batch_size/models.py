@@ -121,7 +121,7 @@ class Mid(Walled):
     """Each micro-batch of more than ``fits`` samples runs out of memory in the batches of ``only``."""
 
     def __init__(self, *, fits: int, use_norm: bool = False, **kwargs: Any) -> None:
-        super().__init__(fits, rows=16 * 24, batch_size=16, **kwargs)
+        super().__init__(fits, rows=15 * 24, batch_size=15, **kwargs)  # parts of 3 and 4 samples
         if not use_norm:
             self.norm = nn.Identity()
 

@@ -17,6 +17,7 @@ PLANS = (
     Plan(5, "popen", 2, (), "stderr", 0),
     Plan(6, "spawn", 2, ("overflow", "stop", "early", "logging"), "kill", 1),
     Plan(7, "fork", 2, ("early",), "term_rank", 1),
+    Plan(10, "spawn", 2, ("stop",), "term_parent", 0),
 )
 MPI_PLANS = (
     Plan(8, "mpirun", 2, ("stop",), "term_parent", 0),

@@ -221,6 +221,11 @@ def main():
                 found["not compared"] += 1
             elif wrong:
                 found["wrong"].append(f"{name} {dtype} {shape} {op} group {ranks}: {wrong}")
+    # Reductions go to MPI in pieces of 8 MB; the last one is shorter.
+    numbers = torch.arange(2**21 + 5) % 7
+    large = (numbers * (rank + 1)).float()
+    dist.all_reduce(large, group=dist.new_group(backend="mpi4py"))
+    found["large"] = torch.equal(large, (numbers * sum(range(1, size + 1))).float())
     found["uneven"] = uneven.all_cases()
     found["uneven mismatches"] = uneven.mismatches()
     found["missed backward"] = missed_backward(rank)

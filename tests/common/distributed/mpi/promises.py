@@ -127,6 +127,7 @@ LATE: dict[str, Holds] = {
 #: Of program_operations.py.
 OPERATIONS: dict[str, Holds] = {
     "wrong": all_are([]),
+    "large": all_are(True),
     "cases": lambda *seen: seen[0] > 400,
     "uneven": lambda *seen: not any(any(one.values()) for one in seen),
     "uneven mismatches": lambda zero, *others: all(
