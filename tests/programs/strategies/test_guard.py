@@ -102,11 +102,3 @@ def test_a_job_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
     outcome = run(tmp_path, "pause")
     assert outcome.returncode == 0, outcome.output
     assert "never came" not in outcome.output
-
-
-def test_what_is_not_seen_is_said_once(tmp_path: Path) -> None:
-    outcome = run(tmp_path, "blind")
-    assert outcome.output.count("guard='watch' does not see the all_reduce that rank 0 waits in") == 1, (
-        outcome.output
-    )
-    assert "TORCH_FR_BUFFER_SIZE=0" in outcome.output
