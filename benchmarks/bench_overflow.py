@@ -263,7 +263,7 @@ def run(quick: bool) -> Report:
         title = f"{workload.title}, {workload.threads} thread{'s' * (workload.threads > 1)}"
         ours = [NONE, REPLAY, HOOKS] + ([EMPTY] if "SGD" in workload.title else [])
         cycles = (
-            max(2, workload.cycles // (2 if chosen_device() == "cuda" else 10)) if quick else workload.cycles
+            max(2, workload.cycles // (5 if chosen_device() == "cuda" else 10)) if quick else workload.cycles
         )
         samples = measure(workload, ours, cycles)
         tables.append(Comparison(title, samples, peer=NONE, at_most=workload.goals))

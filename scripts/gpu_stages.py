@@ -41,7 +41,7 @@ class Stage:
 STAGES = [
     Stage(
         "every callback on one card",
-        75,
+        100,
         ("tests/programs/strategies/test_on_a_device.py",),
         "every",
         topics=("callbacks",),
@@ -62,7 +62,7 @@ STAGES = [
         75,
         tuple(
             f"tests/{cost}/{room}"
-            for room in ("batch_size", "overflow", "replicas", "steps")
+            for room in ("batch_size", "numerics", "overflow", "replicas", "steps")
             for cost in ("unit", "ranks", "programs")
             if (ROOT / "tests" / cost / room).exists()
         ),

@@ -106,6 +106,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Report a test under the name by which ``--last-failed`` and the command line find it."""
     if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker compares it with the name that has the group
         report.nodeid = costs.without_group(report.nodeid)
+        if report.failed and DEVICE in os.environ:  # a stage of scripts/gpu may be cut off before the end
+            print(f"\n{report.longreprtext[-4000:]}")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -184,33 +185,23 @@ def any_bad(tensors: Sequence[Tensor]) -> bool:
     """Return whether any tensor holds a nan or an infinity; they keep their values. On a GPU this waits once."""
     # On the CPU neither ``isfinite().all()`` nor an infinity norm is vectorised, and for small tensors a call
     # each costs more than reading them. The operation with which ``torch.amp.GradScaler`` unscales gradients
-    # takes a whole list in one call, on the CPU and on a GPU; with a scale of one it leaves them as they are.
-    try:
-        return _any_bad_fused(tensors)
-    except (RuntimeError, NotImplementedError, TypeError):
-        # A sparse tensor, a DTensor, one of another device or another that the operation refuses is among them.
+    # takes a whole list of any dtypes in one call; with a scale of one it leaves them as they are. On a GPU it
+    # refuses bfloat16 and writes what it has read, and a norm of the whole list is as few calls.
+    flags: list[Tensor] = []
+    others: list[Tensor] = []
+    if tensors and tensors[0].is_cpu:
+        with suppress(RuntimeError, NotImplementedError, TypeError):
+            found = torch.zeros(1)
+            non_finite_check()(tensors, found, torch.ones(()))
+            flags.append(found)
+        # Else a sparse tensor, a DTensor, one of another device or another that the operation refuses is among them.
+    if not flags:
         usual: dict[torch.device, list[Tensor]] = defaultdict(list)
-        others: list[Tensor] = []
         for tensor in tensors:
             (usual[tensor.device] if _is_usual(tensor) else others).append(tensor)
-        return any(map(_any_bad_fused, usual.values())) or any(map(has_bad_values, others))
-
-
-def _any_bad_fused(tensors: Sequence[Tensor]) -> bool:
-    if not tensors:
-        return False
-    groups: dict[tuple[torch.device, torch.dtype | None], list[Tensor]] = defaultdict(list)
-    if (
-        tensors[0].device.type == "cpu"
-    ):  # the kernel takes any mixture of dtypes; sorting them would cost more
-        groups[tensors[0].device, None] = list(tensors)
-    else:
-        for tensor in tensors:
-            groups[tensor.device, tensor.dtype].append(tensor)
-    found = {device: torch.zeros(1, device=device) for device, _ in groups}
-    for (device, _), group in groups.items():
-        non_finite_check()(group, found[device], torch.ones((), device=device))
-    return any(bool(flag) for flag in found.values())
+        with torch.no_grad():
+            flags = [~torch.nn.utils.get_total_norm(group, math.inf).isfinite() for group in usual.values()]
+    return any(bool(flag) for flag in flags) or any(map(has_bad_values, others))
 
 
 def _is_usual(tensor: Tensor) -> bool:

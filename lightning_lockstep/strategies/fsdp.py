@@ -179,6 +179,12 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
                     f"process_group_backend={startup.backend!r} with offload='cpu': expected {_BOTH!r} (the default),"
                     " as the ranks also reduce norms of gradients, which are in the memory of the host."
                 )
+        given_backend = startup.backend or ""
+        if device_type == "cuda" and "gloo" in given_backend and "nccl" not in given_backend:
+            raise ConfigurationError(
+                f"process_group_backend={given_backend!r} on GPUs: expected 'nccl' (the default): over gloo a"
+                " process that gathers whole weights of a GPU ends with a segmentation fault."
+            )
         super()._configure_launcher()
         self._mesh_sizes()
         given = given_to_trainer("callbacks") or ()

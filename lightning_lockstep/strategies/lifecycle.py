@@ -52,6 +52,7 @@ from lightning_lockstep._doors.lightning import (
     ParallelStrategy,
     Precision,
     Strategy,
+    _destroy_dist_connection,
     rank_zero_only,
     reset_seed,
 )
@@ -61,7 +62,7 @@ from lightning_lockstep._settings import launcher_pid
 from lightning_lockstep._text import say
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.distributed.checkpoint_folder import whole_folder
-from lightning_lockstep.distributed.failure.process_exit import outcome
+from lightning_lockstep.distributed.failure.process_exit import at_exit, outcome
 from lightning_lockstep.distributed.guard.records import size_flight_recorder
 from lightning_lockstep.distributed.plain_data import load_without_objects, objects_in_checkpoint
 from lightning_lockstep.distributed.process_group import (
@@ -148,6 +149,8 @@ class RankStartup:
             device=self.device_of_group(strategy),
             name=getattr(strategy.cluster_environment, "rendezvous_name", None),
         )
+        if is_new and "nccl" in self.backend:  # which warns at exit of what nobody has destroyed
+            at_exit(_destroy_dist_connection)
         return is_new
 
     def device_of_group(self, strategy: Any) -> torch.device:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import LockstepFSDPStrategy
 from lightning_lockstep._doors.lightning import LightningModule, Trainer, seed_everything
-from tests.helpers import chosen_device, on_device
+from tests.helpers import on_device
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -137,10 +137,4 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 
 def fsdp(**options: Any) -> LockstepFSDPStrategy:
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    if chosen_device() == "cuda" and ranks > torch.cuda.device_count():
-        options = {
-            "process_group_backend": "gloo",
-            **options,
-        }  # also where nccl would take what is on the card
     return LockstepFSDPStrategy(**{"shard": "Block", **options})

@@ -92,7 +92,7 @@ def test_a_real_limit_is_found_and_kept_to_afterwards(
     assert source == (full if kind == "full" else kind) and trials <= 14 and size > 150
     if kind == "memory_limit":
         # A heap that keeps what is freed would end anywhere; here only what is alive counts.
-        assert 220 < size < 480
+        assert (220 if device == "cpu" else 150) < size < 480  # the libraries of a card take some of it
         assert max(answer[3] for answer in answers) < 1.05
 
 

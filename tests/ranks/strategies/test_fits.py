@@ -97,7 +97,7 @@ def loader(batches: int, sized: bool = True) -> DataLoader[Any]:
 
 def fit(net: Net, data: Any, *, strategy: Any = None, epochs: int = 2, **options: Any) -> Trainer:
     trainer = Trainer(
-        **{**QUIET, **on_device(2), "max_epochs": epochs, **options},
+        **{**QUIET, **on_device(options.pop("devices", 2)), "max_epochs": epochs, **options},
         strategy=strategy or LockstepDDPStrategy(),
     )
     trainer.fit(net, data)
@@ -355,7 +355,7 @@ def one_rank() -> dict[str, Any]:
     answers: dict[str, Any] = {}
     for strategy in ("auto", LockstepDDPStrategy()):
         net = seeded()
-        trainer = fit(net, loader(4), strategy=strategy, **on_device(1))
+        trainer = fit(net, loader(4), strategy=strategy, devices=1)
         answers[type(trainer.strategy).__name__] = (trainer.global_step, net.digest())
     answers["backend"] = torch.distributed.get_backend()
     return answers

@@ -79,10 +79,11 @@ def test_detect_overflow_says_what_it_saw(caplog: pytest.LogCaptureFixture) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_the_fused_check_sees_each_bad_value_and_leaves_the_rest_alone(
-    dtype: torch.dtype, value: float
+    dtype: torch.dtype, value: float, device: str
 ) -> None:
     torch.manual_seed(0)
     tensors = [torch.randn(5, 7).to(dtype), torch.randn(300).to(dtype)[::3], torch.randn(()), torch.randn(4)]
+    tensors = [tensor.to(device) for tensor in tensors]
     before = [t.clone() for t in tensors]
     assert any_bad(tensors) is False
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))

@@ -29,7 +29,7 @@ class Opaque(torch.autograd.Function):
 
 class Mask(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return torch.zeros_like(x).masked_fill(torch.arange(WIDTH) > 5, float("-inf"))
+        return torch.zeros_like(x).masked_fill(torch.arange(WIDTH, device=x.device) > 5, float("-inf"))
 
 
 class Step(LightningModule):
@@ -42,7 +42,9 @@ class Step(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         x, zero = self.layer(batch), 0.0 if batch_idx == 1 else 1.0
-        x = torch.softmax(x.masked_fill(torch.arange(WIDTH) > 5, float("-inf")), -1) + 1  # meant
+        x = (
+            torch.softmax(x.masked_fill(torch.arange(WIDTH, device=x.device) > 5, float("-inf")), -1) + 1
+        )  # meant
         if self.how == "log":
             x = torch.log(x.abs() * zero + (1 - zero) * 0.0)  # the logarithm
         if self.how == "division":
