@@ -20,6 +20,7 @@ from lightning.fabric.utilities import move_data_to_device as move_data_to_devic
 from lightning.fabric.utilities.data import _set_sampler_epoch as _set_sampler_epoch
 from lightning.fabric.utilities.distributed import _destroy_dist_connection as _destroy_dist_connection
 from lightning.fabric.utilities.rank_zero import rank_zero_only as rank_zero_only
+from lightning.pytorch.utilities.seed import isolate_rng as isolate_rng
 from lightning.fabric.utilities.seed import reset_seed as reset_seed
 from lightning.pytorch import Callback as Callback
 from lightning.pytorch import LightningDataModule as LightningDataModule
@@ -49,6 +50,7 @@ from lightning.pytorch.loops.optimization.automatic import Closure as Closure
 from lightning.pytorch.loops.optimization.automatic import ClosureResult as ClosureResult
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as _AutomaticOptimization
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization as _ManualOptimization
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision as DeepSpeedPrecision
 from lightning.pytorch.plugins.precision import DoublePrecision as DoublePrecision
 from lightning.pytorch.plugins.precision import HalfPrecision as HalfPrecision

@@ -317,6 +317,7 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         if stage != 2 or not self._module.automatic_optimization:
             return super().training_step(*args, **kwargs)
         output = DeepSpeedStrategy.training_step(self, *args, **kwargs)
+        self.lifecycle.weigh(output, [*args, *kwargs.values()][0])
         why = "DeepSpeed's stage 2 adds up gradients in the order in which the backward gives them"
         return with_loss_of_every_rank(output, self.is_padding_batch(), why)
 

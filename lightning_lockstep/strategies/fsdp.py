@@ -303,9 +303,10 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step, after which every rank takes part in the backward."""
-        output = DDPStrategy.training_step(self, *args, **kwargs)
         if not self._module.automatic_optimization:
-            return output
+            return super().training_step(*args, **kwargs)
+        output = DDPStrategy.training_step(self, *args, **kwargs)
+        self.lifecycle.weigh(output, [*args, *kwargs.values()][0])
         why = "the ranks gather and reduce the parts of the model together in the backward"
         return with_loss_of_every_rank(output, self.is_padding_batch(), why)
 

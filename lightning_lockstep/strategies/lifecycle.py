@@ -45,6 +45,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_lockstep._doors.lightning import (
     ClusterEnvironment,
@@ -53,10 +54,15 @@ from lightning_lockstep._doors.lightning import (
     Precision,
     Strategy,
     _destroy_dist_connection,
+    extract_batch_size,
     rank_zero_only,
     reset_seed,
 )
-from lightning_lockstep._doors.lightning_internals import given_to_trainer, weights_only_of_run
+from lightning_lockstep._doors.lightning_internals import (
+    asks_for_training_loader,
+    given_to_trainer,
+    weights_only_of_run,
+)
 from lightning_lockstep._registry import public, strategy_repr
 from lightning_lockstep._settings import launcher_pid
 from lightning_lockstep._text import say
@@ -86,6 +92,8 @@ from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 from lightning_lockstep.launchers.subprocess_script import ScriptLauncher, connected_rank
 from lightning_lockstep.logs.logger import fold_library_warnings
 from lightning_lockstep.numerics.precision import requested_precision, resolve_precision
+from lightning_lockstep.loaders.global_order import check_samples, divided, marked, samples_in
+from lightning_lockstep.loaders.weights import StepWeights, samples_of_batch
 from lightning_lockstep.stopping.loader_position import LoaderPosition
 from lightning_lockstep.strategies.options import (
     LifecycleSettings,
@@ -180,6 +188,9 @@ class RankLifecycle:
         self.startup = startup or RankStartup(settings.start_method)
         self.supervisor = RankSupervisor(settings.supervisor)
         self._uneven_inputs = UnevenInputs(settings.uneven_inputs)
+        self.weights = StepWeights()
+        self.micro_batches: tuple[int, ...] | None = None  # samples of all ranks in each of an optimizer step, if set
+        self._share: tuple[int, int] | None = None  # this rank's place among those that divide loaders, and their number
         self._strategy, self._precision = strategy, precision
         self.last_checkpoint = ""  # that this run has saved
 
@@ -262,17 +273,45 @@ class RankLifecycle:
         alone = isinstance(environment, AloneEnvironment)
         rank_zero_only.rank = environment.connected_rank if alone else environment.global_rank()  # type: ignore[attr-defined]
 
+    def sampler_kwargs(self, given: Mapping[str, int]) -> dict[str, int]:
+        """Return what Lightning makes a sampler with: one that :meth:`process_dataloader` knows again and divides."""
+        module = self._strategy.lightning_module
+        trainer = None if module is None else module.trainer
+        if trainer is None or trainer.overfit_batches:
+            return dict(given)
+        self._share = given["rank"], given["num_replicas"]
+        return marked(given, predicts=bool(trainer.predicting))
+
     def process_dataloader(self, dataloader: object) -> object:
-        """Make every rank take the same number of training batches of a loader. Ranks: all; a gather."""
+        """Give this rank its part of a loader, and all ranks as many batches. Ranks: all; a gather."""
         module = self._strategy.lightning_module
         if module is None:
             return dataloader
+        trains = asks_for_training_loader(module.trainer)
+        if self._share is not None:
+            rank, ranks = self._share
+            sizes = self.micro_batches if trains else None
+            divided_loader = divided(dataloader, rank=rank, ranks=ranks, trains=trains, micro_batches=sizes)
+            if divided_loader is not dataloader:
+                check_samples(current_communicator().gather(samples_in(divided_loader)))
+                return divided_loader
         return self._uneven_inputs.even(dataloader, module.trainer, current_communicator())
 
     def is_padding_batch(self) -> bool:
         """Return whether this rank's current training batch is a padding batch, which must contribute nothing."""
         module = self._strategy.lightning_module
-        return module is not None and self._uneven_inputs.is_padding_batch(module.trainer)
+        if module is None:
+            return False
+        sizes = samples_of_batch(module.trainer, module.trainer.fit_loop.epoch_loop.batch_idx)
+        return self._uneven_inputs.is_padding_batch(module.trainer) if sizes is None else sizes[0] == 0
+
+    def weigh(self, output: Any, batch: Any) -> None:
+        """Find what the loss of a micro-batch counts, which has had its forward. Ranks: all, if they count items."""
+        trainer = self._strategy.lightning_module.trainer
+        samples = None
+        if self._uneven_inputs.ends_differ(trainer):
+            samples = 0 if self.is_padding_batch() else extract_batch_size(batch)
+        self.weights.of_step(trainer, output, samples, current_communicator())
 
     def contributing(self) -> AbstractContextManager[None]:
         """Let every rank take part in the reductions of the training step that runs in this context."""
@@ -299,6 +338,7 @@ class RankLifecycle:
     def teardown(self) -> None:
         """Forget the loaders of this run; the ranks stay connected for a next call of the Trainer."""
         self._uneven_inputs.clear()
+        self.weights.clear()
 
     def _add_callbacks(self) -> None:
         """Give a fit what continues a resumed epoch, and under Slurm a ``StopTogether``, unless it has them."""
@@ -478,13 +518,31 @@ class LifecycleHooks(PlainCheckpoints, ParallelStrategy):
         """Make every rank take the same number of training batches."""
         return self.lifecycle.process_dataloader(super().process_dataloader(dataloader))
 
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """How Lightning makes the samplers of loaders, which are divided among the ranks afterwards."""
+        return self.lifecycle.sampler_kwargs(super().distributed_sampler_kwargs)
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step, in which every rank contributes to the reductions."""
-        with self.lifecycle.contributing():
+        if not self._module.automatic_optimization:
+            self.lifecycle.weights.of_manual_step(self._module.trainer, current_communicator().world_size)
             return super().training_step(*args, **kwargs)
+        with self.lifecycle.contributing():
+            output = super().training_step(*args, **kwargs)
+        self.lifecycle.weigh(output, [*args, *kwargs.values()][0])
+        return output
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the backward of a loss, which counts as much as its micro-batch has of its optimizer step's samples."""
+        return super().backward(self.lifecycle.weights.weighted(closure_loss), *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Make an optimizer's step. Ranks: for LBFGS all, together; an all-reduce each time it asks for the loss."""
+        if self._module.automatic_optimization:
+            closure = self.lifecycle.weights.correcting(
+                closure, optimizer, self._module.trainer.accumulate_grad_batches
+            )
         if isinstance(optimizer, torch.optim.LBFGS) and current_communicator().world_size > 1:
             closure = partial(_mean_loss, closure)
         return super().optimizer_step(optimizer, closure, *args, **kwargs)
@@ -507,6 +565,13 @@ class LifecycleHooks(PlainCheckpoints, ParallelStrategy):
     def is_padding_batch(self) -> bool:
         """Return whether this rank's current training batch is a padding batch, which must contribute nothing."""
         return self.lifecycle.is_padding_batch()
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a value over all ranks. Ranks: all, together."""
+        # Lightning divides a logged mean by the mean of the ranks' samples, and cuts that to a whole number.
+        if isinstance(tensor, Tensor) and not tensor.dtype.is_floating_point and reduce_op in ("mean", "avg", None):
+            tensor = tensor.float()
+        return super().reduce(tensor, group, reduce_op)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None

@@ -150,6 +150,12 @@ class UnevenInputs:
         last = min(own) if combined[1] == "min_size" else max(own)
         return bool(trainer.fit_loop.epoch_loop.batch_idx >= last)
 
+    def ends_differ(self, trainer: Any) -> bool:
+        """Return whether a rank may have run out of training batches while others have not."""
+        if self._policy != "join" or combined_training_loader(trainer) is None:
+            return False
+        return any(hasattr(loader, "own_batches") for loader in loaders_in_use(trainer.fit_loop))
+
     def clear(self) -> None:
         self._lengths.clear()
 

@@ -1,0 +1,195 @@
+"""One order of samples for all ranks: each epoch is cut into global batches, and each of those divided among the ranks.
+
+Lightning gives a loader a sampler that draws the order by seed and epoch and repeats samples until all ranks have as
+many. Here that sampler gives the whole order. Of each global batch rank ``r`` gets ``batch[r::ranks]``, so that a step
+sees the same samples on any number of ranks, and the parts differ by one sample at most. Every rank has the same number
+of batches. A rank that has no sample of a global batch gets a padding sample, which must not count.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Sampler
+
+from lightning_lockstep._doors.lightning import _IndexBatchSamplerWrapper, isolate_rng
+from lightning_lockstep.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the samples of an epoch are cut into global micro-batches."""
+
+    samples: int  # of the epoch
+    sizes: tuple[int, ...]  # of the micro-batches of an optimizer step, of all ranks together
+    drop_last: bool = False  # what fills no optimizer step
+    least: int = 1  # a last micro-batch of fewer samples is put into the one before
+
+    def __len__(self) -> int:
+        """Return the number of micro-batches."""
+        windows, rest = divmod(self.samples, sum(self.sizes))
+        if self.drop_last or (windows and rest < self.least):
+            rest = 0
+        return windows * len(self.sizes) + -(-rest // max(self.sizes))
+
+    def bounds(self, number: int) -> tuple[int, int]:
+        """Return where in the order a micro-batch begins and ends."""
+        windows = self.samples // sum(self.sizes)
+        window, place = divmod(number, len(self.sizes))
+        start, sizes, rest = window * sum(self.sizes), self.sizes, self.samples - windows * sum(self.sizes)
+        if window >= windows:  # the last optimizer step, of fewer samples
+            start, place = windows * sum(self.sizes), number - windows * len(self.sizes)
+            count = len(self) - windows * len(self.sizes)
+            sizes = tuple(rest // count + (i < rest % count) for i in range(count))
+        start += sum(sizes[:place])
+        is_last = number == len(self) - 1 and not self.drop_last
+        return start, self.samples if is_last else start + sizes[place]
+
+
+class GlobalBatches(Sampler[Any]):
+    """A batch sampler that gives a rank its part of each global batch.
+
+    Attributes:
+        sampler: Lightning's, which gives the whole order.
+        batch_size: Largest number of samples of this rank in a batch; ``None`` under a batch sampler of the user.
+    """
+
+    def __init__(
+        self,
+        inner: Any,  # the batch sampler that Lightning has made; without one the sampler
+        sampler: Any,
+        division: Division | None,  # None: `inner` makes batches of its own, which are divided as they are
+        rank: int,
+        ranks: int,
+    ) -> None:
+        self.sampler, self._inner, self._division = sampler, inner, division
+        self._rank, self._ranks = rank, ranks
+        self.batch_size = None if division is None else -(-max(division.sizes) // ranks)
+        self.drop_last = bool(getattr(inner, "drop_last", False))
+        self._sizes: list[tuple[int, int]] = []
+
+    def __len__(self) -> int:
+        """Return the number of batches of every rank."""
+        if self._division is not None:
+            return len(self._division)
+        whole, rest = divmod(len(self._inner), self._ranks)
+        return whole + bool(rest and not self.drop_last)
+
+    def sizes(self, number: int) -> tuple[int, int]:
+        """Return how many samples of batch ``number`` of the epoch are this rank's, and all ranks'."""
+        if self._division is None:
+            return self._sizes[number]
+        start, stop = self._division.bounds(number)
+        return len(range(start + self._rank, stop, self._ranks)), stop - start
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this rank's batches; one of a single padding sample where it has none."""
+        if self._division is None:
+            yield from self._of_batches()
+            return
+        order = self._drawn(self.sampler)
+        for number in range(len(self)):
+            start, stop = self._division.bounds(number)
+            yield order[start + self._rank : stop : self._ranks] or order[start : start + 1]
+
+    def _of_batches(self) -> Iterator[Any]:
+        """Whole batches in turn; what is left at the end is divided by samples."""
+        batches, ranks = self._drawn(self._inner), self._ranks
+        whole = len(batches) // ranks * ranks
+        rest = [] if self.drop_last else [sample for batch in batches[whole:] for sample in batch]
+        groups = [batches[i : i + ranks] for i in range(0, whole, ranks)]
+        groups += [[rest[rank::ranks] for rank in range(ranks)]] if rest else []
+        self._sizes = [(len(group[self._rank]), sum(map(len, group))) for group in groups]
+        for group in groups:
+            yield list(group[self._rank]) or list(group[0][:1])
+
+    def _drawn(self, source: Any) -> list[Any]:
+        """Return all that a sampler gives in an epoch; what it draws from global generators is the same on all ranks."""
+        seed = (self.sampler.seed + self.sampler.epoch) % 2**32
+        with isolate_rng(include_cuda=False):
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            numpy.random.seed(seed)  # noqa: NPY002
+            return list(source)
+
+
+class _Replicas(int):
+    """The number of ranks in what Lightning makes samplers with, by which those are known again."""
+
+
+def marked(sampler_kwargs: Mapping[str, int], *, predicts: bool) -> dict[str, int]:
+    """Return what Lightning makes samplers with, so that they can be told from samplers of the user."""
+    # Lightning's sampler for predictions refuses fewer samples than ranks.
+    ranks, rank = (1, 0) if predicts else (sampler_kwargs["num_replicas"], sampler_kwargs["rank"])
+    return {**sampler_kwargs, "num_replicas": _Replicas(ranks), "rank": rank}
+
+
+def divided(
+    loader: Any, *, rank: int, ranks: int, trains: bool, micro_batches: Sequence[int] | None = None
+) -> Any:
+    """Return a loader that gives this rank its part, if Lightning has given it a sampler; else the loader itself."""
+    # `micro_batches`: samples of all ranks in each micro-batch of an optimizer step; None: what the loader says.
+    batches = getattr(loader, "batch_sampler", None)
+    predicts = type(batches) is _IndexBatchSamplerWrapper
+    inner = batches._batch_sampler if predicts else batches
+    sampler = getattr(inner, "sampler", None) if inner is not None else getattr(loader, "sampler", None)
+    if not isinstance(loader, DataLoader) or type(getattr(sampler, "num_replicas", None)) is not _Replicas:
+        return loader
+    samples = len(sampler.dataset)
+    sampler.num_replicas, sampler.rank, sampler.num_samples, sampler.total_size = 1, 0, samples, samples
+    own = None
+    if inner is None or type(inner) is BatchSampler:
+        size = ranks if inner is None else inner.batch_size * ranks
+        drops = inner is not None and inner.drop_last
+        own = Division(samples, tuple(micro_batches or (size,)), drops, 1 if trains else ranks)
+    made = copy.copy(loader)  # the program may use its own for something else
+    parts = GlobalBatches(inner, sampler, own, rank, ranks)
+    # DataLoader refuses this by its own __setattr__, since it could not check what it gets.
+    if inner is None:
+        vars(made)["sampler"] = _Singles(parts)
+    else:
+        vars(made)["batch_sampler"] = _IndexBatchSamplerWrapper(parts) if predicts else parts
+    return made
+
+
+class _Singles(Sampler[Any]):
+    """The parts of a loader that makes no batches: one index each."""
+
+    def __init__(self, parts: GlobalBatches) -> None:
+        self._parts, self.sizes, self.sampler = parts, parts.sizes, parts.sampler
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (part[0] for part in self._parts)
+
+
+def parts_of(loader: Any) -> Any:
+    """Return what knows the sizes of a loader's batches, by ``sizes``; ``None`` where nothing does."""
+    for one in (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
+        if getattr(one, "sizes", None) is not None:
+            return one
+    return None
+
+
+def samples_in(loader: Any) -> int:
+    """Return how many samples a loader that was divided has on all ranks together."""
+    sampler = parts_of(loader).sampler
+    return len(sampler.dataset)
+
+
+def check_samples(counts: Sequence[int | None]) -> None:
+    """Raise unless a loader has the same number of samples on all ranks, by what each has."""
+    if len(set(counts)) > 1:
+        told = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
+        raise ConfigurationError(
+            f"The ranks have loaders of different numbers of samples ({told}): expected the same data set on all ranks,"
+            " which is divided among them. If each rank has its own part, set Trainer(use_distributed_sampler=False)."
+        )

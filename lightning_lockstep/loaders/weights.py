@@ -1,0 +1,132 @@
+"""Each optimizer step is the mean over its samples, or over the items that ``training_step`` counts.
+
+A strategy averages the gradients of the ranks and Lightning divides each loss by the micro-batches of an optimizer
+step, as if each had the same number of samples. Here the loss of a micro-batch is multiplied by its share before the
+backward. How many samples each rank has is known from the global order, so nothing is sent for it. The number of items
+(``num_items`` in what ``training_step`` returns) is known on its rank only: 8 bytes are reduced for each micro-batch,
+and where an optimizer step has several, its gradients are multiplied by one number at its end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_lockstep._doors.lightning_internals import combined_training_loader, loaders_in_use
+from lightning_lockstep.distributed import Communicator
+from lightning_lockstep.errors import BatchSizeError, ConfigurationError
+from lightning_lockstep.loaders.global_order import parts_of
+
+_KEY = "num_items"
+
+
+def samples_of_batch(trainer: Any, number: int) -> tuple[int, int] | None:
+    """Return the samples of a micro-batch of the epoch, of this rank and of all; ``None`` where nothing knows them."""
+    # Of several loaders that are taken together their sum, each with the batch that it gives then.
+    combined = combined_training_loader(trainer)
+    if combined is None:
+        return None
+    own = total = 0
+    for loader in loaders_in_use(trainer.fit_loop):
+        parts = parts_of(loader)
+        if parts is None:
+            return None
+        length, place = len(parts), number
+        if combined[1] == "max_size_cycle":
+            place = number % length
+        elif combined[1] == "sequential":
+            number -= length
+        if 0 <= place < length:
+            sizes = parts.sizes(place)
+            own, total = own + sizes[0], total + sizes[1]
+            if combined[1] == "sequential":
+                break
+    return own, total
+
+
+class StepWeights:
+    """What the loss of each micro-batch counts in its optimizer step."""
+
+    def __init__(self) -> None:
+        self._weight = 1.0
+        self._counts = False  # whether the steps of this fit count items
+        self._first = self._items = 0.0  # items of all ranks: of a step's first micro-batch, and of the step so far
+        self.corrects = True  # whether gradients can be multiplied once all micro-batches had their backward
+        self.in_parts = False  # while one rank alone runs a batch again in parts
+
+    def clear(self) -> None:
+        """Forget what the steps of a fit were like."""
+        self._weight, self._counts = 1.0, False
+
+    def of_step(self, trainer: Any, output: Any, samples: int | None, communicator: Communicator) -> None:
+        """Find what the micro-batch counts that has just had its forward. Ranks: all, together, if it counts items."""
+        # `samples`: of this rank's batch, where they are to be counted as items are; 0 for a padding batch.
+        items = output.get(_KEY) if isinstance(output, Mapping) else None
+        self._counts = self._counts or items is not None or samples is not None
+        if self._counts:
+            count = samples if items is None or samples == 0 else items
+            self._weight = self._by_items(trainer, _checked(count or 0), communicator)
+        else:
+            self._weight = self._by_samples(trainer, communicator.world_size)
+
+    def _by_items(self, trainer: Any, items: float, communicator: Communicator) -> float:
+        number, accumulated = trainer.fit_loop.epoch_loop.batch_idx, trainer.accumulate_grad_batches
+        if accumulated > 1 and not self.corrects:
+            raise ConfigurationError(
+                f"{_KEY} with accumulate_grad_batches={accumulated} under DeepSpeed: expected 1, as its engine reduces"
+                " the gradients of a micro-batch before the items of the next are counted."
+            )
+        if self.in_parts:
+            raise BatchSizeError(
+                "The items or samples of a batch are counted on all ranks, so that one that did not fit into memory"
+                " cannot be split on one rank: use a smaller batch."
+            )
+        found = float(communicator.all_reduce(torch.tensor([items], dtype=torch.float64)))
+        if number % accumulated == 0:
+            self._first, self._items = found, 0.0
+        self._items += found
+        return items * communicator.world_size / (self._first or 1.0)
+
+    def _by_samples(self, trainer: Any, ranks: int) -> float:
+        number, accumulated = trainer.fit_loop.epoch_loop.batch_idx, trainer.accumulate_grad_batches
+        mine = samples_of_batch(trainer, number)
+        if mine is None:
+            return 1.0
+        first = number // accumulated * accumulated
+        end = min(first + accumulated, trainer.num_training_batches)
+        window = (mine if i == number else samples_of_batch(trainer, i) for i in range(first, int(end)))
+        return mine[0] * ranks * accumulated / sum(one[1] for one in window if one is not None)
+
+    def of_manual_step(self, trainer: Any, ranks: int) -> None:
+        """Find what a micro-batch of manual optimization counts, by itself: when it steps is the program's affair."""
+        mine = samples_of_batch(trainer, trainer.fit_loop.epoch_loop.batch_idx)
+        self._weight = 1.0 if mine is None else mine[0] * ranks / mine[1]
+
+    def weighted(self, loss: Tensor) -> Tensor:
+        """Return the loss as it counts."""
+        return loss if self._weight == 1.0 else loss * self._weight
+
+    def correcting(self, closure: Callable[[], Any], optimizer: Any, accumulated: int) -> Callable[[], Any]:
+        """Return a closure after whose backward the gradients are divided by the items that their step had in the end."""
+
+        def corrected() -> Any:
+            output = closure()
+            if self._counts and accumulated > 1:
+                groups = optimizer.param_groups
+                gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+                with torch.no_grad():
+                    torch._foreach_mul_(gradients, accumulated * (self._first or 1.0) / (self._items or 1.0))
+            return output
+
+        return corrected
+
+
+def _checked(items: Any) -> float:
+    count = float(items)
+    if not math.isfinite(count) or count < 0:
+        raise ConfigurationError(f"training_step returned {_KEY}={count}: expected how many there are, 0 or more.")
+    return count
