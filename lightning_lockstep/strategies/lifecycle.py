@@ -339,6 +339,7 @@ class RankLifecycle:
         """Forget the loaders of this run; the ranks stay connected for a next call of the Trainer."""
         self._uneven_inputs.clear()
         self.weights.clear()
+        self.micro_batches = None
 
     def _add_callbacks(self) -> None:
         """Give a fit what continues a resumed epoch, and under Slurm a ``StopTogether``, unless it has them."""
