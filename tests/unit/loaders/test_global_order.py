@@ -74,7 +74,10 @@ def test_ranks_have_the_order_of_a_distributed_sampler_and_nothing_twice(ranks: 
         [loader.batch_sampler.sizes(k) for k in range(len(loader))]
         for loader in parts(plain, ranks, trains=True)
     ]
-    real = [[batch[:own] for batch, (own, _) in zip(*both, strict=True)] for both in zip(found, sizes)]
+    real = [
+        [batch[:own] for batch, (own, _) in zip(*both, strict=True)]
+        for both in zip(found, sizes, strict=True)
+    ]
     assert sorted(chain(*(chain(*batches) for batches in real))) == list(range(37))
     assert {len(batches) for batches in found} == {-(-37 // (4 * ranks))}
     for number in range(len(found[0])):
@@ -99,7 +102,9 @@ def test_batches_of_a_sampler_of_ones_own_are_divided_whole_and_then_by_samples(
     data = TensorDataset(torch.arange(15))
     found = []
     for rank in range(2):
-        sampler = DistributedSampler(data, shuffle=False, **marked({"num_replicas": 2, "rank": rank}, predicts=False))  # type: ignore[arg-type]
+        sampler = DistributedSampler(
+            data, shuffle=False, **marked({"num_replicas": 2, "rank": rank}, predicts=False)
+        )  # type: ignore[arg-type]
         loader = DataLoader(data, batch_sampler=Growing(sampler, 1, False))
         batches = divided(loader, rank=rank, ranks=2, trains=True).batch_sampler
         found.append((list(batches), [batches.sizes(number) for number in range(3)]))
