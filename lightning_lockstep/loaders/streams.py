@@ -4,7 +4,7 @@ Every reader (a worker of a rank, or a rank without workers) reads the whole str
 numbers that all readers share, and cuts it into global batches. Worker ``w`` of ``W`` makes the batches ``w``,
 ``w + W``, and so on, which is the order in which a DataLoader takes them, and keeps its rank's part of each,
 ``batch[rank::ranks]``. So each sample is used once, all ranks have the same number of batches, and every rank knows the
-sizes of all parts without a message. A rank that has no sample of the last one gets a padding sample, which must not count.
+sizes of all parts without a message. A rank without a sample in a batch gets a padding sample, which must not count.
 """
 
 from __future__ import annotations
@@ -52,22 +52,19 @@ def shared_stream(
     """Return a loader that gives this rank its part of a stream, or the loader itself. Ranks: all; a gather."""
     # `micro_batches`: samples of all ranks in each micro-batch of an optimizer step, in turn; None: what the loader
     # says. `ahead`: how many batches are read before the first of them is given, so that the sizes of all are known.
-    wholes: tuple[int, ...] | None = None
-    if type(loader).__iter__ is DataLoader.__iter__ and isinstance(loader.dataset, IterableDataset):
-        if not divides_itself(loader.dataset):
-            wholes = tuple(micro_batches or ((loader.batch_size or 1) * ranks,))
-    found = communicator.gather(wholes)
+    parts = None
+    reads = type(loader).__iter__ is DataLoader.__iter__ and isinstance(loader.dataset, IterableDataset)
+    if reads and not divides_itself(loader.dataset):
+        wholes = micro_batches or [(loader.batch_size or 1) * ranks]
+        parts = StreamParts(loader, wholes, rank, ranks, least=0 if trains or loader.drop_last else ranks)
+    found = communicator.gather(parts and parts.wholes)
     if len(set(found)) > 1:
-        told = ", ".join(f"rank {i}: {'none' if one is None else one[0]}" for i, one in enumerate(found))
+        told = ", ".join(f"rank {i}: {one[0] if one else 'not divided'}" for i, one in enumerate(found))
         raise ConfigurationError(
             f"The ranks divide a stream into global batches of different sizes ({told}): expected a DataLoader with the"
             " same data set and batch_size on all ranks."
         )
-    if wholes is None:
-        return loader
-    batches = StreamBatches(wholes, rank, ranks, in_workers=loader.num_workers > 0)
-    parts = _Parts(loader, batches, least=0 if trains or loader.drop_last else ranks)
-    return SharedStream(_reading(loader, parts), parts, loader, ahead)
+    return loader if parts is None else SharedStream(_reading(loader, parts), loader, parts, ahead)
 
 
 def divides_itself(dataset: Any) -> bool:
@@ -80,139 +77,123 @@ def divides_itself(dataset: Any) -> bool:
         if names & _DIVIDERS or getattr(part, "_distributed", None):
             return True
         for value in vars(part).values() if isinstance(part, IterableDataset) else ():
-            for one in itertools.islice(value, 100) if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(one, (IterableDataset, FunctionType)) and not any(
-                    one is known for known in parts
-                ):
-                    parts.append(one)
+            members = value[:100] if isinstance(value, (list, tuple)) else (value,)
+            kept = [one for one in members if isinstance(one, (IterableDataset, FunctionType))]
+            parts += [one for one in kept if not any(one is known for known in parts)]
     return False
 
 
-class StreamBatches:
-    """What is known of the global batches of a stream; in the place of a batch sampler, and of its sampler.
+class SharedStream(LoaderAround):
+    """Gives the batches of a rank's parts, of which ``batch_sampler.sizes`` knows the sizes."""
 
-    A size is exact for a batch that was read, and for those before it. A batch behind the end has no samples; one that
-    has not been read counts as full.
+    _ahead: Callable[[], int]
+
+    def __init__(
+        self, made: Any, given: DataLoader[Any], parts: StreamParts, ahead: Callable[[], int]
+    ) -> None:
+        shown = {"dataset": given.dataset, "batch_size": given.batch_size, "drop_last": given.drop_last}
+        super().__init__(made, batch_sampler=parts, sampler=parts, _ahead=ahead, **shown)
+
+    def __len__(self) -> int:
+        return int(self.batch_sampler.batches_of(len(self.dataset)))
+
+    def __iter__(self) -> Iterator[Any]:
+        read, number = deque[Any](), 0
+        self.batch_sampler.begin()
+        for number, (total, batch) in enumerate(self._loader, 1):
+            self.batch_sampler.note(number - 1, total)
+            read.append(batch)
+            while len(read) >= max(self._ahead(), 1):
+                yield read.popleft()
+        self.batch_sampler.note(number, 0)
+        yield from read
+
+
+class StreamParts(IterableDataset[Any]):
+    """A rank's parts of the global batches of a stream, each with the size of the whole; a reader has a copy.
+
+    In the rank's own process it is asked as a batch sampler and its sampler are. The sizes of a batch are exact once it
+    was read; one that has not been read counts as full, and one behind the end has no samples.
     """
 
-    def __init__(self, wholes: Sequence[int], rank: int, ranks: int, *, in_workers: bool = False) -> None:
-        self._wholes, self.rank, self.ranks = tuple(wholes), rank, ranks
-        self._others: dict[int, int] = {}  # sizes of batches that are not full
-        self._count = sys.maxsize  # of batches
+    def __init__(
+        self, loader: DataLoader[Any], wholes: Sequence[int], rank: int, ranks: int, *, least: int
+    ) -> None:
+        self.dataset, self.wholes = loader.dataset, tuple(wholes)
+        self._rank, self._ranks = rank, ranks
+        self._drop_last, self._least = loader.drop_last, least  # fewer are put into the last batch but one
+        self._collate, self._makes_batches = loader.collate_fn, loader.batch_size is not None
+        self._seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # as that of Lightning's DistributedSampler
         self._epoch = torch.zeros(1, dtype=torch.int64)
-        if in_workers:  # which may be there already
-            self._epoch.share_memory_()
+        if loader.num_workers:  # which may be there already
+            self._epoch.share_memory_()  # type: ignore[no-untyped-call]
+        self.begin()
 
     def __len__(self) -> int:
         """Return a number that no stream reaches: how many batches there are is not known."""
         return sys.maxsize
 
     @property
-    def sampler(self) -> StreamBatches:
+    def sampler(self) -> StreamParts:
         """What Lightning tells the epoch."""
         return self
-
-    @property
-    def epoch(self) -> int:
-        """Number of the epoch, by which a stream is shuffled."""
-        return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle for this epoch, from the next beginning of the stream on."""
         self._epoch.fill_(epoch)
 
-    def full_batches(self, samples: int) -> tuple[int, int]:
-        """Return how many full batches there are of so many samples, and how many samples are left."""
-        turns, rest = divmod(samples, sum(self._wholes))
-        ends = list(itertools.accumulate(self._wholes))
-        count = sum(end <= rest for end in ends)
-        return turns * len(ends) + count, rest - sum(self._wholes[:count])
+    def begin(self) -> None:
+        """Forget the sizes of the epoch before."""
+        self._others: dict[int, int] = {}  # sizes of batches that are not full
+        self._count = sys.maxsize  # of batches
 
-    def whole(self, number: int) -> int:
-        """Return how many samples of all ranks a full batch has."""
-        return self._wholes[number % len(self._wholes)]
+    def note(self, number: int, total: int) -> None:
+        """Note the size of a batch that was read; 0 behind the last one."""
+        if total == 0:
+            self._count = number
+        elif total != self._whole(number):
+            self._others[number] = total
 
     def sizes(self, number: int) -> tuple[int, int]:
         """Return how many samples of batch ``number`` are this rank's, and all ranks'."""
-        total = 0 if number >= self._count else self._others.get(number, self.whole(number))
-        return len(range(self.rank, total, self.ranks)), total
+        total = 0 if number >= self._count else self._others.get(number, self._whole(number))
+        return len(range(self._rank, total, self._ranks)), total
 
-    def note(self, number: int, total: int) -> None:
-        """Note the size of a batch that was read; 0 at the end."""
-        self._others.pop(number, None)
-        if total == 0:
-            self._count = number
-        elif number >= self._count:  # this time there are more than before
-            self._count = sys.maxsize
-        if total not in (0, self.whole(number)):
-            self._others[number] = total
+    def batches_of(self, samples: int) -> int:
+        """Return how many batches there are of so many samples."""
+        turns, rest = divmod(samples, sum(self.wholes))
+        number = turns * len(self.wholes)
+        while rest >= (self._whole(number) if self._drop_last else self._least if number else 1) and rest > 0:
+            rest, number = rest - self._whole(number), number + 1
+        return number
 
+    def _whole(self, number: int) -> int:
+        return self.wholes[number % len(self.wholes)]
 
-class SharedStream(LoaderAround):
-    """Gives the batches of a rank's parts, of which ``batch_sampler`` knows the sizes."""
-
-    _least: int
-    _ahead: Callable[[], int]
-
-    def __init__(
-        self, made: DataLoader[Any], parts: _Parts, given: DataLoader[Any], ahead: Callable[[], int]
-    ) -> None:
-        shown = {"dataset": given.dataset, "batch_size": given.batch_size, "drop_last": given.drop_last}
-        batches = parts.batches
-        super().__init__(
-            made, batch_sampler=batches, sampler=batches, _least=parts.least, _ahead=ahead, **shown
-        )
-
-    def __len__(self) -> int:
-        count, rest = self.batch_sampler.full_batches(len(self.dataset))
-        return count + (rest > 0 and not self.drop_last and (count == 0 or rest >= self._least))
-
-    def __iter__(self) -> Iterator[Any]:
-        read: deque[Any] = deque()
-        number = -1
-        for number, (total, batch) in enumerate(self._loader):
-            self.batch_sampler.note(number, total)
-            read.append(batch)
-            while len(read) >= max(self._ahead(), 1):
-                yield read.popleft()
-        self.batch_sampler.note(number + 1, 0)
-        yield from read
-
-
-# -- In a reader --
-
-
-class _Parts(IterableDataset[Any]):
-    """Gives a worker of a rank the parts of the global batches that are its turn, each with the size of the whole."""
-
-    def __init__(self, loader: DataLoader[Any], batches: StreamBatches, *, least: int) -> None:
-        self.dataset, self.batches = loader.dataset, batches
-        self.least = least  # a last batch of fewer samples is put into the one before
-        self._drop_last = loader.drop_last
-        self._seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # as that of Lightning's DistributedSampler
-
-    def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
-        info, batches = get_worker_info(), self.batches
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        """Yield the parts that are this worker's turn."""
+        info, epoch = get_worker_info(), int(self._epoch)
         turn, turns = (0, 1) if info is None else (info.id, info.num_workers)
-        stream = _AloneStream(self.dataset, batches.epoch, (self._seed + batches.epoch) % 2**32)
+        stream = _WholeStream(self.dataset, epoch, (self._seed + epoch) % 2**32)
         following: list[Any] = []
         for number in itertools.count():
-            whole = batches.whole(number)
-            batch = following + stream.read(whole - len(following))
-            following = stream.read(self.least)
-            if len(following) < self.least:
+            batch = following + stream.read(self._whole(number) - len(following))
+            following = stream.read(self._least)
+            if len(following) < self._least:
                 batch, following = batch + following, []
-            if not batch or (self._drop_last and len(batch) < whole):
+            if not batch or (self._drop_last and len(batch) < self._whole(number)):
                 return
             if number % turns == turn:
-                yield len(batch), batch[batches.rank :: batches.ranks] or batch[:1]
+                part = batch[self._rank :: self._ranks] or batch[:1]
+                yield len(batch), self._collate(part if self._makes_batches else part[0])
 
 
-class _AloneStream:
-    """Reads a data set as one process alone would, with random numbers of its own."""
+class _WholeStream:
+    """Reads a data set as one process would, with random numbers of its own."""
 
     def __init__(self, dataset: Any, epoch: int, seed: int) -> None:
-        self._dataset, self._seed, self._random = dataset, seed, None
+        self._dataset, self._seed = dataset, seed
+        self._random: RandomState | None = None
         if callable(set_epoch := getattr(dataset, "set_epoch", None)):
             set_epoch(epoch)
         if isinstance(generator := getattr(dataset, "generator", None), torch.Generator):
@@ -222,20 +203,22 @@ class _AloneStream:
 
     def read(self, count: int) -> list[Any]:
         """Return the next samples, at the end fewer."""
+        if count == 0:
+            return []
         with self._alone():
             return list(itertools.islice(self._samples, count))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
         before = RandomState.capture(_CPU)
-        if self._random is None:
+        if self._random is not None:
+            self._random.restore()
+        else:
             torch.default_generator.manual_seed(self._seed)
             random.seed(self._seed)
-            numpy.random.seed(self._seed)  # this is what data sets draw from
-        else:
-            self._random.restore()
+            numpy.random.seed(self._seed)
         try:
-            with _only_worker(self._dataset, self._seed):
+            with _as_only_worker(self._dataset, self._seed):
                 yield
         finally:
             self._random = RandomState.capture(_CPU)
@@ -243,37 +226,27 @@ class _AloneStream:
 
 
 @contextmanager
-def _only_worker(dataset: Any, seed: int) -> Iterator[None]:
-    """Let what divides samples by ``get_worker_info`` find one worker, in a worker."""
+def _as_only_worker(dataset: Any, seed: int) -> Iterator[None]:
+    """Let what divides samples by ``get_worker_info`` find one worker, if this process is one."""
     info = get_worker_info()
-    if info is None:
-        yield
-        return
-    with as_worker(type(info)(id=0, num_workers=1, seed=seed, dataset=dataset)):
+    with as_worker(info and type(info)(id=0, num_workers=1, seed=seed, dataset=dataset)):
         yield
 
 
 def _begin_worker(begin: Callable[[int], None], number: int) -> None:
-    """Call the ``worker_init_fn`` of a loader."""
+    """Call the ``worker_init_fn`` of a loader, which may divide the data set too."""
     info: Any = get_worker_info()
-    with _only_worker(info.dataset.dataset, info.seed):
+    with _as_only_worker(info.dataset.dataset, info.seed):
         begin(number)
 
 
-def _collated(collate: Callable[[Any], Any], is_ready: bool, part: tuple[int, list[Any]]) -> tuple[int, Any]:
-    """Return the size of a global batch, and what a loader makes of this rank's samples."""
-    total, samples = part
-    return total, collate(samples[0] if is_ready else samples)
-
-
-def _reading(loader: DataLoader[Any], parts: _Parts) -> DataLoader[Any]:
+def _reading(loader: DataLoader[Any], parts: StreamParts) -> DataLoader[Any]:
     """Return a loader like ``loader`` that reads parts, each of which is a batch."""
     made = copy.copy(loader)  # the program may use its own for something else
     forget_iterator(made)
-    collate = partial(_collated, loader.collate_fn, loader.batch_size is None)
     begin = loader.worker_init_fn and partial(_begin_worker, loader.worker_init_fn)
-    # DataLoader refuses some of these by its own __setattr__, since it could not check what it gets. Parts of one
-    # optimizer step have to come together on all ranks, so in order.
-    own = {"dataset": parts, "collate_fn": collate, "worker_init_fn": begin, "in_order": True}
-    vars(made).update(own, batch_size=None, batch_sampler=None, drop_last=False)
+    # DataLoader refuses some of these by its own __setattr__, since it could not check what it gets. All ranks give the
+    # parts of a batch together, so in order. A part is a tuple as it is.
+    vars(made).update(dataset=parts, collate_fn=tuple, worker_init_fn=begin, in_order=True)
+    vars(made).update(batch_size=None, batch_sampler=None, drop_last=False)
     return made
