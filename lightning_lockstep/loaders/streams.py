@@ -29,14 +29,12 @@ from lightning_lockstep._doors.torch_internals import as_worker, forget_iterator
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.patching import LoaderAround
-from lightning_lockstep.steps.snapshot import RandomState
 
 # What divides samples among the ranks: data sets, data pipes, and a stage of webdataset's pipelines.
 _DIVIDERS = {
     *("streaming.StreamingDataset", "litdata.StreamingDataset", "litdata.CombinedStreamingDataset"),
     *("torch.ShardingFilterIterDataPipe", "webdataset.ResampledShards", "webdataset.split_by_node"),
 }
-_CPU = torch.device("cpu")
 
 
 def shared_stream(
@@ -53,8 +51,8 @@ def shared_stream(
     # `micro_batches`: samples of all ranks in each micro-batch of an optimizer step, in turn; None: what the loader
     # says. `ahead`: how many batches are read before the first of them is given, so that the sizes of all are known.
     parts = None
-    reads = type(loader).__iter__ is DataLoader.__iter__ and isinstance(loader.dataset, IterableDataset)
-    if reads and not divides_itself(loader.dataset):
+    reads = getattr(type(loader), "__iter__", None) is DataLoader.__iter__
+    if reads and isinstance(loader.dataset, IterableDataset) and not divides_itself(loader.dataset):
         wholes = micro_batches or [(loader.batch_size or 1) * ranks]
         parts = StreamParts(loader, wholes, rank, ranks, least=0 if trains or loader.drop_last else ranks)
     found = communicator.gather(parts and parts.wholes)
@@ -193,7 +191,8 @@ class _WholeStream:
 
     def __init__(self, dataset: Any, epoch: int, seed: int) -> None:
         self._dataset, self._seed = dataset, seed
-        self._random: RandomState | None = None
+        numbers = torch.Generator().manual_seed(seed), random.Random(seed), numpy.random.MT19937(seed)
+        self._random: Any = numbers[0].get_state(), numbers[1].getstate(), numbers[2]
         if callable(set_epoch := getattr(dataset, "set_epoch", None)):
             set_epoch(epoch)
         if isinstance(generator := getattr(dataset, "generator", None), torch.Generator):
@@ -210,19 +209,21 @@ class _WholeStream:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        before = RandomState.capture(_CPU)
-        if self._random is not None:
-            self._random.restore()
-        else:
-            torch.default_generator.manual_seed(self._seed)
-            random.seed(self._seed)
-            numpy.random.seed(self._seed)
+        self._exchange()
         try:
             with _as_only_worker(self._dataset, self._seed):
                 yield
         finally:
-            self._random = RandomState.capture(_CPU)
-            before.restore()
+            self._exchange()
+
+    def _exchange(self) -> None:
+        """Exchange the states of the generators that are drawn from without naming one."""
+        states = self._random
+        # Taking the state of numpy's is slow. What is lost is the second of a pair of its normal numbers.
+        self._random = torch.get_rng_state(), random.getstate(), numpy.random.get_bit_generator()  # type: ignore[attr-defined]
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        numpy.random.set_bit_generator(states[2])  # type: ignore[attr-defined]
 
 
 @contextmanager
