@@ -55,7 +55,7 @@ def shared_stream(
     if reads and isinstance(loader.dataset, IterableDataset) and not divides_itself(loader.dataset):
         wholes = micro_batches or [(loader.batch_size or 1) * ranks]
         parts = StreamParts(loader, wholes, rank, ranks, least=0 if trains or loader.drop_last else ranks)
-    found = communicator.gather(parts and parts.wholes)
+    found = communicator.gather(None if parts is None else parts.wholes)
     if len(set(found)) > 1:
         told = ", ".join(f"rank {i}: {one[0] if one else 'not divided'}" for i, one in enumerate(found))
         raise ConfigurationError(
