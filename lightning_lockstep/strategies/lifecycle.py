@@ -306,7 +306,8 @@ class RankLifecycle:
 
     def _shared_stream(self, dataloader: object, trainer: Any, trains: bool) -> Any:
         """Give this rank its part of a stream. Ranks: all; a gather."""
-        given = self._strategy.distributed_sampler_kwargs  # Lightning asks for them for data with an index alone
+        # Lightning asks for them for data with an index alone.
+        given = self._strategy.distributed_sampler_kwargs
         rank, ranks = self._share or (given["rank"], given["num_replicas"])
         return shared_stream(
             dataloader,
