@@ -157,6 +157,13 @@ class StreamParts(IterableDataset[Any]):
         total = 0 if number >= self._count else self._others.get(number, self._whole(number))
         return len(range(self._rank, total, self._ranks)), total
 
+    def samples_before(self, number: int) -> None:
+        """Return nothing: a resumed epoch reads and drops the batches that were seen."""
+
+    def go_on_at(self, sample: int, epoch: int) -> int:
+        """Return the batch in which an epoch goes on of which so many samples of data with an index were seen."""
+        return sample // max(self.wholes)
+
     def batches_of(self, samples: int) -> int:
         """Return how many batches there are of so many samples."""
         turns, rest = divmod(samples, sum(self.wholes))
