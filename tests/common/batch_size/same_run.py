@@ -60,13 +60,15 @@ def strategy_for(ranks: int, **options: Any) -> Any:
 
 def curve(ranks: int, micro_batch: int, variant: Variant, folder: str) -> list[float]:
     """Return the loss of every optimizer step: the mean over ranks and micro-batches."""
+    from lightning_lockstep import LockstepDDPStrategy
+
     warnings.simplefilter("ignore")
     pl.seed_everything(1)
     module, accumulate = Recorded(variant), GLOBAL_BATCH // ranks // micro_batch
     run = trainer(
         folder,
         devices=ranks,
-        strategy=strategy_for(ranks),
+        strategy=LockstepDDPStrategy(),
         max_steps=STEPS,
         precision=variant.precision,
         accumulate_grad_batches=accumulate,
