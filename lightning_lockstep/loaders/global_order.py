@@ -173,7 +173,10 @@ class _Singles(Sampler[Any]):
 
 def parts_of(loader: Any) -> Any:
     """Return what knows the sizes of a loader's batches, by ``sizes``; ``None`` where nothing does."""
-    for one in (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
+    batches = getattr(loader, "batch_sampler", None)
+    if type(batches) is _IndexBatchSamplerWrapper:
+        batches = batches._batch_sampler
+    for one in (batches, getattr(loader, "sampler", None)):
         if getattr(one, "sizes", None) is not None:
             return one
     return None

@@ -92,6 +92,7 @@ from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 from lightning_lockstep.launchers.subprocess_script import ScriptLauncher, connected_rank
 from lightning_lockstep.logs.logger import fold_library_warnings
 from lightning_lockstep.numerics.precision import requested_precision, resolve_precision
+from lightning_lockstep.loaders.evaluation import count_each_sample_once
 from lightning_lockstep.loaders.global_order import check_samples, divided, marked, samples_in
 from lightning_lockstep.loaders.weights import StepWeights, samples_of_batch
 from lightning_lockstep.stopping.loader_position import LoaderPosition
@@ -341,11 +342,13 @@ class RankLifecycle:
         self.weights.clear()
 
     def _add_callbacks(self) -> None:
-        """Give a fit what continues a resumed epoch, and under Slurm a ``StopTogether``, unless it has them."""
+        """Have evaluations count each sample once, a fit continue a resumed epoch, and stop together under Slurm."""
         module = self._strategy.lightning_module
         if module is None:
             return
         trainer = module.trainer
+        if trainer.world_size == current_communicator().world_size:  # else each rank evaluates alone
+            count_each_sample_once(trainer)
         if trainer.state.fn != "fit":
             return
         LoaderPosition.attach(trainer)
