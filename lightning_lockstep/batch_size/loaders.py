@@ -68,6 +68,13 @@ class BatchLoaders:
         # Of this rank in an epoch; the smallest number of all ranks is not known here.
         self.samples = max(1, min(_whole_share(trainer, loader) for loader in self.loaders))
 
+    @property
+    def can_differ(self) -> bool:
+        """Whether ranks may have micro-batches of different size: where the strategy divides and weights them."""
+        divides = hasattr(self._trainer.strategy, "lifecycle") and divides_data(self._trainer)
+        own = any(isinstance(loader.sampler, DistributedSampler) for loader in self.loaders)
+        return divides and not own and not self._trainer.overfit_batches
+
     def _check_effect(self) -> None:
         """Raise unless the loader follows the attribute, if not to the very number."""
         value = next(filter(None, self._values()), None)

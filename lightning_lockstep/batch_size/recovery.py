@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -278,20 +279,22 @@ class Recovery:
             raise failed.error or BatchSizeError(failed.summary)
         return None
 
-    def _run_parts(self, call: _GuardedClosure, weights: Sequence[float], log: LogRecord) -> Any:
+    def _run_parts(self, call: _GuardedClosure, shares: Sequence[float], log: LogRecord) -> Any:
         """Forward and backward of each micro-batch, whose gradients add up."""
         strategy, precision = self._trainer.strategy, self._trainer.precision_plugin
         refused = dict.fromkeys(("all_gather", "reduce", "broadcast"), _refuse_collective)
         name, total, extras = next(iter(call.kwargs)), None, []
+        weights = strategy.lifecycle.weights if hasattr(strategy, "lifecycle") else None
         with (
             torch.enable_grad(),
             on_plain_module(strategy),
             replaced(self._module, log=log),
             replaced(strategy, **refused),
+            replaced(weights, in_parts=samples_in(call.batch)) if weights is not None else nullcontext(),
             # Its hooks are for the gradients of the whole batch.
             replaced(precision, post_backward=lambda tensor, module: tensor.detach()),
         ):
-            for part, weight in zip(split(call.batch, len(weights)), weights, strict=True):
+            for part, weight in zip(split(call.batch, len(shares)), shares, strict=True):
                 log.begin_part(weight, samples_in(part))
                 result = call.make_step({**call.kwargs, name: part})()
                 if result.closure_loss is None:
@@ -302,7 +305,7 @@ class Recovery:
                 total = loss.detach() if total is None else total + loss.detach()
                 extras.append(result.extra)
                 del result, loss
-        extra = merged_extra(extras, weights) if extras and len(extras) == len(weights) else {}
+        extra = merged_extra(extras, shares) if extras and len(extras) == len(shares) else {}
         return ClosureResult(closure_loss=total, extra=extra)
 
     def _log_as_before(self) -> None:

@@ -16,7 +16,7 @@ from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import BatchSizeError
 from lightning_lockstep.steps.patching import replaced
 
-# -- Micro-batch x accumulation x ranks = the global batch that was asked for, or the nearest there is --
+# -- Micro-batch x accumulation x ranks = the global batch that was asked for --
 
 LearningRateScaling = Literal["linear", "sqrt"]
 
@@ -26,14 +26,23 @@ class EffectiveBatch:
     """How a global batch is divided."""
 
     requested: int  # samples of all ranks in one optimizer step
-    micro_batch: int  # samples per rank
-    accumulate: int  # micro-batches per optimizer step
+    sizes: tuple[int, ...]  # samples of all ranks in each of its micro-batches
     ranks: int
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples per rank in the largest micro-batch."""
+        return -(-max(self.sizes) // self.ranks)
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches per optimizer step."""
+        return len(self.sizes)
 
     @property
     def total(self) -> int:
         """Samples of all ranks in one optimizer step."""
-        return self.micro_batch * self.accumulate * self.ranks
+        return sum(self.sizes)
 
     @property
     def exact(self) -> bool:
@@ -41,27 +50,33 @@ class EffectiveBatch:
         return self.total == self.requested
 
     def __str__(self) -> str:
-        ranks = counted(self.ranks, "rank")
-        return f"{self.micro_batch} per rank x {self.accumulate} accumulated x {ranks} = {self.total}"
+        least = min(self.sizes) // self.ranks
+        each = f"{least} or {self.micro_batch}" if least < self.micro_batch else f"{least}"
+        return f"{each} per rank x {self.accumulate} accumulated x {counted(self.ranks, 'rank')} = {self.total}"
 
 
-def plan_effective_batch(requested: int, *, ranks: int, largest: int) -> EffectiveBatch:
-    """Divide a global batch of ``requested`` samples so that a micro-batch has ``largest`` at most."""
-    # An exact division is taken unless it needs more than twice the micro-batches that the memory asks for (a
-    # prime number of samples would be trained one by one); then the nearest total is taken.
+def plan_effective_batch(requested: int, *, ranks: int, largest: int, any_size: bool) -> EffectiveBatch:
+    """Divide a global batch of ``requested`` samples so that a micro-batch has ``largest`` per rank at most."""
+    # `any_size`: ranks may have micro-batches that differ by a sample, so that every global batch is possible. Else an
+    # exact division is taken unless it needs more than twice the micro-batches that the memory asks for (a prime number
+    # of samples would be trained one by one); then the nearest total is taken.
+    if any_size:
+        count = -(-requested // (ranks * largest))
+        sizes = tuple(requested // count + (i < requested % count) for i in range(count))
+        return EffectiveBatch(requested, sizes, ranks)
     share = max(1, requested // ranks)
     least = math.ceil(share / largest)
     if requested % ranks == 0:
         for accumulate in range(least, 2 * least + 1):
             if share % accumulate == 0:
-                return EffectiveBatch(requested, share // accumulate, accumulate, ranks)
+                return EffectiveBatch(requested, (requested // accumulate,) * accumulate, ranks)
     candidates = [
-        EffectiveBatch(requested, micro, accumulate, ranks)
+        EffectiveBatch(requested, (micro * ranks,) * accumulate, ranks)
         for accumulate in range(least, 2 * least + 1)
         for micro in (requested // (accumulate * ranks), math.ceil(requested / (accumulate * ranks)))
         if 1 <= micro <= largest
     ]
-    candidates = candidates or [EffectiveBatch(requested, min(share, largest), least, ranks)]
+    candidates = candidates or [EffectiveBatch(requested, (min(share, largest) * ranks,) * least, ranks)]
     return min(candidates, key=lambda plan: (abs(plan.total - requested), plan.accumulate, plan.total))
 
 
@@ -83,7 +98,9 @@ class EffectiveBatchSize(Callback):
     """Keeps the global batch (micro-batch x accumulation x ranks) the same on any number of ranks.
 
     The configured batch size is the largest micro-batch; it is kept or made smaller, and
-    ``accumulate_grad_batches`` is set, so that the product is the global batch exactly. Where it cannot be,
+    ``accumulate_grad_batches`` is set, so that each optimizer step has exactly that many samples, whatever the number of
+    ranks: under a strategy of this package that divides the loader, the parts of the ranks may differ by one sample.
+    Elsewhere (a sampler of your own, Lightning's strategies) they are equal, and where no product gives the global batch
     the nearest is taken, with one warning that shows the numbers.
 
     Args:
@@ -158,7 +175,8 @@ class EffectiveBatchSize(Callback):
             )
         reference = self.reference_batch_size if self.plan is None else self.plan.total
         largest = min(largest, place.samples)
-        plan = plan_effective_batch(requested, ranks=trainer.world_size, largest=largest)
+        any_size = place.can_differ and trainer.lightning_module.automatic_optimization
+        plan = plan_effective_batch(requested, ranks=trainer.world_size, largest=largest, any_size=any_size)
         changes = (plan.micro_batch, plan.accumulate) != (place.size, trainer.accumulate_grad_batches)
         if changes and not trainer.lightning_module.automatic_optimization:
             raise BatchSizeError(
@@ -172,6 +190,8 @@ class EffectiveBatchSize(Callback):
                 f"a global batch of {requested} is not possible here; the nearest is used: {self.plan}.",
                 stacklevel=2,
             )
+        if any_size:
+            trainer.strategy.lifecycle.micro_batches = self.plan.sizes
         trainer.accumulate_grad_batches = self.plan.accumulate
         place.apply(self.plan.micro_batch)
         if self.lr_scaling is not None and self.plan.total != reference:

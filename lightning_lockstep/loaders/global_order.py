@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
 from lightning_lockstep._doors.lightning import _IndexBatchSamplerWrapper, isolate_rng
 from lightning_lockstep.errors import ConfigurationError
@@ -80,6 +80,12 @@ class GlobalBatches(Sampler[Any]):
             return len(self._division)
         whole, rest = divmod(len(self._inner), self._ranks)
         return whole + bool(rest and not self.drop_last)
+
+    @property
+    def global_order(self) -> str:
+        """In what order all ranks together take the samples, in words."""
+        drawn = f"shuffled, seed {self.sampler.seed}"
+        return drawn if self.sampler.shuffle or type(self.sampler) is not DistributedSampler else "as they are"
 
     def sizes(self, number: int) -> tuple[int, int]:
         """Return how many samples of batch ``number`` of the epoch are this rank's, and all ranks'."""
@@ -174,9 +180,8 @@ class _Singles(Sampler[Any]):
 def parts_of(loader: Any) -> Any:
     """Return what knows the sizes of a loader's batches, by ``sizes``; ``None`` where nothing does."""
     batches = getattr(loader, "batch_sampler", None)
-    if type(batches) is _IndexBatchSamplerWrapper:
-        batches = batches._batch_sampler
-    for one in (batches, getattr(loader, "sampler", None)):
+    # Lightning's for predictions has the one that it asks in an attribute.
+    for one in (batches, getattr(batches, "_batch_sampler", None), getattr(loader, "sampler", None)):
         if getattr(one, "sizes", None) is not None:
             return one
     return None

@@ -56,7 +56,8 @@ class StepWeights:
         self._counts = False  # whether the steps of this fit count items
         self._first = self._items = 0.0  # items of all ranks: of a step's first micro-batch, and of the step so far
         self.corrects = True  # whether gradients can be multiplied once all micro-batches had their backward
-        self.in_parts = False  # while one rank alone runs a batch again in parts
+        self.in_parts = 0  # samples of the batch that this rank alone runs again in parts
+        self._counted_at = (-1, -1)  # epoch and batch of the last count
 
     def clear(self) -> None:
         """Forget what the steps of a fit were like."""
@@ -69,24 +70,29 @@ class StepWeights:
         self._counts = self._counts or items is not None or samples is not None
         if self._counts:
             count = samples if items is None or samples == 0 else items
-            self._weight = self._by_items(trainer, _checked(count or 0), communicator)
+            self._weight = self._by_items(trainer, _checked(count or 0), communicator, refuses=items is not None)
         else:
             self._weight = self._by_samples(trainer, communicator.world_size)
 
-    def _by_items(self, trainer: Any, items: float, communicator: Communicator) -> float:
+    def _by_items(self, trainer: Any, items: float, communicator: Communicator, *, refuses: bool) -> float:
         number, accumulated = trainer.fit_loop.epoch_loop.batch_idx, trainer.accumulate_grad_batches
-        if accumulated > 1 and not self.corrects:
+        if refuses and accumulated > 1 and not self.corrects:
             raise ConfigurationError(
                 f"{_KEY} with accumulate_grad_batches={accumulated} under DeepSpeed: expected 1, as its engine reduces"
                 " the gradients of a micro-batch before the items of the next are counted."
             )
         if self.in_parts:
-            raise BatchSizeError(
-                "The items or samples of a batch are counted on all ranks, so that one that did not fit into memory"
-                " cannot be split on one rank: use a smaller batch."
-            )
+            if refuses:
+                raise BatchSizeError(
+                    f"A batch that does not fit cannot be split where training_step returns {_KEY}, as the parts would"
+                    " count by their samples: use a smaller batch."
+                )
+            if self._counted_at == (trainer.current_epoch, number):
+                return self._weight
+            items = float(self.in_parts)
+        self._counted_at = trainer.current_epoch, number
         found = float(communicator.all_reduce(torch.tensor([items], dtype=torch.float64)))
-        if number % accumulated == 0:
+        if number % accumulated == 0 or not self.corrects:
             self._first, self._items = found, 0.0
         self._items += found
         return items * communicator.world_size / (self._first or 1.0)
@@ -115,11 +121,12 @@ class StepWeights:
 
         def corrected() -> Any:
             output = closure()
-            if self._counts and accumulated > 1:
+            if self._counts and accumulated > 1 and self.corrects:
                 groups = optimizer.param_groups
                 gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-                with torch.no_grad():
-                    torch._foreach_mul_(gradients, accumulated * (self._first or 1.0) / (self._items or 1.0))
+                if gradients:
+                    with torch.no_grad():
+                        torch._foreach_mul_(gradients, accumulated * (self._first or 1.0) / (self._items or 1.0))
             return output
 
         return corrected

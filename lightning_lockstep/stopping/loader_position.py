@@ -386,6 +386,8 @@ class _ResumableBatches(_Resumable):
 
     def order_of_samples(self) -> str | None:
         """Return in which order all ranks together take the samples, or ``None`` where more than that decides."""
+        if hasattr(self._loader, "global_order"):
+            return str(self._loader.global_order)
         if type(self._loader) is not BatchSampler:
             return None
         sampler: Any = self._loader.sampler

@@ -163,6 +163,7 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
             startup=startup_over(process_group_backend, start_method),
             precision=self._resolve_precision,
         )
+        self.lifecycle.weights.corrects = False  # gradients are in the engine
         super().__init__(
             config=dict(self._run_config.given),
             cluster_environment=cluster_environment,

@@ -340,6 +340,7 @@ class RankLifecycle:
         """Forget the loaders of this run; the ranks stay connected for a next call of the Trainer."""
         self._uneven_inputs.clear()
         self.weights.clear()
+        self.micro_batches = None
 
     def _add_callbacks(self) -> None:
         """Have evaluations count each sample once, a fit continue a resumed epoch, and stop together under Slurm."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 from torchmetrics.regression import SpearmanCorrCoef
 
 from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.trainer.connectors.logger_connector.result import warning_cache
 from lightning_lockstep import LockstepDDPStrategy, LockstepDeepSpeedStrategy, LockstepFSDPStrategy
 from lightning_lockstep._doors.lightning import (
     Callback,
@@ -193,27 +193,23 @@ def evaluations(strategy: str, ranks: int, samples: tuple[int, ...] = SAMPLES) -
     def trainer(**options: Any) -> Trainer:
         return Trainer(**{**QUIET, **on_device(ranks), **options}, strategy=STRATEGIES[strategy]())
 
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for number in samples:
-            one = trainer(callbacks=[InCallback()])
-            one.test(net(), loader(number, ranks), verbose=False)
-            found[f"test {number}"] = values(one)
-        several = net()
-        several.several = True
-        one = trainer()
-        answer = one.validate(several, [loader(n, ranks) for n in (13, 1, 25)], verbose=False)
-        found["several"] = {**values(one), **{f"{i} {k}": v for i, d in enumerate(answer) for k, v in d.items()}}
-        one = trainer(limit_val_batches=2)
-        one.validate(net(), loader(37, ranks), verbose=False)
-        found["limited"] = values(one)
-        several = net()
-        several.several = True
-        one = trainer()
-        one.validate(several, CombinedLoader([loader(13, ranks), loader(13, ranks)], "max_size"), verbose=False)
-        found["joined"] = values(one)
-    texts = [str(each.message) for each in said]
-    found["advice"] = [text for text in texts if "sync_dist" in text or "devices=1" in text]
+    for number in samples:
+        one = trainer(callbacks=[InCallback()])
+        one.test(net(), loader(number, ranks), verbose=False)
+        found[f"test {number}"] = values(one)
+    several = net()
+    several.several = True
+    one = trainer()
+    answer = one.validate(several, [loader(n, ranks) for n in (13, 1, 25)], verbose=False)
+    found["several"] = {**values(one), **{f"{i} {k}": v for i, d in enumerate(answer) for k, v in d.items()}}
+    one = trainer(limit_val_batches=2)
+    one.validate(net(), loader(37, ranks), verbose=False)
+    found["limited"] = values(one)
+    one = trainer()
+    joined = CombinedLoader([loader(13, ranks), loader(13, ranks)], "max_size")
+    one.validate(several, joined, verbose=False)
+    found["joined"] = values(one)
+    found["advice"] = [text for text in warning_cache if "sync_dist" in text and "rank zero" not in text]
     found["fit"] = fitted(trainer, ranks)
     found["predict"] = {number: predicted(trainer, ranks, number) for number in (1, 2, 13)}
     return found

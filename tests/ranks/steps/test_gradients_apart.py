@@ -166,7 +166,11 @@ REMEMBERED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "unused, copies": ({**UNUSED, "gradient_as_bucket_view": False}, {}, {"turns": 1}),
     "unused, two optimizers": (UNUSED, {}, {"manual": True}),
     "unused, no_sync": (UNUSED, {"accumulate_grad_batches": 2}, {"turns": 2}),
-    "unused, join": ({**UNUSED, "uneven_inputs": "join"}, {}, {"turns": 1, "rows": 40}),
+    "unused, join": (
+        {**UNUSED, "uneven_inputs": "join"},
+        {"use_distributed_sampler": False},
+        {"turns": 1, "rows": 40},
+    ),
     "static graph": ({"static_graph": True}, {}, {}),
     "bfloat16": (UNUSED, {"precision": "bf16-mixed"}, {"turns": 1}),
 }

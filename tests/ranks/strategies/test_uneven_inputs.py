@@ -191,7 +191,14 @@ class Linear(Net):
 
 def under_deepspeed() -> dict[Any, Any]:
     return {
-        (policy, stage): fitted(policy, stream(), net=Linear(), stage=stage, accumulate_grad_batches=2)
+        # With several micro-batches a step DeepSpeed cannot know how many samples the last ones have.
+        (policy, stage): fitted(
+            policy,
+            stream(),
+            net=Linear(),
+            stage=stage,
+            accumulate_grad_batches={"truncate": 2, "join": 1}[policy],
+        )
         for policy in ("truncate", "join")
         for stage in (None, 2)
     }
@@ -199,7 +206,7 @@ def under_deepspeed() -> dict[Any, Any]:
 
 def test_deepspeed_steps_as_ddp_does(found: Found) -> None:
     first, second = found["deepspeed"]
-    for policy, steps in (("truncate", 4), ("join", 6)):
+    for policy, steps in (("truncate", 4), ("join", 10)):
         assert first[policy, None][0] == first[policy, 2][0] == second[policy, 2][0] == steps
         assert first[policy, 2][2] == pytest.approx(first[policy, None][2], abs=1e-5)
 

@@ -26,9 +26,23 @@ from lightning_lockstep.errors import BatchSizeError, ConfigurationError
     ],
 )
 def test_a_global_batch_is_kept_or_nearly(requested, ranks, largest, expected):
-    plan = plan_effective_batch(requested, ranks=ranks, largest=largest)
+    plan = plan_effective_batch(requested, ranks=ranks, largest=largest, any_size=False)
     assert (plan.micro_batch, plan.accumulate, plan.exact) == expected
     assert plan.micro_batch <= largest and abs(plan.total - requested) <= requested * 0.02
+
+
+@pytest.mark.parametrize(
+    ("requested", "ranks", "largest", "sizes", "text"),
+    [
+        (18, 7, 8, (18,), "2 or 3 per rank x 1 accumulated x 7 ranks = 18"),
+        (16, 3, 2, (6, 5, 5), "1 or 2 per rank x 3 accumulated x 3 ranks = 16"),
+        (1009, 1, 100, (92,) * 8 + (91,) * 3, "91 or 92 per rank x 11 accumulated x 1 rank = 1009"),
+    ],
+)
+def test_any_global_batch_is_kept_where_parts_may_differ(requested, ranks, largest, sizes, text):
+    plan = plan_effective_batch(requested, ranks=ranks, largest=largest, any_size=True)
+    assert (plan.sizes, str(plan), plan.exact) == (sizes, text, True)
+    assert plan.micro_batch <= largest
 
 
 def test_learning_rates_scale():
