@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.trainer.connectors.logger_connector.result import warning_cache
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 from torchmetrics.regression import SpearmanCorrCoef
 
-from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.trainer.connectors.logger_connector.result import warning_cache
 from lightning_lockstep import LockstepDDPStrategy, LockstepDeepSpeedStrategy, LockstepFSDPStrategy
 from lightning_lockstep._doors.lightning import (
     Callback,
@@ -170,6 +170,7 @@ class InCallback(Callback):
 
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
+    "Lightning": lambda: "auto",  # on one device
     "ddp": LockstepDDPStrategy,
     "fsdp": LockstepFSDPStrategy,
     "deepspeed 1": lambda: LockstepDeepSpeedStrategy(stage=1),
@@ -226,13 +227,48 @@ def fitted(trainer: Callable[..., Trainer], ranks: int) -> dict[str, Any]:
         enable_checkpointing=True,
         limit_train_batches=1,
     )
-    one.fit(net(), loader(48, ranks), loader(2, ranks))
+    one.fit(net(), loader(GLOBAL_BATCH, ranks), loader(2, ranks))  # one batch, in any order
     return {
         "epochs": one.current_epoch,
         "best": float(keep.best_model_score),
         "stop": float(stop.best_score),
         **values(one),
     }
+
+
+class Plain(Net):
+    """Reduces nothing itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allow_zero_length_dataloader_with_multiple_devices = True
+
+    def logged(self, batch: Any) -> None:
+        inputs, targets, _ = batch
+        self.log("loss", nn.functional.cross_entropy(self(inputs), targets))
+
+    def on_validation_epoch_end(self) -> None:
+        if self.global_rank == 1:
+            self.log("one", 1.0)
+
+
+def parts_of_ranks(counts: list[list[int]]) -> list[dict[str, float]]:
+    """What each rank gets that has made loaders of its own; ``counts`` has, for each, the samples of the ranks."""
+    found, rank = [], int(os.environ["RANK"])
+    for samples in (counts[:1], counts[1:2], counts):
+        loaders = []
+        for of_ranks in samples:
+            start = sum(of_ranks[:rank])
+            loaders.append(DataLoader(Subset(Rows(13), range(start, start + of_ranks[rank])), 2))
+        one = Trainer(
+            **{**QUIET, **on_device(len(counts[0]))},
+            strategy=LockstepDDPStrategy(),
+            use_distributed_sampler=False,
+        )
+        seed_everything(3, verbose=False)
+        one.validate(Plain(), loaders, verbose=False)
+        found.append(values(one))
+    return found
 
 
 def values(trainer: Trainer) -> dict[str, float]:
