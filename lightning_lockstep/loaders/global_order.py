@@ -73,6 +73,7 @@ class GlobalBatches(Sampler[Any]):
         self.batch_size = None if division is None else -(-max(division.sizes) // ranks)
         self.drop_last = bool(getattr(inner, "drop_last", False))
         self._sizes: list[tuple[int, int]] = []
+        self._resumed: tuple[int, int, int] | None = None  # epoch, batch and sample at which it goes on in another division
 
     def __len__(self) -> int:
         """Return the number of batches of every rank."""
@@ -91,8 +92,35 @@ class GlobalBatches(Sampler[Any]):
         """Return how many samples of batch ``number`` of the epoch are this rank's, and all ranks'."""
         if self._division is None:
             return self._sizes[number]
-        start, stop = self._division.bounds(number)
+        start, stop = self._bounds(number)
         return len(range(start + self._rank, stop, self._ranks)), stop - start
+
+    def _bounds(self, number: int) -> tuple[int, int]:
+        assert self._division is not None
+        epoch, batch, sample = self._resumed or (-1, 0, 0)
+        if epoch != self.sampler.epoch or number < batch:
+            return self._division.bounds(number)
+        size = max(self._division.sizes)
+        start = sample + (number - batch) * size
+        return start, min(start + size, self._division.bounds(len(self) - 1)[1])
+
+    def samples_before(self, number: int) -> int | None:
+        """Return how many samples of the order come before a batch of the epoch; ``None`` if batches decide."""
+        if self._division is None:
+            return None
+        return self._bounds(number)[0] if number < len(self) else self._division.samples
+
+    def go_on_at(self, sample: int, epoch: int) -> int:
+        """Return the batch at which an epoch goes on of which so many samples were seen, and begin that one there."""
+        assert self._division is not None
+        self._resumed = None
+        for number in range(len(self)):
+            if self._division.bounds(number)[0] == sample:
+                return number
+        last = self._division.bounds(len(self) - 1)[1]
+        batch = max(0, len(self) - -(-(last - sample) // max(self._division.sizes)))
+        self._resumed = epoch, batch, sample
+        return batch
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches; one of a single padding sample where it has none."""
@@ -101,7 +129,7 @@ class GlobalBatches(Sampler[Any]):
             return
         order = self._drawn(self.sampler)
         for number in range(len(self)):
-            start, stop = self._division.bounds(number)
+            start, stop = self._bounds(number)
             yield order[start + self._rank : stop : self._ranks] or order[start : start + 1]
 
     def _of_batches(self) -> Iterator[Any]:

@@ -63,13 +63,15 @@ class StepWeights:
         """Forget what the steps of a fit were like."""
         self._weight, self._counts = 1.0, False
 
-    def of_step(self, trainer: Any, output: Any, samples: int | None, communicator: Communicator) -> None:
+    def of_step(
+        self, trainer: Any, output: Any, samples: int | None, communicator: Communicator, *, is_padding: bool
+    ) -> None:
         """Find what the micro-batch counts that has just had its forward. Ranks: all, together, if it counts items."""
-        # `samples`: of this rank's batch, where they are to be counted as items are; 0 for a padding batch.
+        # `samples`: of this rank's batch, where they are to be counted as items are.
         items = output.get(_KEY) if isinstance(output, Mapping) else None
         self._counts = self._counts or items is not None or samples is not None
         if self._counts:
-            count = samples if items is None or samples == 0 else items
+            count = 0 if is_padding else samples if items is None else items
             self._weight = self._by_items(trainer, _checked(count or 0), communicator, refuses=items is not None)
         else:
             self._weight = self._by_samples(trainer, communicator.world_size)

@@ -55,6 +55,7 @@ from lightning_lockstep._doors.lightning_internals import (
 )
 from lightning_lockstep._text import counted
 from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.loaders.global_order import parts_of
 from lightning_lockstep.steps.patching import STATEFUL, LoaderAround, length_of, put_in_place
 from lightning_lockstep.stopping.resume_point import ResumePoint, settle_counters
 
@@ -130,8 +131,10 @@ class LoaderPosition(Callback):
         if not loaders:
             return
         communicator = current_communicator()
-        described = [_described(loader) for loader in loaders]
         progress = trainer.fit_loop.epoch_loop.batch_progress
+        described = [_described(loader) for loader in loaders]
+        if len(loaders) == 1 and (parts := parts_of(loaders[0])) is not None:
+            described[0]["seen"] = parts.samples_before(progress.current.ready)
         savers = [loader for loader in loaders if _saves_its_state(loader)]
         # Where a limit has ended the epoch they are in the middle of theirs, and the next epoch begins anew.
         cut = progress.is_last_batch and any(progress.current.ready < len(loader) for loader in savers)
@@ -268,6 +271,9 @@ class _Resume:
         missing = self._saved["world_size"] / max(len(ranks), 1) if known else 1
         seen = [int(_samples(a) * missing) * self.batches for a, _ in pairs]
         places = {divmod(s, _samples(b)) for s, (_, b) in zip(seen, pairs, strict=True)}
+        parts = parts_of(loaders[0]) if len(loaders) == 1 == len(then) else None
+        if parts is not None and (before := then[0][0].get("seen")) is not None:
+            places = {(parts.go_on_at(before, self.epoch), 0)}
         batches = {batch for batch, _ in places}
         keep_states = any(one["keeps_state"] for of_ranks in now for one in of_ranks)
         if len(batches) == 1 and batches != {self.batches} and not keep_states:

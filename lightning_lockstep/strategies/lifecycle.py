@@ -308,11 +308,11 @@ class RankLifecycle:
 
     def weigh(self, output: Any, batch: Any) -> None:
         """Find what the loss of a micro-batch counts, which has had its forward. Ranks: all, if they count items."""
-        trainer = self._strategy.lightning_module.trainer
+        trainer, is_padding = self._strategy.lightning_module.trainer, self.is_padding_batch()
         samples = None
         if self._uneven_inputs.ends_differ(trainer):
-            samples = 0 if self.is_padding_batch() else extract_batch_size(batch)
-        self.weights.of_step(trainer, output, samples, current_communicator())
+            samples = 0 if is_padding else extract_batch_size(batch)
+        self.weights.of_step(trainer, output, samples, current_communicator(), is_padding=is_padding)
 
     def contributing(self) -> AbstractContextManager[None]:
         """Let every rank take part in the reductions of the training step that runs in this context."""
