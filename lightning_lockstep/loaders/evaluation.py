@@ -58,21 +58,17 @@ class _Evaluation:
 
     def run(self) -> Any:
         self._gathers, self._combined = 0, set()
+        loop = self._loop
         with ExitStack() as stack:
-            stack.enter_context(
-                around_evaluation(self._trainer, self._loop, self._step, self._before_reading)
-            )
+            stack.enter_context(around_evaluation(self._trainer, loop, self._step, self._before_reading))
             for metric in self._metrics():
                 if isinstance(metric, Metric) and metric.process_group is None:
                     sync = partial(_with_whole_lists, metric, getattr(metric, SYNC_STATES))
                     stack.enter_context(replaced(metric, **{SYNC_STATES: sync}))
-            outputs = type(self._loop).run(self._loop)
-            results = results_of(self._loop)
-            if (
-                results is not None and self._loop.max_batches and self._gathers == 0
-            ):  # this rank had no batch
-                self._before_reading(ended=True)
-                results.reset(metrics=False)
+            outputs = type(loop).run(loop)
+        if results_of(loop) is not None and loop.max_batches and not self._gathers:  # this rank had no batch
+            self._before_reading(ended=True)
+            results_of(loop).reset(metrics=False)
         return outputs
 
     def _metrics(self) -> list[Metric | MetricCollection]:
@@ -87,9 +83,8 @@ class _Evaluation:
         """Make the step of a batch, of which nothing counts if this rank has no sample in it."""
         loaders = loaders_in_use(self._loop)
         # A batch of several loaders counts if this rank has a sample of any of them in it.
-        parts = [
-            parts_of(one) for one in (loaders if joins_batches(self._loop) else [loaders[dataloader_idx]])
-        ]
+        used = loaders if joins_batches(self._loop) else [loaders[dataloader_idx]]
+        parts = [parts_of(one) for one in used]
         if any(one is None or one.sizes(batch_idx % len(one))[0] for one in parts):
             make()
             return
@@ -105,8 +100,8 @@ class _Evaluation:
     @contextmanager
     def _not_counting(self) -> Iterator[None]:
         """Put metrics and logged values back when the body ends; what it logs exists then, with nothing in it."""
-        results = results_of(self._loop)
-        results = {} if results is None else results
+        logs = results_of(self._loop)
+        results = {} if logs is None else logs
         kept = [ModuleAttributes(one) for one in (*self._metrics(), *results.values())]
         yield
         logged = {key: not one.has_reset for key, one in results.items()}

@@ -15,7 +15,12 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 from torchmetrics.regression import SpearmanCorrCoef
 
-from lightning_lockstep import LockstepDDPStrategy, LockstepDeepSpeedStrategy, LockstepFSDPStrategy
+from lightning_lockstep import (
+    LockstepDDPStrategy,
+    LockstepDeepSpeedStrategy,
+    LockstepFSDPStrategy,
+    LockstepMPIStrategy,
+)
 from lightning_lockstep._doors.lightning import (
     Callback,
     CombinedLoader,
@@ -174,6 +179,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "ddp": LockstepDDPStrategy,
     "fsdp": LockstepFSDPStrategy,
     "deepspeed 1": lambda: LockstepDeepSpeedStrategy(stage=1),
+    "mpi": lambda: LockstepMPIStrategy(backend="auto"),
     "deepspeed 3": lambda: LockstepDeepSpeedStrategy(stage=3),
 }
 
