@@ -22,7 +22,6 @@ from lightning_lockstep._settings import is_whole
 from lightning_lockstep._text import counted
 from lightning_lockstep.deepspeed.checkpoints.files import is_checkpoint_folder, read_file
 from lightning_lockstep.deepspeed.checkpoints.resuming import CONSOLIDATED
-from lightning_lockstep.demo.data import batch_size_per_rank
 from lightning_lockstep.distributed.checkpoint_folder import BEFORE, saved_at
 from lightning_lockstep.doctor.check_runner import Checks
 from lightning_lockstep.doctor.registry import CheckOptions, CheckResult, Status
@@ -387,8 +386,11 @@ def _global_batch(config: DictConfig, external: ExternalRanks | None) -> list[Fa
     ranks = _ranks(config, external)
     if not (is_whole(size) and is_whole(accumulate) and size > 0 and accumulate > 0 and ranks is not None):
         return []
-    try:
-        batch_size_per_rank(size, ranks, accumulate)
-    except ConfigurationError as error:
-        return [Fault(f"data.{text}", error) for text in error.faults]
+    parts = f"{counted(ranks, 'rank')} x {accumulate} accumulated micro-batches = {ranks * accumulate}"
+    given = f"data.global_batch_size={size}"
+    if size < ranks * accumulate:
+        return [Fault(f"{given}: expected at least {parts}, one sample for each.")]
+    if OmegaConf.select(config, "strategy.name") == "auto" and size % accumulate:
+        text = f"{given}: expected a multiple of trainer.accumulate_grad_batches={accumulate} under strategy=single."
+        return [Fault(text)]
     return []

@@ -53,6 +53,8 @@ from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.environments import hide_srun_hint
 from lightning_lockstep.launchers.mpirun import MPIRunLauncher, ran_under_mpirun
+from lightning_lockstep.loaders.global_order import in_global_order
+from lightning_lockstep.steps.patching import put_in_place
 from lightning_lockstep.stopping.loader_position import LoaderPosition
 
 # -- Leaves out of the output what is for the developers of other packages, or for nobody --
@@ -164,6 +166,16 @@ def _attempt(key: str, make: Callable[[], Any], faults: list[str]) -> Any:
 # -- One training run: build, fit, validate, test, report --
 
 
+def _order_samples(strategy: Any, seed: int) -> None:
+    """Let the loaders of a single process have the order of several ranks."""
+    process = strategy.process_dataloader
+
+    def process_dataloader(loader: object) -> Any:
+        return in_global_order(process(loader), seed)
+
+    put_in_place(strategy, "process_dataloader", process_dataloader)
+
+
 def run(config: DictConfig) -> float | None:
     """Train as the configuration says; return the final `objective.metric`, for a sweeper, if it was logged."""
     began = time.monotonic()
@@ -174,6 +186,8 @@ def run(config: DictConfig) -> float | None:
     model, data, trainer = build(config, own_callbacks=[record, LogConfiguration(config), LoaderPosition()])
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         record.share()
+    if not hasattr(trainer.strategy, "lifecycle"):  # a single process under Lightning's strategy or SPMD
+        _order_samples(trainer.strategy, config.seed)
     left_out = _left_out(config, model, data)
     if trainer.is_global_zero:
         remove_earlier_reports(Path(trainer.default_root_dir))

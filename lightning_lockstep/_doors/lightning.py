@@ -40,7 +40,7 @@ PRIVATE: dict[str, str] = {
     "extract_batch_size": "counts the samples of a batch of any structure as Lightning does for its logged means",
     "_lightning_get_all_attr_holders": "finds a batch size in module, data module or hparams, in Lightning's order",
     "_set_sampler_epoch": "shuffles a loader for an epoch; which samplers it tells is Lightning's own rule",
-    "_IndexBatchSamplerWrapper": "tells a BasePredictionWriter which samples a batch has; the loader is divided below it",
+    "_IndexBatchSamplerWrapper": "tells a BasePredictionWriter the samples of a batch; a loader is divided below it",
     "_AutomaticOptimization": "a batch that does not fit is run again within its step, which only this loop knows",
     "_ManualOptimization": "runs a step of a module with manual optimization apart from the run",
     "Closure": "the step, zero_grad and backward of one batch, as automatic optimization runs them",

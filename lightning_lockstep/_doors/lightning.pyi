@@ -20,7 +20,6 @@ from lightning.fabric.utilities import move_data_to_device as move_data_to_devic
 from lightning.fabric.utilities.data import _set_sampler_epoch as _set_sampler_epoch
 from lightning.fabric.utilities.distributed import _destroy_dist_connection as _destroy_dist_connection
 from lightning.fabric.utilities.rank_zero import rank_zero_only as rank_zero_only
-from lightning.pytorch.utilities.seed import isolate_rng as isolate_rng
 from lightning.fabric.utilities.seed import reset_seed as reset_seed
 from lightning.pytorch import Callback as Callback
 from lightning.pytorch import LightningDataModule as LightningDataModule
@@ -85,6 +84,7 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException as _Tuner
 from lightning.pytorch.utilities.parsing import (
     _lightning_get_all_attr_holders as _lightning_get_all_attr_holders,
 )
+from lightning.pytorch.utilities.seed import isolate_rng as isolate_rng
 
 PYTORCH: str
 FABRIC: str

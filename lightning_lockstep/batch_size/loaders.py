@@ -73,7 +73,7 @@ class BatchLoaders:
         """Whether ranks may have micro-batches of different size: where the strategy divides and weights them."""
         divides = hasattr(self._trainer.strategy, "lifecycle") and divides_data(self._trainer)
         own = any(isinstance(loader.sampler, DistributedSampler) for loader in self.loaders)
-        return divides and not own and not self._trainer.overfit_batches
+        return divides and not own and not getattr(self._trainer, "overfit_batches", 0)
 
     def _check_effect(self) -> None:
         """Raise unless the loader follows the attribute, if not to the very number."""

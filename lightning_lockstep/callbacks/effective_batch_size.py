@@ -14,6 +14,7 @@ from lightning_lockstep.batch_size.loaders import BatchLoaders, SearchRefusedErr
 from lightning_lockstep.batch_size.search_run import refuse_fixed_sizes, say_once
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import BatchSizeError
+from lightning_lockstep.loaders.global_order import micro_batches
 from lightning_lockstep.steps.patching import replaced
 
 # -- Micro-batch x accumulation x ranks = the global batch that was asked for --
@@ -52,7 +53,9 @@ class EffectiveBatch:
     def __str__(self) -> str:
         least = min(self.sizes) // self.ranks
         each = f"{least} or {self.micro_batch}" if least < self.micro_batch else f"{least}"
-        return f"{each} per rank x {self.accumulate} accumulated x {counted(self.ranks, 'rank')} = {self.total}"
+        return (
+            f"{each} per rank x {self.accumulate} accumulated x {counted(self.ranks, 'rank')} = {self.total}"
+        )
 
 
 def plan_effective_batch(requested: int, *, ranks: int, largest: int, any_size: bool) -> EffectiveBatch:
@@ -62,8 +65,7 @@ def plan_effective_batch(requested: int, *, ranks: int, largest: int, any_size: 
     # of samples would be trained one by one); then the nearest total is taken.
     if any_size:
         count = -(-requested // (ranks * largest))
-        sizes = tuple(requested // count + (i < requested % count) for i in range(count))
-        return EffectiveBatch(requested, sizes, ranks)
+        return EffectiveBatch(requested, micro_batches(requested, count), ranks)
     share = max(1, requested // ranks)
     least = math.ceil(share / largest)
     if requested % ranks == 0:
@@ -98,10 +100,10 @@ class EffectiveBatchSize(Callback):
     """Keeps the global batch (micro-batch x accumulation x ranks) the same on any number of ranks.
 
     The configured batch size is the largest micro-batch; it is kept or made smaller, and
-    ``accumulate_grad_batches`` is set, so that each optimizer step has exactly that many samples, whatever the number of
-    ranks: under a strategy of this package that divides the loader, the parts of the ranks may differ by one sample.
-    Elsewhere (a sampler of your own, Lightning's strategies) they are equal, and where no product gives the global batch
-    the nearest is taken, with one warning that shows the numbers.
+    ``accumulate_grad_batches`` is set, so that each optimizer step has exactly that many samples on any number of
+    ranks. Under a strategy of this package that divides the loader, the parts of the ranks may differ by one sample.
+    Elsewhere (a sampler of your own, Lightning's strategies) they are equal; if no product gives the global batch, the
+    nearest is taken, with one warning that shows the numbers.
 
     Args:
         global_batch_size: Samples of all ranks in one optimizer step.
@@ -191,7 +193,8 @@ class EffectiveBatchSize(Callback):
                 stacklevel=2,
             )
         if any_size:
-            trainer.strategy.lifecycle.micro_batches = self.plan.sizes
+            strategy: Any = trainer.strategy
+            strategy.lifecycle.micro_batches = self.plan.sizes
         trainer.accumulate_grad_batches = self.plan.accumulate
         place.apply(self.plan.micro_batch)
         if self.lr_scaling is not None and self.plan.total != reference:

@@ -8,8 +8,7 @@ data                   where it comes from                         model that fi
 =====================  ==========================================  ======================================
 
 They are the demo, the tests' real load and the pattern to copy: metrics reduced properly over ranks, a global
-batch that is the same on any number of ranks (`GlobalBatchSampler`), and checks of their settings that report
-every error at once.
+batch that is the same on any number of ranks, and checks of their settings that report every error at once.
 """
 
 from lightning_lockstep._registry import attach_stub

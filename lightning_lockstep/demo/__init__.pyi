@@ -1,4 +1,3 @@
-from lightning_lockstep.demo.data import GlobalBatchSampler as GlobalBatchSampler
 from lightning_lockstep.demo.images import ConvNet as ConvNet
 from lightning_lockstep.demo.images import DigitsData as DigitsData
 from lightning_lockstep.demo.text import ByteGPT as ByteGPT

@@ -28,7 +28,6 @@ class DigitsData(GlobalBatchDataModule):
         test_fraction: Share of the images kept for the test (0 to 1).
         split_seed: Seed of the division into the three parts; the same on every run unless changed.
         num_workers: Loader processes per rank.
-        seed: Seed of the order of the training images.
 
     Raises:
         ConfigurationError: A setting is out of range; the message lists every error.
@@ -49,7 +48,6 @@ class DigitsData(GlobalBatchDataModule):
         test_fraction: float = 0.125,
         split_seed: int = 0,
         num_workers: int = 0,
-        seed: int = 0,
     ) -> None:
         if importlib.util.find_spec("sklearn") is None:
             raise MissingExtraError("scikit-learn", extra="demo", needed_for="data=digits")
@@ -67,7 +65,6 @@ class DigitsData(GlobalBatchDataModule):
             batch_size=batch_size,
             global_batch_size=global_batch_size,
             num_workers=num_workers,
-            seed=seed,
         )
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction

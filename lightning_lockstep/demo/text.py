@@ -35,7 +35,6 @@ class SourceTextData(GlobalBatchDataModule):
         held_out: Share of the text kept for validation, and as much again for the test (0 to 0.5).
         root: Folder to read instead of the standard library's.
         num_workers: Loader processes per rank.
-        seed: Seed of the order of the training windows.
 
     Raises:
         ConfigurationError: A setting is out of range; the message lists every error.
@@ -56,7 +55,6 @@ class SourceTextData(GlobalBatchDataModule):
         held_out: float = 0.05,
         root: str | None = None,
         num_workers: int = 0,
-        seed: int = 0,
     ) -> None:
         faults = Faults()
         faults.whole("context", context, least=2, what="bytes, a whole number")
@@ -67,7 +65,6 @@ class SourceTextData(GlobalBatchDataModule):
             batch_size=batch_size,
             global_batch_size=global_batch_size,
             num_workers=num_workers,
-            seed=seed,
         )
         self.context = context
         self.max_bytes = max_bytes

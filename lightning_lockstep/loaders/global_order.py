@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler
 
 from lightning_lockstep._doors.lightning import _IndexBatchSamplerWrapper, isolate_rng
 from lightning_lockstep.errors import ConfigurationError
@@ -46,10 +46,15 @@ class Division:
         if window >= windows:  # the last optimizer step, of fewer samples
             start, place = windows * sum(self.sizes), number - windows * len(self.sizes)
             count = len(self) - windows * len(self.sizes)
-            sizes = tuple(rest // count + (i < rest % count) for i in range(count))
+            sizes = micro_batches(rest, count)
         start += sum(sizes[:place])
         is_last = number == len(self) - 1 and not self.drop_last
         return start, self.samples if is_last else start + sizes[place]
+
+
+def micro_batches(size: int, count: int) -> tuple[int, ...]:
+    """Divide a global batch into so many micro-batches, whose sizes differ by one sample at most."""
+    return tuple(size // count + (number < size % count) for number in range(count))
 
 
 class GlobalBatches(Sampler[Any]):
@@ -73,7 +78,8 @@ class GlobalBatches(Sampler[Any]):
         self.batch_size = None if division is None else -(-max(division.sizes) // ranks)
         self.drop_last = bool(getattr(inner, "drop_last", False))
         self._sizes: list[tuple[int, int]] = []
-        self._resumed: tuple[int, int, int] | None = None  # epoch, batch and sample at which it goes on in another division
+        # Epoch, batch and sample at which a resumed run goes on that divides the order in another way.
+        self._resumed: tuple[int, int, int] | None = None
 
     def __len__(self) -> int:
         """Return the number of batches of every rank."""
@@ -86,7 +92,9 @@ class GlobalBatches(Sampler[Any]):
     def global_order(self) -> str:
         """In what order all ranks together take the samples, in words."""
         drawn = f"shuffled, seed {self.sampler.seed}"
-        return drawn if self.sampler.shuffle or type(self.sampler) is not DistributedSampler else "as they are"
+        return (
+            drawn if self.sampler.shuffle or type(self.sampler) is not DistributedSampler else "as they are"
+        )
 
     def sizes(self, number: int) -> tuple[int, int]:
         """Return how many samples of batch ``number`` of the epoch are this rank's, and all ranks'."""
@@ -144,12 +152,12 @@ class GlobalBatches(Sampler[Any]):
             yield list(group[self._rank]) or list(group[0][:1])
 
     def _drawn(self, source: Any) -> list[Any]:
-        """Return all that a sampler gives in an epoch; what it draws from global generators is the same on all ranks."""
+        """Return all that a sampler gives in an epoch; what global generators give it is the same on all ranks."""
         seed = (self.sampler.seed + self.sampler.epoch) % 2**32
         with isolate_rng(include_cuda=False):
             torch.default_generator.manual_seed(seed)
             random.seed(seed)
-            numpy.random.seed(seed)  # noqa: NPY002
+            numpy.random.seed(seed)
             return list(source)
 
 
@@ -169,10 +177,10 @@ def divided(
 ) -> Any:
     """Return a loader that gives this rank its part, if Lightning has given it a sampler; else the loader itself."""
     # `micro_batches`: samples of all ranks in each micro-batch of an optimizer step; None: what the loader says.
-    batches = getattr(loader, "batch_sampler", None)
+    batches: Any = getattr(loader, "batch_sampler", None)
     predicts = type(batches) is _IndexBatchSamplerWrapper
     inner = batches._batch_sampler if predicts else batches
-    sampler = getattr(inner, "sampler", None) if inner is not None else getattr(loader, "sampler", None)
+    sampler: Any = getattr(inner, "sampler", None) if inner is not None else getattr(loader, "sampler", None)
     if not isinstance(loader, DataLoader) or type(getattr(sampler, "num_replicas", None)) is not _Replicas:
         return loader
     samples = len(sampler.dataset)
@@ -189,6 +197,18 @@ def divided(
         vars(made)["sampler"] = _Singles(parts)
     else:
         vars(made)["batch_sampler"] = _IndexBatchSamplerWrapper(parts) if predicts else parts
+    return made
+
+
+def in_global_order(loader: Any, seed: int) -> Any:
+    """Return a loader of a single process that gives its samples in the order that several ranks would have."""
+    batches = getattr(loader, "batch_sampler", None)
+    if not isinstance(getattr(loader, "sampler", None), RandomSampler) or type(batches) is not BatchSampler:
+        return loader
+    sampler: Any = DistributedSampler(loader.dataset, num_replicas=1, rank=0, seed=seed)
+    made = copy.copy(loader)
+    own = Division(len(loader.dataset), (batches.batch_size,), batches.drop_last)
+    vars(made).update(sampler=sampler, batch_sampler=GlobalBatches(batches, sampler, own, 0, 1))
     return made
 
 

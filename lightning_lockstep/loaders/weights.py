@@ -54,7 +54,9 @@ class StepWeights:
     def __init__(self) -> None:
         self._weight = 1.0
         self._counts = False  # whether the steps of this fit count items
-        self._first = self._items = 0.0  # items of all ranks: of a step's first micro-batch, and of the step so far
+        self._first = self._items = (
+            0.0  # items of all ranks: of a step's first micro-batch, and of the step so far
+        )
         self.corrects = True  # whether gradients can be multiplied once all micro-batches had their backward
         self.in_parts = 0  # samples of the batch that this rank alone runs again in parts
         self._counted_at = (-1, -1)  # epoch and batch of the last count
@@ -72,7 +74,9 @@ class StepWeights:
         self._counts = self._counts or items is not None or samples is not None
         if self._counts:
             count = 0 if is_padding else samples if items is None else items
-            self._weight = self._by_items(trainer, _checked(count or 0), communicator, refuses=items is not None)
+            self._weight = self._by_items(
+                trainer, _checked(count or 0), communicator, refuses=items is not None
+            )
         else:
             self._weight = self._by_samples(trainer, communicator.world_size)
 
@@ -107,7 +111,8 @@ class StepWeights:
         first = number // accumulated * accumulated
         end = min(first + accumulated, trainer.num_training_batches)
         window = (mine if i == number else samples_of_batch(trainer, i) for i in range(first, int(end)))
-        return mine[0] * ranks * accumulated / sum(one[1] for one in window if one is not None)
+        samples = sum(one[1] for one in window if one is not None)
+        return float(mine[0] * ranks * accumulated / samples)
 
     def of_manual_step(self, trainer: Any, ranks: int) -> None:
         """Find what a micro-batch of manual optimization counts, by itself: when it steps is the program's affair."""
@@ -119,7 +124,7 @@ class StepWeights:
         return loss if self._weight == 1.0 else loss * self._weight
 
     def correcting(self, closure: Callable[[], Any], optimizer: Any, accumulated: int) -> Callable[[], Any]:
-        """Return a closure after whose backward the gradients are divided by the items that their step had in the end."""
+        """Return a closure that divides the gradients by the items that their step had in the end."""
 
         def corrected() -> Any:
             output = closure()
@@ -128,7 +133,9 @@ class StepWeights:
                 gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
                 if gradients:
                     with torch.no_grad():
-                        torch._foreach_mul_(gradients, accumulated * (self._first or 1.0) / (self._items or 1.0))
+                        torch._foreach_mul_(
+                            gradients, accumulated * (self._first or 1.0) / (self._items or 1.0)
+                        )
             return output
 
         return corrected
@@ -137,5 +144,7 @@ class StepWeights:
 def _checked(items: Any) -> float:
     count = float(items)
     if not math.isfinite(count) or count < 0:
-        raise ConfigurationError(f"training_step returned {_KEY}={count}: expected how many there are, 0 or more.")
+        raise ConfigurationError(
+            f"training_step returned {_KEY}={count}: expected how many there are, 0 or more."
+        )
     return count

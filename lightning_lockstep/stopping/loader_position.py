@@ -397,8 +397,6 @@ class _ResumableBatches(_Resumable):
         if type(self._loader) is not BatchSampler:
             return None
         sampler: Any = self._loader.sampler
-        if hasattr(sampler, "global_order"):
-            return str(sampler.global_order)
         if type(sampler) is DistributedSampler:  # Lightning's own subclass divides a sampler of the user
             return f"shuffled, seed {sampler.seed}" if sampler.shuffle else "as they are"
         # With several ranks each has its own samples then.

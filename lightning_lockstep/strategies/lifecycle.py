@@ -90,11 +90,11 @@ from lightning_lockstep.launchers.environments import (
 from lightning_lockstep.launchers.multiprocessing import SpawnedLauncher
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 from lightning_lockstep.launchers.subprocess_script import ScriptLauncher, connected_rank
-from lightning_lockstep.logs.logger import fold_library_warnings
-from lightning_lockstep.numerics.precision import requested_precision, resolve_precision
 from lightning_lockstep.loaders.evaluation import count_each_sample_once
 from lightning_lockstep.loaders.global_order import check_samples, divided, marked, samples_in
 from lightning_lockstep.loaders.weights import StepWeights, samples_of_batch
+from lightning_lockstep.logs.logger import fold_library_warnings
+from lightning_lockstep.numerics.precision import requested_precision, resolve_precision
 from lightning_lockstep.stopping.loader_position import LoaderPosition
 from lightning_lockstep.strategies.options import (
     LifecycleSettings,
@@ -190,8 +190,12 @@ class RankLifecycle:
         self.supervisor = RankSupervisor(settings.supervisor)
         self._uneven_inputs = UnevenInputs(settings.uneven_inputs)
         self.weights = StepWeights()
-        self.micro_batches: tuple[int, ...] | None = None  # samples of all ranks in each of an optimizer step, if set
-        self._share: tuple[int, int] | None = None  # this rank's place among those that divide loaders, and their number
+        self.micro_batches: tuple[int, ...] | None = (
+            None  # samples of all ranks in each of an optimizer step, if set
+        )
+        self._share: tuple[int, int] | None = (
+            None  # this rank's place among those that divide loaders, and their number
+        )
         self._strategy, self._precision = strategy, precision
         self.last_checkpoint = ""  # that this run has saved
 
@@ -573,9 +577,13 @@ class LifecycleHooks(PlainCheckpoints, ParallelStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a value over all ranks. Ranks: all, together."""
         # Lightning divides a logged mean by the mean of the ranks' samples, and cuts that to a whole number.
-        if isinstance(tensor, Tensor) and not tensor.dtype.is_floating_point and reduce_op in ("mean", "avg", None):
+        if (
+            isinstance(tensor, Tensor)
+            and not tensor.dtype.is_floating_point
+            and reduce_op in ("mean", "avg", None)
+        ):
             tensor = tensor.float()
-        return super().reduce(tensor, group, reduce_op)
+        return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None

@@ -65,7 +65,7 @@ NOT_TAKEN = {("LockstepXLAStrategy", "start_method"): "one process a device, whi
 # Arguments of another type than the field: any sequence, made a tuple.
 OTHER_TYPE = {("LockstepMPIStrategy", "mpirun_args"), ("LockstepMPIStrategy", "ssh_args")}
 # Public names of the three rooms that no config file is about.
-NO_COMPONENT = {"GlobalBatchSampler", "LifecycleSettings", "RankLifecycle"}
+NO_COMPONENT = {"LifecycleSettings", "RankLifecycle"}
 
 
 def components() -> dict[str, Any]:

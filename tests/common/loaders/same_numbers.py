@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 
-from lightning_lockstep import EffectiveBatchSize
+from lightning_lockstep import EffectiveBatchSize, LockstepDDPStrategy
 from tests.helpers import on_device
 
 GLOBAL_BATCH, EPOCHS, TOKENS = 16, 3, 64
@@ -19,11 +19,13 @@ GLOBAL_BATCH, EPOCHS, TOKENS = 16, 3, 64
 class Net(LightningModule):
     """Learns from samples, or from as many tokens of each sample as it has."""
 
-    def __init__(self, dtype: torch.dtype, *, counts: bool = False, manual: bool = False) -> None:
+    def __init__(
+        self, dtype: torch.dtype, *, counts: bool = False, manual: bool = False, items: float | None = None
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
-        self.counts, self.automatic_optimization = counts, not manual
+        self.counts, self.automatic_optimization, self.items = counts, not manual, items
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         inputs, targets, lengths = batch
@@ -38,7 +40,7 @@ class Net(LightningModule):
         real = torch.arange(inputs.shape[1]) < lengths[:, None]
         losses = nn.functional.cross_entropy(self.body(inputs[real]), targets[real], reduction="sum")
         count = int(lengths.sum())
-        return {"loss": losses / count, "num_items": count}
+        return {"loss": losses / count, "num_items": count if self.items is None else self.items}
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.3, momentum=0.9)
@@ -62,12 +64,13 @@ def fitted(
     counts: bool = False,
     manual: bool = False,
     sampler: bool = False,
+    items: float | None = None,
     **options: Any,
 ) -> tuple[int, dict[str, Tensor]]:
     """Return the optimizer steps and the weights after a fit. Ranks: all, together."""
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     seed_everything(3, verbose=False)
-    net, data = Net(dtype, counts=counts, manual=manual), samples(count, dtype)
+    net, data = Net(dtype, counts=counts, manual=manual, items=items), samples(count, dtype)
     trainer = Trainer(
         **{
             **on_device(ranks),
@@ -85,8 +88,46 @@ def fitted(
     drawn = WeightedRandomSampler(torch.linspace(0.1, 1, count).tolist(), count) if sampler else None
     trainer.fit(net, DataLoader(data, size, shuffle=not sampler, sampler=drawn))
     state = trainer.strategy.lightning_module_state_dict()
-    return trainer.global_step, {name: value.detach().clone() for name, value in state.items()}
+    return trainer.global_step, {name: one.detach().clone() for name, one in state.items() if one is not None}
 
 
 def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+class Notes(LightningModule):
+    """Takes down in which epoch it sees which sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = nn.Linear(1, 1), list[tuple[int, int]]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if not self.trainer.strategy.is_padding_batch():  # type: ignore[attr-defined]
+            self.seen += [(self.trainer.current_epoch, int(number)) for number in batch[0].flatten()]
+        return self.layer(batch[0]).square().mean() * 0.0
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def seen_samples(folder: str, steps: int, *, resumes: bool) -> list[tuple[int, int]]:
+    """Fit two epochs of 97 samples, up to a step or from the checkpoint that was left there. Ranks: all, together."""
+    ranks = int(os.environ["WORLD_SIZE"])
+    seed_everything(3, verbose=False)
+    net, path = Notes(), f"{folder}/stopped.ckpt"
+    trainer = Trainer(
+        **on_device(ranks),
+        strategy=LockstepDDPStrategy(),
+        max_epochs=2,
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = DataLoader(TensorDataset(torch.arange(97.0)[:, None]), 4, shuffle=True)
+    trainer.fit(net, loader, ckpt_path=path if resumes else None)
+    if not resumes:
+        trainer.save_checkpoint(path)
+    return net.seen

@@ -171,12 +171,15 @@ def test_an_unresolvable_reference_and_a_missing_value_are_named() -> None:
     assert only(faults_of("data.batch_size=???")) == "data.batch_size is required: add data.batch_size=..."
 
 
-def test_the_global_batch_must_divide_among_ranks_and_micro_batches() -> None:
-    fault = only(
-        faults_of("data.global_batch_size=34", "trainer.devices=2", "trainer.accumulate_grad_batches=2")
+def test_the_global_batch_has_a_sample_for_each_rank_and_micro_batch() -> None:
+    two = ("trainer.devices=2", "trainer.accumulate_grad_batches=2")
+    assert faults_of("data.global_batch_size=35", *two) == []
+    assert "expected at least 2 ranks x 2 accumulated micro-batches = 4" in only(
+        faults_of("data.global_batch_size=3", *two)
     )
-    assert "global_batch_size=34 does not divide by 2 ranks x 2 accumulated micro-batches = 4" in fault
-    assert "32 or 36" in fault
+    assert "expected a multiple of trainer.accumulate_grad_batches=2 under strategy=single" in only(
+        faults_of("data.global_batch_size=35", "strategy=single", two[1])
+    )
 
 
 def test_a_model_that_takes_other_samples_than_the_data_yields_is_named_with_those_that_fit() -> None:

@@ -74,7 +74,7 @@ def test_the_surface_is_this_list() -> None:
 ROOMS = {
     "callbacks": CALLBACKS,
     "strategies": sorted([*STRATEGIES, "LifecycleSettings", "RankLifecycle"]),
-    "demo": ["ByteGPT", "ConvNet", "DigitsData", "GlobalBatchSampler", "SourceTextData"],
+    "demo": ["ByteGPT", "ConvNet", "DigitsData", "SourceTextData"],
     "distributed": [
         "Agreement",
         "Communicator",
