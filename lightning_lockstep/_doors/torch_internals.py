@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -456,6 +456,21 @@ def set_versions_of_modules(state: Any, versions: Any) -> None:
 def forget_iterator(loader: DataLoader[Any]) -> None:
     """Have a loader make its iterator anew."""
     vars(loader)["_iterator"] = None
+
+
+@contextmanager
+@TORCH.touches(
+    "torch.utils.data._utils.worker._worker_info",
+    why="a data set that divides itself among workers has to be read as a whole by each",
+)
+def as_worker(info: Any) -> Iterator[None]:
+    """Let ``torch.utils.data.get_worker_info`` return ``info``."""
+    holder: Any = torch.utils.data._utils.worker
+    before, holder._worker_info = holder._worker_info, info
+    try:
+        yield
+    finally:
+        holder._worker_info = before
 
 
 # -- torch.compile, extensions --

@@ -183,8 +183,9 @@ def same_batches_text(trainer: Any, number: int, ranks: Sequence[int]) -> str:
             return ""
     if isinstance(dataset, IterableDataset):
         advice = (
-            "Let its __iter__ yield each rank's share, such as itertools.islice(samples, rank, None, world_size) with"
-            " rank and world_size from torch.distributed, and of that each worker's (torch.utils.data.get_worker_info)"
+            "Give the strategy iterable_datasets='shard', by which a strategy of lightning-lockstep divides it, or let"
+            " its __iter__ yield each rank's share, such as itertools.islice(samples, rank, None, world_size) with rank"
+            " and world_size from torch.distributed, and of that each worker's (torch.utils.data.get_worker_info)"
         )
     elif not divides_data(trainer):
         advice = (

@@ -134,7 +134,10 @@ class LoaderPosition(Callback):
         progress = trainer.fit_loop.epoch_loop.batch_progress
         described = [_described(loader) for loader in loaders]
         if len(loaders) == 1 and (parts := parts_of(loaders[0])) is not None:
-            described[0]["seen"] = parts.samples_before(progress.current.ready)
+            # Also before each micro-batch of an optimizer step that is not complete, which comes again.
+            ready, accumulated = progress.current.ready, trainer.accumulate_grad_batches
+            numbers = range(ready // accumulated * accumulated, ready + 1)
+            described[0]["seen"] = {number: parts.samples_before(number) for number in numbers}
         savers = [loader for loader in loaders if _saves_its_state(loader)]
         # Where a limit has ended the epoch they are in the middle of theirs, and the next epoch begins anew.
         cut = progress.is_last_batch and any(progress.current.ready < len(loader) for loader in savers)
@@ -272,7 +275,8 @@ class _Resume:
         seen = [int(_samples(a) * missing) * self.batches for a, _ in pairs]
         places = {divmod(s, _samples(b)) for s, (_, b) in zip(seen, pairs, strict=True)}
         parts = parts_of(loaders[0]) if len(loaders) == 1 == len(then) else None
-        if parts is not None and (before := then[0][0].get("seen")) is not None:
+        before = then[0][0].get("seen", {}).get(self.batches)
+        if parts is not None and before is not None:
             places = {(parts.go_on_at(before, self.epoch), 0)}
         batches = {batch for batch, _ in places}
         keep_states = any(one["keeps_state"] for of_ranks in now for one in of_ranks)

@@ -43,6 +43,9 @@ class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
             one, unless a loader gives fewer than its length says), ``truncate`` stops all ranks when the first
             runs out, ``join`` gives ranks that have run out padding batches (their last one again, with a loss
             of zero) until the last rank is done.
+        iterable_datasets: What each rank reads of an ``IterableDataset``: ``as_given`` all that it gives there;
+            ``shard`` its part, for a data set that gives the same samples on every rank: ranks and DataLoader workers
+            take turns, so that each sample is used once, in training and evaluation.
         threads_per_rank: CPU threads per rank; ``auto`` is usable cores / ranks of the node, unless
             ``OMP_NUM_THREADS`` is set.
         bind_cores: Whether each rank is pinned to its own cores.
@@ -78,6 +81,7 @@ class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
         grace_period: float = 10.0,
         silence_limit: float = 120.0,
         uneven_inputs: Literal["error", "truncate", "join"] = "error",
+        iterable_datasets: Literal["as_given", "shard"] = "as_given",
         threads_per_rank: int | Literal["auto"] = "auto",
         bind_cores: bool = False,
         timeout: float | timedelta = 1800.0,

@@ -97,6 +97,7 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         grace_period: Time from learning of a failure until a rank is ended by force [s].
         silence_limit: How long a rank may be stopped, or its host unreachable [s].
         uneven_inputs: What happens when ranks have different numbers of training batches.
+        iterable_datasets: ``as_given``, or ``shard`` to divide an ``IterableDataset`` among ranks and workers.
         threads_per_rank: CPU threads per rank.
         bind_cores: Whether each rank is pinned to its own cores.
         timeout: Longest wait for another rank in a collective [s].
@@ -136,6 +137,7 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         grace_period: float = 10.0,
         silence_limit: float = 120.0,
         uneven_inputs: Literal["error", "truncate", "join"] = "error",
+        iterable_datasets: Literal["as_given", "shard"] = "as_given",
         threads_per_rank: int | Literal["auto"] = "auto",
         bind_cores: bool = False,
         timeout: float | timedelta = 1800.0,

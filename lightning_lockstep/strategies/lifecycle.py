@@ -92,6 +92,7 @@ from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 from lightning_lockstep.launchers.subprocess_script import ScriptLauncher, connected_rank
 from lightning_lockstep.loaders.evaluation import count_each_sample_once
 from lightning_lockstep.loaders.global_order import check_samples, divided, marked, samples_in
+from lightning_lockstep.loaders.streams import shared_stream
 from lightning_lockstep.loaders.weights import StepWeights, samples_of_batch
 from lightning_lockstep.logs.logger import fold_library_warnings
 from lightning_lockstep.numerics.precision import requested_precision, resolve_precision
@@ -293,6 +294,8 @@ class RankLifecycle:
         if module is None:
             return dataloader
         trains = asks_for_training_loader(module.trainer)
+        if self.settings.iterable_datasets == "shard":
+            dataloader = self._shared_stream(dataloader, module.trainer, trains)
         if self._share is not None:
             rank, ranks = self._share
             sizes = self.micro_batches if trains else None
@@ -301,6 +304,22 @@ class RankLifecycle:
                 check_samples(current_communicator().gather(samples_in(divided_loader)))
                 return divided_loader
         return self._uneven_inputs.even(dataloader, module.trainer, current_communicator())
+
+    def _shared_stream(self, dataloader: object, trainer: Any, trains: bool) -> Any:
+        """Give this rank its part of a stream. Ranks: all; a gather."""
+        # Lightning asks for them for data with an index alone.
+        given = self._strategy.distributed_sampler_kwargs
+        rank, ranks = self._share or (given["rank"], given["num_replicas"])
+        return shared_stream(
+            dataloader,
+            current_communicator(),
+            rank=rank,
+            ranks=ranks,
+            trains=trains,
+            micro_batches=self.micro_batches if trains else None,
+            # What a micro-batch counts goes by the sizes of all in its optimizer step.
+            ahead=lambda: trainer.accumulate_grad_batches if trains else 1,
+        )
 
     def is_padding_batch(self) -> bool:
         """Return whether this rank's current training batch is a padding batch, which must contribute nothing."""

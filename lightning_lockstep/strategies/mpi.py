@@ -54,6 +54,7 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
             until a rank is ended by force [s].
         silence_limit: How long a rank may be stopped, or its host unreachable, before that counts as a failure [s].
         uneven_inputs: When ranks have different numbers of training batches: ``error``, ``truncate`` or ``join``.
+        iterable_datasets: ``as_given``, or ``shard`` to divide an ``IterableDataset`` among ranks and workers.
         threads_per_rank: CPU threads per rank; ``auto`` is usable cores / ranks of the node.
         bind_cores: Whether each rank is pinned to its own cores.
         timeout: Longest wait for another rank in a collective [s].
@@ -89,6 +90,7 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         grace_period: float = 10.0,
         silence_limit: float = 120.0,
         uneven_inputs: Literal["error", "truncate", "join"] = "error",
+        iterable_datasets: Literal["as_given", "shard"] = "as_given",
         threads_per_rank: int | Literal["auto"] = "auto",
         bind_cores: bool = False,
         timeout: float | timedelta = 1800.0,

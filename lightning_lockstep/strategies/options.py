@@ -24,6 +24,7 @@ from lightning_lockstep.launchers.rank_supervisor import SupervisorSettings
 
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
 UNEVEN_INPUTS = ("error", "truncate", "join")
+ITERABLE_DATASETS = ("as_given", "shard")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,7 @@ class LifecycleSettings(SupervisorSettings):
 
     start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
     uneven_inputs: Literal["error", "truncate", "join"] = "error"
+    iterable_datasets: Literal["as_given", "shard"] = "as_given"
     timeout: float | timedelta = 1800.0
 
     def check(self, faults: Faults) -> None:
@@ -39,6 +41,7 @@ class LifecycleSettings(SupervisorSettings):
         super().check(faults)
         faults.choice("start_method", self.start_method, START_METHODS)
         faults.choice("uneven_inputs", self.uneven_inputs, UNEVEN_INPUTS)
+        faults.choice("iterable_datasets", self.iterable_datasets, ITERABLE_DATASETS)
         seconds = self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else self.timeout
         usable = is_number(seconds) and seconds > 0
         faults.check(usable, "timeout", self.timeout, "seconds, more than 0, such as 1800")

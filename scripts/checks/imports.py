@@ -11,7 +11,7 @@ from repository import PACKAGE, ROOT, at, imports, module_name
 
 GROUND = {"errors", "_doors", "_registry", "_settings", "_system", "_text"}
 TALK = GROUND | {"distributed"}
-MIDDLE = TALK | {"launchers", "numerics", "steps", "logs", "stopping"}
+MIDDLE = TALK | {"launchers", "loaders", "numerics", "steps", "logs", "stopping"}
 FEATURES = MIDDLE | {"overflow", "batch_size", "stragglers", "replicas", "deepspeed", "xla", "shapes"}
 PARTS = FEATURES | {"strategies", "callbacks", "demo", "components", "conf"}
 
@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "numerics": TALK,
     "steps": TALK,
     "logs": TALK,
+    "loaders": TALK | {"steps"},
     "stopping": TALK | {"steps"},
     "loaders": TALK | {"steps"},
     "overflow": TALK | {"numerics", "steps"},

@@ -17,6 +17,7 @@ ALLOWED = {
     "_render_traceback_",  # what IPython asks of an exception
     "_rand",  # numpy.random.mtrand
     "_instances",  # tqdm
+    "_distributed",  # what datasets.distributed.split_dataset_by_node leaves
     "_target_",  # a key of Hydra
 }
 # Rooms with a door of their own.

@@ -71,7 +71,7 @@ def curve(ranks: int, micro_batch: int, variant: Variant, folder: str) -> list[f
         precision=variant.precision,
         accumulate_grad_batches=accumulate,
     )
-    run.fit(module, DigitsData(global_batch_size=GLOBAL_BATCH, seed=5))
+    run.fit(module, DigitsData(global_batch_size=GLOBAL_BATCH))
     everyone = current_communicator().gather(module.curve)
     micro = [sum(values) / len(values) for values in zip(*everyone, strict=True)]
     return [sum(micro[i : i + accumulate]) / accumulate for i in range(0, len(micro), accumulate)]

@@ -32,9 +32,13 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "uneven, truncate": {
         "loader": "uneven",
         "strategy": {"uneven_inputs": "truncate"},
-        "trainer": {"max_epochs": 2},
+        "trainer": {"use_distributed_sampler": False, "max_epochs": 2},
     },
-    "uneven, join": {"loader": "uneven", "strategy": {"uneven_inputs": "join"}, "trainer": {"max_epochs": 2}},
+    "uneven, join": {
+        "loader": "uneven",
+        "strategy": {"uneven_inputs": "join"},
+        "trainer": {"use_distributed_sampler": False, "max_epochs": 2},
+    },
     "even": {"loader": "stream", "strategy": {"uneven_inputs": "error"}},
     "overfit_batches": {"trainer": {"overfit_batches": 2}, "samples": 24},
     "batchnorm": {"traits": ("batchnorm",)},

@@ -82,7 +82,7 @@ def kept(ranks: int, folder: str) -> dict[str, Any]:
     run.fit(net)
     told["validated"] += [steps.size, net.batch_size]
     # Data with a global batch of their own, and one that EffectiveBatchSize keeps.
-    data = DigitsData(global_batch_size=64, seed=5)
+    data = DigitsData(global_batch_size=64)
     on(ranks, folder, AutoBatchSize(), steps, accumulate_grad_batches=2).fit(ConvNet(width=8), data)
     told["data"] = steps.size * steps.accumulate * ranks, data.batch_size
     on(ranks, folder, AutoBatchSize("power"), EffectiveBatchSize(48), steps).fit(without_norm(Walled(10)))
@@ -94,7 +94,7 @@ def runs_digits(ranks: int, folder: str) -> list[Any]:
     found = []
     effective = EffectiveBatchSize(512, lr_scaling="linear", reference_batch_size=256)
     for limit, accumulate, others in (("shard", 3, []), (None, 1, []), (None, 16, [effective])):
-        data, finder = DigitsData(seed=5), (AutoBatchSize if others else largest)("power", 1, 64, limit=limit)
+        data, finder = DigitsData(), (AutoBatchSize if others else largest)("power", 1, 64, limit=limit)
         run = trainer(
             folder,
             *others,

@@ -28,6 +28,7 @@ LIFE_CYCLE = {
     "grace_period": 5.0,
     "silence_limit": 60.0,
     "uneven_inputs": "join",
+    "iterable_datasets": "shard",
     "threads_per_rank": 2,
     "bind_cores": True,
     "timeout": 90.0,

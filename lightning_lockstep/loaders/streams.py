@@ -1,0 +1,260 @@
+"""An iterable data set that would give every rank the same samples, divided among ranks and DataLoader workers.
+
+Every reader (a worker of a rank, or a rank without workers) reads the whole stream as one process would, with random
+numbers that all readers share, and cuts it into global batches. Worker ``w`` of ``W`` makes the batches ``w``,
+``w + W``, and so on, which is the order in which a DataLoader takes them, and keeps its rank's part of each,
+``batch[rank::ranks]``. So each sample is used once, all ranks have the same number of batches, and every rank knows the
+sizes of all parts without a message. A rank without a sample in a batch gets a padding sample, which must not count.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lightning_lockstep._doors.torch_internals import as_worker, forget_iterator
+from lightning_lockstep.distributed import Communicator
+from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.steps.patching import LoaderAround
+
+# What divides samples among the ranks: data sets, data pipes, and a stage of webdataset's pipelines.
+_DIVIDERS = {
+    *("streaming.StreamingDataset", "litdata.StreamingDataset", "litdata.CombinedStreamingDataset"),
+    *("torch.ShardingFilterIterDataPipe", "webdataset.ResampledShards", "webdataset.split_by_node"),
+}
+
+
+def shared_stream(
+    loader: Any,
+    communicator: Communicator,
+    *,
+    rank: int,
+    ranks: int,
+    trains: bool,
+    micro_batches: Sequence[int] | None = None,
+    ahead: Callable[[], int] = lambda: 1,
+) -> Any:
+    """Return a loader that gives this rank its part of a stream, or the loader itself. Ranks: all; a gather."""
+    # `micro_batches`: samples of all ranks in each micro-batch of an optimizer step, in turn; None: what the loader
+    # says. `ahead`: how many batches are read before the first of them is given, so that the sizes of all are known.
+    parts = None
+    reads = getattr(type(loader), "__iter__", None) is DataLoader.__iter__
+    if reads and isinstance(loader.dataset, IterableDataset) and not divides_itself(loader.dataset):
+        wholes = micro_batches or [(loader.batch_size or 1) * ranks]
+        parts = StreamParts(loader, wholes, rank, ranks, least=0 if trains or loader.drop_last else ranks)
+    found = communicator.gather(None if parts is None else parts.wholes)
+    if len(set(found)) > 1:
+        told = ", ".join(f"rank {i}: {one[0] if one else 'not divided'}" for i, one in enumerate(found))
+        raise ConfigurationError(
+            f"The ranks divide a stream into global batches of different sizes ({told}): expected a DataLoader with the"
+            " same data set and batch_size on all ranks."
+        )
+    return loader if parts is None else SharedStream(_reading(loader, parts), loader, parts, ahead)
+
+
+def divides_itself(dataset: Any) -> bool:
+    """Return whether it is known that a data set, or one that it reads from, gives each rank its own samples."""
+    parts = [dataset]
+    for part in parts:  # grows meanwhile
+        kinds = type(part).__mro__ if isinstance(part, IterableDataset) else (part,)
+        names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in kinds}
+        # datasets.distributed.split_dataset_by_node leaves no other sign.
+        if names & _DIVIDERS or getattr(part, "_distributed", None):
+            return True
+        for value in vars(part).values() if isinstance(part, IterableDataset) else ():
+            members = value[:100] if isinstance(value, (list, tuple)) else (value,)
+            kept = [one for one in members if isinstance(one, (IterableDataset, FunctionType))]
+            parts += [one for one in kept if not any(one is known for known in parts)]
+    return False
+
+
+class SharedStream(LoaderAround):
+    """Gives the batches of a rank's parts, of which ``batch_sampler.sizes`` knows the sizes."""
+
+    _ahead: Callable[[], int]
+
+    def __init__(
+        self, made: Any, given: DataLoader[Any], parts: StreamParts, ahead: Callable[[], int]
+    ) -> None:
+        shown = {"dataset": given.dataset, "batch_size": given.batch_size, "drop_last": given.drop_last}
+        super().__init__(made, batch_sampler=parts, sampler=parts, _ahead=ahead, **shown)
+
+    def __len__(self) -> int:
+        return int(self.batch_sampler.batches_of(len(self.dataset)))
+
+    def __iter__(self) -> Iterator[Any]:
+        read, number = deque[Any](), 0
+        self.batch_sampler.begin()
+        for number, (total, batch) in enumerate(self._loader, 1):
+            self.batch_sampler.note(number - 1, total)
+            read.append(batch)
+            while len(read) >= max(self._ahead(), 1):
+                yield read.popleft()
+        self.batch_sampler.note(number, 0)
+        yield from read
+
+
+class StreamParts(IterableDataset[Any]):
+    """A rank's parts of the global batches of a stream, each with the size of the whole; a reader has a copy.
+
+    In the rank's own process it is asked as a batch sampler and its sampler are. The sizes of a batch are exact once it
+    was read; one that has not been read counts as full, and one behind the end has no samples.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], wholes: Sequence[int], rank: int, ranks: int, *, least: int
+    ) -> None:
+        self.dataset, self.wholes = loader.dataset, tuple(wholes)
+        self._rank, self._ranks = rank, ranks
+        self._drop_last, self._least = loader.drop_last, least  # fewer are put into the last batch but one
+        self._collate, self._makes_batches = loader.collate_fn, loader.batch_size is not None
+        self._seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # as that of Lightning's DistributedSampler
+        self._epoch = torch.zeros(1, dtype=torch.int64)
+        if loader.num_workers:  # which may be there already
+            self._epoch.share_memory_()  # type: ignore[no-untyped-call]
+        self.begin()
+
+    def __len__(self) -> int:
+        """Return a number that no stream reaches: how many batches there are is not known."""
+        return sys.maxsize
+
+    @property
+    def sampler(self) -> StreamParts:
+        """What Lightning tells the epoch."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle for this epoch, from the next beginning of the stream on."""
+        self._epoch.fill_(epoch)
+
+    def begin(self) -> None:
+        """Forget the sizes of the epoch before."""
+        self._others: dict[int, int] = {}  # sizes of batches that are not full
+        self._count = sys.maxsize  # of batches
+
+    def note(self, number: int, total: int) -> None:
+        """Note the size of a batch that was read; 0 behind the last one."""
+        if total == 0:
+            self._count = number
+        elif total != self._whole(number):
+            self._others[number] = total
+
+    def sizes(self, number: int) -> tuple[int, int]:
+        """Return how many samples of batch ``number`` are this rank's, and all ranks'."""
+        total = 0 if number >= self._count else self._others.get(number, self._whole(number))
+        return len(range(self._rank, total, self._ranks)), total
+
+    def samples_before(self, number: int) -> None:
+        """Return nothing: a resumed epoch reads and drops the batches that were seen."""
+
+    def go_on_at(self, sample: int, epoch: int) -> int:
+        """Return the batch in which an epoch goes on of which so many samples of data with an index were seen."""
+        return sample // max(self.wholes)
+
+    def batches_of(self, samples: int) -> int:
+        """Return how many batches there are of so many samples."""
+        turns, rest = divmod(samples, sum(self.wholes))
+        number = turns * len(self.wholes)
+        while rest >= (self._whole(number) if self._drop_last else self._least if number else 1) and rest > 0:
+            rest, number = rest - self._whole(number), number + 1
+        return number
+
+    def _whole(self, number: int) -> int:
+        return self.wholes[number % len(self.wholes)]
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        """Yield the parts that are this worker's turn."""
+        info, epoch = get_worker_info(), int(self._epoch)
+        turn, turns = (0, 1) if info is None else (info.id, info.num_workers)
+        stream = _WholeStream(self.dataset, epoch, (self._seed + epoch) % 2**32)
+        following: list[Any] = []
+        for number in itertools.count():
+            batch = following + stream.read(self._whole(number) - len(following))
+            following = stream.read(self._least)
+            if len(following) < self._least:
+                batch, following = batch + following, []
+            if not batch or (self._drop_last and len(batch) < self._whole(number)):
+                return
+            if number % turns == turn:
+                part = batch[self._rank :: self._ranks] or batch[:1]
+                yield len(batch), self._collate(part if self._makes_batches else part[0])
+
+
+class _WholeStream:
+    """Reads a data set as one process would, with random numbers of its own."""
+
+    def __init__(self, dataset: Any, epoch: int, seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+        numbers = torch.Generator().manual_seed(seed), random.Random(seed), numpy.random.MT19937(seed)
+        self._random: Any = numbers[0].get_state(), numbers[1].getstate(), numbers[2]
+        if callable(set_epoch := getattr(dataset, "set_epoch", None)):
+            set_epoch(epoch)
+        if isinstance(generator := getattr(dataset, "generator", None), torch.Generator):
+            generator.manual_seed(seed)
+        with self._alone():
+            self._samples = iter(dataset)
+
+    def read(self, count: int) -> list[Any]:
+        """Return the next samples, at the end fewer."""
+        if count == 0:
+            return []
+        with self._alone():
+            return list(itertools.islice(self._samples, count))
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        self._exchange()
+        try:
+            with _as_only_worker(self._dataset, self._seed):
+                yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        """Exchange the states of the generators that are drawn from without naming one."""
+        states = self._random
+        # Taking the state of numpy's is slow. What is lost is the second of a pair of its normal numbers.
+        self._random = torch.get_rng_state(), random.getstate(), numpy.random.get_bit_generator()  # type: ignore[attr-defined]
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        numpy.random.set_bit_generator(states[2])  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _as_only_worker(dataset: Any, seed: int) -> Iterator[None]:
+    """Let what divides samples by ``get_worker_info`` find one worker, if this process is one."""
+    info = get_worker_info()
+    with as_worker(info and type(info)(id=0, num_workers=1, seed=seed, dataset=dataset)):
+        yield
+
+
+def _begin_worker(begin: Callable[[int], None], number: int) -> None:
+    """Call the ``worker_init_fn`` of a loader, which may divide the data set too."""
+    info: Any = get_worker_info()
+    with _as_only_worker(info.dataset.dataset, info.seed):
+        begin(number)
+
+
+def _reading(loader: DataLoader[Any], parts: StreamParts) -> DataLoader[Any]:
+    """Return a loader like ``loader`` that reads parts, each of which is a batch."""
+    made = copy.copy(loader)  # the program may use its own for something else
+    forget_iterator(made)
+    begin = loader.worker_init_fn and partial(_begin_worker, loader.worker_init_fn)
+    # DataLoader refuses some of these by its own __setattr__, since it could not check what it gets. All ranks give the
+    # parts of a batch together, so in order. A part is a tuple as it is.
+    vars(made).update(dataset=parts, collate_fn=tuple, worker_init_fn=begin, in_order=True)
+    vars(made).update(batch_size=None, batch_sampler=None, drop_last=False)
+    return made

@@ -1,0 +1,259 @@
+"""How a stream is divided: every sample once, the same number of batches on all ranks, sizes that all ranks know."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import ChainDataset, DataLoader, IterableDataset, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
+
+from lightning_lockstep import ConfigurationError
+from lightning_lockstep._doors.lightning import _set_sampler_epoch
+from lightning_lockstep._doors.torch_internals import as_worker
+from lightning_lockstep.loaders.streams import divides_itself, shared_stream
+
+
+class Stream(IterableDataset[Any]):
+    """Numbers in an order that is drawn from all global generators, divided among the workers of a loader."""
+
+    def __init__(self, samples: int, *, shuffle: bool = False) -> None:
+        self.samples, self.shuffle = samples, shuffle
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(self.samples).tolist() if self.shuffle else [*range(self.samples)]
+        if self.shuffle:
+            random.shuffle(order)
+            numpy.random.shuffle(order)
+        worker = get_worker_info()
+        yield from order if worker is None else order[worker.id :: worker.num_workers]
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return self.samples
+
+
+class Alike:
+    """Stands for ranks that all say the same, or one that says something else."""
+
+    def __init__(self, *others: Any) -> None:
+        self._others = others
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, *self._others]
+
+
+def shared(loader: Any, rank: int = 0, ranks: int = 1, *, trains: bool = True, **options: Any) -> Any:
+    return shared_stream(loader, Alike(), rank=rank, ranks=ranks, trains=trains, **options)  # type: ignore[arg-type]
+
+
+def in_workers(loader: Any, workers: int) -> Iterator[Any]:
+    """Give the parts that workers would make, in the order in which a DataLoader takes them."""
+    parts = vars(loader)["_loader"].dataset
+    infos = [SimpleNamespace(id=i, num_workers=workers, seed=i, dataset=parts) for i in range(workers)]
+    readers: list[Iterator[Any]] = [iter(parts) for _ in infos]
+    turn = 0
+    while True:
+        with as_worker(infos[turn]):
+            part = next(readers[turn], None)
+        if part is None:
+            # Whoever comes to the end has none left: the others have given theirs.
+            for info, reader in zip(infos, readers, strict=True):
+                with as_worker(info):
+                    assert next(reader, None) is None
+            return
+        yield part
+        turn = (turn + 1) % workers
+
+
+CASES = [
+    (samples, size, ranks, workers, trains, drops)
+    for samples, size, ranks, workers in product((0, 1, 2, 3, 5, 6, 8, 9, 13), (1, 2), (1, 2, 4), (3,))
+    for trains, drops in ((True, False), (False, False), (True, True))
+]
+
+
+def test_each_sample_is_used_once_on_any_number_of_ranks_and_workers() -> None:
+    for samples, size, ranks, workers, trains, drops in CASES:
+        case = f"{samples} samples, batches of {size}, {ranks} ranks, {workers} workers, {trains=}, {drops=}"
+        given: list[list[list[int]]] = []
+        for rank in range(ranks):
+            loader = shared(DataLoader(Sized(samples), size, drop_last=drops), rank, ranks, trains=trains)
+            told = list(in_workers(loader, workers))
+            batches = [batch.tolist() for batch in loader]
+            assert [batch.tolist() for _, batch in told] == batches, case
+            sizes = [loader.batch_sampler.sizes(number) for number in range(len(batches) + 2)]
+            assert [total for _, total in sizes] == [total for total, _ in told] + [0, 0], case
+            assert len(loader) == len(batches), case
+            own = [batch[:count] if count else [] for batch, (count, _) in zip(batches, sizes, strict=False)]
+            # A padding sample stands where a rank has none of its own, and only there.
+            assert all(len(b) == max(n, 1) for b, (n, _) in zip(batches, sizes, strict=False)), case
+            assert trains or samples < ranks or all(own), case
+            given.append(own)
+        assert len({len(of_rank) for of_rank in given}) == 1, case
+        whole = [
+            [parts[i % ranks][i // ranks] for i in range(sum(map(len, parts)))]
+            for parts in zip(*given, strict=True)
+        ]
+        order = [sample for batch in whole for sample in batch]
+        kept = samples - samples % (size * ranks) if drops else samples
+        assert order == [*range(kept)], case
+
+
+def test_readers_draw_the_same_order_and_leave_the_random_numbers_of_the_rank_alone() -> None:
+    orders = []
+    for epoch, rank in product((0, 1), range(2)):
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            numpy.random.seed(seed)
+            before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()  # type: ignore[index]
+            loader = shared(DataLoader(Stream(20, shuffle=True), None), rank, 2)
+            _set_sampler_epoch(loader, epoch)
+            orders.append([*in_workers(loader, 1)])
+            assert [part for _, part in in_workers(loader, 3)] == [part for _, part in orders[-1]]
+            after = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()  # type: ignore[index]
+            assert torch.equal(before[0], after[0])
+            assert before[1:] == after[1:]
+    first, again, other, _, second, *_ = orders
+    assert first == again
+    assert sorted(part for _, part in first + other) == [*range(20)]
+    assert second != first  # of another epoch
+
+
+def test_a_data_set_hears_of_the_epoch_in_its_own_ways() -> None:
+    class Own(Stream):
+        def __init__(self) -> None:
+            super().__init__(9)
+            self.generator, self.epochs = torch.Generator(), list[int]()
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+        def __iter__(self) -> Iterator[int]:
+            yield from torch.randperm(9, generator=self.generator).tolist()
+
+    dataset = Own()
+    loader = shared(DataLoader(dataset, 3), ahead=lambda: 2)
+    orders = []
+    for epoch in (0, 0, 5):
+        _set_sampler_epoch(loader, epoch)
+        orders.append(torch.cat(list(loader)).tolist())
+    assert dataset.epochs == [0, 0, 5]
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_sizes_are_known_before_the_batches_of_an_optimizer_step_are_given() -> None:
+    # Seven ranks share 18 samples in micro-batches of 10 and 8.
+    loader = shared(DataLoader(Sized(45), 3), 6, 7, micro_batches=(10, 8), ahead=lambda: 2)
+    found = []
+    for number, _ in enumerate(loader):
+        first = number // 2 * 2
+        found.append(tuple(loader.batch_sampler.sizes(i)[1] for i in (first, first + 1)))
+    assert found == [(10, 8), (10, 8), (10, 8), (10, 8), (9, 0)]
+    assert loader.batch_sampler.sizes(4) == (1, 9)
+    assert len(loader) == 5
+    shorter = shared(DataLoader(Sized(43), 3), 6, 7, micro_batches=(10, 8))
+    assert len(list(shorter)) == len(shorter) == 5
+    assert shorter.batch_sampler.sizes(4) == (1, 7)
+
+
+def test_ready_batches_and_own_collation_stay_what_they_are() -> None:
+    ready = shared(DataLoader(Stream(5), None), 1, 2)
+    assert list(ready) == [1, 3, 4]  # the last one is padding
+    assert [ready.batch_sampler.sizes(number) for number in range(3)] == [(1, 2), (1, 2), (0, 1)]
+    assert ready.batch_size is None
+    own = shared(DataLoader(Stream(4), 2, collate_fn=lambda samples: {"n": samples}), 1, 2)
+    assert list(own) == [{"n": [1, 3]}]
+    assert type(own.dataset) is Stream
+    assert own.batch_size == 2
+    with pytest.raises(TypeError):
+        len(own)
+
+
+def test_a_program_may_use_its_loader_for_something_else() -> None:
+    given = DataLoader(Stream(4), 2)
+    assert len(list(shared(given, 0, 2))) == 1
+    assert [batch.tolist() for batch in given] == [[0, 1], [2, 3]]
+
+
+def of_module(name: str, kind: Callable[[], Any]) -> Any:
+    made = kind()
+    (made if callable(made) else type(made)).__module__ = name
+    return made
+
+
+class StreamingDataset(Stream):
+    def __init__(self) -> None:
+        super().__init__(3)
+
+
+class Holding(Stream):
+    """Reads from something else."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(3)
+        vars(self).update(parts)
+
+
+def split_by_node(urls: Any) -> Any:
+    return urls
+
+
+DIVIDED = {
+    "datasets": lambda: Holding(_distributed=SimpleNamespace(rank=0, world_size=2)),
+    "Mosaic Streaming": lambda: of_module("streaming.base.dataset", StreamingDataset),
+    "data pipe": lambda: IterableWrapper([1, 2]).shuffle().sharding_filter().map(str),
+    "webdataset": lambda: Holding(
+        pipeline=["urls", of_module("webdataset.shardlists", lambda: split_by_node)]
+    ),
+    "within another": lambda: ChainDataset([Stream(2), Holding(source=Holding(_distributed=object()))]),
+}
+WHOLE = {
+    "stream": lambda: Stream(2),
+    "datasets": lambda: Holding(_distributed=None),
+    "data pipe": lambda: IterableWrapper([1, 2]).shuffle(),
+    "itself": lambda: Holding(pipeline=[len, "a", 3]),
+}
+
+
+@pytest.mark.parametrize("kind", DIVIDED)
+def test_a_data_set_that_divides_itself_is_left_alone(kind: str) -> None:
+    loader: Any = DataLoader(DIVIDED[kind](), 2)
+    assert divides_itself(loader.dataset)
+    assert shared(loader, 0, 2) is loader
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_one_that_does_not_is_divided(kind: str) -> None:
+    dataset: Any = WHOLE[kind]()
+    assert not divides_itself(dataset)
+    assert len(list(shared(DataLoader(dataset, 1), 0, 2))) > 0
+
+
+def test_other_loaders_are_left_alone() -> None:
+    class Own(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return iter(())
+
+    for loader in (DataLoader([1, 2, 3]), Own(Stream(3)), [1, 2], None):
+        assert shared(loader, 0, 2) is loader
+
+
+def test_ranks_with_other_loaders_are_told_apart() -> None:
+    for others, told in (([(8,), (4,)], "rank 0: 4, rank 1: 8, rank 2: 4"), ([None], "rank 1: not divided")):
+        with pytest.raises(ConfigurationError, match=told):
+            shared_stream(
+                DataLoader(Stream(3), 2),
+                Alike(*others),  # type: ignore[arg-type]
+                rank=0,
+                ranks=2,
+                trains=True,
+            )
