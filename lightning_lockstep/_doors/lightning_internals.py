@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor
@@ -72,6 +73,8 @@ OWNERS: dict[str, str] = {
     "MLFlowLogger": "loggers",
     "WandbLogger": "loggers",
     "_FitLoop": "loops.fit_loop",
+    "_EvaluationLoop": "loops.evaluation_loop",
+    "_PredictionLoop": "loops.prediction_loop",
     "_TrainingEpochLoop": "loops.training_epoch_loop",
     "_AutomaticOptimization": "loops.optimization.automatic",
     "Closure": "loops.optimization.automatic",
@@ -460,6 +463,60 @@ def batch_value(metric: Any, *value: Any) -> Any:
     if value:
         (metric._forward_cache,) = value
     return metric._forward_cache
+
+
+# -- loaders --
+
+_WHY_WRAPS = (
+    "a step is more than the module's step, and logged values are read between two hooks of an epoch's end"
+)
+
+
+@touches("_EvaluationLoop._evaluation_step", "_PredictionLoop._predict_step", why=_WHY_WRAPS)
+@touches("_EvaluationLoop._store_dataloader_outputs", "_LoggerConnector.on_epoch_end", why=_WHY_WRAPS)
+@contextmanager
+def around_evaluation(
+    trainer: Any,
+    loop: Any,
+    step: Callable[[Callable[[], None], int, int], None],
+    before_reading: Callable[[bool], Any],
+) -> Iterator[None]:
+    """Let ``step(make, batch_idx, dataloader_idx)`` make each step, and be told before logged values are read."""
+    # `before_reading` gets False at the end of a loader, True at the end of all.
+    connector, predicts = trainer._logger_connector, hasattr(loop, "_predict_step")
+    make_step = loop._predict_step if predicts else loop._evaluation_step
+    end_loader: Any = getattr(loop, "_store_dataloader_outputs", None)
+    end_all = connector.on_epoch_end
+    name = "_predict_step" if predicts else "_evaluation_step"
+    vars(loop)[name] = lambda *args: step(partial(make_step, *args), args[1], args[2])
+    if not predicts:
+        vars(loop)["_store_dataloader_outputs"] = lambda: before_reading(False) or end_loader()
+        vars(connector)["on_epoch_end"] = lambda: before_reading(True) or end_all()
+    try:
+        yield
+    finally:
+        for owner, place in ((loop, name), (loop, "_store_dataloader_outputs"), (connector, "on_epoch_end")):
+            vars(owner).pop(place, None)
+
+
+@touches("_EvaluationLoop._results", why="what was logged in an evaluation, before it is read")
+def results_of(loop: Any) -> Any:
+    """Return what was logged in a loop for evaluation; ``None`` for that of predictions."""
+    return loop._results
+
+
+@touches("_ResultMetric._computed", why="a value that is known of all ranks is not computed of one")
+def set_epoch_value(result: Any, value: Tensor | None) -> None:
+    """Give a logged value what it is at the end of an epoch; ``None``: it is to be computed."""
+    result._computed = value
+
+
+@touches("_PredictionLoop._predictions", why="a batch that does not count gives no prediction")
+def predictions_and_indices(loop: Any, dataloader_idx: int) -> list[list[Any]]:
+    """Return the lists to which a loop adds a prediction and its indices; none of one that does not predict."""
+    if not hasattr(loop, "_predictions"):
+        return []
+    return [loop._predictions[dataloader_idx], loop.epoch_batch_indices[dataloader_idx]]
 
 
 # -- stopping, callbacks --

@@ -39,6 +39,13 @@ TORCH = Door(
 
 # What some builds or releases lack; what happens without it stands in the reason.
 TORCH_IF_THERE = Door("torch")
+SYNC_STATES = "_sync_dist"
+TORCHMETRICS = Door(
+    "torchmetrics",
+    {
+        f"torchmetrics.Metric.{SYNC_STATES}": "gathers the states of a metric, once it has kept this rank's own",
+    },
+)
 
 
 def _noted(path: str, why: str) -> str:

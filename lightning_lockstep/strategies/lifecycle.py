@@ -90,6 +90,7 @@ from lightning_lockstep.launchers.environments import (
 from lightning_lockstep.launchers.multiprocessing import SpawnedLauncher
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 from lightning_lockstep.launchers.subprocess_script import ScriptLauncher, connected_rank
+from lightning_lockstep.loaders.evaluation import count_each_sample_once
 from lightning_lockstep.loaders.global_order import check_samples, divided, marked, samples_in
 from lightning_lockstep.loaders.streams import shared_stream
 from lightning_lockstep.loaders.weights import StepWeights, samples_of_batch
@@ -365,11 +366,13 @@ class RankLifecycle:
         self.micro_batches = None
 
     def _add_callbacks(self) -> None:
-        """Give a fit what continues a resumed epoch, and under Slurm a ``StopTogether``, unless it has them."""
+        """Have evaluations count each sample once, a fit continue a resumed epoch, and stop together under Slurm."""
         module = self._strategy.lightning_module
         if module is None:
             return
         trainer = module.trainer
+        if trainer.world_size == current_communicator().world_size:  # else each rank evaluates alone
+            count_each_sample_once(trainer)
         if trainer.state.fn != "fit":
             return
         LoaderPosition.attach(trainer)

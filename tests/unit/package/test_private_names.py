@@ -13,7 +13,7 @@ from lightning_lockstep._doors import Door, _is_there, lightning, lightning_inte
 from lightning_lockstep._doors.__main__ import main
 from lightning_lockstep._doors.deepspeed_engines import DEEPSPEED, EngineAdapter
 from lightning_lockstep._doors.hydra_internals import HYDRA, OMEGACONF, whole_config
-from lightning_lockstep._doors.torch_internals import TORCH, TORCH_IF_THERE
+from lightning_lockstep._doors.torch_internals import TORCH, TORCH_IF_THERE, TORCHMETRICS
 from lightning_lockstep.deepspeed.importing import import_deepspeed
 from lightning_lockstep.errors import LockstepError
 
@@ -36,7 +36,7 @@ def test_lightning_has_every_name(family: str) -> None:
     assert [path for path in names_of_lightning(family) if not _is_there(path)] == []
 
 
-@pytest.mark.parametrize("door", [TORCH, HYDRA, OMEGACONF, DEEPSPEED], ids=lambda door: door.package)
+@pytest.mark.parametrize("door", [TORCH, TORCHMETRICS, HYDRA, OMEGACONF, DEEPSPEED], ids=lambda door: door.package)
 def test_another_package_has_every_name(door: Door) -> None:
     if door is DEEPSPEED:
         import_deepspeed("cpu")
@@ -82,7 +82,7 @@ def test_a_name_that_is_gone_is_one_clear_error() -> None:
 def test_all_names_are_printed_with_their_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     main()
     said = capsys.readouterr().out
-    for door in (TORCH, TORCH_IF_THERE, HYDRA, OMEGACONF, DEEPSPEED):
+    for door in (TORCH, TORCH_IF_THERE, TORCHMETRICS, HYDRA, OMEGACONF, DEEPSPEED):
         assert all(f"\n    {name}: {why}\n" in said for name, why in door.names.items())
     for name, why in {**lightning_internals.TOUCHED, **lightning_internals.INHERITED}.items():
         assert f"\n    {name}: {why}\n" in said

@@ -1,0 +1,201 @@
+"""Evaluation that counts each sample once, and gives every rank the values that one process would log.
+
+Three things are done in each run of Lightning's loops for validation, test and prediction:
+
+- A rank that has no sample of its own in a batch (the data set has fewer samples than there are ranks) runs the step on
+  a padding sample, because the other ranks may wait for it. What the step adds to metrics and to logged values is taken
+  away again, so that whatever it gives does not count, nan included.
+- Before Lightning reads what was logged for an epoch, one gather combines the values of all ranks, each with the weight
+  that Lightning has given it. A rank takes part whatever it has logged.
+- A metric whose lists have different lengths on the ranks is gathered by whole lists. torchmetrics would gather one
+  element after the other, and a rank with fewer would leave the others waiting.
+
+Left to Lightning are values logged with ``sync_dist=True`` or ``rank_zero_only=True``. At a step, ``sync_dist=True``
+gives the mean of all ranks, in which a padding sample counts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import chain, zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torchmetrics import Metric, MetricCollection
+
+from lightning_lockstep._doors.lightning import move_data_to_device
+from lightning_lockstep._doors.lightning_internals import (
+    around_evaluation,
+    joins_batches,
+    loaders_in_use,
+    predictions_and_indices,
+    results_of,
+    set_epoch_value,
+)
+from lightning_lockstep._doors.torch_internals import SYNC_STATES, tree_flatten
+from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.loaders.global_order import parts_of
+from lightning_lockstep.steps.patching import put_in_place, replaced
+from lightning_lockstep.steps.snapshot import ModuleAttributes
+
+
+def count_each_sample_once(trainer: Any) -> None:
+    """Have the loops of a Trainer do so from now on. Ranks: all; they gather at the end of each evaluation."""
+    validations = trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop
+    for loop in (*validations, trainer.test_loop, trainer.predict_loop):
+        put_in_place(loop, "run", _Evaluation(trainer, loop).run)
+
+
+class _Evaluation:
+    """The runs of one loop."""
+
+    def __init__(self, trainer: Any, loop: Any) -> None:
+        self._trainer, self._loop = trainer, loop
+        self._gathers, self._combined = 0, set[str]()  # of the run under way
+
+    def run(self) -> Any:
+        self._gathers, self._combined = 0, set()
+        loop = self._loop
+        with ExitStack() as stack:
+            stack.enter_context(around_evaluation(self._trainer, loop, self._step, self._before_reading))
+            for metric in self._metrics():
+                if isinstance(metric, Metric) and metric.process_group is None:
+                    sync = partial(_with_whole_lists, metric, getattr(metric, SYNC_STATES))
+                    stack.enter_context(replaced(metric, **{SYNC_STATES: sync}))
+            outputs = type(loop).run(loop)
+        if results_of(loop) is not None and loop.max_batches and not self._gathers:  # this rank had no batch
+            self._before_reading(ended=True)
+            results_of(loop).reset(metrics=False)
+        return outputs
+
+    def _metrics(self) -> list[Metric | MetricCollection]:
+        """Return the metrics of the module and of callbacks, those in plain lists and dictionaries included."""
+        holders = [*self._trainer.lightning_module.modules(), *self._trainer.callbacks]
+        held = chain.from_iterable(tree_flatten(vars(holder))[0] for holder in holders)
+        kinds = Metric, MetricCollection
+        inner = chain.from_iterable(one.modules() for one in held if isinstance(one, kinds))
+        return list({id(one): one for one in inner if isinstance(one, kinds)}.values())
+
+    def _step(self, make: Callable[[], None], batch_idx: int, dataloader_idx: int) -> None:
+        """Make the step of a batch, of which nothing counts if this rank has no sample in it."""
+        loaders = loaders_in_use(self._loop)
+        # A batch of several loaders counts if this rank has a sample of any of them in it.
+        used = loaders if joins_batches(self._loop) else [loaders[dataloader_idx]]
+        parts = [parts_of(one) for one in used]
+        if any(one is None or one.sizes(batch_idx % len(one))[0] for one in parts):
+            make()
+            return
+        lists = [(one, len(one)) for one in predictions_and_indices(self._loop, dataloader_idx)]
+        seen = getattr(getattr(loaders[dataloader_idx], "batch_sampler", None), "seen_batch_indices", None)
+        if seen:
+            seen[batch_idx] = []  # a BasePredictionWriter gets them
+        with self._not_counting():
+            make()
+        for one, length in lists:
+            del one[length:]
+
+    @contextmanager
+    def _not_counting(self) -> Iterator[None]:
+        """Put metrics and logged values back when the body ends; what it logs exists then, with nothing in it."""
+        logs = results_of(self._loop)
+        results = {} if logs is None else logs
+        kept = [ModuleAttributes(one) for one in (*self._metrics(), *results.values())]
+        yield
+        logged = {key: not one.has_reset for key, one in results.items()}
+        for one in results.values():
+            if one.is_tensor:
+                one.reset()  # what was there before gets its values back
+        for attributes in kept:
+            attributes.restore()
+        for key, one in results.items():
+            one.has_reset = not logged[key]
+            set_epoch_value(one, None)  # else it may be that of the epoch before
+
+    def _before_reading(self, ended: bool) -> None:
+        """Combine what was logged for the loader that has ended, or outside of loaders. Ranks: all, together."""
+        # Every rank gathers once for each loader and once at the end, even if a loader has given it no batch.
+        results = results_of(self._loop)
+        number = 1 if joins_batches(self._loop) else len(loaders_in_use(self._loop))
+        until = number + 1 if ended else (results.dataloader_idx or 0) + 1
+        while self._gathers < until:
+            self._combine(results, self._gathers if self._gathers < number > 1 else None)
+            self._gathers += 1
+
+    def _combine(self, results: Any, index: int | None) -> None:
+        """Give each value that a rank has logged for a loader, and Lightning does not reduce, to all ranks."""
+        own = {key: one for key, one in results.items() if key not in self._combined and _is_of(one, index)}
+        logged = defaultdict[str, list[_Logged]](list)
+        for of_rank in current_communicator().gather({key: _Logged.of(one) for key, one in own.items()}):
+            for key, value in of_rank.items():
+                logged[key].append(value)
+        device = self._trainer.strategy.root_device
+        before, results.dataloader_idx = results.dataloader_idx, index
+        for key, values in logged.items():
+            if key not in own:  # another rank has logged it, and a callback may ask for it on all
+                reduce = self._trainer.strategy.reduce
+                results.log(value=torch.zeros((), device=device), sync_dist_fn=reduce, **values[0].how)
+            set_epoch_value(results[key], _Logged.combined(values).to(device))
+        results.dataloader_idx = before
+        self._combined.update(logged)
+
+
+def _is_of(one: Any, index: int | None) -> bool:
+    """Return whether a result is a value of an epoch that this rank alone would compute, of that loader."""
+    meta = one.meta
+    left_out = one.has_reset or meta.sync.should or meta.sync.rank_zero_only or not meta.on_epoch
+    return bool(one.is_tensor and meta.dataloader_idx == index and not left_out)
+
+
+class _Logged(NamedTuple):
+    """A value that a rank has logged for an epoch."""
+
+    value: float  # of a mean the sum
+    weight: float
+    dtype: torch.dtype
+    how: dict[str, Any]  # arguments with which it is logged
+
+    @classmethod
+    def of(cls, one: Any) -> _Logged:
+        meta = one.meta
+        names = ("name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+        how = {name: getattr(meta, name) for name in names}
+        how |= {"fx": meta.fx.removesuffix(f".{meta.dataloader_idx}"), "reduce_fx": meta.reduce_fx.__name__}
+        weight = float(one.cumulated_batch_size) if meta.is_mean_reduction else 1.0
+        return cls(float(one.value), weight, one.value.dtype, how)
+
+    @staticmethod
+    def combined(values: list[_Logged]) -> torch.Tensor:
+        """Return the value of all ranks, which is the same on each, bit for bit."""
+        numbers = torch.tensor([(one.value, one.weight) for one in values], dtype=torch.float64)
+        operation = values[0].how["reduce_fx"]
+        value: torch.Tensor
+        if operation == "mean":
+            total, weight = numbers.sum(0)
+            value = total / weight
+        else:
+            value = getattr(torch, operation)(numbers[:, 0])
+        return value.to(max((one.dtype for one in values), key=lambda dtype: dtype.itemsize))
+
+
+def _with_whole_lists(metric: Metric, sync: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Gather the states of a metric, those that are lists as a whole if they differ in length. Ranks: all, together."""
+    own = {name: state for name, state in metric.metric_state.items() if isinstance(state, list)}
+    communicator = current_communicator()
+    lengths = communicator.gather([len(state) for state in own.values()]) if own else []
+    if all(one == lengths[0] for one in lengths):
+        sync(*args, **kwargs)
+        return
+    of_ranks = communicator.gather(move_data_to_device(own, torch.device("cpu")))
+    for name in own:
+        setattr(metric, name, [])
+    sync(*args, **kwargs)
+    for name in own:  # in turn, as torchmetrics does, which is the order of the data set
+        in_turn = chain.from_iterable(zip_longest(*(one[name] for one in of_ranks), fillvalue=_NOTHING))
+        whole = [element for element in in_turn if element is not _NOTHING]
+        setattr(metric, name, move_data_to_device(whole, metric.device))
+
+
+_NOTHING = object()
