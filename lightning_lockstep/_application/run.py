@@ -167,7 +167,9 @@ def _attempt(key: str, make: Callable[[], Any], faults: list[str]) -> Any:
 
 
 def _order_samples(strategy: Any, seed: int) -> None:
-    """Let the loaders of a single process have the order of several ranks."""
+    """Let a single process, under Lightning's own strategy or SPMD, have the order of several ranks."""
+    if hasattr(strategy, "lifecycle"):
+        return  # the strategy does
     process = strategy.process_dataloader
 
     def process_dataloader(loader: object) -> Any:
@@ -186,8 +188,7 @@ def run(config: DictConfig) -> float | None:
     model, data, trainer = build(config, own_callbacks=[record, LogConfiguration(config), LoaderPosition()])
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         record.share()
-    if not hasattr(trainer.strategy, "lifecycle"):  # a single process under Lightning's strategy or SPMD
-        _order_samples(trainer.strategy, config.seed)
+    _order_samples(trainer.strategy, config.seed)
     left_out = _left_out(config, model, data)
     if trainer.is_global_zero:
         remove_earlier_reports(Path(trainer.default_root_dir))

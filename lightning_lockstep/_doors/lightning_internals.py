@@ -17,6 +17,7 @@ from lightning_lockstep._doors.lightning import (
     Trainer,
     TrainerFn,
     _AcceleratorConnector,
+    _IndexBatchSamplerWrapper,
 )
 from lightning_lockstep.errors import ConfigurationError
 
@@ -401,6 +402,15 @@ def divides_data(trainer: Any) -> bool:
 def search_only(finder: Any) -> None:
     """Have the run of a batch size finder end with its search."""
     finder._early_exit = True
+
+
+@touches(
+    "_IndexBatchSamplerWrapper._batch_sampler",
+    why="a loader of predictions is divided below what counts indices",
+)
+def asked_sampler(batches: Any) -> Any:
+    """Return the batch sampler that Lightning's for predictions asks; any other one itself."""
+    return batches._batch_sampler if type(batches) is _IndexBatchSamplerWrapper else batches
 
 
 @touches("LightningModule._on_before_batch_transfer", why="the hooks of a batch on its way to the device")

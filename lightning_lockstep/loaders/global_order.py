@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler
 
 from lightning_lockstep._doors.lightning import _IndexBatchSamplerWrapper, isolate_rng
+from lightning_lockstep._doors.lightning_internals import asked_sampler
 from lightning_lockstep.errors import ConfigurationError
 
 
@@ -58,12 +59,7 @@ def micro_batches(size: int, count: int) -> tuple[int, ...]:
 
 
 class GlobalBatches(Sampler[Any]):
-    """A batch sampler that gives a rank its part of each global batch.
-
-    Attributes:
-        sampler: Lightning's, which gives the whole order.
-        batch_size: Largest number of samples of this rank in a batch; ``None`` under a batch sampler of the user.
-    """
+    """A batch sampler that gives a rank its part of each global batch."""
 
     def __init__(
         self,
@@ -73,7 +69,11 @@ class GlobalBatches(Sampler[Any]):
         rank: int,
         ranks: int,
     ) -> None:
-        self.sampler, self._inner, self._division = sampler, inner, division
+        self.sampler, self._inner, self._division = (
+            sampler,
+            inner,
+            division,
+        )  # the sampler gives the whole order
         self._rank, self._ranks = rank, ranks
         self.batch_size = None if division is None else -(-max(division.sizes) // ranks)
         self.drop_last = bool(getattr(inner, "drop_last", False))
@@ -179,7 +179,7 @@ def divided(
     # `micro_batches`: samples of all ranks in each micro-batch of an optimizer step; None: what the loader says.
     batches: Any = getattr(loader, "batch_sampler", None)
     predicts = type(batches) is _IndexBatchSamplerWrapper
-    inner = batches._batch_sampler if predicts else batches
+    inner = asked_sampler(batches)
     sampler: Any = getattr(inner, "sampler", None) if inner is not None else getattr(loader, "sampler", None)
     if not isinstance(loader, DataLoader) or type(getattr(sampler, "num_replicas", None)) is not _Replicas:
         return loader
@@ -228,9 +228,8 @@ class _Singles(Sampler[Any]):
 def parts_of(loader: Any) -> Any:
     """Return what knows the sizes of a loader's batches, by ``sizes``; ``None`` where nothing does."""
     batches = getattr(loader, "batch_sampler", None)
-    # Lightning's for predictions has the one that it asks in an attribute.
-    for one in (batches, getattr(batches, "_batch_sampler", None), getattr(loader, "sampler", None)):
-        if getattr(one, "sizes", None) is not None:
+    for one in (batches, asked_sampler(batches), getattr(loader, "sampler", None)):
+        if callable(getattr(one, "sizes", None)):
             return one
     return None
 

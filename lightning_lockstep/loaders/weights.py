@@ -45,7 +45,7 @@ def samples_of_batch(trainer: Any, number: int) -> tuple[int, int] | None:
             own, total = own + sizes[0], total + sizes[1]
             if combined[1] == "sequential":
                 break
-    return own, total
+    return (own, total) if total else None  # what a stream has behind its end
 
 
 class StepWeights:
@@ -129,13 +129,10 @@ class StepWeights:
         def corrected() -> Any:
             output = closure()
             if self._counts and accumulated > 1 and self.corrects:
-                groups = optimizer.param_groups
-                gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-                if gradients:
-                    with torch.no_grad():
-                        torch._foreach_mul_(
-                            gradients, accumulated * (self._first or 1.0) / (self._items or 1.0)
-                        )
+                factor = accumulated * (self._first or 1.0) / (self._items or 1.0)
+                for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(factor)
             return output
 
         return corrected

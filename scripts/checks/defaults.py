@@ -34,8 +34,6 @@ LEFT_OUT: dict[tuple[str, str], str] = {
 # Values of a file that are no default of the class, each with the reason.
 OTHER_VALUE: dict[tuple[str, str], str] = {
     ("ByteGPT", "context"): "that of the data",
-    ("DigitsData", "seed"): "that of the run",
-    ("SourceTextData", "seed"): "that of the run",
     ("EffectiveBatchSize", "global_batch_size"): "has to be given",
     ("StopTogether", "filename"): "`ckpt_path=last` finds this one",
     ("SyncedEarlyStopping", "monitor"): "the objective of the run",

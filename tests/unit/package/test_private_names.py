@@ -36,7 +36,9 @@ def test_lightning_has_every_name(family: str) -> None:
     assert [path for path in names_of_lightning(family) if not _is_there(path)] == []
 
 
-@pytest.mark.parametrize("door", [TORCH, TORCHMETRICS, HYDRA, OMEGACONF, DEEPSPEED], ids=lambda door: door.package)
+@pytest.mark.parametrize(
+    "door", [TORCH, TORCHMETRICS, HYDRA, OMEGACONF, DEEPSPEED], ids=lambda door: door.package
+)
 def test_another_package_has_every_name(door: Door) -> None:
     if door is DEEPSPEED:
         import_deepspeed("cpu")
