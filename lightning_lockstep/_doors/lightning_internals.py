@@ -80,6 +80,7 @@ OWNERS: dict[str, str] = {
     "_AutomaticOptimization": "loops.optimization.automatic",
     "Closure": "loops.optimization.automatic",
     "CombinedLoader": "utilities",
+    "_IndexBatchSamplerWrapper": "overrides.distributed",
     "_MaxSizeCycle": "utilities.combined_loader",
     "_SignalConnector": "trainer.connectors.signal_connector",
     "_CheckpointConnector": "trainer.connectors.checkpoint_connector",

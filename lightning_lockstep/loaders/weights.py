@@ -52,7 +52,7 @@ class StepWeights:
     """What the loss of each micro-batch counts in its optimizer step."""
 
     def __init__(self) -> None:
-        self._weight = 1.0
+        self.weight = 1.0
         self._counts = False  # whether the steps of this fit count items
         self._first = self._items = (
             0.0  # items of all ranks: of a step's first micro-batch, and of the step so far
@@ -63,7 +63,7 @@ class StepWeights:
 
     def clear(self) -> None:
         """Forget what the steps of a fit were like."""
-        self._weight, self._counts = 1.0, False
+        self.weight, self._counts = 1.0, False
 
     def of_step(
         self, trainer: Any, output: Any, samples: int | None, communicator: Communicator, *, is_padding: bool
@@ -74,11 +74,11 @@ class StepWeights:
         self._counts = self._counts or items is not None or samples is not None
         if self._counts:
             count = 0 if is_padding else samples if items is None else items
-            self._weight = self._by_items(
+            self.weight = self._by_items(
                 trainer, _checked(count or 0), communicator, refuses=items is not None
             )
         else:
-            self._weight = self._by_samples(trainer, communicator.world_size)
+            self.weight = self._by_samples(trainer, communicator.world_size)
 
     def _by_items(self, trainer: Any, items: float, communicator: Communicator, *, refuses: bool) -> float:
         number, accumulated = trainer.fit_loop.epoch_loop.batch_idx, trainer.accumulate_grad_batches
@@ -94,7 +94,7 @@ class StepWeights:
                     " count by their samples: use a smaller batch."
                 )
             if self._counted_at == (trainer.current_epoch, number):
-                return self._weight
+                return self.weight
             items = float(self.in_parts)
         self._counted_at = trainer.current_epoch, number
         found = float(communicator.all_reduce(torch.tensor([items], dtype=torch.float64)))
@@ -117,11 +117,11 @@ class StepWeights:
     def of_manual_step(self, trainer: Any, ranks: int) -> None:
         """Find what a micro-batch of manual optimization counts, by itself: when it steps is the program's affair."""
         mine = samples_of_batch(trainer, trainer.fit_loop.epoch_loop.batch_idx)
-        self._weight = 1.0 if mine is None else mine[0] * ranks / mine[1]
+        self.weight = 1.0 if mine is None else mine[0] * ranks / mine[1]
 
     def weighted(self, loss: Tensor) -> Tensor:
         """Return the loss as it counts."""
-        return loss if self._weight == 1.0 else loss * self._weight
+        return loss if self.weight == 1.0 else loss * self.weight
 
     def correcting(self, closure: Callable[[], Any], optimizer: Any, accumulated: int) -> Callable[[], Any]:
         """Return a closure that divides the gradients by the items that their step had in the end."""

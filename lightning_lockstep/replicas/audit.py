@@ -19,7 +19,7 @@ import pickle
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.replicas.checksums import Checksums, can_be_read, folded
 from lightning_lockstep.steps.capabilities import missing_capabilities
 from lightning_lockstep.steps.isolated import from_a_state, run_forward_backward, step_arguments
+from lightning_lockstep.steps.patching import replaced
 from lightning_lockstep.steps.snapshot import RandomState
 
 # How often every rank runs a batch on which two did not agree: a step that is not deterministic shows.
@@ -158,7 +159,10 @@ class Audit:
                 for buffer, value in zip(buffers, values, strict=True):
                     buffer.copy_(value)
 
-        with _no_timed_kernels(), from_a_state(trainer, module, random, restore_buffers):
+        lifecycle = getattr(trainer.strategy, "lifecycle", None)
+        # What this rank's own last loss counted in its step says nothing about another rank's.
+        as_it_is = nullcontext() if lifecycle is None else replaced(lifecycle.weights, weight=1.0)
+        with as_it_is, _no_timed_kernels(), from_a_state(trainer, module, random, restore_buffers):
             step = partial(module.training_step, *arguments)
             run_forward_backward(trainer, module, step, around_backward=keep)
             named = {f"loss {number}": loss for number, loss in enumerate(losses)}

@@ -256,7 +256,7 @@ def loader_of(case: Case) -> DataLoader[Any]:
             rank = (rank + 1) % world_size
         return DataLoader(Stream(data[rank::world_size]), batch_size=case.batch)
     if case.loader == "uneven":
-        data = data[: 40 + 8 * communicator.rank]
+        data = data[communicator.rank :: communicator.world_size][: 40 + 8 * communicator.rank]
     dataset: Dataset[Any] = TensorDataset(data)
     if case.loader == "own batches":
         return DataLoader(dataset, batch_sampler=OwnBatches(case.samples, case.batch))  # type: ignore[arg-type]

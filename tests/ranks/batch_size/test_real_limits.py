@@ -68,7 +68,7 @@ def real_limit(ranks: int, folder: str, kind: str) -> tuple[int, int, str, float
     address_space, resident = (int(n) * 4096 for n in Path("/proc/self/statm").read_text().split()[:2])
     limit = 160 * 2**20 + (resident if chosen_device() == "cpu" else 0)
     if kind == "full":
-        callback = largest("model")
+        callback = largest("model", margin=0.2)  # an address space also has what threads reserve
         if chosen_device() == "cuda":
             leave_memory(limit)
         else:
