@@ -54,16 +54,15 @@ class StepWeights:
     def __init__(self) -> None:
         self.weight = 1.0
         self._counts = False  # whether the steps of this fit count items
-        self._first = self._items = (
-            0.0  # items of all ranks: of a step's first micro-batch, and of the step so far
-        )
+        # Items of all ranks: of the first micro-batch of an optimizer step, and of the step so far.
+        self._first = self._items = 0.0
         self.corrects = True  # whether gradients can be multiplied once all micro-batches had their backward
         self.in_parts = 0  # samples of the batch that this rank alone runs again in parts
         self._counted_at = (-1, -1)  # epoch and batch of the last count
 
     def clear(self) -> None:
         """Forget what the steps of a fit were like."""
-        self.weight, self._counts = 1.0, False
+        self.weight, self._counts, self._first, self._items = 1.0, False, 0.0, 0.0
 
     def of_step(
         self, trainer: Any, output: Any, samples: int | None, communicator: Communicator, *, is_padding: bool

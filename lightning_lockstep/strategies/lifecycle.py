@@ -191,12 +191,10 @@ class RankLifecycle:
         self.supervisor = RankSupervisor(settings.supervisor)
         self._uneven_inputs = UnevenInputs(settings.uneven_inputs)
         self.weights = StepWeights()
-        self.micro_batches: tuple[int, ...] | None = (
-            None  # samples of all ranks in each of an optimizer step, if set
-        )
-        self._share: tuple[int, int] | None = (
-            None  # this rank's place among those that divide loaders, and their number
-        )
+        # Samples of all ranks in each micro-batch of an optimizer step, if something has set them.
+        self.micro_batches: tuple[int, ...] | None = None
+        # The place of this rank among those that divide loaders, and their number.
+        self._share: tuple[int, int] | None = None
         self._strategy, self._precision = strategy, precision
         self.last_checkpoint = ""  # that this run has saved
 
