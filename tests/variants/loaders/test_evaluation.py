@@ -13,7 +13,12 @@ from tests.ranks.loaders.test_evaluation import check, found
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [("ddp", 4), ("fsdp", 3), ("fsdp", 4), ("deepspeed 1", 3), ("deepspeed 3", 3)]
+    ("strategy", "ranks"),
+    [
+        *(("ddp", ranks) for ranks in (1, 2, 4)),
+        *(("fsdp", ranks) for ranks in (3, 4)),
+        *((f"deepspeed {stage}", 3) for stage in (1, 3)),
+    ],
 )
 def test_a_strategy(strategy: str, ranks: int) -> None:
     check(found(strategy, ranks))
