@@ -34,7 +34,7 @@ from lightning_lockstep.distributed import Communicator, FailurePropagation, cur
 from lightning_lockstep.distributed.failure.exit_notes import (
     keep_failure,
     parent_reads_notes,
-    remove_earlier_reports,
+    remove_earlier_report,
 )
 from lightning_lockstep.distributed.failure.process_exit import outcome, outcome_of
 from lightning_lockstep.distributed.failure.propagation import propagation_on
@@ -185,7 +185,7 @@ class RankSupervisor:
         use_silence_limit(self.settings.silence_limit)
         communicator = current_communicator()
         if communicator.is_main and (folder := self._folder()) is not None:
-            remove_earlier_reports(folder)
+            remove_earlier_report(folder)
         if communicator.world_size > 1:
             self.propagation = propagation_on(communicator.side_channel)
             self.propagation.begin_fit()

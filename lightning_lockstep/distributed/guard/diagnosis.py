@@ -102,15 +102,13 @@ class StallDiagnosis:
         *,
         stall_timeout: float,  # how long a collective may take that all ranks have called [s]
         window: float,  # how long before that a request about it comes [s]
-        history: int,  # how many of the last calls of each rank a report lists
         verifies: bool = False,  # whether the ranks compare their calls before they make them
     ) -> None:
         self._channel, self._own, self._propagation = channel, own, propagation
-        self._stall_timeout, self._window, self._history = stall_timeout, window, history
+        self._stall_timeout, self._window = stall_timeout, window
         self._verifies = verifies
         self.error: CollectiveError | None = None  # that all ranks raise, once there is one
         self.diagnosis: Diagnosis | None = None  # that says so
-        self.states: Mapping[int, RankState] = {}  # where the ranks were, on the one that has decided
         self.answered = threading.Condition()
         self.answers = 0  # how many diagnoses of errors of the backend have come, or errors for all
         self._ends: set[Connection] = set()  # to be ended so that no wait is left
@@ -121,7 +119,7 @@ class StallDiagnosis:
         self._heard = 0.0  # when rank 0 has said something since
         self._activities: dict[int, Activity] = {}  # of ranks that do not answer
         # When a remark was made about a wait, and how long that was [s].
-        self._remarks: dict[Outstanding | int, tuple[float, float]] = {}
+        self._remarks: dict[Outstanding | None, tuple[float, float]] = {}
 
         def on(topic: str, handler: Callable[[Message], None]) -> Callable[[], None]:
             return channel.on(topic, lambda message: to_do.put(lambda: handler(message)))
@@ -184,8 +182,8 @@ class StallDiagnosis:
 
     def _take_request(self, request: DiagnosisRequest) -> None:
         now = time.monotonic()
-        waits = [one.request.wait for one in self._open if not one.request.raised]
-        if self.error is not None or (request.wait in waits and not request.raised):
+        waits = [one.request.outstanding for one in self._open if not one.request.raised]
+        if self.error is not None or (request.outstanding in waits and not request.raised):
             self._answer(request)
         else:
             self._open.append(_Open(request, now, now))
@@ -229,9 +227,7 @@ class StallDiagnosis:
         for one in [one for one in self._open if one.due <= look.began]:
             one.looks += 1
             request = replace(one.request, seconds=one.request.seconds + now - one.came)
-            found = diagnose(
-                request, states, silent, stall_timeout=self._stall_timeout, history=self._history
-            )
+            found = diagnose(request, states, silent, stall_timeout=self._stall_timeout)
             again = self._looked_at_again(one, found, silent)
             if again is None:
                 self._open.remove(one)
@@ -275,7 +271,6 @@ class StallDiagnosis:
             return
         if found.verify_finds_it and not self._verifies:
             found = replace(found, text=f"{found.text}\n\n{_VERIFY}")
-        self.states = states
         # Before the others hear of it: theirs is no failure that explains that of this rank.
         self._take(found)
         to_end = self._connections_to_end(states, silent)
@@ -300,11 +295,11 @@ class StallDiagnosis:
 
     def _is_news(self, request: DiagnosisRequest) -> bool:
         """Return whether a remark about a wait is to be made: again once that is about twice as long as at the last."""
-        at, seconds = self._remarks.get(request.wait, (0.0, 0.0))
+        at, seconds = self._remarks.get(request.outstanding, (0.0, 0.0))
         now = time.monotonic()
         if now - request.seconds < at and request.seconds < 1.9 * seconds:
             return False
-        self._remarks[request.wait] = now, request.seconds
+        self._remarks[request.outstanding] = now, request.seconds
         return True
 
     def _answer(self, request: DiagnosisRequest) -> None:
@@ -365,5 +360,5 @@ class StallDiagnosis:
         own = self._own.state(sites=True)
         del silent[own.rank]
         request = replace(request, seconds=request.seconds + seconds)
-        found = diagnose(request, {own.rank: own}, silent, history=self._history)
+        found = diagnose(request, {own.rank: own}, silent)
         self._conclude(request, found, {own.rank: own}, silent)
