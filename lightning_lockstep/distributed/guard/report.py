@@ -70,11 +70,8 @@ class StallReport:
         elif self._request.raised:
             reason = first_line(self._request.raised)
             waited = f"the wait of rank {self._request.rank} was ended by {reason}"
-        did = "never came to"
-        asked = self._asked()
-        if 0 in self._silent and asked and 0 not in members(self._states, asked.group):
-            did = "does not answer, and no other rank can say what is wrong with"
-        text = f"{ranks_in_words(causes)} {did} {self._what()}: {waited}\n\n{self._table(causes)}{self._places()}"
+        text = f"{ranks_in_words(causes)} never came to {self._what()}: {waited}"
+        text += f"\n\n{self._table(causes)}{self._places()}"
         for rank in causes:
             if rank in self._states and self._states[rank].position.stack:
                 stack = "\n".join(f"      {place}" for place in self._states[rank].position.stack)
@@ -234,19 +231,14 @@ class _Case:
         if differing is not None:
             return differing
         if self.request.raised:
-            # The backend's own error, unless a rank that has left has broken the connections, or one has that waits for
-            # a frozen rank 0: with that nobody can say more.
-            gone = [
-                rank for rank, one in self.silent.items() if one.has_left or (rank == 0 and one.is_frozen)
-            ]
+            # The backend's own error, unless a rank that has left has broken the connections.
+            gone = [rank for rank, one in self.silent.items() if one.has_left]
             return self._stall(sorted(gone)) if gone else None
         if self.request.outstanding not in self.asker.outstanding:
             return None  # it has gone on meanwhile
         stuck, reached = self.waiting.stuck(), self.waiting.reached_from(self.asker.rank)
         if self.asker.rank not in stuck:
             late = [rank for rank in reached if not self.waiting.is_waiting(rank)]
-            if 0 in self.silent and 0 in late:
-                late = [0]  # nobody has asked the others
             return Diagnosis(kind="slow", text=self.report.slow(late), ranks=tuple(late))
         causes = [rank for rank in reached if rank in stuck]
         idle = [rank for rank in causes if not self.waiting.waits_for(rank)]

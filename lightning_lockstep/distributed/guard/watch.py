@@ -180,7 +180,6 @@ class CollectiveWatch:
                 stall.answered,
                 lambda: stall.answers > before or stall.error is not None or unless(),
                 timeout,
-                needs_main=False,  # without rank 0 this one decides alone
             )
         return stall.error
 
