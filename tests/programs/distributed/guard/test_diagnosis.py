@@ -89,7 +89,6 @@ def diagnosis_of(channel: OtherRank, own: Callable[[], RankState]) -> StallDiagn
         TO_DO,
         stall_timeout=30.0,
         window=0.1,
-        history=0,
     )
 
 
