@@ -47,7 +47,7 @@ from lightning_lockstep._doors.lightning_internals import restore_data_classes, 
 from lightning_lockstep._registry import register_strategies
 from lightning_lockstep._settings import did_you_mean
 from lightning_lockstep._text import listed, say
-from lightning_lockstep.distributed.failure.exit_notes import remove_earlier_reports
+from lightning_lockstep.distributed.failure.exit_notes import remove_earlier_report
 from lightning_lockstep.doctor.checks.run import RunFolder
 from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.errors import ConfigurationError
@@ -191,7 +191,7 @@ def run(config: DictConfig) -> float | None:
     _order_samples(trainer.strategy, config.seed)
     left_out = _left_out(config, model, data)
     if trainer.is_global_zero:
-        remove_earlier_reports(Path(trainer.default_root_dir))
+        remove_earlier_report(Path(trainer.default_root_dir))
         for stage, why in left_out.items():
             say(f"lightning-lockstep: {stage}=true is left out: {why}")
     loggers = list(trainer.loggers)

@@ -23,7 +23,6 @@ from lightning_lockstep._doors.torch_internals import (
     stores_of_groups,
 )
 from lightning_lockstep.distributed.c10d_operators import (
-    noting_reductions,
     operator_named,
     reduction_kind,
     while_answered_locally,
@@ -170,7 +169,8 @@ def _copy(call: LocalCall, place: Tensor, source: Tensor) -> None:
 
 
 def _reduce_in_place(call: LocalCall, tensor: Tensor) -> None:
-    kind = "sum" if call.reduction is None else reduction_kind(call.reduction)
+    # What torch 2.9 does not tell is taken for a sum, which DDP and most steps ask for.
+    kind = ("sum" if call.reduction is None else reduction_kind(call.reduction)) or "sum"
     values = tensor.data
     if kind == "sum" and values.dtype is not torch.bool:
         values.mul_(call.size)
@@ -237,7 +237,6 @@ def local_collectives() -> Iterator[LocalAnswers]:
     with ExitStack() as stack:
         stack.enter_context(while_answered_locally())
         if process_group_exists() and dist.get_world_size() > 1:
-            stack.enter_context(noting_reductions())
             stack.enter_context(_replaced_kernels(answers))
             for group in stores_of_groups():
                 if type(group) is not dist.ProcessGroup:

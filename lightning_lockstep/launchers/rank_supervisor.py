@@ -34,7 +34,7 @@ from lightning_lockstep.distributed import Communicator, FailurePropagation, cur
 from lightning_lockstep.distributed.failure.exit_notes import (
     keep_failure,
     parent_reads_notes,
-    remove_earlier_reports,
+    remove_earlier_report,
 )
 from lightning_lockstep.distributed.failure.process_exit import outcome, outcome_of
 from lightning_lockstep.distributed.failure.propagation import propagation_on
@@ -42,7 +42,7 @@ from lightning_lockstep.distributed.failure.record import BATCHES, describe_erro
 from lightning_lockstep.distributed.guard.collective_call import tell_batch_by
 from lightning_lockstep.distributed.guard.guard import CollectiveGuard, guard_on
 from lightning_lockstep.distributed.guard.watch import GuardSettings
-from lightning_lockstep.distributed.side_channel.opening import side_channel_if_open
+from lightning_lockstep.distributed.side_channel.opening import side_channel_if_open, use_silence_limit
 from lightning_lockstep.errors import ConfigurationError, LockstepError
 
 # -- How many CPU threads a rank may use, and on which cores --
@@ -182,11 +182,11 @@ class RankSupervisor:
     def ranks_have_met(self, *, prints_report: bool) -> Communicator:
         """Open the side channel and begin to listen for failures."""
         # All ranks come here together, right after they have met; each waits until rank 0 has come too.
+        use_silence_limit(self.settings.silence_limit)
         communicator = current_communicator()
         if communicator.is_main and (folder := self._folder()) is not None:
-            remove_earlier_reports(folder)
+            remove_earlier_report(folder)
         if communicator.world_size > 1:
-            communicator.side_channel.silence_limit = self.settings.silence_limit
             self.propagation = propagation_on(communicator.side_channel)
             self.propagation.begin_fit()
             self.propagation.grace_period = self.settings.grace_period

@@ -108,7 +108,6 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         timeout: Longest wait for another rank in a collective [s].
         guard: ``off``, ``watch`` or ``verify``.
         stall_timeout: How long a collective may take before the ranks compare where they are [s].
-        guard_history: How many of the last collectives of each rank an error of the guard lists.
         process_group_backend: ``gloo``, ``nccl`` or ``mpi4py``; by default that of the device.
         cluster_environment: Tells which rank this process is; by default the one among the Trainer's plugins, or else
             found by environment variables.
@@ -146,7 +145,6 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         timeout: float | timedelta = 1800.0,
         guard: Literal["off", "watch", "verify"] = "watch",
         stall_timeout: float = 60.0,
-        guard_history: int = 0,
         process_group_backend: str | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         **options: Unpack[OptionsOfLightning],

@@ -60,7 +60,6 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         timeout: Longest wait for another rank in a collective [s].
         guard: ``off``, ``watch`` or ``verify``.
         stall_timeout: How long a collective may take before the ranks compare where they are [s].
-        guard_history: How many of the last collectives of each rank an error of the guard lists.
         ddp_comm_hook: Gradient compression, by name or as a function.
         ddp_comm_state: State for a hook given as a function.
         gradient_as_bucket_view: Whether gradients live in the buckets that are reduced.
@@ -96,7 +95,6 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         timeout: float | timedelta = 1800.0,
         guard: Literal["off", "watch", "verify"] = "watch",
         stall_timeout: float = 60.0,
-        guard_history: int = 0,
         ddp_comm_hook: Literal["fp16_compress", "bf16_compress", "power_sgd"]
         | Callable[..., Any]
         | None = None,

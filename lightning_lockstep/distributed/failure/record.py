@@ -121,11 +121,8 @@ def _package_of(filename: str) -> str | None:
 
 # -- What is known of the rank that failed first, and the text that reports it --
 
-#: The file in which rank 0 keeps the record of a failure, and all reports that a run may leave in its folder.
+#: The file in which rank 0 keeps the record of a failure.
 FAILURE_FILE = "failure.json"
-#: What each rank has said of itself when the guard was asked about a collective.
-GUARD_REPORT = "guard-report.json"
-REPORTS = (FAILURE_FILE, GUARD_REPORT)
 
 # How the backends report that a peer has exited. Such an error is a consequence, seldom the cause.
 _BROKEN = (

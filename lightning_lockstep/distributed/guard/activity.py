@@ -158,11 +158,6 @@ class UnresponsiveRank(NamedTuple):
     is_moving: bool = False
     connections: tuple[Connection, ...] = ()  # as far as this rank can see them
 
-    @property
-    def is_frozen(self) -> bool:
-        """Whether its process is there, as far as is known, and does not move."""
-        return not (self.has_ended or self.has_left or self.is_moving)
-
 
 def probe_unresponsive(
     channel: SideChannel,

@@ -34,7 +34,6 @@ LIFE_CYCLE = {
     "timeout": 90.0,
     "guard": "off",
     "stall_timeout": 30.0,
-    "guard_history": 2,
 }
 DDP = {
     **LIFE_CYCLE,
