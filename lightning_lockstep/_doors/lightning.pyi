@@ -73,7 +73,6 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import (
 )
 from lightning.pytorch.trainer.states import RunningStage as RunningStage
 from lightning.pytorch.trainer.states import TrainerFn as TrainerFn
-from lightning.pytorch.tuner import Tuner as Tuner
 from lightning.pytorch.utilities import CombinedLoader as CombinedLoader
 from lightning.pytorch.utilities import find_shared_parameters as find_shared_parameters
 from lightning.pytorch.utilities import set_shared_parameters as set_shared_parameters
@@ -89,4 +88,3 @@ from lightning.pytorch.utilities.seed import isolate_rng as isolate_rng
 PYTORCH: str
 FABRIC: str
 NAMES: dict[str, str]
-PRIVATE: dict[str, str]

@@ -17,20 +17,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_loca
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from lightning_lockstep._doors.torch_internals import (
-    ALL_GATHER_BASE,
-    FUNCTIONAL_NAMESPACE,
-    FUNCTIONAL_REDUCTIONS,
-    REDUCE_SCATTER_BASE,
-    REDUCE_SCATTER_METHOD,
-    check_reduced,
-    custom_class_schemas,
-    destroy_library,
-    functional_operator,
-    keys_after,
-    schema_of,
-    version_getter,
-)
 from lightning_lockstep.errors import CollectiveStallError
 
 # -- The operators of torch's ``c10d``, by which torch.distributed calls its process groups through the
@@ -44,12 +30,12 @@ OPERATIONS = {
     "broadcast_": "broadcast",
     "allgather_": "all_gather",
     "allgather_coalesced_": "all_gather_coalesced",
-    ALL_GATHER_BASE: "all_gather_into_tensor",
+    "_allgather_base_": "all_gather_into_tensor",
     "allgather_into_tensor_coalesced_": "all_gather_into_tensor_coalesced",
     "gather_": "gather",
     "scatter_": "scatter",
     "reduce_scatter_": "reduce_scatter",
-    REDUCE_SCATTER_BASE: "reduce_scatter_tensor",
+    "_reduce_scatter_base_": "reduce_scatter_tensor",
     "reduce_scatter_tensor_coalesced_": "reduce_scatter_tensor_coalesced",
     "alltoall_": "all_to_all",
     "alltoall_base_": "all_to_all_single",
@@ -84,7 +70,7 @@ class Operator:
 @functools.cache
 def operator_named(name: str) -> Operator:
     overload = getattr(torch.ops.c10d, name).default
-    schema = schema_of(overload)
+    schema = overload._schema  # the names and the number of what it is given and returns
     positions = {argument.name: i for i, argument in enumerate(schema.arguments)}
     return Operator(
         name=name,
@@ -128,7 +114,15 @@ _METHODS = (
     "allreduce_coalesced",
     "reduce",
     "reduce_scatter",
-    REDUCE_SCATTER_METHOD,
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+)
+_FUNCTIONAL_REDUCTIONS = (
+    "all_reduce",
+    "all_reduce_",
+    "all_reduce_coalesced",
+    "all_reduce_coalesced_",
+    "reduce_scatter_tensor",
     "reduce_scatter_tensor_coalesced",
 )
 _KEY = "BackendSelect"  # the last one before those of the backends
@@ -166,7 +160,11 @@ def noting_reductions() -> Iterator[None]:
 
 @functools.cache
 def _can_be_read() -> bool:
-    return any(schema.name == "op" and "c10d.ReduceOp" in str(schema) for schema in custom_class_schemas())
+    # Torch has no public way to ask which methods its classes in C++ have.
+    return any(
+        schema.name == "op" and "c10d.ReduceOp" in str(schema)
+        for schema in torch._C._jit_get_custom_class_schemas()  # type: ignore[attr-defined]
+    )
 
 
 def _count(change: int) -> None:
@@ -178,9 +176,9 @@ def _count(change: int) -> None:
                 method = getattr(dist.ProcessGroup, name)
                 _places.callback(setattr, dist.ProcessGroup, name, method)
                 setattr(dist.ProcessGroup, name, _noting_method(method))
-            library = torch.library.Library(FUNCTIONAL_NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]
-            _places.callback(destroy_library, library)
-            for name in FUNCTIONAL_REDUCTIONS:
+            library = torch.library.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
+            _places.callback(library._destroy)  # at once, not when the last reference is gone
+            for name in _FUNCTIONAL_REDUCTIONS:
                 library.impl(name, _noting_kernel(name), _KEY, with_keyset=True)  # type: ignore[no-untyped-call]
         elif not _open:
             _places.close()
@@ -196,9 +194,9 @@ def _noting_method(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _noting_kernel(name: str) -> Callable[..., Any]:
-    overload = functional_operator(name)
-    position = [argument.name for argument in schema_of(overload).arguments].index("reduce_op")
-    after = keys_after(_KEY)
+    overload = getattr(torch.ops._c10d_functional, name).default
+    position = [argument.name for argument in overload._schema.arguments].index("reduce_op")
+    after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
     def kernel(keyset: Any, *args: Any) -> Any:
         with _note(args[position]):
@@ -367,16 +365,14 @@ class GradientMarks:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         # Right before the backward; about 0.1 us for each parameter.
         # A gradient is either new, or accumulated in place, which raises its version.
-        version = version_getter()
-        self._before = [(g, -1 if g is None else version(g)) for g in [p.grad for p in parameters]]
+        self._before = [(g, -1 if g is None else g._version) for g in [p.grad for p in parameters]]
 
     def missing(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Return those of the same ``parameters`` whose gradient has not arrived."""
-        version_now = version_getter()
         return [
             parameter
             for parameter, (grad, version) in zip(parameters, self._before, strict=True)
-            if parameter.grad is grad and (grad is None or version_now(grad) == version)
+            if parameter.grad is grad and (grad is None or grad._version == version)
         ]
 
 
@@ -404,7 +400,7 @@ def deliver_gradients(
         ddp.reducer.prepare_for_backward([arrival] if ddp.find_unused_parameters else [])
     arrival.backward()  # type: ignore[no-untyped-call]
     if ddp is not None and reduces:
-        check_reduced(ddp)  # RuntimeError: it cannot go on
+        ddp.reducer._check_reducer_finalized()  # RuntimeError: a bucket was not reduced, so DDP cannot go on
 
 
 def zero_with_gradients(

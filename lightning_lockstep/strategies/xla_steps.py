@@ -12,13 +12,14 @@ from lightning_lockstep._doors.lightning import (
     Strategy,
     TrainerFn,
     XLAAccelerator,
+    _AcceleratorConnector,
     find_shared_parameters,
     move_data_to_device,
     set_shared_parameters,
 )
-from lightning_lockstep._doors.lightning_internals import show_accelerator
 from lightning_lockstep._registry import strategy_repr
 from lightning_lockstep._text import say
+from lightning_lockstep._trainer import calls_under_way
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.xla.runtime import XLARuntime, check_accelerator, check_torch_xla
 from lightning_lockstep.xla.steps import DtypeReport, LazyRun, XLADevices, own_memory, resolve_xla_precision
@@ -86,7 +87,9 @@ class XLASteps(XLAPending, Strategy):
         check_accelerator(isinstance(self.accelerator, XLAAccelerator))
         devices = XLADevices()
         if isinstance(self.accelerator, XLAAccelerator):
-            show_accelerator(devices)
+            # Lightning's connector accepts its accelerator for TPU only with its own two strategies for it.
+            for variables in calls_under_way(_AcceleratorConnector.__init__):
+                variables["self"].accelerator = devices
         else:
             self.accelerator = devices
 

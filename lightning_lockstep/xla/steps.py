@@ -22,13 +22,9 @@ from lightning_lockstep._doors.lightning import (
     Precision,
     Trainer,
 )
-from lightning_lockstep._doors.lightning_internals import (
-    keep_counts_of_step_values,
-    logs_this_step,
-    read_progress_values_when,
-)
 from lightning_lockstep._text import say
 from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.steps.patching import put_in_place
 from lightning_lockstep.xla.runtime import compilations_begun_and_done
 
 # -- Which dtypes a run on XLA devices really uses, seen in its first training step --
@@ -285,9 +281,54 @@ class LazyRun:
         announcer.start()
         self._undo = ExitStack()
         self._undo.callback(announcer.stop)
-        self._undo.callback(keep_counts_of_step_values(trainer))
+        results: Any = trainer.fit_loop.epoch_loop._results  # what training has logged
+        self._undo.callback(put_in_place(results, "reset", _resetting(results)))
         if not trainer.fast_dev_run:
-            self._undo.callback(read_progress_values_when(trainer, lambda: logs_this_step(trainer)))
+            self._undo.callback(put_in_place(results, "metrics", _reading(results, trainer)))
 
     def end(self) -> None:
         self._undo.close()
+
+
+def _logs_this_step(trainer: Any) -> bool:
+    """Return whether the values of the current training batch are logged; every 50th where nothing is."""
+    if trainer.log_every_n_steps == 0:
+        return bool((trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % 50 == 0)
+    return bool(trainer._logger_connector.should_update_logs)
+
+
+def _reading(results: Any, trainer: Any) -> Callable[[bool], Any]:
+    """Read the values of the progress bar from the device only where they are logged, and when an epoch ends."""
+    read_all = results.metrics
+
+    def metrics(on_step: bool) -> Any:
+        if not on_step or _logs_this_step(trainer):
+            return read_all(on_step)
+        shown = [value.meta for value in results.values() if value.meta.prog_bar]
+        try:
+            for meta in shown:
+                meta.prog_bar = False
+            return read_all(on_step)
+        finally:
+            for meta in shown:
+                meta.prog_bar = True
+
+    return metrics
+
+
+def _resetting(results: Any) -> Callable[..., None]:
+    """Reset what was logged, but not what is logged at training steps only and has no mean."""
+    # The new epoch's first step would otherwise have another tensor, and torch-xla would compile the step anew.
+    reset_all = results.reset
+
+    def reset(metrics: bool | None = None, fx: str | None = None) -> None:
+        kept = [
+            (each, each.value, each.cumulated_batch_size)
+            for each in results.values()
+            if each.is_tensor and each.meta.is_mean_reduction and not each.meta.on_epoch
+        ]
+        reset_all(metrics, fx)
+        for each, value, count in kept:
+            each.value, each.cumulated_batch_size = value, count
+
+    return reset

@@ -13,12 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lockstep._doors.torch_internals import (
-    ALL_GATHER_BASE,
-    REDUCE_SCATTER_BASE,
-    destroy_library,
-    keys_after,
-)
 from lightning_lockstep.distributed.c10d_operators import (
     OPERATIONS,
     Operator,
@@ -145,7 +139,7 @@ class Hook:
                 left.remove(self._observer)
                 _observers[name] = tuple(left)
                 if not left:
-                    destroy_library(_libraries.pop(name))
+                    _libraries.pop(name)._destroy()
             self._operators = ()
         self._noting.close()
 
@@ -153,7 +147,7 @@ class Hook:
 def _kernel(name: str) -> Callable[..., Any]:
     operator = operator_named(name)
     redispatch = operator.overload.redispatch
-    after = keys_after(_KEY)
+    after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
     def kernel(keyset: Any, *args: Any) -> Any:
         if answered_locally():
@@ -292,9 +286,9 @@ _RULES: dict[str, tuple[Callable[..., list[Tensor]], int, int]] = {
     "reduce_scatter_": (_list, 0, 1),
     "gather_": (_list_of_root, 1, 0),
     "scatter_": (_list_of_root, 0, 1),
-    ALL_GATHER_BASE: (_gathered_whole, 1, 0),
+    "_allgather_base_": (_gathered_whole, 1, 0),
     "allgather_into_tensor_coalesced_": (_gathered_whole, 1, 0),
-    REDUCE_SCATTER_BASE: (_scattered_whole, 0, 1),
+    "_reduce_scatter_base_": (_scattered_whole, 0, 1),
     "reduce_scatter_tensor_coalesced_": (_scattered_whole, 0, 1),
 }
 
