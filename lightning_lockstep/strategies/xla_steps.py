@@ -61,7 +61,6 @@ class XLASteps(XLAPending, Strategy):
     downcast_bf16: bool = False  # with bf16-true: float64 becomes float32 rather than bfloat16
     _dtypes: DtypeReport | None = None
     _lazy_run: LazyRun | None = None
-    _steps_made = 0
     __repr__ = strategy_repr
 
     @property
@@ -124,8 +123,11 @@ class XLASteps(XLAPending, Strategy):
         if is_fit and self.lightning_module is not None:
             self._dtypes = DtypeReport(self.lightning_module)
         self.sync()
-        self._steps_made = 0
-        self._lazy_run = LazyRun(trainer, lambda: self._steps_made)
+        self._lazy_run = LazyRun(trainer)
+        if is_fit and self.is_global_zero:
+            say(
+                "lightning-lockstep: torch-xla compiles the first two steps of a fit, which may take minutes."
+            )
 
     def sync(self) -> None:
         """Compile what is pending, if it is new, and begin to run it. Ranks: every process."""
@@ -169,7 +171,6 @@ class XLASteps(XLAPending, Strategy):
 
         result = super().optimizer_step(optimizer, with_gradients, model, **kwargs)
         self.sync()
-        self._steps_made += 1
         self._say_dtypes(optimizer)
         return result
 
