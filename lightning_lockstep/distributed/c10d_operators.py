@@ -16,14 +16,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_loca
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from lightning_lockstep._doors.torch_internals import (
-    ALL_GATHER_BASE,
-    REDUCE_SCATTER_BASE,
-    check_reduced,
-    custom_class_schemas,
-    schema_of,
-    version_getter,
-)
 from lightning_lockstep.errors import CollectiveStallError
 
 # -- The operators of torch's ``c10d``, by which torch.distributed calls its process groups through the
@@ -37,12 +29,12 @@ OPERATIONS = {
     "broadcast_": "broadcast",
     "allgather_": "all_gather",
     "allgather_coalesced_": "all_gather_coalesced",
-    ALL_GATHER_BASE: "all_gather_into_tensor",
+    "_allgather_base_": "all_gather_into_tensor",
     "allgather_into_tensor_coalesced_": "all_gather_into_tensor_coalesced",
     "gather_": "gather",
     "scatter_": "scatter",
     "reduce_scatter_": "reduce_scatter",
-    REDUCE_SCATTER_BASE: "reduce_scatter_tensor",
+    "_reduce_scatter_base_": "reduce_scatter_tensor",
     "reduce_scatter_tensor_coalesced_": "reduce_scatter_tensor_coalesced",
     "alltoall_": "all_to_all",
     "alltoall_base_": "all_to_all_single",
@@ -77,7 +69,7 @@ class Operator:
 @functools.cache
 def operator_named(name: str) -> Operator:
     overload = getattr(torch.ops.c10d, name).default
-    schema = schema_of(overload)
+    schema = overload._schema  # the names and the number of what it is given and returns
     positions = {argument.name: i for i, argument in enumerate(schema.arguments)}
     return Operator(
         name=name,
@@ -124,7 +116,11 @@ def reduction_kind(given: Any) -> str | None:
 
 @functools.cache
 def _can_be_read() -> bool:
-    return any(schema.name == "op" and "c10d.ReduceOp" in str(schema) for schema in custom_class_schemas())
+    # Torch has no public way to ask which methods its classes in C++ have.
+    return any(
+        schema.name == "op" and "c10d.ReduceOp" in str(schema)
+        for schema in torch._C._jit_get_custom_class_schemas()  # type: ignore[attr-defined]
+    )
 
 
 # -- Gradient compression hooks of DistributedDataParallel, by name --
@@ -250,16 +246,14 @@ class GradientMarks:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         # Right before the backward; about 0.1 us for each parameter.
         # A gradient is either new, or accumulated in place, which raises its version.
-        version = version_getter()
-        self._before = [(g, -1 if g is None else version(g)) for g in [p.grad for p in parameters]]
+        self._before = [(g, -1 if g is None else g._version) for g in [p.grad for p in parameters]]
 
     def missing(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Return those of the same ``parameters`` whose gradient has not arrived."""
-        version_now = version_getter()
         return [
             parameter
             for parameter, (grad, version) in zip(parameters, self._before, strict=True)
-            if parameter.grad is grad and (grad is None or version_now(grad) == version)
+            if parameter.grad is grad and (grad is None or grad._version == version)
         ]
 
 
@@ -287,7 +281,7 @@ def deliver_gradients(
         ddp.reducer.prepare_for_backward([arrival] if ddp.find_unused_parameters else [])
     arrival.backward()  # type: ignore[no-untyped-call]
     if ddp is not None and reduces:
-        check_reduced(ddp)  # RuntimeError: it cannot go on
+        ddp.reducer._check_reducer_finalized()  # RuntimeError: a bucket was not reduced, so DDP cannot go on
 
 
 def zero_with_gradients(

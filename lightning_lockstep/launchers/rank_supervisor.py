@@ -22,11 +22,6 @@ from lightning_lockstep._doors.lightning import (
     TrainerFn,
     _TunerExitException,
 )
-from lightning_lockstep._doors.lightning_internals import (
-    call_before_each_batch,
-    call_on_sigterm,
-    mark_sigterm_received,
-)
 from lightning_lockstep._settings import Faults, is_whole, settings_of
 from lightning_lockstep._system import usable_cores
 from lightning_lockstep._text import say
@@ -168,8 +163,10 @@ class RankSupervisor:
         self._trainer = weakref.ref(trainer)
         tell_place_by(self._where)
         # A rank that is told to end does so at its next batch; the others learn of it over the side channel.
-        call_before_each_batch(trainer, self.at_step_boundary)
-        call_on_sigterm(trainer, self._told_to_end)
+        # Lightning broadcasts a flag before each batch and another one in its signal handler, which then meets whatever
+        # the other ranks are sending.
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.at_step_boundary
+        trainer._signal_connector._sigterm_notifier_fn = self._told_to_end
 
     def apply_threads(self, *, local_rank: int, local_world_size: int) -> None:
         self.threads, self.cores = apply_threads(
@@ -281,7 +278,7 @@ class RankSupervisor:
     def _told_to_end(self, signum: int, _: Any) -> None:
         trainer = self._trainer()
         if trainer is not None:
-            mark_sigterm_received(trainer)
+            trainer._signal_connector.received_sigterm = True  # trainer.received_sigterm can only be read
 
     def _folder(self) -> Path | None:
         trainer = self._trainer()

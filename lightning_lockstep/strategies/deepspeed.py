@@ -23,10 +23,10 @@ from lightning_lockstep._doors.lightning import (
     Precision,
     TrainerFn,
 )
-from lightning_lockstep._doors.lightning_internals import weights_only_of_run
 from lightning_lockstep._registry import public
 from lightning_lockstep._settings import settings_of
 from lightning_lockstep._text import say
+from lightning_lockstep._trainer import weights_only_of_run
 from lightning_lockstep.deepspeed.builds import prepare_ops, prepared_where_loaded
 from lightning_lockstep.deepspeed.checkpoints.files import is_deepspeed_checkpoint
 from lightning_lockstep.deepspeed.checkpoints.resuming import (

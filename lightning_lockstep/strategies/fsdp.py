@@ -23,12 +23,8 @@ from lightning_lockstep._doors.lightning import (
     Precision,
     TrainerFn,
 )
-from lightning_lockstep._doors.lightning_internals import (
-    give_device_mesh,
-    given_to_trainer,
-    weights_only_of_run,
-)
 from lightning_lockstep._settings import settings_of
+from lightning_lockstep._trainer import given_to_trainer, weights_only_of_run
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.checkpoint_folder import saved_at
 from lightning_lockstep.distributed.guard.verify import verify_parameters
@@ -219,7 +215,7 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         super().setup_distributed()
         shard, replicate = self._mesh_sizes()
         self._mesh = make_mesh(self.root_device.type, shard=shard, replicate=replicate)
-        give_device_mesh(self._module, self._mesh)
+        self._module._device_mesh = self._mesh  # what its configure_model reads as `self.device_mesh`
 
     # ``configure_model`` makes a module in the memory of the host: no device has to hold it whole.
     tensor_init_context = ModelParallelStrategy.tensor_init_context

@@ -58,14 +58,10 @@ from lightning_lockstep._doors.lightning import (
     rank_zero_only,
     reset_seed,
 )
-from lightning_lockstep._doors.lightning_internals import (
-    asks_for_training_loader,
-    given_to_trainer,
-    weights_only_of_run,
-)
 from lightning_lockstep._registry import public, strategy_repr
 from lightning_lockstep._settings import launcher_pid
 from lightning_lockstep._text import say
+from lightning_lockstep._trainer import asks_for_training_loader, given_to_trainer, weights_only_of_run
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.distributed.checkpoint_folder import whole_folder
 from lightning_lockstep.distributed.failure.process_exit import at_exit, outcome

@@ -13,8 +13,8 @@ import torch
 from typing_extensions import Unpack
 
 from lightning_lockstep._doors.lightning import ClusterEnvironment, rank_zero_only
-from lightning_lockstep._doors.lightning_internals import given_to_trainer
 from lightning_lockstep._settings import Faults, settings_of
+from lightning_lockstep._trainer import given_to_trainer
 from lightning_lockstep.distributed.failure.exit_notes import note_orderly_end
 from lightning_lockstep.distributed.mpi import backend as mpi_backend
 from lightning_lockstep.distributed.mpi.progress import set_interruption

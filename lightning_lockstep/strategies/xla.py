@@ -17,9 +17,9 @@ from lightning_lockstep._doors.lightning import (
     Precision,
     SingleDeviceStrategy,
 )
-from lightning_lockstep._doors.lightning_internals import given_to_trainer
 from lightning_lockstep._settings import Faults, settings_of
 from lightning_lockstep._text import say
+from lightning_lockstep._trainer import given_to_trainer
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.coordination.gather_uneven import (
     broadcast_object,

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from lightning_utilities import apply_to_collection
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
 
-from lightning_lockstep._doors.torch_internals import tree_flatten_with_names, tree_unflatten
 from lightning_lockstep._text import listed
 from lightning_lockstep.distributed.coordination.communicator import Communicator, ReduceOperation
 from lightning_lockstep.distributed.guard.collective_call import CollectiveCall, call_site, mismatch_report
@@ -103,17 +103,18 @@ class _Given:
 
     @classmethod
     def of(cls, value: Any) -> _Given:
-        entries, spec = tree_flatten_with_names(value)
+        entries, spec = pytree.tree_flatten_with_path(value)
+        places = [pytree.keystr(path) for path, _ in entries]
         # Dicts may differ in order.
-        order = sorted(range(len(entries)), key=lambda i: (len(entries[i][0]), entries[i][0]))
-        places, leaves = [entries[i][0] for i in order], [entries[i][1] for i in order]
+        order = sorted(range(len(places)), key=lambda i: (len(places[i]), places[i]))
+        places, leaves = [places[i] for i in order], [entries[i][1] for i in order]
         fault = next(filter(None, map(_fault, places, leaves)), "")
         return cls([] if fault else leaves, places, order, spec, fault)
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
         """Return tensors in the containers of the argument."""
         by_position = dict(zip(self.order, tensors, strict=True))
-        return tree_unflatten([by_position[i] for i in range(len(tensors))], self.spec)
+        return pytree.tree_unflatten([by_position[i] for i in range(len(tensors))], self.spec)
 
 
 def _fault(place: str, leaf: object) -> str:

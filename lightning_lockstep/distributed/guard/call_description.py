@@ -10,11 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lockstep._doors.torch_internals import (
-    ALL_GATHER_BASE,
-    destroy_library,
-    keys_after,
-)
 from lightning_lockstep.distributed.c10d_operators import (
     OPERATIONS,
     Operator,
@@ -108,14 +103,14 @@ class Hook:
                 left.remove(self._observer)
                 _observers[name] = tuple(left)
                 if not left:
-                    destroy_library(_libraries.pop(name))
+                    _libraries.pop(name)._destroy()
             self._operators = ()
 
 
 def _kernel(name: str) -> Callable[..., Any]:
     operator = operator_named(name)
     redispatch = operator.overload.redispatch
-    after = keys_after(_KEY)
+    after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
     def kernel(keyset: Any, *args: Any) -> Any:
         if answered_locally():
@@ -153,7 +148,7 @@ class GroupIdentity(NamedTuple):
 _OWN_TENSORS = {
     "allgather_": 1,
     "allgather_coalesced_": 1,
-    ALL_GATHER_BASE: 1,
+    "_allgather_base_": 1,
     "allgather_into_tensor_coalesced_": 1,
     "gather_": 1,
 }

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 
-from lightning_lockstep._doors.torch_internals import flight_recorders, ranks_of_groups, stores_of_groups
 from lightning_lockstep.distributed.guard.collective_call import (
     BACKWARD,
     CollectiveCall,
@@ -85,7 +85,7 @@ def group_titles() -> dict[str, tuple[str, tuple[int, ...]]]:
         return {}
     world = dist.group.WORLD
     titles: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for group, ranks_of in ranks_of_groups().items():
+    for group, ranks_of in dict(dist.distributed_c10d._world.pg_group_ranks).items():
         if not isinstance(group, dist.ProcessGroup):
             continue
         ranks = tuple(sorted(ranks_of, key=ranks_of.__getitem__))
@@ -204,8 +204,10 @@ class FlightRecorder:
 
 def _dumps(**options: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     # Torch keeps one ring for process groups of the CPU and, in a build with CUDA, another for nccl.
-    for name, dump in flight_recorders():
-        yield name, pickle.loads(dump(**options))
+    for name in ("_dump_fr_trace", "_dump_nccl_trace"):
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        if dump is not None:
+            yield name, pickle.loads(dump(**options))
 
 
 def _is_done(entry: Mapping[str, Any]) -> bool:
@@ -250,7 +252,8 @@ class GroupRecorders:
 def _group_recorders() -> list[Any]:
     if not process_group_exists():
         return []
-    return [group.call_recorder for group in stores_of_groups() if hasattr(group, "call_recorder")]
+    groups = list(dist.distributed_c10d._world.pg_map)  # a copy: another thread may be making a group
+    return [group.call_recorder for group in groups if hasattr(group, "call_recorder")]
 
 
 class ArrivalReader:

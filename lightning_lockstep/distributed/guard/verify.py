@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_lockstep._doors.torch_internals import stores_of_groups, timeout_of
 from lightning_lockstep._text import plain_table, ranks_in_words, say
 from lightning_lockstep.distributed.c10d_operators import (
     OPERATIONS,
@@ -195,20 +194,22 @@ class CallVerifier:
         self._look_for_unseen_groups()
         if group.size() < 2 or compares_calls(group):
             return None
-        store = stores_of_groups().get(group)
+        _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
         if store is None:
             self._cannot_see(group, "torch.distributed has no store for this group")
             return None
         if dist.get_backend(group) == "fake":
             self._cannot_see(group, "the backend 'fake' has no other ranks")
             return None
-        timeout = timeout_of(group) or dist.default_pg_timeout
+        # Only the backends of a group know its timeout.
+        timeouts = (getattr(group._get_backend(one).options, "_timeout", None) for one in group._device_types)
+        timeout = next(filter(None, timeouts), dist.default_pg_timeout)
         return _GroupVerifier(_identity(group), store, timeout.total_seconds())
 
     def _look_for_unseen_groups(self) -> None:
         if not process_group_exists():
             return
-        for group in stores_of_groups():
+        for group in list(dist.distributed_c10d._world.pg_map):
             foreign = isinstance(group, dist.ProcessGroup) and type(group) is not dist.ProcessGroup
             if foreign and group.size() > 1 and not compares_calls(group):
                 self._cannot_see(group, f"its class {type(group).__name__} is written in Python")

@@ -29,7 +29,6 @@ from lightning_lockstep import (
     LockstepError,
     LockstepFSDPStrategy,
     LockstepMPIStrategy,
-    LockstepTuner,
     LockstepXLASPMDStrategy,
     LockstepXLAStrategy,
     MetricMissingError,
@@ -103,7 +102,7 @@ def train(module: LightningModule) -> int | None:
     decision = check_breakpoint(reset=True)
     if decision is not None:
         assert_type(decision.reason, str)
-    return LockstepTuner(trainer).scale_batch_size(module, mode="power")
+    return AutoBatchSize().optimal_batch_size
 
 
 # -- Functions: a decorated function keeps its arguments, what goes in comes out as the same type --
