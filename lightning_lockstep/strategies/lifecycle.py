@@ -90,7 +90,6 @@ from lightning_lockstep.loaders.evaluation import count_each_sample_once
 from lightning_lockstep.loaders.global_order import check_samples, divided, marked, samples_in
 from lightning_lockstep.loaders.streams import shared_stream
 from lightning_lockstep.loaders.weights import StepWeights, samples_of_batch
-from lightning_lockstep.logs.logger import fold_library_warnings
 from lightning_lockstep.numerics.precision import requested_precision, resolve_precision
 from lightning_lockstep.stopping.loader_position import LoaderPosition
 from lightning_lockstep.strategies.options import (
@@ -257,8 +256,6 @@ class RankLifecycle:
         is_new = self.startup.connect(self._strategy, self.settings.duration)
         outcome.install_excepthook()  # in front again: a process group of torch puts its own hook there
         communicator = self.supervisor.ranks_have_met(prints_report=self._prints_report())
-        if communicator.world_size > 1:
-            fold_library_warnings()
         if is_new and communicator.world_size > 1:
             self._show_placement(communicator)
         self.startup.after_connect(self.supervisor)

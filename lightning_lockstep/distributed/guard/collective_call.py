@@ -356,11 +356,6 @@ def _is_library_file(path: str, folders: tuple[str, ...]) -> bool:
     return is_standard or is_wrapper or path.startswith((*folders, "<frozen"))
 
 
-def is_torch_or_lightning(path: str) -> bool:
-    """Return whether a file is torch's or Lightning's own."""
-    return path.startswith(_library_folders(("torch", *_LIGHTNING)))
-
-
 def _library_folders(packages: Collection[str]) -> tuple[str, ...]:
     """Return the folders of those packages that are loaded."""
     return _folders(tuple(name for name in packages if name in sys.modules))  # more may be loaded later

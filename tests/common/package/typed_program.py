@@ -131,7 +131,6 @@ def functions(layer: nn.Linear, outputs: dict[str, Tensor]) -> None:
         assert_type(rank, int)
     log = get_logger(__name__, "INFO")
     log.info("a line of %s", "every rank", main_process_only=False)
-    log.warning_once("said once")
     communicator = current_communicator()
     assert_type(communicator.rank, int)
     assert_type(communicator.gather("a name"), list[str])

@@ -166,7 +166,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "folder": "logs",
         "fold": False,
         "order_timeout": 1.0,
-        "warnings_once": False,
         "colour": True,
     },
     "RecompileMonitor": {"expected_batches": 3},
