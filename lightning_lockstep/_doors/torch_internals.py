@@ -517,26 +517,3 @@ def compilation_records() -> list[Any]:
     """Return torch's records of its last compilations; none before ``torch.compile`` is used."""
     utils = sys.modules.get("torch._dynamo.utils")
     return [] if utils is None else list(utils.get_compilation_metrics())
-
-
-@TORCH.touches(
-    "torch.utils.cpp_extension._get_build_directory",
-    why="the only place that knows how the folder depends on the versions of Python and CUDA",
-)
-def extension_folder(name: str) -> str:
-    """Return the folder in which torch builds an extension, made if it is not there."""
-    from torch.utils import cpp_extension
-
-    return cpp_extension._get_build_directory(name, verbose=False)
-
-
-@TORCH_IF_THERE.touches(
-    "torch.ops.mkldnn._is_mkldnn_fp16_supported",
-    why="whether this CPU computes in float16, as DeepSpeed asks; without it, it is taken not to",
-)
-def cpu_has_float16() -> bool:
-    """Return whether torch's oneDNN computes in float16 on this CPU."""
-    try:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    except (AttributeError, RuntimeError):
-        return False

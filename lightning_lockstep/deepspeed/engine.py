@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import logging
 import os
@@ -15,15 +16,9 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_lockstep._doors.deepspeed_engines import adapter_of
-from lightning_lockstep._doors.deepspeed_internals import (
-    arguments_for_device,
-    forget_process_group,
-    has_process_group,
-    without_op_for_shared_memory,
-)
 from lightning_lockstep._settings import restore_variables
 from lightning_lockstep.deepspeed.config import for_evaluation
+from lightning_lockstep.deepspeed.engine_adapters import adapter_of
 from lightning_lockstep.deepspeed.precision import LossScaleHistory
 from lightning_lockstep.distributed import Communicator, at_shut_down
 from lightning_lockstep.errors import ConfigurationError
@@ -144,11 +139,11 @@ def adopt_process_group(
     # DeepSpeed reads who this rank is from environment variables, and in an MPI job would start MPI to find
     # out where one is missing. The variables are taken back when the run has ended: the next Trainer of this
     # process would take them for a sign that somebody else has started the ranks. What DeepSpeed keeps of the
-    # group is forgotten with the group: the next job of a sweep has another.
+    # group is forgotten with the group.
     import deepspeed
 
-    if not has_process_group():
-        at_shut_down(forget_process_group)
+    if deepspeed.comm.comm.cdb is None:
+        at_shut_down(_forget_process_group)
     variables = {
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
@@ -158,11 +153,41 @@ def adopt_process_group(
     }
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
-    # Or it compiles an operation for CPUs that only inference uses, half a minute on every rank.
-    ops, values = without_op_for_shared_memory()
-    with replaced(ops, **values):
+    # Or it compiles an operation for CPUs that only inference uses, half a minute on every rank. The whole table is
+    # replaced, because to read it is to have every operation probed, compilers and CUDA included.
+    with replaced(deepspeed.ops, __compatible_ops__={"deepspeed_shm_comm": False}):
         deepspeed.init_distributed(auto_mpi_discovery=False, timeout=timeout, verbose=False)
     return partial(restore_variables, before)
+
+
+# Groups of ranks that DeepSpeed keeps in its module of groups.
+_GROUPS = (
+    "_WORLD_GROUP",
+    "_ZERO_PARAM_INTRA_PARALLEL_GROUP",
+    "_EXPERT_PARALLEL_GROUP",
+    "_EXPERT_PARALLEL_GROUP_RANKS",
+    "_EXPERT_DATA_PARALLEL_GROUP",
+    "_EXPERT_DATA_PARALLEL_GROUP_RANKS",
+    "_ALL_TO_ALL_GROUP",
+    "_TENSOR_MODEL_PARALLEL_GROUP",
+    "_MODEL_PARALLEL_GROUP",
+    "_DATA_PARALLEL_GROUP",
+    "mesh_device",
+)
+
+
+def _forget_process_group() -> None:
+    """Let DeepSpeed be as it was before it knew of a process group: the next job of a sweep has another."""
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+
+    comm.cdb = None
+    for name in _GROUPS:
+        kept = getattr(groups, name, None)
+        if isinstance(kept, dict):
+            kept.clear()
+        elif kept is not None:
+            setattr(groups, name, None)
 
 
 def evaluation_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,7 +230,9 @@ def make_engine(
     printed = io.StringIO()  # DeepSpeed prints how much memory is in use, past its own logger
     with redirect_stdout(printed):
         engine, engine_optimizer, _, _ = deepspeed.initialize(
-            args=arguments_for_device(device_index),
+            args=argparse.Namespace(
+                device_rank=device_index
+            ),  # read for the index of the device, a CPU's too
             config=dict(config),
             model=module,
             model_parameters=trained,

@@ -29,7 +29,7 @@ OF_A_RUN = (".log", ".txt", ".csv", ".json")
 FENCE = re.compile(r"^( *)```(\S*)[^\n]*\n.*?^\1```$", re.MULTILINE | re.DOTALL)
 LANGUAGES = {"python", "bash", "yaml", "toml", "text", "json"}
 # Modules that users run with `python -m`.
-COMMANDS = {"lightning_lockstep.deepspeed.memory_estimate"}
+COMMANDS: set[str] = set()
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 

@@ -15,7 +15,6 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from lightning_lockstep._settings import did_you_mean
 from lightning_lockstep._system import memory_left
 from lightning_lockstep.deepspeed.checkpoints.file_names import CheckpointFolder, is_state_file
 from lightning_lockstep.distributed.plain_data import UNREADABLE, read_plain
@@ -145,10 +144,9 @@ def is_checkpoint_folder(path: str | Path) -> bool:
 
 def read_checkpoint(
     folders: Path | Sequence[Path],  # of a checkpoint, or of one tag in it; several: of nodes
-    tag: str | None = None,  # by default the one that the file "latest" names
 ) -> Checkpoint:
     """Open all files of a checkpoint."""
-    folder = find_folder(folders, tag)
+    folder = find_folder(folders)
     folder.check_kind()
     models, optimizers = folder.expected_names(read_file(folder.model_file()))
     folder.check_complete(models, optimizers)
@@ -159,9 +157,9 @@ def read_checkpoint(
     return Checkpoint(folder.path, model_states, states)
 
 
-def find_folder(folders: Path | Sequence[Path], tag: str | None = None) -> CheckpointFolder:
+def find_folder(folders: Path | Sequence[Path]) -> CheckpointFolder:
     """Return where the files of a checkpoint are."""
-    found = [_tag_folder(folder, tag) for folder in ([folders] if isinstance(folders, Path) else folders)]
+    found = [_tag_folder(folder) for folder in ([folders] if isinstance(folders, Path) else folders)]
     files: dict[str, Path] = {}
     for path in (path for folder in found for path in folder.iterdir()):
         before = files.setdefault(path.name, path)
@@ -173,18 +171,11 @@ def find_folder(folders: Path | Sequence[Path], tag: str | None = None) -> Check
     return CheckpointFolder(found[0], files)
 
 
-def _tag_folder(folder: Path, tag: str | None) -> Path:
+def _tag_folder(folder: Path) -> Path:
     if not folder.is_dir():
         what = "is a file, which needs no consolidation" if folder.exists() else "does not exist"
         raise ConfigurationError(f"{folder}: {what}. Expected the folder of a DeepSpeed checkpoint.")
     tags = sorted(found.name for found in _folders(folder) if _holds_files(found))
-    if tag is not None:
-        if tag not in tags:
-            raise ConfigurationError(
-                f"tag={tag!r}: expected a checkpoint in {folder}, which has {', '.join(tags) or 'none'}."
-                + did_you_mean(tag, tags)
-            )
-        return folder / tag
     if _holds_files(folder):
         return folder
     for candidate in (_latest(folder), _LIGHTNING_TAG):
@@ -194,7 +185,7 @@ def _tag_folder(folder: Path, tag: str | None) -> Path:
         return folder / tags[0]
     if tags:
         raise ConfigurationError(
-            f"{folder}: holds several checkpoints. Say which, by tag={tags[-1]!r}: {tags}."
+            f"{folder}: holds several checkpoints. Name the folder of one: {', '.join(tags)}."
         )
     raise ConfigurationError(
         f"{folder}: is not a DeepSpeed checkpoint. Expected a folder such as epoch=1-step=100.ckpt, with a folder"

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_lockstep._doors.deepspeed_engines import adapter_of
 from lightning_lockstep._doors.lightning import LightningDataModule, LightningModule
 from lightning_lockstep._doors.torch_internals import (
     LOAD_OWN_VALUES,
@@ -39,6 +38,7 @@ from lightning_lockstep.deepspeed.checkpoints.files import (
 )
 from lightning_lockstep.deepspeed.checkpoints.redivision import SavedOptimizer
 from lightning_lockstep.deepspeed.engine import agreed
+from lightning_lockstep.deepspeed.engine_adapters import adapter_of
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.plain_data import is_plain, plain_entries
 from lightning_lockstep.errors import ConfigurationError

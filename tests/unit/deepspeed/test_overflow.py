@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_lockstep import ConfigurationError
-from lightning_lockstep._doors.deepspeed_engines import adapter_of
 from lightning_lockstep.deepspeed.engine import GradientsOfEngine
+from lightning_lockstep.deepspeed.engine_adapters import adapter_of
 from lightning_lockstep.overflow.diagnose import Counters, Response
 from lightning_lockstep.overflow.settings import OverflowSettings
 
