@@ -9,9 +9,9 @@ import sys
 import sysconfig
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from packaging.version import Version
 
@@ -73,35 +73,20 @@ def _install(debian: str, red_hat: str) -> str:
     return f"apt-get install {debian}"
 
 
-@dataclass(frozen=True)
-class BuildLock:
-    """A file under which torch builds an extension; a killed build leaves it, and whoever comes next waits for it."""
-
-    path: Path
-    op: str  # such as cpu_adam
-    age: float  # since the file was made [s]
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether no build takes so long."""
-        return self.age > _LONGEST_BUILD
-
-    def __str__(self) -> str:
-        return f"{self.op}: {self.path} (made {time_in_words(self.age)} ago)"
-
-
 def locked_by_kernel() -> bool:
     """Return whether the kernel releases a lock of the installed torch with the process, though its file stays."""
     return Version(version("torch")).release >= (2, 15)
 
 
-def find_build_locks(root: Path) -> list[BuildLock]:
-    """Return the locks below torch's folder of extensions, of builds at work and of killed ones."""
-    locks: list[BuildLock] = []
+def find_build_locks(root: Path) -> list[dict[str, Any]]:
+    """Return the files under which torch builds extensions; a killed build leaves one, and whoever comes next waits."""
+    locks: list[dict[str, Any]] = []
     if locked_by_kernel():
         return locks
     # One folder for each op; below torch's own root one more level for the versions of Python and CUDA.
     for path in sorted([*root.glob("*/lock"), *root.glob("*/*/lock")]):
         with suppress(FileNotFoundError):  # that build has ended meanwhile
-            locks.append(BuildLock(path, path.parent.name, max(0.0, time.time() - path.stat().st_mtime)))
+            age = max(0.0, time.time() - path.stat().st_mtime)
+            text = f"{path.parent.name}: {path} (made {time_in_words(age)} ago)"
+            locks.append({"text": text, "path": str(path), "is_stale": age > _LONGEST_BUILD})
     return locks

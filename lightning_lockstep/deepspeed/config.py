@@ -249,10 +249,6 @@ class _Asked(dict[str, Any]):
         self.keys_asked.add(key)
         return super().get(key, default)
 
-    def __getitem__(self, key: str) -> Any:
-        self.keys_asked.add(key)
-        return super().__getitem__(key)
-
     def __contains__(self, key: object) -> bool:
         self.keys_asked.add(str(key))
         return super().__contains__(key)

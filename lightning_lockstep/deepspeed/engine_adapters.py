@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from lightning_lockstep.errors import ConfigurationError
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -34,6 +36,7 @@ class EngineAdapter:
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.optimizer = engine, engine.optimizer
+        self.history: Any = None  # of the loss scale, if somebody keeps it
 
     def divides_parameters(self) -> bool:
         """Return whether the engine divides parameters among the ranks."""
@@ -79,19 +82,41 @@ class EngineAdapter:
         """Return the loss scale and the smallest that it falls to; ``None`` if there is none."""
         return None, None
 
-    # gradients of this rank, and steps that are skipped
+    # gradients of this rank, and steps that are skipped, as OverflowDetector needs them
 
-    def gradients(self) -> Iterable[Tensor]:
-        """Return what this rank holds of the gradients accumulated so far."""
+    def steps_now(self) -> bool:
+        """Return whether the engine's next ``step()`` changes weights, and not only counts an accumulated batch."""
+        return bool(self.engine.is_gradient_accumulation_boundary())
+
+    def gradients(self) -> list[Tensor]:
+        """Return what this rank holds of the gradients accumulated so far; the same tensors at every step if it can."""
+        return list(self.own_gradients())
+
+    def own_gradients(self) -> Iterable[Tensor]:
         return ()
 
-    def has_local_overflow(self) -> bool:
-        """Return whether the optimizer itself has found a bad value in this rank's part."""
+    def known_bad(self) -> bool:
+        """Return whether the optimizer itself has found a bad value in this rank's part, as it does when offloading."""
         return False
 
-    def skip_step(self) -> None:
-        """Let the next step, and that one alone, be skipped."""
+    def skip_step(self, optimizer: Any = None) -> None:
+        """Have the engine skip its next optimizer step as after an overflow that it found itself."""
+        # Weights and the optimizer's state stay, gradients are let go, the skip is counted, a dynamic loss scale falls.
+        if self.history is not None:
+            self.history.expect_skip()
+        self.skip_once()
+
+    def skip_once(self) -> None:
         raise NotImplementedError
+
+    def loss_scale(self) -> tuple[float, float] | None:
+        """Return the loss scale and its floor (``min_loss_scale``, else 0); ``None`` if the loss is not scaled."""
+        outcome = self.outcome()
+        return None if outcome is None or outcome.scale is None else (outcome.scale, outcome.floor or 0.0)
+
+    def why_skips_are_too_many(self) -> str | None:
+        """Return what is not ordinary about the steps skipped so far; the same on every rank."""
+        return None if self.history is None else self.history.verdict()
 
     # the sizes of a batch, and trials of others
 
@@ -156,10 +181,10 @@ class WholeFloat32(EngineAdapter):
 
     keeps_gradients = True
 
-    def gradients(self) -> Iterable[Tensor]:
+    def own_gradients(self) -> Iterable[Tensor]:
         return _gradients_of(group["params"] for group in self.optimizer.param_groups)
 
-    def skip_step(self) -> None:
+    def skip_once(self) -> None:
         """Take the gradients away, without which nothing changes; torch's loss scaler needs to see bad ones."""
         scaled = getattr(self.engine, "torch_autocast_z0_gradscaler", None) is not None
         for group in self.optimizer.param_groups:
@@ -182,10 +207,10 @@ class Whole16(EngineAdapter):
             return None, None
         return float(config.cur_scale), float(config.min_loss_scale) if config.dynamic_loss_scale else None
 
-    def gradients(self) -> Iterable[Tensor]:
+    def own_gradients(self) -> Iterable[Tensor]:
         return _gradients_of(self.optimizer.fp16_groups)
 
-    def skip_step(self) -> None:
+    def skip_once(self) -> None:
         _find_overflow_once(self.optimizer.overflow_checker, "has_overflow", "check", "check_using_norm")
 
 
@@ -261,10 +286,10 @@ class Bf16(FlatGroups):
     groups_name = "bf16_groups"
     keeps_gradients = True
 
-    def gradients(self) -> Iterable[Tensor]:
+    def own_gradients(self) -> Iterable[Tensor]:
         return (gradient for group in self.optimizer.fp32_groups_gradients for gradient in group)
 
-    def skip_step(self) -> None:
+    def skip_once(self) -> None:
         optimizer = self.optimizer
 
         def step(*args: Any, **kwargs: Any) -> None:
@@ -284,7 +309,7 @@ class Stages1And2(FlatGroups, Zero):
     groups_name = "bit16_groups"
     keeps_gradients = True
 
-    def gradients(self) -> Iterator[Tensor]:
+    def own_gradients(self) -> Iterator[Tensor]:
         """Yield the gradients as reduced before a step, else as accumulated so far."""
         # With offload the optimizer looks at them itself before a step, on their way to the host.
         if self.optimizer.cpu_offload:
@@ -301,10 +326,10 @@ class Stages1And2(FlatGroups, Zero):
             gradients = (getattr(parameter, name, None) for name in ("grad", "grad_accum"))
             yield from (g for g in gradients if g is not None)
 
-    def has_local_overflow(self) -> bool:
+    def known_bad(self) -> bool:
         return bool(getattr(self.optimizer, "local_overflow", False))  # only with offload
 
-    def skip_step(self) -> None:
+    def skip_once(self) -> None:
         looks = self.optimizer.check_grad_overflow
         self.optimizer.check_grad_overflow = True
         _find_overflow_once(self.optimizer, "check_overflow", overflow=True, check_grad_overflow=looks)
@@ -329,10 +354,10 @@ class Stage3(Zero):
     mark = "grad_partitions_flat_buffer"
     keeps_gradients = True
 
-    def gradients(self) -> Iterable[Tensor]:
+    def own_gradients(self) -> Iterable[Tensor]:
         return [self.optimizer.grad_partitions_flat_buffer]
 
-    def skip_step(self) -> None:
+    def skip_once(self) -> None:
         _find_overflow_once(self.optimizer, "_overflow_check_and_loss_scale_update", overflow=True)
 
     def parameter_groups(self) -> list[list[Any]]:
@@ -379,6 +404,18 @@ def adapter_of(engine: Any) -> EngineAdapter:
         if hasattr(engine.optimizer, kind.mark):
             return kind(engine)
     return (WholeFloat32 if isinstance(engine.optimizer, torch.optim.Optimizer) else EngineAdapter)(engine)
+
+
+def gradients_of(engine: Any, history: Any = None) -> EngineAdapter:
+    """Return what an engine is seen through by OverflowDetector, with the history of its loss scale."""
+    adapter = adapter_of(engine)
+    adapter.history = history
+    if not adapter.keeps_gradients:
+        raise ConfigurationError(
+            f"OverflowDetector does not know where {type(engine.optimizer).__name__} of this DeepSpeed keeps gradients."
+            " Use DeepSpeed 0.19, another stage of ZeRO, or strategy='lockstep_ddp' to find the overflow."
+        )
+    return adapter
 
 
 def _gradients_of(groups: Iterable[Iterable[Any]]) -> Iterator[Tensor]:

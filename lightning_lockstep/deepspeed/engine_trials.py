@@ -222,11 +222,9 @@ def _is_same_memory(tensor: Tensor, data: Tensor) -> bool:
 _NOT_TRIED = {
     "flops_profiler": "it profiles steps, also those of a trial",
     "autotuning": "it searches for a batch size itself",
-    "elasticity": "it chooses the batch size itself",
     "hybrid_engine": "its engine is another one",
     "zenflow": "its optimizer runs in a separate process",
     "data_efficiency": "it changes batches from step to step",
-    "curriculum_learning": "it changes batches from step to step",
 }
 
 

@@ -38,13 +38,12 @@ from lightning_lockstep.deepspeed.checkpoints.resuming import (
 )
 from lightning_lockstep.deepspeed.config import read_config, with_named_options
 from lightning_lockstep.deepspeed.engine import (
-    GradientsOfEngine,
     adopt_process_group,
-    configure_activation_checkpointing,
     divided_as_made,
     evaluation_config,
     make_engine,
 )
+from lightning_lockstep.deepspeed.engine_adapters import EngineAdapter, gradients_of
 from lightning_lockstep.deepspeed.engine_trials import EngineTrials, without_engine
 from lightning_lockstep.deepspeed.importing import import_deepspeed
 from lightning_lockstep.deepspeed.precision import resolve_deepspeed_precision
@@ -201,14 +200,7 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         """
         super().setup_distributed()
         self._add_consolidation()
-        self._let_go = adopt_process_group(
-            rank=self.global_rank,
-            local_rank=self.local_rank,
-            world_size=self.world_size,
-            address=self.cluster_environment.main_address,
-            port=self.cluster_environment.main_port,
-            timeout=self.settings.duration,
-        )
+        self._let_go = adopt_process_group(self.local_rank, self.settings.duration)
         if self.lightning_module is None or self._fits:
             load_ops(needed_builders(self._run_config.given), self.settings.duration.total_seconds())
 
@@ -270,7 +262,11 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         )
 
     def _set_deepspeed_activation_checkpointing(self) -> None:
-        configure_activation_checkpointing(self._complete_config)
+        # For all options, and those that this configuration does not have: they are global variables of DeepSpeed, and
+        # Lightning's own leaves what another fit has set.
+        import deepspeed
+
+        deepspeed.checkpointing.configure(None, deepspeed_config=self._complete_config)
 
     def _initialize_deepspeed_inference(self, model: Any) -> None:
         self.model, _ = make_engine(
@@ -323,9 +319,9 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
             whole_gradients=False, step_alone=False, replays="together" if self.zero_stage_3 else "alone"
         )
 
-    def engine_gradients(self) -> GradientsOfEngine:
+    def engine_gradients(self) -> EngineAdapter:
         """Return what this rank holds of the gradients, once the engine is set up for a fit."""
-        return GradientsOfEngine(self.model, getattr(self.precision_plugin, "history", None))
+        return gradients_of(self.model, getattr(self.precision_plugin, "history", None))
 
     @property
     def engine_trials(self) -> EngineTrials:

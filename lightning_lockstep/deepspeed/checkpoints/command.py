@@ -101,7 +101,3 @@ def _summary(output: Path) -> str:
     dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
     size = output.stat().st_size
     return f"{output}: {len(tensors)} tensors with {sum(distinct.values()):,} values of {dtypes}, {size_in_words(size)}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -20,12 +20,12 @@ from lightning_lockstep._doors.torch_internals import (
     versions_of_modules,
 )
 from lightning_lockstep._settings import Faults
+from lightning_lockstep._system import memory_left
 from lightning_lockstep.deepspeed.checkpoints.files import (
     Allocate,
     Checkpoint,
     Storage,
     in_memory,
-    memory_budget,
     read_checkpoint,
     read_file,
     replacing,
@@ -45,10 +45,6 @@ class Values:
     shape: Sequence[int]  # of the whole tensor
     dtype: torch.dtype  # in which it is to be written
     parts: Sequence[Tensor]  # of one dimension; one after the other they are the flat parameter
-
-    def of(self, dtype: torch.dtype) -> Values:
-        """Return the same values, to be written as ``dtype``."""
-        return replace(self, dtype=dtype)
 
     def copy_to(self, allocate: Allocate) -> Tensor:
         """Return the whole tensor in its own memory."""
@@ -133,7 +129,7 @@ def find_values(checkpoint: Checkpoint, dtype: Dtype) -> dict[str, Values]:
         if parameter in known and (dtype == "float32" or is_divided):
             found = known[parameter]
             written = _written(found.parts[0].dtype if parameter in frozen else tensor.dtype, dtype)
-            values[name] = of_parameters.setdefault(parameter, found.of(written))
+            values[name] = of_parameters.setdefault(parameter, replace(found, dtype=written))
         elif not is_divided or tensor.numel() > 0 or not parameter:
             values[name] = Values(tensor.shape, _written(tensor.dtype, dtype), [_flat(tensor)])
     aliases = _aliases(first, saved, values, known)
@@ -281,7 +277,7 @@ def consolidated(
     #
     # Memory: the weights once. Files are memory-mapped, so that what is read of them need not stay in memory;
     # the dictionary refers to none.
-    return _lightning_checkpoint(read_checkpoint(_paths(folder)), "float32", in_memory)
+    return _lightning_checkpoint(read_checkpoint(folder), "float32", in_memory)
 
 
 def consolidate(
@@ -302,16 +298,15 @@ def consolidate(
     output = Path(output)
     faults.check(not output.is_dir(), "output", str(output), "a file to write, not a folder")
     faults.raise_all()
-    paths = _paths(folder)
-    first = paths if isinstance(paths, Path) else paths[0]
+    first = Path(folder) if isinstance(folder, (str, Path)) else folder[0]
     of_parts = is_parts_folder(first)
-    checkpoint = None if of_parts else read_checkpoint(paths)
+    checkpoint = None if of_parts else read_checkpoint(folder)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         if checkpoint is None:
             content = _of_parts(first, dtype)
         else:
-            content = _lightning_checkpoint(checkpoint, dtype, Storage(output.parent, memory_budget()))
+            content = _lightning_checkpoint(checkpoint, dtype, Storage(output.parent, memory_left() // 2))
         with replacing(output) as file:
             save(content, file)
     except OSError as error:
@@ -338,10 +333,6 @@ def _warn_of(folder: Path, dropped: Sequence[str]) -> None:
         warnings.warn(
             f"{folder}: left out what is not plain data: {', '.join(dropped)}.", RuntimeWarning, stacklevel=4
         )
-
-
-def _paths(folder: str | Path | Sequence[Path]) -> Path | Sequence[Path]:
-    return Path(folder) if isinstance(folder, (str, Path)) else folder
 
 
 def _lightning_checkpoint(checkpoint: Checkpoint, dtype: Dtype, allocate: Allocate) -> dict[str, Any]:

@@ -95,10 +95,7 @@ def build_tools() -> dict[str, Any]:
     return {
         "links": links,
         "missing": missing_tools(),
-        "locks": [
-            {"text": str(lock), "path": str(lock.path), "is_stale": lock.is_stale}
-            for lock in find_build_locks(_extensions())
-        ],
+        "locks": find_build_locks(_extensions()),
     }
 
 

@@ -111,7 +111,7 @@ def test_entries_of_lightning_come_through(two: Path, tmp_path: Path) -> None:
 def test_weights_that_do_not_fit_into_memory_go_through_files(
     two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(consolidation, "memory_budget", lambda: 100)
+    monkeypatch.setattr(consolidation, "memory_left", lambda: 200)
     output = consolidate(two / "stage_3_bf16.ckpt", tmp_path / "whole.ckpt")
     assert list(tmp_path.iterdir()) == [output]
     found = torch.load(output, weights_only=True)["state_dict"]
