@@ -194,9 +194,7 @@ def check_against_trainer(config: Mapping[str, Any], values: TrainerValues, faul
         _add_clash("torch_autocast.enabled", True, other, faults)  # both lower the precision
 
 
-def completed(
-    config: Mapping[str, Any], values: TrainerValues, *, world_size: int, device_type: str
-) -> dict[str, Any]:
+def completed(config: Mapping[str, Any], values: TrainerValues, world_size: int) -> dict[str, Any]:
     """Return a configuration with the Trainer's values, without ``auto`` but in parameters; what it says stays.
 
     DeepSpeed parses it and finds the sizes of a batch that follow from the others; what it refuses is an error.
@@ -208,8 +206,6 @@ def completed(
     full.setdefault("gradient_clipping", float(values.gradient_clip_val or 0.0))
     full.setdefault("zero_allow_untested_optimizer", True)
     full.setdefault("steps_per_print", _NEVER)
-    if device_type == "cpu":  # no optimizer is slower for what is "offloaded" from the host to the host
-        full.setdefault("zero_force_ds_cpu_optimizer", False)
     if values.accumulate_grad_batches is not None:
         full.setdefault("gradient_accumulation_steps", values.accumulate_grad_batches)
     if values.batch_size is not None:

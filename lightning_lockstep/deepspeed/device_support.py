@@ -103,8 +103,10 @@ def _under_lightning(config: Mapping[str, Any]) -> Iterator[Limit]:
 
 def _has_async_io() -> bool:
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.git_version_info import installed_ops  # those that were built ahead of time
 
-    return bool(get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(verbose=False))
+    builder = get_accelerator().create_op_builder("AsyncIOBuilder")
+    return bool(installed_ops.get("async_io") or builder.is_compatible(verbose=False))
 
 
 def _on_a_cpu(config: Mapping[str, Any]) -> Iterator[Limit]:

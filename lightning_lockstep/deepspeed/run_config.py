@@ -37,7 +37,6 @@ class RunConfig:
     def __init__(self, given: Mapping[str, Any], *, adapt: bool, say: Callable[[str], None]) -> None:
         self.given = dict(given)  # not completed
         self._may_adapt, self._say = adapt, say  # say prints a line, once for all ranks
-        self._device_type = "cpu"
         self._accumulation_given = False
         self._accumulation_set: int | None = None  # by a fit before, from the configuration
 
@@ -46,7 +45,7 @@ class RunConfig:
         # An accumulation of 1, the default, counts as not given: a program such as ours gives the Trainer all its
         # defaults.
         accumulation = given_to_trainer("accumulate_grad_batches")
-        self._accumulation_given, self._device_type = accumulation not in (None, 1), device_type
+        self._accumulation_given = accumulation not in (None, 1)
         values = TrainerValues(
             precision=requested_precision(),
             accumulate_grad_batches=accumulation if self._accumulation_given else None,
@@ -63,10 +62,13 @@ class RunConfig:
         )
         check_against_trainer(self.given, values, faults)
         faults.raise_all()
-        completed(self.given, values, world_size=world_size, device_type=device_type)
+        completed(self.given, values, world_size)
         self.given, replaced = refuse_or_adapt(self.given, device_type, self._may_adapt)
         for line in replaced:
             self._say(line)
+        if device_type == "cpu" or self._may_adapt:
+            # DeepSpeed then takes torch's optimizers for offloading, which it refuses because its own are faster.
+            self.given.setdefault("zero_force_ds_cpu_optimizer", False)
 
     def of_fit(self, trainer: Any, *, precision: str, world_size: int) -> dict[str, Any]:
         """Return the complete configuration of a fit that begins; on all ranks together."""
@@ -102,7 +104,7 @@ class RunConfig:
         faults = Faults()
         check_against_trainer(config, values, faults)
         faults.raise_all()
-        return completed(config, values, world_size=world_size, device_type=self._device_type)
+        return completed(config, values, world_size)
 
     def _accumulation_of(self, trainer: Any) -> int | None:
         """Return the accumulation that the user or a callback has asked the Trainer for; ``None`` without one."""

@@ -64,7 +64,9 @@ def try_one(deepspeed: Any, config: dict[str, Any]) -> str:
             model=model,
             optimizer=made,
             model_parameters=model.parameters() if made is None else None,
-            config=completed(config, TrainerValues(batch_size=2), world_size=2, device_type="cpu"),
+            config=completed(
+                {**config, "zero_force_ds_cpu_optimizer": False}, TrainerValues(batch_size=2), 2
+            ),
         )
         for _ in range(2):
             batch = torch.ones(2, 16, dtype=torch.bfloat16 if engine.bfloat16_enabled() else torch.float32)
