@@ -96,10 +96,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 @contextmanager
 def saving_as(
-    module: nn.Module,
-    checkpoint: Mapping[str, Any],
-    *,
-    exclude_frozen: bool,
+    module: nn.Module, checkpoint: Mapping[str, Any], *, exclude_frozen: bool
 ) -> Iterator[dict[str, Any]]:
     """Let DeepSpeed save the weights that a checkpoint has, as ``on_save_checkpoint`` left them, in the body."""
     # Gives what else DeepSpeed is to save. Until it asks for the weights, it divides those that are whole for now.
@@ -252,13 +249,7 @@ def _unpickled(folder: Path) -> dict[str, Any]:
     return dict(torch.load(path, map_location="cpu", weights_only=False, mmap=True))
 
 
-def writers_differ(
-    folder: Path,
-    communicator: Communicator,
-    *,
-    stage: int,
-    half: str | None,
-) -> bool:
+def writers_differ(folder: Path, communicator: Communicator, *, stage: int, half: str | None) -> bool:
     """Return whether a checkpoint folder was written by another number of ranks, or laid out in another way."""
     # If not, DeepSpeed itself resumes it; each rank then reads its own files, which are looked for here.
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_lockstep.deepspeed.config_checks import TrainerValues
-from lightning_lockstep.deepspeed.config_completion import completed
 
+from lightning_lockstep.deepspeed.config import TrainerValues, completed
 from lightning_lockstep.deepspeed.device_support import refuse_or_adapt
 from lightning_lockstep.deepspeed.engine import adopt_process_group
 from lightning_lockstep.deepspeed.importing import import_deepspeed
