@@ -47,18 +47,3 @@ def as_worker(info: Any) -> Iterator[None]:
         yield
     finally:
         holder._worker_info = before
-
-
-def extension_folder(name: str) -> str:
-    """Return the folder in which torch builds an extension, made if it is not there."""
-    from torch.utils import cpp_extension
-
-    return cpp_extension._get_build_directory(name, verbose=False)
-
-
-def cpu_has_float16() -> bool:
-    """Return whether torch's oneDNN computes in float16 on this CPU."""
-    try:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    except (AttributeError, RuntimeError):
-        return False

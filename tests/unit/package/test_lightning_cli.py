@@ -81,7 +81,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "nvme_path": "scratch",
         "consolidate": True,
         "adapt": True,
-        "remove_stale_locks": True,
         "exclude_frozen_parameters": True,
         "start_method": "popen",
         "process_group_backend": "gloo",
