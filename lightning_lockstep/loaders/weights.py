@@ -94,7 +94,7 @@ class StepWeights:
                 )
             if self._counted_at == (trainer.current_epoch, number):
                 return self.weight
-            items = float(self.in_parts)
+            items = float(self.in_parts if items else 0)  # a padding batch has none
         self._counted_at = trainer.current_epoch, number
         found = float(communicator.all_reduce(torch.tensor([items], dtype=torch.float64)))
         if number % accumulated == 0 or not self.corrects:
