@@ -442,18 +442,6 @@ def around_evaluation(
             vars(owner).pop(place, None)
 
 
-@touches("_EvaluationLoop._results", why="what was logged in an evaluation, before it is read")
-def results_of(loop: Any) -> Any:
-    """Return what was logged in a loop for evaluation; ``None`` for that of predictions."""
-    return loop._results
-
-
-@touches("_ResultMetric._computed", why="a value that is known of all ranks is not computed of one")
-def set_epoch_value(result: Any, value: Tensor | None) -> None:
-    """Give a logged value what it is at the end of an epoch; ``None``: it is to be computed."""
-    result._computed = value
-
-
 @touches("_PredictionLoop._predictions", why="a batch that does not count gives no prediction")
 def predictions_and_indices(loop: Any, dataloader_idx: int) -> list[list[Any]]:
     """Return the lists to which a loop adds a prediction and its indices; none of one that does not predict."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,14 +20,16 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
-import numpy
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from lightning_lockstep._doors.lightning import isolate_rng
 from lightning_lockstep._doors.torch_internals import as_worker, forget_iterator
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.steps.patching import LoaderAround
+from lightning_lockstep.loaders.global_order import seeded
+from lightning_lockstep.steps.patching import LoaderAround, length_of
+from lightning_lockstep.steps.snapshot import RandomState
 
 # What divides samples among the ranks: data sets, data pipes, and a stage of webdataset's pipelines.
 _DIVIDERS = {
@@ -108,11 +109,12 @@ class SharedStream(LoaderAround):
 
 
 class StreamParts(IterableDataset[Any]):
-    """A rank's parts of the global batches of a stream, each with the size of the whole; a reader has a copy.
+    """A rank's parts of the global batches of a stream, each with the size of the whole; a reader has a copy."""
 
-    In the rank's own process it is asked as a batch sampler and its sampler are. The sizes of a batch are exact once it
-    was read; one that has not been read counts as full, and one behind the end has no samples.
-    """
+    # In the rank's own process it is asked as a batch sampler and its sampler are. The sizes of a batch are exact once
+    # it was read; one that has not been read counts as full, and one behind the end has no samples.
+
+    shuffle = True
 
     def __init__(
         self, loader: DataLoader[Any], wholes: Sequence[int], rank: int, ranks: int, *, least: int
@@ -121,7 +123,9 @@ class StreamParts(IterableDataset[Any]):
         self._rank, self._ranks = rank, ranks
         self._drop_last, self._least = loader.drop_last, least  # fewer are put into the last batch but one
         self._collate, self._makes_batches = loader.collate_fn, loader.batch_size is not None
-        self._seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # as that of Lightning's DistributedSampler
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # as that of Lightning's DistributedSampler
+        # Epoch, batch and sample at which a resumed run goes on.
+        self._resumed = (-1, 0, 0)
         self._epoch = torch.zeros(1, dtype=torch.int64)
         if loader.num_workers:  # which may be there already
             self._epoch.share_memory_()  # type: ignore[no-untyped-call]
@@ -157,12 +161,17 @@ class StreamParts(IterableDataset[Any]):
         total = 0 if number >= self._count else self._others.get(number, self._whole(number))
         return len(range(self._rank, total, self._ranks)), total
 
-    def samples_before(self, number: int) -> None:
-        """Return nothing: a resumed epoch reads and drops the batches that were seen."""
+    def samples_before(self, number: int) -> int:
+        """Return how many samples of the order come before a batch of the epoch."""
+        return sum(map(self._whole, range(number)))
 
     def go_on_at(self, sample: int, epoch: int) -> int:
-        """Return the batch in which an epoch goes on of which so many samples of data with an index were seen."""
-        return sample // max(self.wholes)
+        """Return the batch at which an epoch goes on of which so many samples were seen, and begin that one there."""
+        batch, length = -(-sample // max(self.wholes)), length_of(self.dataset)
+        if length is not None:  # by which the fit loop counts
+            batch = max(self.batches_of(length) - self.batches_of(length - sample), int(sample > 0))
+        self._resumed = epoch, batch, sample
+        return batch
 
     def batches_of(self, samples: int) -> int:
         """Return how many batches there are of so many samples."""
@@ -173,13 +182,17 @@ class StreamParts(IterableDataset[Any]):
         return number
 
     def _whole(self, number: int) -> int:
+        """Return the size of a full batch; of those that a resumed epoch leaves out it is what was seen."""
+        epoch, batch, sample = self._resumed
+        if number < batch and epoch == int(self._epoch):
+            return sample * (number + 1) // batch - sample * number // batch
         return self.wholes[number % len(self.wholes)]
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         """Yield the parts that are this worker's turn."""
         info, epoch = get_worker_info(), int(self._epoch)
         turn, turns = (0, 1) if info is None else (info.id, info.num_workers)
-        stream = _WholeStream(self.dataset, epoch, (self._seed + epoch) % 2**32)
+        stream = _WholeStream(self.dataset, epoch, (self.seed + epoch) % 2**32)
         following: list[Any] = []
         for number in itertools.count():
             batch = following + stream.read(self._whole(number) - len(following))
@@ -198,39 +211,26 @@ class _WholeStream:
 
     def __init__(self, dataset: Any, epoch: int, seed: int) -> None:
         self._dataset, self._seed = dataset, seed
-        numbers = torch.Generator().manual_seed(seed), random.Random(seed), numpy.random.MT19937(seed)
-        self._random: Any = numbers[0].get_state(), numbers[1].getstate(), numbers[2]
         if callable(set_epoch := getattr(dataset, "set_epoch", None)):
             set_epoch(epoch)
         if isinstance(generator := getattr(dataset, "generator", None), torch.Generator):
             generator.manual_seed(seed)
-        with self._alone():
+        with seeded(seed), _as_only_worker(dataset, seed):
             self._samples = iter(dataset)
+            self._random = RandomState.capture(_CPU)
 
     def read(self, count: int) -> list[Any]:
         """Return the next samples, at the end fewer."""
         if count == 0:
             return []
-        with self._alone():
-            return list(itertools.islice(self._samples, count))
+        with isolate_rng(include_cuda=False), _as_only_worker(self._dataset, self._seed):
+            self._random.restore()
+            samples = list(itertools.islice(self._samples, count))
+            self._random = RandomState.capture(_CPU)
+        return samples
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        self._exchange()
-        try:
-            with _as_only_worker(self._dataset, self._seed):
-                yield
-        finally:
-            self._exchange()
 
-    def _exchange(self) -> None:
-        """Exchange the states of the generators that are drawn from without naming one."""
-        states = self._random
-        # Taking the state of numpy's is slow. What is lost is the second of a pair of its normal numbers.
-        self._random = torch.get_rng_state(), random.getstate(), numpy.random.get_bit_generator()  # type: ignore[attr-defined]
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        numpy.random.set_bit_generator(states[2])  # type: ignore[attr-defined]
+_CPU = torch.device("cpu")
 
 
 @contextmanager

@@ -38,13 +38,9 @@ def samples_of_batch(trainer: Any, number: int) -> tuple[int, int] | None:
         length, place = len(parts), number
         if combined[1] == "max_size_cycle":
             place = number % length
-        elif combined[1] == "sequential":
-            number -= length
         if 0 <= place < length:
             sizes = parts.sizes(place)
             own, total = own + sizes[0], total + sizes[1]
-            if combined[1] == "sequential":
-                break
     return (own, total) if total else None  # what a stream has behind its end
 
 

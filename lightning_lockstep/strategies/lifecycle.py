@@ -369,7 +369,7 @@ class RankLifecycle:
             return
         trainer = module.trainer
         if trainer.world_size == current_communicator().world_size:  # else each rank evaluates alone
-            count_each_sample_once(trainer)
+            count_each_sample_once(trainer, self.settings.duration.total_seconds())
         if trainer.state.fn != "fit":
             return
         LoaderPosition.attach(trainer)

@@ -464,9 +464,9 @@ def resume_all(folder: str, cases: dict[str, Change]) -> dict[str, Seen]:
         logger.addHandler(said)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            before = [*warnings.filters]
             seen = epoch_of(fit(loader, ckpt_path=str(Path(folder, f"{name}.ckpt"))).seen)
-            assert [*warnings.filters] == before, "a resumed fit leaves no filter behind"
+            filters = [str(one[1]) for one in warnings.filters]
+        assert not any("resuming" in one for one in filters), "a resumed fit leaves no filter behind"
         assert not [one for one in warned if "You're resuming from a checkpoint" in str(one.message)]
         logger.removeHandler(said)
         found[name] = seen, [text for text in said.texts if "goes on" in text]
