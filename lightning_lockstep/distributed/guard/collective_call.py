@@ -111,7 +111,7 @@ def mismatch_report(calls: Mapping[int, CollectiveCall]) -> str:
         table,
         _gradients(calls),
         places_in_words(places),
-        _uneven_evaluation(calls, places) or _remedy(calls),
+        uneven_evaluation(calls, places) or _remedy(calls),
     )
     return "\n\n".join(filter(None, paragraphs))
 
@@ -172,7 +172,7 @@ _EVALUATIONS = {
 }
 
 
-def _uneven_evaluation(calls: Mapping[int, CollectiveCall], places: Mapping[int, Mapping[str, Any]]) -> str:
+def uneven_evaluation(calls: Mapping[int, CollectiveCall], places: Mapping[int, Mapping[str, Any]]) -> str:
     """Return what to do if ranks have different numbers of batches to evaluate, and one of them is evaluating."""
     stages = [where.get("stage") for where in places.values() if where.get("stage") in _EVALUATIONS]
     ranks_with: dict[Any, list[int]] = {}
