@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,18 +146,12 @@ class GlobalBatches(Sampler[Any]):
 
     def _drawn(self, source: Any) -> list[Any]:
         """Return all that a sampler gives in an epoch; what global generators give it is the same on all ranks."""
-        with seeded((self.sampler.seed + self.sampler.epoch) % 2**32):
+        seed = (self.sampler.seed + self.sampler.epoch) % 2**32
+        with isolate_rng(include_cuda=False):
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            numpy.random.seed(seed)
             return list(source)
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed the global generators in the body, and leave them as they were."""
-    with isolate_rng(include_cuda=False):
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        numpy.random.seed(seed)
-        yield
 
 
 class _Replicas(int):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,16 +21,14 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
+import numpy
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_lockstep._doors.lightning import isolate_rng
 from lightning_lockstep._doors.torch_internals import as_worker, forget_iterator
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.loaders.global_order import seeded
 from lightning_lockstep.steps.patching import LoaderAround, length_of
-from lightning_lockstep.steps.snapshot import RandomState
 
 # What divides samples among the ranks: data sets, data pipes, and a stage of webdataset's pipelines.
 _DIVIDERS = {
@@ -211,26 +210,39 @@ class _WholeStream:
 
     def __init__(self, dataset: Any, epoch: int, seed: int) -> None:
         self._dataset, self._seed = dataset, seed
+        numbers = torch.Generator().manual_seed(seed), random.Random(seed), numpy.random.MT19937(seed)
+        self._random: Any = numbers[0].get_state(), numbers[1].getstate(), numbers[2]
         if callable(set_epoch := getattr(dataset, "set_epoch", None)):
             set_epoch(epoch)
         if isinstance(generator := getattr(dataset, "generator", None), torch.Generator):
             generator.manual_seed(seed)
-        with seeded(seed), _as_only_worker(dataset, seed):
+        with self._alone():
             self._samples = iter(dataset)
-            self._random = RandomState.capture(_CPU)
 
     def read(self, count: int) -> list[Any]:
         """Return the next samples, at the end fewer."""
         if count == 0:
             return []
-        with isolate_rng(include_cuda=False), _as_only_worker(self._dataset, self._seed):
-            self._random.restore()
-            samples = list(itertools.islice(self._samples, count))
-            self._random = RandomState.capture(_CPU)
-        return samples
+        with self._alone():
+            return list(itertools.islice(self._samples, count))
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        self._exchange()
+        try:
+            with _as_only_worker(self._dataset, self._seed):
+                yield
+        finally:
+            self._exchange()
 
-_CPU = torch.device("cpu")
+    def _exchange(self) -> None:
+        """Exchange the states of the generators that are drawn from without naming one."""
+        states = self._random
+        # Taking the state of numpy's is slow. What is lost is the second of a pair of its normal numbers.
+        self._random = torch.get_rng_state(), random.getstate(), numpy.random.get_bit_generator()  # type: ignore[attr-defined]
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        numpy.random.set_bit_generator(states[2])  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import math
 import random
 import warnings
 from collections.abc import Iterator, Sequence
@@ -65,25 +66,22 @@ class LoaderPosition(Callback):
 
         def process_dataloader(loader: object) -> object:
             made = process(loader)
-            return self._positioned(made) if asks_for_training_loader(trainer) else made
+            if not asks_for_training_loader(trainer):
+                return made
+            made = self._with_position(made)
+            if self._resume is not None:
+                self._resume.asked_for(made)
+            return made
 
         process_dataloader.position = self  # type: ignore[attr-defined]
         put_in_place(trainer.strategy, "process_dataloader", process_dataloader)
 
-    def _positioned(self, loader: Any) -> Any:
-        made = self._with_position(loader)
-        if self._resume is not None:
-            self._resume.asked_for(made)
-        return made
-
     def _with_position(self, loader: Any) -> Any:
         batches = getattr(loader, "batch_sampler", None)
-        reads_by_index = (
-            not isinstance(getattr(loader, "dataset", None), IterableDataset) and batches is not None
-        )
+        has_index = not isinstance(getattr(loader, "dataset", None), IterableDataset) and batches is not None
         if isinstance(loader, _Resumable) or _saves_its_state(loader):
             return loader
-        if getattr(type(loader), "__iter__", None) is not DataLoader.__iter__ or not reads_by_index:
+        if getattr(type(loader), "__iter__", None) is not DataLoader.__iter__ or not has_index:
             return _Resumable(loader, self)
         if isinstance(batches, _Resumable):
             return loader
@@ -145,11 +143,13 @@ class LoaderPosition(Callback):
         """Return how many batches of its epoch a loader leaves out now, and what was saved of it, if any."""
         resume, loaders = self._resume, _loaders(self._trainer)
         number = next((i for i, loader in enumerate(loaders) if _keeper(loader) is asks), None)
-        if resume is None or number is None or asks in resume.begun or not resume.within_epoch:
+        if resume is None or number is None or asks in resume.begun:
             return 0, None
-        resume.settle(self._trainer, loaders)
         # Workers ask for their first batches as soon as the iterator is made, before Lightning does this.
         _set_sampler_epoch(loaders[number], resume.epoch)
+        if not resume.within_epoch:
+            return 0, None
+        resume.settle(self._trainer, loaders)
         records = resume.of_order
         return resume.batches, records[number] if number < len(records) else None
 
@@ -173,13 +173,12 @@ class LoaderPosition(Callback):
             combined = trainer.fit_loop._combined_loader
             if combined._mode == "max_size_cycle":
                 # An epoch ends once each has ended; Lightning has not seen those that had.
-                began = [record["began_at"] > 0 for record in resume.records] or [False] * len(loaders)
-                iterator = combined._iterator
-                lengths = [length_of(loader) for loader in loaders]
-                ended = [
-                    a or (n is not None and n < resume.batches) for a, n in zip(began, lengths, strict=True)
-                ]
-                iterator._consumed = [a or b for a, b in zip(iterator._consumed, ended, strict=True)]
+                for number, loader in enumerate(loaders):
+                    length, records = length_of(loader), resume.records[number : number + 1]
+                    ended = (
+                        any(one["began_at"] > 0 for one in records) or (length or math.inf) < resume.batches
+                    )
+                    combined._iterator._consumed[number] |= ended
             if resume.records:
                 _set_states(_GLOBAL, resume.records[0]["now"])
             _reset_quietly(trainer.fit_loop.epoch_loop)
