@@ -162,13 +162,16 @@ class StreamParts(IterableDataset[Any]):
 
     def samples_before(self, number: int) -> int:
         """Return how many samples of the order come before a batch of the epoch."""
-        return sum(map(self._whole, range(number)))
+        (batch, sample), wholes = self._place(), self.wholes
+        turns, rest = divmod(number, len(wholes))
+        before, behind = divmod(batch, len(wholes))
+        return sample + (turns - before) * sum(wholes) + sum(wholes[:rest]) - sum(wholes[:behind])
 
     def go_on_at(self, sample: int, epoch: int) -> int:
         """Return the batch at which an epoch goes on of which so many samples were seen, and begin that one there."""
         batch, length = -(-sample // max(self.wholes)), length_of(self.dataset)
         if length is not None:  # by which the fit loop counts
-            batch = max(self.batches_of(length) - self.batches_of(length - sample), int(sample > 0))
+            batch = self.batches_of(length) - self.batches_of(length - sample)
         self._resumed = epoch, batch, sample
         return batch
 
@@ -180,10 +183,15 @@ class StreamParts(IterableDataset[Any]):
             rest, number = rest - self._whole(number), number + 1
         return number
 
+    def _place(self) -> tuple[int, int]:
+        """Return the batch and the sample at which this epoch goes on, if it is resumed."""
+        epoch, batch, sample = self._resumed
+        return (batch, sample) if epoch == int(self._epoch) else (0, 0)
+
     def _whole(self, number: int) -> int:
         """Return the size of a full batch; of those that a resumed epoch leaves out it is what was seen."""
-        epoch, batch, sample = self._resumed
-        if number < batch and epoch == int(self._epoch):
+        batch, sample = self._place()
+        if number < batch:
             return sample * (number + 1) // batch - sample * number // batch
         return self.wholes[number % len(self.wholes)]
 
@@ -192,6 +200,8 @@ class StreamParts(IterableDataset[Any]):
         info, epoch = get_worker_info(), int(self._epoch)
         turn, turns = (0, 1) if info is None else (info.id, info.num_workers)
         stream = _WholeStream(self.dataset, epoch, (self.seed + epoch) % 2**32)
+        before, seen = self._place()
+        stream.read(0 if before else seen)  # else those batches have them
         following: list[Any] = []
         for number in itertools.count():
             batch = following + stream.read(self._whole(number) - len(following))

@@ -231,6 +231,7 @@ class _Resume:
         self.records: list[dict[str, Any]] = mine.get("loaders", [])  # of this rank's loaders
         self.states, self.device = mine.get("states"), mine.get("device")
         self.metrics: dict[str, Any] = (mine or any_rank).get("metrics", {})
+        self._lacks_ranks = len(ranks) != self._ranks  # one alone has saved after an error
         # An order that all ranks share is drawn from the random state of any.
         self.of_order = self.records or (any_rank.get("loaders", []) if saved.get("seen") else [])
 
@@ -253,26 +254,14 @@ class _Resume:
             progress = trainer.fit_loop.epoch_loop.batch_progress.current
             progress.ready = progress.started = progress.processed = progress.completed = self.batches
             return
-        before, sizes = [record["samples"] for record in self.records], [_batch_size(one) for one in loaders]
-        ranks, of_ranks = self._saved.get("world_size"), self._saved.get("ranks", [])
-        same = self.records and before == sizes and len(of_ranks) == ranks
-        if self._rank > 0 or (same and (parts is None or sample is None)):
-            return
-        if ranks is None:
-            why = "does not say which samples were seen"
-        elif len(of_ranks) < ranks:
-            why = "was made by one rank after an error, and knows nothing of the other ranks' data"
-        else:
-            old = [record["samples"] for record in of_ranks[0]["loaders"]]
-            why = f"is from {_division(ranks, old)}, this run has {_division(self._ranks, sizes)}"
-        _log.warning(
-            f"The checkpoint {why}: epoch {self.epoch} goes on at batch {self.batches} in another order, so samples may"
-            " come again, and others not at all."
-        )
-
-
-def _division(ranks: int, sizes: list[Any]) -> str:
-    return f"{counted(ranks, 'rank')} with batches of {' and '.join(map(str, sizes))}"
+        sizes = [_batch_size(loader) for loader in loaders]
+        same = [record["samples"] for record in self.records] == sizes and not self._lacks_ranks
+        if self._rank == 0 and not (same and (parts is None or sample is None)):
+            _log.warning(
+                f"The checkpoint does not have the positions of {counted(self._ranks, 'rank')} with batches of"
+                f" {' and '.join(map(str, sizes))}: epoch {self.epoch} goes on at batch {self.batches} in another"
+                " order, so samples may come again, and others not at all."
+            )
 
 
 class _Resumable(LoaderAround):

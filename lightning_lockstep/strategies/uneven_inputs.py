@@ -92,13 +92,15 @@ class UnevenInputs:
             return dataloader
         own = length_of(dataloader), _keeps_to_its_length(dataloader)
         lengths, trusted = zip(*communicator.gather(own), strict=True)
-        known = [length for length in lengths if length is not None]
-        differs = len({batches_taken(trainer, length) for length in known}) > 1
-        if notice := check_lengths(lengths, self._policy, differs=differs):
-            _log.warning(notice) if communicator.is_main else None
-        if known and not differs and all(trusted):
-            return dataloader
-        steps = (max if self._policy == "join" else min)(known, default=None)
+        steps = None
+        if None not in lengths:  # else whatever the others say has no length either
+            steps = (max if self._policy == "join" else min)(lengths)
+            if len({batches_taken(trainer, length) for length in lengths}) > 1:
+                notice = check_lengths(lengths, self._policy)
+                if communicator.is_main:
+                    _log.warning(notice)
+            elif all(trusted):
+                return dataloader
         return AgreeingLoader(dataloader, communicator, self._policy, trainer, steps)
 
     def is_padding_batch(self, trainer: Any) -> bool:
@@ -117,27 +119,19 @@ class UnevenInputs:
         return combined is not None and any(hasattr(loader, "own_batches") for loader in combined.flattened)
 
 
-def check_lengths(lengths: Sequence[int | None], policy: Policy, *, differs: bool) -> str | None:
-    """Raise if ranks with loaders of these lengths cannot train; return what is to be said if they differ."""
-    counts = ", ".join(f"rank {rank}: {'no length' if n is None else n}" for rank, n in enumerate(lengths))
-    known = [length for length in lengths if length is not None]
-    if 0 < len(known) < len(lengths):
-        raise ConfigurationError(
-            f"The training loader has a length on some ranks only ({counts}): expected one on all ranks or"
-            " on none. Give every rank a loader of the same kind."
-        )
-    if not differs:
-        return None
+def check_lengths(lengths: Sequence[int], policy: Policy) -> str:
+    """Raise if ranks with loaders of these lengths, which differ, cannot train; return what is to be said else."""
+    counts = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
     if policy == "error":
         raise ConfigurationError(
             f"The ranks have different numbers of training batches ({counts}): expected the same on all. {_ADVICE}"
         )
-    if policy == "join" and min(known) == 0:
+    if policy == "join" and min(lengths) == 0:
         raise ConfigurationError(
             f"uneven_inputs='join' needs at least one batch on every rank ({counts}):"
             " give each rank some data, or use fewer ranks."
         )
-    steps = min(known) if policy == "truncate" else max(known)
+    steps = min(lengths) if policy == "truncate" else max(lengths)
     return f"uneven_inputs={policy!r}: every rank takes {steps} steps an epoch ({counts})."
 
 
@@ -159,7 +153,6 @@ class AgreeingLoader(LoaderAround):
 
     _communicator: Communicator
     _epoch: int
-    _has_warned: bool
     _steps: int | None  # batches at most, the same on all ranks; None: the loader has no length
     own_batches: int | None  # those after it are padding, which must contribute nothing; None: not known yet
 
@@ -167,7 +160,7 @@ class AgreeingLoader(LoaderAround):
         self, loader: Any, communicator: Communicator, policy: Policy, trainer: Any, steps: int | None
     ) -> None:
         own = {"_communicator": communicator, "_policy": policy, "_trainer": trainer, "_steps": steps}
-        super().__init__(loader, **own, own_batches=None, _epoch=-1, _has_warned=False)
+        super().__init__(loader, **own, own_batches=None, _epoch=-1)
 
     def __len__(self) -> int:
         if self._steps is None:
@@ -186,11 +179,11 @@ class AgreeingLoader(LoaderAround):
         while batch is not _NOTHING:
             following, number = next(agreed, _NOTHING), number + 1
             if following is _NOTHING and number < most:
-                self._end_epoch_early(number)
+                self._end_epoch_early()
             yield batch
             batch = following
 
-    def _end_epoch_early(self, number: int) -> None:
+    def _end_epoch_early(self) -> None:
         """Have the fit loop do after the batch that it gets next what it does after the last one of an epoch."""
         trainer, combined = self._trainer, self._trainer.fit_loop._combined_loader
         if combined is not None and (len(combined.flattened) == 1 or combined._mode == "min_size"):
@@ -199,13 +192,6 @@ class AgreeingLoader(LoaderAround):
             fetcher.length = fetcher.fetched + 1  # until the next epoch
             if isinstance(trainer.val_check_interval, float) and trainer.val_check_interval == 1.0:
                 trainer.val_check_batch = math.inf  # validate after the last batch, whatever its number
-        if self._communicator.is_main and not self._has_warned:
-            self._has_warned = True
-            _log.warning(
-                f"An epoch ends after {number} batches, where the length of the training loader promises {self._steps}."
-                " What counts by the length, such as a schedule of learning rates, does not know that: make __len__ of"
-                " the loader return how many batches it gives."
-            )
 
     def _agreed(self, most: float) -> Iterator[Any]:
         """Yield each batch that all ranks take."""

@@ -423,11 +423,11 @@ ONE_DEVICE: dict[str, Any] = {"strategy": "auto", "stops_together": True}
 TO_FEWER: dict[str, Change] = {
     "shuffled": ("shuffled", {}, None, 0),
     "workers": ("workers", {}, None, 0),
-    "stream": ("stream", {}, "2 ranks with batches of 2, this run has 1 rank with batches of 2", None),
+    "stream": ("stream", {}, "does not have the positions of 1 rank with batches of 2", None),
     "stateful data": (
         "stateful data",
         {},
-        "2 ranks with batches of 2, this run has 1 rank with batches of 2",
+        "does not have the positions of 1 rank with batches of 2",
         None,
     ),
 }
@@ -436,10 +436,10 @@ FROM_ONE: dict[str, Change] = {
     "in order": (
         "in order",
         ONE_DEVICE,
-        "1 rank with batches of 2, this run has 2 ranks with batches of 2",
+        "does not have the positions of 2 ranks with batches of 2",
         None,
     ),
-    "stock": ("in order", {"strategy": "auto"}, "does not say which samples were seen", None),
+    "stock": ("in order", {"strategy": "auto"}, "does not have the positions of 2 ranks", None),
     "shuffled by one": ("shuffled", {}, None, 0),
 }
 Seen = tuple[list[int], list[str]]
