@@ -92,14 +92,15 @@ def fitted(
             "enable_checkpointing": False,
             "enable_progress_bar": False,
             "enable_model_summary": False,
-            "callbacks": [] if manual else [EffectiveBatchSize(GLOBAL_BATCH)],
+            "callbacks": [] if manual or stream else [EffectiveBatchSize(GLOBAL_BATCH)],
             **options,
         }
     )
     size = -(-GLOBAL_BATCH // (ranks * accumulate))
     drawn = WeightedRandomSampler(torch.linspace(0.1, 1, count).tolist(), count) if sampler else None
     whole = DataLoader(data, size, shuffle=not sampler, sampler=drawn)
-    trainer.fit(net, DataLoader(Stream(data), size) if stream else whole)
+    # EffectiveBatchSize takes no stream, so its batch is one that up to four ranks divide.
+    trainer.fit(net, DataLoader(Stream(data), 12 // ranks) if stream else whole)
     state = trainer.strategy.lightning_module_state_dict()
     return trainer.global_step, {name: one.detach().clone() for name, one in state.items() if one is not None}
 
