@@ -80,7 +80,7 @@ def fitted(
     **options: Any,
 ) -> tuple[int, dict[str, Tensor]]:
     """Return the optimizer steps and the weights after a fit. Ranks: all, together."""
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    ranks = int(os.environ.get("WORLD_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
     seed_everything(3, verbose=False)
     net, data = Net(dtype, counts=counts, manual=manual, items=items), samples(count, dtype)
     trainer = Trainer(
