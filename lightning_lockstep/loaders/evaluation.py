@@ -6,7 +6,8 @@ Three things are done in each run of Lightning's loops for validation, test and 
   a padding sample, because the other ranks may wait for it. What the step adds to metrics and to logged values is taken
   away again, so that whatever it gives does not count, nan included.
 - Before Lightning reads what was logged for an epoch, one gather combines the values of all ranks, each with the weight
-  that Lightning has given it. A rank takes part whatever it has logged.
+  that Lightning has given it. A rank takes part whatever it has logged. It goes over the side channel, so that a rank
+  that has ended waits in no collective while others are within one of theirs.
 - A metric whose lists have different lengths on the ranks is gathered by whole lists. torchmetrics would gather one
   element after the other, and a rank with fewer would leave the others waiting.
 
@@ -20,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain, count, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -32,32 +33,32 @@ from lightning_lockstep._doors.lightning_internals import (
     joins_batches,
     loaders_in_use,
     predictions_and_indices,
-    results_of,
-    set_epoch_value,
 )
 from lightning_lockstep._doors.torch_internals import SYNC_STATES, tree_flatten
-from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.distributed import Gather, SideChannel, current_communicator
 from lightning_lockstep.loaders.global_order import parts_of
 from lightning_lockstep.steps.patching import put_in_place, replaced
 from lightning_lockstep.steps.snapshot import ModuleAttributes
 
 
-def count_each_sample_once(trainer: Any) -> None:
+def count_each_sample_once(trainer: Any, timeout: float) -> None:
     """Have the loops of a Trainer do so from now on. Ranks: all; they gather at the end of each evaluation."""
+    # `timeout`: longest wait there for another rank [s].
     validations = trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop
     for loop in (*validations, trainer.test_loop, trainer.predict_loop):
-        put_in_place(loop, "run", _Evaluation(trainer, loop).run)
+        put_in_place(loop, "run", _Evaluation(trainer, loop, timeout).run)
 
 
 class _Evaluation:
     """The runs of one loop."""
 
-    def __init__(self, trainer: Any, loop: Any) -> None:
-        self._trainer, self._loop = trainer, loop
-        self._gathers, self._combined = 0, set[str]()  # of the run under way
+    def __init__(self, trainer: Any, loop: Any, timeout: float) -> None:
+        self._trainer, self._loop, self._timeout = trainer, loop, timeout
+        self._number, self._gathers, self._combined = 0, 0, set[str]()  # of the run under way
 
     def run(self) -> Any:
-        self._gathers, self._combined = 0, set()
+        _, numbers = current_communicator().side_channel.get_or_create(_gather_and_numbers)
+        self._number, self._gathers, self._combined = next(numbers), 0, set()
         loop = self._loop
         with ExitStack() as stack:
             stack.enter_context(around_evaluation(self._trainer, loop, self._step, self._before_reading))
@@ -66,9 +67,9 @@ class _Evaluation:
                     sync = partial(_with_whole_lists, metric, getattr(metric, SYNC_STATES))
                     stack.enter_context(replaced(metric, **{SYNC_STATES: sync}))
             outputs = type(loop).run(loop)
-        if results_of(loop) is not None and loop.max_batches and not self._gathers:  # this rank had no batch
+        if loop._results is not None and loop.max_batches and not self._gathers:  # this rank had no batch
             self._before_reading(ended=True)
-            results_of(loop).reset(metrics=False)
+            loop._results.reset(metrics=False)
         return outputs
 
     def _metrics(self) -> list[Metric | MetricCollection]:
@@ -100,7 +101,7 @@ class _Evaluation:
     @contextmanager
     def _not_counting(self) -> Iterator[None]:
         """Put metrics and logged values back when the body ends; what it logs exists then, with nothing in it."""
-        logs = results_of(self._loop)
+        logs = self._loop._results
         results = {} if logs is None else logs
         kept = [ModuleAttributes(one) for one in (*self._metrics(), *results.values())]
         yield
@@ -112,12 +113,12 @@ class _Evaluation:
             attributes.restore()
         for key, one in results.items():
             one.has_reset = not logged[key]
-            set_epoch_value(one, None)  # else it may be that of the epoch before
+            one._computed = None  # else it may be that of the epoch before
 
     def _before_reading(self, ended: bool) -> None:
         """Combine what was logged for the loader that has ended, or outside of loaders. Ranks: all, together."""
         # Every rank gathers once for each loader and once at the end, even if a loader has given it no batch.
-        results = results_of(self._loop)
+        results = self._loop._results
         number = 1 if joins_batches(self._loop) else len(loaders_in_use(self._loop))
         until = number + 1 if ended else (results.dataloader_idx or 0) + 1
         while self._gathers < until:
@@ -127,19 +128,29 @@ class _Evaluation:
     def _combine(self, results: Any, index: int | None) -> None:
         """Give each value that a rank has logged for a loader, and Lightning does not reduce, to all ranks."""
         own = {key: one for key, one in results.items() if key not in self._combined and _is_of(one, index)}
+        gather, _ = current_communicator().side_channel.get_or_create(_gather_and_numbers)
+        gather.timeout = self._timeout
+        found = gather.collect(
+            f"{self._number}.{self._gathers}", {key: _Logged.of(one) for key, one in own.items()}
+        )
         logged = defaultdict[str, list[_Logged]](list)
-        for of_rank in current_communicator().gather({key: _Logged.of(one) for key, one in own.items()}):
+        for of_rank in found.complete("What a rank has logged in an evaluation"):
             for key, value in of_rank.items():
-                logged[key].append(value)
+                logged[key].append(_Logged(*value))
         device = self._trainer.strategy.root_device
         before, results.dataloader_idx = results.dataloader_idx, index
         for key, values in logged.items():
             if key not in own:  # another rank has logged it, and a callback may ask for it on all
                 reduce = self._trainer.strategy.reduce
                 results.log(value=torch.zeros((), device=device), sync_dist_fn=reduce, **values[0].how)
-            set_epoch_value(results[key], _Logged.combined(values).to(device))
+            results[key]._computed = _Logged.combined(values).to(device)
         results.dataloader_idx = before
         self._combined.update(logged)
+
+
+def _gather_and_numbers(channel: SideChannel) -> tuple[Gather, Iterator[int]]:
+    """Return what gathers on a channel, and the numbers of the evaluations of its ranks."""
+    return Gather(channel, "evaluation"), count()
 
 
 def _is_of(one: Any, index: int | None) -> bool:
@@ -154,7 +165,7 @@ class _Logged(NamedTuple):
 
     value: float  # of a mean the sum
     weight: float
-    dtype: torch.dtype
+    dtype: str  # without 'torch.'
     how: dict[str, Any]  # arguments with which it is logged
 
     @classmethod
@@ -164,7 +175,7 @@ class _Logged(NamedTuple):
         how = {name: getattr(meta, name) for name in names}
         how |= {"fx": meta.fx.removesuffix(f".{meta.dataloader_idx}"), "reduce_fx": meta.reduce_fx.__name__}
         weight = float(one.cumulated_batch_size) if meta.is_mean_reduction else 1.0
-        return cls(float(one.value), weight, one.value.dtype, how)
+        return cls(float(one.value), weight, str(one.value.dtype).removeprefix("torch."), how)
 
     @staticmethod
     def combined(values: list[_Logged]) -> torch.Tensor:
@@ -177,7 +188,8 @@ class _Logged(NamedTuple):
             value = total / weight
         else:
             value = getattr(torch, operation)(numbers[:, 0])
-        return value.to(max((one.dtype for one in values), key=lambda dtype: dtype.itemsize))
+        dtypes: list[torch.dtype] = [getattr(torch, one.dtype) for one in values]
+        return value.to(max(dtypes, key=lambda dtype: dtype.itemsize))
 
 
 def _with_whole_lists(metric: Metric, sync: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -63,17 +63,13 @@ class GlobalBatches(Sampler[Any]):
 
     def __init__(
         self,
-        inner: Any,  # the batch sampler that Lightning has made; without one the sampler
-        sampler: Any,
+        inner: Any,  # the batch sampler that Lightning has made; None: the loader makes no batches
+        sampler: Any,  # gives the whole order
         division: Division | None,  # None: `inner` makes batches of its own, which are divided as they are
         rank: int,
         ranks: int,
     ) -> None:
-        self.sampler, self._inner, self._division = (
-            sampler,
-            inner,
-            division,
-        )  # the sampler gives the whole order
+        self.sampler, self._inner, self._division = sampler, inner, division
         self._rank, self._ranks = rank, ranks
         self.batch_size = None if division is None else -(-max(division.sizes) // ranks)
         self.drop_last = bool(getattr(inner, "drop_last", False))
@@ -88,13 +84,9 @@ class GlobalBatches(Sampler[Any]):
         whole, rest = divmod(len(self._inner), self._ranks)
         return whole + bool(rest and not self.drop_last)
 
-    @property
-    def global_order(self) -> str:
-        """In what order all ranks together take the samples, in words."""
-        drawn = f"shuffled, seed {self.sampler.seed}"
-        return (
-            drawn if self.sampler.shuffle or type(self.sampler) is not DistributedSampler else "as they are"
-        )
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the order of this epoch next."""
+        self.sampler.set_epoch(epoch)
 
     def sizes(self, number: int) -> tuple[int, int]:
         """Return how many samples of batch ``number`` of the epoch are this rank's, and all ranks'."""
@@ -138,7 +130,8 @@ class GlobalBatches(Sampler[Any]):
         order = self._drawn(self.sampler)
         for number in range(len(self)):
             start, stop = self._bounds(number)
-            yield order[start + self._rank : stop : self._ranks] or order[start : start + 1]
+            part = order[start + self._rank : stop : self._ranks] or order[start : start + 1]
+            yield part if self._inner is not None else part[0]
 
     def _of_batches(self) -> Iterator[Any]:
         """Whole batches in turn; what is left at the end is divided by samples."""
@@ -163,6 +156,10 @@ class GlobalBatches(Sampler[Any]):
 
 class _Replicas(int):
     """The number of ranks in what Lightning makes samplers with, by which those are known again."""
+
+    def __gt__(self, other: object) -> bool:
+        # Lightning asks whether it is above 1, to advise a test on one device because its sampler repeats samples.
+        return False
 
 
 def marked(sampler_kwargs: Mapping[str, int], *, predicts: bool) -> dict[str, int]:
@@ -193,10 +190,8 @@ def divided(
     made = copy.copy(loader)  # the program may use its own for something else
     parts = GlobalBatches(inner, sampler, own, rank, ranks)
     # DataLoader refuses this by its own __setattr__, since it could not check what it gets.
-    if inner is None:
-        vars(made)["sampler"] = _Singles(parts)
-    else:
-        vars(made)["batch_sampler"] = _IndexBatchSamplerWrapper(parts) if predicts else parts
+    name = "sampler" if inner is None else "batch_sampler"
+    vars(made)[name] = _IndexBatchSamplerWrapper(parts) if predicts else parts
     return made
 
 
@@ -210,19 +205,6 @@ def in_global_order(loader: Any, seed: int) -> Any:
     own = Division(len(loader.dataset), (batches.batch_size,), batches.drop_last)
     vars(made).update(sampler=sampler, batch_sampler=GlobalBatches(batches, sampler, own, 0, 1))
     return made
-
-
-class _Singles(Sampler[Any]):
-    """The parts of a loader that makes no batches: one index each."""
-
-    def __init__(self, parts: GlobalBatches) -> None:
-        self._parts, self.sizes, self.sampler = parts, parts.sizes, parts.sampler
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (part[0] for part in self._parts)
 
 
 def parts_of(loader: Any) -> Any:

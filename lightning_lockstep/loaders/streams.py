@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from lightning_lockstep._doors.torch_internals import as_worker, forget_iterator
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.steps.patching import LoaderAround
+from lightning_lockstep.steps.patching import LoaderAround, length_of
 
 # What divides samples among the ranks: data sets, data pipes, and a stage of webdataset's pipelines.
 _DIVIDERS = {
@@ -108,11 +108,12 @@ class SharedStream(LoaderAround):
 
 
 class StreamParts(IterableDataset[Any]):
-    """A rank's parts of the global batches of a stream, each with the size of the whole; a reader has a copy.
+    """A rank's parts of the global batches of a stream, each with the size of the whole; a reader has a copy."""
 
-    In the rank's own process it is asked as a batch sampler and its sampler are. The sizes of a batch are exact once it
-    was read; one that has not been read counts as full, and one behind the end has no samples.
-    """
+    # In the rank's own process it is asked as a batch sampler and its sampler are. The sizes of a batch are exact once
+    # it was read; one that has not been read counts as full, and one behind the end has no samples.
+
+    shuffle = True
 
     def __init__(
         self, loader: DataLoader[Any], wholes: Sequence[int], rank: int, ranks: int, *, least: int
@@ -121,7 +122,9 @@ class StreamParts(IterableDataset[Any]):
         self._rank, self._ranks = rank, ranks
         self._drop_last, self._least = loader.drop_last, least  # fewer are put into the last batch but one
         self._collate, self._makes_batches = loader.collate_fn, loader.batch_size is not None
-        self._seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # as that of Lightning's DistributedSampler
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # as that of Lightning's DistributedSampler
+        # Epoch, batch and sample at which a resumed run goes on.
+        self._resumed = (-1, 0, 0)
         self._epoch = torch.zeros(1, dtype=torch.int64)
         if loader.num_workers:  # which may be there already
             self._epoch.share_memory_()  # type: ignore[no-untyped-call]
@@ -157,12 +160,20 @@ class StreamParts(IterableDataset[Any]):
         total = 0 if number >= self._count else self._others.get(number, self._whole(number))
         return len(range(self._rank, total, self._ranks)), total
 
-    def samples_before(self, number: int) -> None:
-        """Return nothing: a resumed epoch reads and drops the batches that were seen."""
+    def samples_before(self, number: int) -> int:
+        """Return how many samples of the order come before a batch of the epoch."""
+        (batch, sample), wholes = self._place(), self.wholes
+        turns, rest = divmod(number, len(wholes))
+        before, behind = divmod(batch, len(wholes))
+        return sample + (turns - before) * sum(wholes) + sum(wholes[:rest]) - sum(wholes[:behind])
 
     def go_on_at(self, sample: int, epoch: int) -> int:
-        """Return the batch in which an epoch goes on of which so many samples of data with an index were seen."""
-        return sample // max(self.wholes)
+        """Return the batch at which an epoch goes on of which so many samples were seen, and begin that one there."""
+        batch, length = -(-sample // max(self.wholes)), length_of(self.dataset)
+        if length is not None:  # by which the fit loop counts
+            batch = self.batches_of(length) - self.batches_of(length - sample)
+        self._resumed = epoch, batch, sample
+        return batch
 
     def batches_of(self, samples: int) -> int:
         """Return how many batches there are of so many samples."""
@@ -172,14 +183,25 @@ class StreamParts(IterableDataset[Any]):
             rest, number = rest - self._whole(number), number + 1
         return number
 
+    def _place(self) -> tuple[int, int]:
+        """Return the batch and the sample at which this epoch goes on, if it is resumed."""
+        epoch, batch, sample = self._resumed
+        return (batch, sample) if epoch == int(self._epoch) else (0, 0)
+
     def _whole(self, number: int) -> int:
+        """Return the size of a full batch; of those that a resumed epoch leaves out it is what was seen."""
+        batch, sample = self._place()
+        if number < batch:
+            return sample * (number + 1) // batch - sample * number // batch
         return self.wholes[number % len(self.wholes)]
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         """Yield the parts that are this worker's turn."""
         info, epoch = get_worker_info(), int(self._epoch)
         turn, turns = (0, 1) if info is None else (info.id, info.num_workers)
-        stream = _WholeStream(self.dataset, epoch, (self._seed + epoch) % 2**32)
+        stream = _WholeStream(self.dataset, epoch, (self.seed + epoch) % 2**32)
+        before, seen = self._place()
+        stream.read(0 if before else seen)  # else those batches have them
         following: list[Any] = []
         for number in itertools.count():
             batch = following + stream.read(self._whole(number) - len(following))

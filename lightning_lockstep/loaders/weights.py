@@ -38,13 +38,9 @@ def samples_of_batch(trainer: Any, number: int) -> tuple[int, int] | None:
         length, place = len(parts), number
         if combined[1] == "max_size_cycle":
             place = number % length
-        elif combined[1] == "sequential":
-            number -= length
         if 0 <= place < length:
             sizes = parts.sizes(place)
             own, total = own + sizes[0], total + sizes[1]
-            if combined[1] == "sequential":
-                break
     return (own, total) if total else None  # what a stream has behind its end
 
 
@@ -94,7 +90,7 @@ class StepWeights:
                 )
             if self._counted_at == (trainer.current_epoch, number):
                 return self.weight
-            items = float(self.in_parts)
+            items = float(self.in_parts if items else 0)  # a padding batch has none
         self._counted_at = trainer.current_epoch, number
         found = float(communicator.all_reduce(torch.tensor([items], dtype=torch.float64)))
         if number % accumulated == 0 or not self.corrects:

@@ -2,15 +2,15 @@
 
 Where in an epoch it goes on is decided in :mod:`~lightning_lockstep.stopping.resume_point`. Lightning's checkpoints
 count the batches of an epoch, and a resumed run counts on from there, but its loaders begin their epoch again: batches
-are seen twice and the last ones never. Here every training loader begins where the checkpoint was made, before its
-first batch is asked for:
+are seen twice and the last ones never. Here every training loader begins where the checkpoint was made:
 
 - a DataLoader over data with an index: what was seen is left out by its batch sampler, and is not loaded;
 - a loader that saves its own state, and has a length: Lightning gives it that state, here on each rank its own;
-- any other, such as a stream: it is read from the start of the epoch to the place, since nothing else knows it.
+- any other, such as a stream: it is read from the start of the epoch to the place, because nothing else knows it.
 
-An order that was drawn from random numbers is drawn from the same state again, which the checkpoint holds. Where an
-epoch cannot go on exactly (another number of ranks, a checkpoint without these states), it is said what is repeated.
+An order that was drawn from random numbers is drawn from the same state again, which the checkpoint holds. A loader
+that is divided here goes on at the very sample, on another number of ranks too; for others a warning says that the
+order is another one then.
 """
 
 from __future__ import annotations
@@ -18,46 +18,25 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import math
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice
-from numbers import Integral
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    Sampler,
-    SequentialSampler,
-)
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from lightning_lockstep._doors.lightning import (
-    Callback,
-    CombinedLoader,
-    StochasticWeightAveraging,
-    TrainerFn,
-    _set_sampler_epoch,
-)
-from lightning_lockstep._doors.lightning_internals import (
-    asks_for_training_loader,
-    combined_training_loader,
-    go_on,
-    mark_as_ended,
-    metrics_of,
-    step_plateaus_of_resumed_epoch,
-)
+from lightning_lockstep._doors.lightning import Callback, CombinedLoader, TrainerFn, _set_sampler_epoch
+from lightning_lockstep._doors.lightning_internals import asks_for_training_loader
 from lightning_lockstep._text import counted
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.loaders.global_order import parts_of
 from lightning_lockstep.steps.patching import STATEFUL, LoaderAround, length_of, put_in_place
-from lightning_lockstep.stopping.resume_point import ResumePoint, settle_counters
+from lightning_lockstep.stopping.resume_point import ResumePoint, go_on, settle_counters
 
 _log = logging.getLogger(__name__)
 _KEY = "lockstep_loader_position"
@@ -70,7 +49,7 @@ class LoaderPosition(Callback):
     def __init__(self) -> None:
         self._trainer: Any = None
         self._resume: _Resume | None = None
-        self._steps_plateaus = self._validates = False
+        self._steps_plateaus = False
 
     @classmethod
     def attach(cls, trainer: Any) -> None:
@@ -80,81 +59,70 @@ class LoaderPosition(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Be asked for each training loader, after what the strategy makes of it."""
-        self._trainer, self._resume = trainer, None
-        self._steps_plateaus = self._validates = False
+        self._trainer, self._resume, self._steps_plateaus = trainer, None, False
         process = trainer.strategy.process_dataloader
         if stage != TrainerFn.FITTING or getattr(process, "position", None) is self:
             return
 
         def process_dataloader(loader: object) -> object:
             made = process(loader)
-            return self._positioned(made) if asks_for_training_loader(trainer) else made
+            if not asks_for_training_loader(trainer):
+                return made
+            made = self._with_position(made)
+            if self._resume is not None:
+                self._resume.asked_for(made)
+            return made
 
         process_dataloader.position = self  # type: ignore[attr-defined]
         put_in_place(trainer.strategy, "process_dataloader", process_dataloader)
 
-    def _positioned(self, loader: Any) -> Any:
-        made = self._with_position(loader)
-        if self._resume is not None:
-            self._resume.asked_for(made)
-        return made
-
     def _with_position(self, loader: Any) -> Any:
-        if isinstance(loader, _ReplayedLoader) or _saves_its_state(loader):
+        batches = getattr(loader, "batch_sampler", None)
+        has_index = not isinstance(getattr(loader, "dataset", None), IterableDataset) and batches is not None
+        if isinstance(loader, _Resumable) or _saves_its_state(loader):
             return loader
-        if not _chooses_batches(loader):
-            return _ReplayedLoader(loader, self)
-        if isinstance(loader.batch_sampler, _ResumableBatches):
+        if getattr(type(loader), "__iter__", None) is not DataLoader.__iter__ or not has_index:
+            return _Resumable(loader, self)
+        if isinstance(batches, _Resumable):
             return loader
         made = copy.copy(loader)  # the program may use its own for something else
         # DataLoader refuses this by its own __setattr__, since it could not check what it gets.
-        vars(made)["batch_sampler"] = _ResumableBatches(loader.batch_sampler, self)
+        vars(made)["batch_sampler"] = _Resumable(batches, self)
         return made
 
     # -- at a checkpoint --
 
-    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Note that a validation has begun."""
-        self._validates = True
-
-    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Note that a validation has ended."""
-        self._validates = False
-
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add where the loaders are. Ranks: all, together; one gather, none after an exception."""
-        averaged = checkpoint.get("current_model_state")
-        if averaged is not None and self._validates:
-            # WeightAveraging has exchanged the two for the validation, and loads them as if it had not.
-            checkpoint["current_model_state"], checkpoint["state_dict"] = checkpoint["state_dict"], averaged
         loaders = _loaders(trainer)
         if not loaders:
             return
-        communicator = current_communicator()
+        communicator, accumulated = current_communicator(), trainer.accumulate_grad_batches
         progress = trainer.fit_loop.epoch_loop.batch_progress
-        described = [_described(loader) for loader in loaders]
-        if len(loaders) == 1 and (parts := parts_of(loaders[0])) is not None:
+        seen: dict[int, int | None] = {}
+        if (parts := _parts(loaders)) is not None:
             # Also before each micro-batch of an optimizer step that is not complete, which comes again.
-            ready, accumulated = progress.current.ready, trainer.accumulate_grad_batches
+            ready = progress.current.ready
             numbers = range(ready // accumulated * accumulated, ready + 1)
-            described[0]["seen"] = {number: parts.samples_before(number) for number in numbers}
+            seen = {number: parts.samples_before(number) for number in numbers}
         savers = [loader for loader in loaders if _saves_its_state(loader)]
         # Where a limit has ended the epoch they are in the middle of theirs, and the next epoch begins anew.
         cut = progress.is_last_batch and any(progress.current.ready < len(loader) for loader in savers)
         # After an exception the other ranks do not come here.
         alone = trainer.state.status == "interrupted"
         mine = {
-            "loaders": described,
+            "loaders": [_described(loader) for loader in loaders],
             "states": [] if cut else [loader.state_dict() for loader in savers],
             "device": _states(_of_device()),
             # What schedulers, early stopping and checkpoints look at after the resume.
-            "metrics": {} if alone else metrics_of(trainer),
+            "metrics": {} if alone else _metrics(trainer),
         }
-        ranks = [mine] if alone else communicator.gather(mine)
         checkpoint[_KEY] = {
             "world_size": communicator.world_size,
-            "accumulated": trainer.accumulate_grad_batches,
-            "ranks": ranks,
+            "accumulated": accumulated,
+            "order": None if parts is None else _order(parts),
+            "seen": seen,
+            "ranks": [mine] if alone else communicator.gather(mine),
         }
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -177,29 +145,23 @@ class LoaderPosition(Callback):
         number = next((i for i, loader in enumerate(loaders) if _keeper(loader) is asks), None)
         if resume is None or number is None or asks in resume.begun:
             return 0, None
-        resume.settle(self._trainer, loaders)
         # Workers ask for their first batches as soon as the iterator is made, before Lightning does this.
         _set_sampler_epoch(loaders[number], resume.epoch)
-        saved = resume.within_epoch and number < len(resume.records)
-        return resume.batches, resume.records[number] if saved else None
+        if not resume.within_epoch:
+            return 0, None
+        resume.settle(self._trainer, loaders)
+        records = resume.of_order
+        return resume.batches, records[number] if number < len(records) else None
 
-    def has_begun(self, asks: Any) -> None:
-        """Note that a loader has begun; if it is asked for its batches again, it has ended."""
+    def has_begun(self, asks: Any) -> tuple[int, int]:
+        """Note that a loader gives its first batch; return the running epoch, and how many of it were taken."""
         if self._resume is not None:
-            self._resume.begun.append(asks)
-
-    def begins_again(self) -> bool:
-        """Return whether a training loader that has ended begins again while another still has batches."""
-        combined = combined_training_loader(self._trainer)
-        return combined is not None and combined[1] == "max_size_cycle"
-
-    def epoch_and_batch(self) -> tuple[int, int]:
-        """Return the number of the running epoch, and how many batches of it were taken."""
+            self._resume.begun.append(asks)  # if it is asked for its batches again, it has ended
         loop = self._trainer.fit_loop
         return int(loop.epoch_progress.current.processed), int(loop.epoch_loop.batch_progress.current.ready)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Go on with the random numbers and the metrics too; the loaders have begun. Ranks: all, together."""
+        """Go on with the random numbers and the metrics too."""
         resume, self._resume = self._resume, None
         if resume is None:
             return
@@ -208,24 +170,49 @@ class LoaderPosition(Callback):
         loaders = _loaders(trainer)
         if resume.within_epoch:
             resume.settle(trainer, loaders)
-            if self.begins_again():
-                mark_as_ended(trainer, [_passes(one, resume.batches) > 1 for one in loaders])
+            combined = trainer.fit_loop._combined_loader
+            if combined._mode == "max_size_cycle":
+                # An epoch ends once each has ended; Lightning has not seen those that had.
+                for number, loader in enumerate(loaders):
+                    length, records = length_of(loader), resume.records[number : number + 1]
+                    ended = (
+                        any(one["began_at"] > 0 for one in records) or (length or math.inf) < resume.batches
+                    )
+                    combined._iterator._consumed[number] |= ended
             if resume.records:
                 _set_states(_GLOBAL, resume.records[0]["now"])
-            # Lightning takes every loader that saves no state for one that starts from the beginning.
-            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
+            _reset_quietly(trainer.fit_loop.epoch_loop)
         elif resume.point.no_batches_left:
             for loader, record in zip(loaders, resume.records, strict=False):
                 _set_states([*_GLOBAL, *_generators(loader)], record["now"])
         self._steps_plateaus = bool(resume.metrics) or not resume.point.no_batches_left
-        _resume_averaging(trainer, pl_module)
         go_on(trainer, resume.point)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Have Lightning step the ``ReduceLROnPlateau`` of the epoch that was resumed, which it leaves out."""
         if self._steps_plateaus:
             self._steps_plateaus = False
-            step_plateaus_of_resumed_epoch(trainer)
+            trainer.fit_loop._restarting = False  # by this Lightning leaves it out
+
+
+def _metrics(trainer: Any) -> dict[str, Any]:
+    """Return the metrics that callbacks see. Ranks: all, together; values may be reduced."""
+    # Within a validation the public ones would be computed before its end.
+    metrics = trainer.callback_metrics if trainer.training else trainer._logger_connector._callback_metrics
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+
+
+def _reset_quietly(loop: Any) -> None:
+    """Have the next reset of an epoch loop not warn that a loader which saves no state begins again: it does not."""
+    reset = loop.reset
+
+    def quiet() -> None:
+        undo()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
+            reset()
+
+    undo = put_in_place(loop, "reset", quiet)
 
 
 class _Resume:
@@ -236,199 +223,86 @@ class _Resume:
         self.within_epoch = point.begun and not point.no_batches_left  # where the loaders go on
         self.batches = point.batches if self.within_epoch else 0  # that they leave out
         self.begun: list[Any] = []
-        self._settled, self._asked = False, 0
-        self._communicator = current_communicator()
-        self._saved = {"world_size": self._communicator.world_size, "ranks": [], **saved}
-        # Of each loader that Lightning has asked for: what it is like, on each rank.
-        self._now: list[list[dict[str, Any]]] = []
-        ranks, rank = self._saved["ranks"], self._communicator.rank
-        alike = self._saved["world_size"] == self._communicator.world_size and rank < len(ranks)
-        mine = ranks[rank] if alike else {}
+        self._settled, self._asked, self._saved = False, 0, saved
+        communicator, ranks = current_communicator(), saved.get("ranks", [])
+        self._rank, self._ranks = communicator.rank, communicator.world_size
+        alike = saved.get("world_size") == self._ranks and self._rank < len(ranks)
+        mine, any_rank = ranks[self._rank] if alike else {}, ranks[0] if ranks else {}
         self.records: list[dict[str, Any]] = mine.get("loaders", [])  # of this rank's loaders
         self.states, self.device = mine.get("states"), mine.get("device")
-        self.metrics: dict[str, Any] = (mine or (ranks[0] if ranks else {})).get("metrics", {})
+        self.metrics: dict[str, Any] = (mine or any_rank).get("metrics", {})
+        self._lacks_ranks = len(ranks) != self._ranks  # one alone has saved after an error
+        # An order that all ranks share is drawn from the random state of any.
+        self.of_order = self.records or (any_rank.get("loaders", []) if saved.get("seen") else [])
 
     def asked_for(self, loader: Any) -> None:
-        """Take in a loader that is about to begin. Ranks: all, together; one gather within an epoch."""
-        if self.within_epoch:
-            described = {**_nature(loader), "keeps_state": _saves_its_state(loader)}
-            self._now.append(self._communicator.gather(described))
-            return
-        if self.records:
-            # The epoch that begins draws its order from where it would have been drawn.
+        """Take in a loader that is about to begin an epoch."""
+        if self.records and not self.within_epoch:
+            # The epoch draws its order from where it would have been drawn.
             record = self.records[self._asked % len(self.records)]  # Lightning asks for them in their order
             _set_states([*_GLOBAL, *_generators(loader)], record["now"])
-        self._asked += 1
+            self._asked += 1
 
     def settle(self, trainer: Any, loaders: list[Any]) -> None:
-        """Find the batch at which the epoch goes on, and say what it repeats; all ranks with the same facts."""
-        if self._settled or not self.within_epoch:
+        """Find the batch at which the epoch goes on, the same on all ranks, and say if the order is another one."""
+        if self._settled:
             return
-        self._settled = True
-        now = self._now[-len(loaders) :]
-        ranks = self._saved["ranks"]
-        known = bool(ranks)
-        then = [list(of_ranks) for of_ranks in zip(*(one["loaders"] for one in ranks), strict=False)] or now
-        pairs = list(zip(then, now, strict=False))
-        # One rank alone may have saved, after an error.
-        missing = self._saved["world_size"] / max(len(ranks), 1) if known else 1
-        seen = [int(_samples(a) * missing) * self.batches for a, _ in pairs]
-        places = {divmod(s, _samples(b)) for s, (_, b) in zip(seen, pairs, strict=True)}
-        parts = parts_of(loaders[0]) if len(loaders) == 1 == len(then) else None
-        before = then[0][0].get("seen", {}).get(self.batches)
-        if parts is not None and before is not None:
-            places = {(parts.go_on_at(before, self.epoch), 0)}
-        batches = {batch for batch, _ in places}
-        keep_states = any(one["keeps_state"] for of_ranks in now for one in of_ranks)
-        if len(batches) == 1 and batches != {self.batches} and not keep_states:
-            # A batch of all ranks has another size.
-            (self.batches,) = batches
-            _count_batches(trainer, self.batches)
-        again = max((rest for _, rest in places), default=0)
-        orders = [{one["order"] for one in (*a, *b)} for a, b in pairs]
-        goes_by_epoch = len(then) == len(now) and all(len(o) == 1 and None not in o for o in orders)
-        alike = all([one["samples"] for one in a] == [one["samples"] for one in b] for a, b in pairs)
-        if (known and goes_by_epoch and again == 0) or (known and alike) or not self._communicator.is_main:
+        self._settled, parts = True, _parts(loaders)
+        sample = self._saved.get("seen", {}).get(self.batches)
+        if parts is not None and sample is not None and self._saved["order"] == _order(parts):
+            self.batches = parts.go_on_at(sample, self.epoch)
+            progress = trainer.fit_loop.epoch_loop.batch_progress.current
+            progress.ready = progress.started = progress.processed = progress.completed = self.batches
             return
-        if not known:
-            how = "The checkpoint does not say how many ranks and which random numbers gave it the order of its epoch"
-        elif len(ranks) < self._saved["world_size"]:
-            how = "The checkpoint was made by one rank after an error, and knows nothing of the other ranks' data"
-        else:
-            how = f"The checkpoint is from {_division(then)}, this run has {_division(now)}"
-        if goes_by_epoch and not known:
-            what = "exactly if the number of ranks and the size of the batches are the same"
-        elif goes_by_epoch:
-            what = f"{counted(again, 'sample')} seen before come again"
-        else:
-            what = f"in another order, so up to {counted(max(seen), 'sample')} come again, and as many not at all"
-        _log.warning("%s: epoch %d goes on at batch %d; %s.", how, self.epoch, self.batches, what)
-
-
-def _samples(of_ranks: list[dict[str, Any]]) -> int:
-    """Samples of a batch of all ranks."""
-    return sum(one["samples"] or 1 for one in of_ranks)
-
-
-def _division(loaders: list[list[dict[str, Any]]]) -> str:
-    sizes = sorted({one["samples"] or 1 for of_ranks in loaders for one in of_ranks})
-    return f"{counted(len(loaders[0]), 'rank')} with batches of {' and '.join(map(str, sizes))}"
-
-
-def _count_batches(trainer: Any, batches: int) -> None:
-    """Let the loop go on at another batch, where a batch of all ranks has another size."""
-    progress = trainer.fit_loop.epoch_loop.batch_progress.current
-    progress.ready = progress.started = progress.processed = progress.completed = batches
-
-
-def _resume_averaging(trainer: Any, pl_module: Any) -> None:
-    """Let Lightning's SWA that had begun go on, at the learning rates of the checkpoint."""
-    # It makes its scheduler at the start of an epoch, which a fit that goes on within one does not come to, and the
-    # scheduler changes the rates as it is made.
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    for one in trainer.callbacks:
-        if not isinstance(one, StochasticWeightAveraging) or trainer.current_epoch > one.swa_end:
-            continue
-        if one.state_dict()["latest_update_epoch"] >= 0:
-            rates = [group["lr"] for group in groups]
-            one.on_train_epoch_start(trainer, pl_module)
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
-
-
-# -- Loaders that can begin within their epoch --
+        sizes = [_batch_size(loader) for loader in loaders]
+        same = [record["samples"] for record in self.records] == sizes and not self._lacks_ranks
+        if self._rank == 0 and not (same and (parts is None or sample is None)):
+            _log.warning(
+                f"The checkpoint does not have the positions of {counted(self._ranks, 'rank')} with batches of"
+                f" {' and '.join(map(str, sizes))}: epoch {self.epoch} goes on at batch {self.batches} in another"
+                " order, so samples may come again, and others not at all."
+            )
 
 
 class _Resumable(LoaderAround):
-    """Keeps how an epoch of a loader, or of a batch sampler, began."""
-
-    # Whether a pass that begins in mid-epoch, where the loader has ended, is what a resumed run begins with.
-    _resumes_in_last_pass = False
+    """Gives the batches of a loader, or of a batch sampler; in a resumed epoch it leaves out those that were seen."""
 
     _epoch: int
-    passes: int  # how often it has begun in this epoch
+    _given: int  # batches of the epoch, which it may begin several times next to a longer loader
+    began_at: int  # how many of these it had given when it began last
     drawn_from: list[Any] | None  # states of the generators then
 
     def __init__(self, loader: Any, position: LoaderPosition) -> None:
-        super().__init__(loader, _position=position, drawn_from=None, passes=0, _epoch=-1)
-
-    def _begin(self, record: dict[str, Any] | None, make: Callable[[], Any]) -> Any:
-        """Return what ``make`` makes, from the random state that the saved epoch began with, if there is one."""
-        epoch, batch = self._position.epoch_and_batch()
-        again = epoch == self._epoch and batch > 0
-        self._epoch, self.passes = epoch, self.passes + 1 if again else 1
-        generators = [*_GLOBAL, *_generators(self)]
-        if record is None or record["drawn_from"] is None:
-            if not again or self._resumes_in_last_pass:
-                self.drawn_from = _states(generators)
-            return make()
-        self.drawn_from, before = record["drawn_from"], _states(_GLOBAL)
-        try:
-            _set_states(generators, self.drawn_from)
-            return make()
-        finally:
-            _set_states(_GLOBAL, before)
+        super().__init__(loader, _position=position, drawn_from=None, began_at=0, _given=0, _epoch=-1)
 
     def __len__(self) -> int:
         return len(self._loader)
-
-
-class _ResumableBatches(_Resumable):
-    """A batch sampler that leaves out the batches that were seen, which are not loaded then."""
-
-    _resumes_in_last_pass = True
 
     def __iter__(self) -> Iterator[Any]:
         return self._behind(*self._position.begin(self))
 
     def _behind(self, seen: int, record: dict[str, Any] | None) -> Iterator[Any]:
-        # Runs once the first batch is asked for, which without workers is after the start of the training.
-        self._position.has_begun(self)
-        first, others = self._begin(record, self._first)
-        if seen and self._position.begins_again():
-            self.passes = record["passes"] if record is not None else _passes(self._loader, seen)
-            seen -= (self.passes - 1) * len(self._loader)
-        yield from islice(chain(first, others), max(seen, 0), None)
-
-    def _first(self) -> tuple[list[Any], Iterator[Any]]:
+        # This runs when the first batch is asked for, which without workers is after the start of the training.
+        epoch, taken = self._position.has_begun(self)
+        self.began_at = self._given if epoch == self._epoch and taken > 0 else 0
+        self._epoch, generators, outside = epoch, [*_GLOBAL, *_generators(self)], _states(_GLOBAL)
+        if record is not None and record["drawn_from"] is not None:
+            self.began_at = record["began_at"]
+            _set_states(generators, record["drawn_from"])
+        self.drawn_from, self._given = _states(generators), max(seen, self.began_at)
         batches = iter(self._loader)
-        return list(islice(batches, 1)), batches  # with the first one the order is drawn
-
-    def order_of_samples(self) -> str | None:
-        """Return in which order all ranks together take the samples, or ``None`` where more than that decides."""
-        if hasattr(self._loader, "global_order"):
-            return str(self._loader.global_order)
-        if type(self._loader) is not BatchSampler:
-            return None
-        sampler: Any = self._loader.sampler
-        if type(sampler) is DistributedSampler:  # Lightning's own subclass divides a sampler of the user
-            return f"shuffled, seed {sampler.seed}" if sampler.shuffle else "as they are"
-        # With several ranks each has its own samples then.
-        in_order = type(sampler) is SequentialSampler and current_communicator().world_size == 1
-        return "as they are" if in_order else None
+        for _ in range(seen - self.began_at):
+            next(batches, None)
+        batch = next(batches, _NOTHING)  # with the first one an order is drawn
+        if record is not None:
+            _set_states(_GLOBAL, outside)
+        while batch is not _NOTHING:
+            self._given += 1
+            yield batch
+            batch = next(batches, _NOTHING)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return copy.copy, (self._loader,)  # in another process it has nothing to resume
-
-
-class _ReplayedLoader(_Resumable):
-    """Gives the batches of a loader; in a resumed epoch it reads and drops those that were seen."""
-
-    def __iter__(self) -> Iterator[Any]:
-        seen, record = self._position.begin(self)
-        if seen:
-            self._position.has_begun(self)
-        batches: Iterator[Any] = self._begin(record, lambda: self._behind(seen))
-        return batches
-
-    def _behind(self, seen: int) -> Iterator[Any]:
-        batches: Iterator[Any] = iter(self._loader)
-        for _ in range(seen):
-            if next(batches, _NOTHING) is _NOTHING and self._position.begins_again():
-                self.passes += 1
-                batches = iter(self._loader)
-                next(batches, None)
-        return batches
 
 
 # -- What a loader is like --
@@ -437,14 +311,6 @@ class _ReplayedLoader(_Resumable):
 def _loaders(trainer: Any) -> list[Any]:
     loaders = trainer.train_dataloader
     return [] if loaders is None else list(CombinedLoader(loaders).flattened)
-
-
-def _chooses_batches(loader: Any) -> bool:
-    return (
-        type(loader).__iter__ is DataLoader.__iter__
-        and not isinstance(loader.dataset, IterableDataset)
-        and loader.batch_sampler is not None
-    )
 
 
 def _saves_its_state(loader: Any) -> bool:
@@ -458,26 +324,29 @@ def _saves_its_state(loader: Any) -> bool:
 
 def _keeper(loader: Any) -> Any:
     """Return what keeps how an epoch of a loader began."""
-    return loader if isinstance(loader, _ReplayedLoader) else getattr(loader, "batch_sampler", None)
+    return loader if isinstance(loader, _Resumable) else getattr(loader, "batch_sampler", None)
 
 
-def _passes(loader: Any, batches: int) -> int:
-    """Return how often a loader had begun in an epoch of so many batches, if it begins again where it ends."""
-    known, length = getattr(_keeper(loader), "passes", 0), length_of(loader)
-    return known or (1 + (batches - 1) // length if length else 1)
+def _parts(loaders: list[Any]) -> Any:
+    """Return what divides the only loader by samples."""
+    return parts_of(loaders[0]) if len(loaders) == 1 and not _saves_its_state(loaders[0]) else None
 
 
-def _nature(loader: Any) -> dict[str, Any]:
-    size, batches = getattr(loader, "batch_size", None), _keeper(loader)
-    order = batches.order_of_samples() if isinstance(batches, _ResumableBatches) else None
-    return {"order": order, "samples": int(size) if isinstance(size, Integral) else None}
+def _order(parts: Any) -> list[Any]:
+    """Return what an order of samples that all ranks share depends on, next to the epoch."""
+    return [parts.sampler.seed, parts.sampler.shuffle]
+
+
+def _batch_size(loader: Any) -> int | None:
+    size = getattr(loader, "batch_size", None)
+    return size if isinstance(size, int) else None
 
 
 def _described(loader: Any) -> dict[str, Any]:
     keeper = _keeper(loader)
     return {
-        **_nature(loader),
-        "passes": getattr(keeper, "passes", 1),
+        "samples": _batch_size(loader),
+        "began_at": getattr(keeper, "began_at", 0),
         "drawn_from": getattr(keeper, "drawn_from", None),
         "now": _states([*_GLOBAL, *_generators(loader)]),
     }
@@ -498,27 +367,25 @@ def _of_device() -> list[Any]:
 
 def _generators(loader: Any) -> list[Any]:
     """Return the random generators of a loader, of its samplers and of a stream, whichever library made them."""
-    found: list[Any] = []
     dataset = getattr(loader, "dataset", None)
     holders = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     holders += [dataset] if isinstance(dataset, IterableDataset) else []
+    found: list[Any] = []
     for holder in holders:  # grows meanwhile
         for name, value in getattr(holder, "__dict__", {}).items():
-            if _is_generator(value) and not any(value is one for one in found):
-                found.append(value)
-            # Lightning divides a sampler of one's own as the data set of a sampler.
+            # Lightning divides a sampler of one's own as the data set of a sampler; ours and torch-xla's wrap one.
             divides = isinstance(holder, DistributedSampler) and name == "dataset" and value is not dataset
-            wraps = name == "_loader"  # ours do, and those of torch-xla
-            if (isinstance(value, Sampler) or divides or wraps) and not any(value is one for one in holders):
-                holders.append(value)
+            is_holder = isinstance(value, Sampler) or divides or name == "_loader"
+            into = holders if is_holder else found if _is_generator(value) else None
+            if into is not None and not any(value is one for one in into):
+                into.append(value)
     return found
 
 
 def _is_generator(value: Any) -> bool:
-    if isinstance(value, random.Random):
-        return not isinstance(value, random.SystemRandom)
     of_numpy = hasattr(value, "bit_generator") or type(value).__name__ == "RandomState"
-    return isinstance(value, torch.Generator) or of_numpy
+    of_python = isinstance(value, random.Random) and not isinstance(value, random.SystemRandom)
+    return isinstance(value, torch.Generator) or of_numpy or of_python
 
 
 def _states(generators: Sequence[Any]) -> list[Any]:
@@ -530,25 +397,14 @@ def _state_of(generator: Any) -> Any:
         return generator.getstate()
     # torch's, and numpy's of both generations
     state = generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
-    return apply_to_collection(state, numpy.ndarray, _as_tensor)
-
-
-def _as_tensor(array: Any) -> Tensor:
-    # Tensors without a sign cannot be pickled as torch gathers them.
-    return torch.from_numpy(array.view(f"i{array.itemsize}"))
-
-
-def _as_array(tensor: Tensor) -> Any:
-    return tensor.numpy().view(f"u{tensor.itemsize}")
+    return apply_to_collection(state, numpy.ndarray, numpy.ndarray.tolist)
 
 
 def _set_states(generators: Sequence[Any], states: Sequence[Any] | None) -> None:
     for one, state in zip(generators, states or (), strict=False):
         if hasattr(one, "setstate"):
             one.setstate(state)
-        elif isinstance(one, torch.Generator):
-            one.set_state(state)
         elif hasattr(one, "set_state"):
-            one.set_state(apply_to_collection(state, Tensor, _as_array))
+            one.set_state(state)
         else:
-            one.bit_generator.state = apply_to_collection(state, Tensor, _as_array)
+            one.bit_generator.state = state

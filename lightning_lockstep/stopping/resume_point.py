@@ -81,3 +81,35 @@ def settle_counters(loops: dict[str, Any], accumulated: int) -> ResumePoint:
 
 def _set(counters: dict[str, int], value: int) -> None:
     counters.update(dict.fromkeys(("ready", "started", "processed", "completed"), value))
+
+
+def go_on(trainer: Any, point: ResumePoint) -> None:
+    """Do what is left of a batch or an epoch before the fit loop goes on."""
+    # Lightning knows two places in an epoch from which a fit goes on, and a checkpoint can be made in any.
+    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    if not point.batches:
+        if point.epoch_open:
+            _step_plateaus(trainer, point.epoch)
+        loop.restarting = (
+            False  # with `max_steps` Lightning takes the epoch that begins for one to be continued
+        )
+        return
+    if point.no_batches_left:
+        fetcher.done, fetcher.batches = True, []
+    validates = loop._should_check_val_fx(fetcher)
+    if point.batch_open and not validates:
+        loop.on_advance_end(fetcher)
+    elif validates and not point.rest_open:
+        # Lightning would take the batch that is done for one whose validation has just ended.
+        def validated(fetcher: Any) -> bool:
+            del loop._should_check_val_fx  # asked once, before the first batch
+            return False
+
+        loop._should_check_val_fx = validated
+
+
+def _step_plateaus(trainer: Any, epochs: int) -> None:
+    for config in trainer.lr_scheduler_configs if trainer.lightning_module.automatic_optimization else ():
+        value = trainer.callback_metrics.get(config.monitor) if config.reduce_on_plateau else None
+        if value is not None and config.interval == "epoch" and epochs % config.frequency == 0:
+            trainer.lightning_module.lr_scheduler_step(config.scheduler, value)

@@ -56,7 +56,7 @@ from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.lifecycle import LifecycleHooks, RankLifecycle
 from lightning_lockstep.strategies.mpi import startup_over
 from lightning_lockstep.strategies.options import DeepSpeedSettings, OptionsOfLightning, reject_unknown
-from lightning_lockstep.strategies.uneven_inputs import with_loss_of_every_rank
+from lightning_lockstep.strategies.uneven_inputs import check_has_loss
 
 _LEFT_OUT = (
     "lightning-lockstep: checkpoints are written without the hyperparameter {}: it holds modules that DeepSpeed"
@@ -295,7 +295,8 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         output = DeepSpeedStrategy.training_step(self, *args, **kwargs)
         self.lifecycle.weigh(output, [*args, *kwargs.values()][0])
         why = "DeepSpeed's stage 2 adds up gradients in the order in which the backward gives them"
-        return with_loss_of_every_rank(output, self.is_padding_batch(), why)
+        check_has_loss(output, why)
+        return output
 
     @property
     def handles_gradient_accumulation(self) -> bool:

@@ -64,7 +64,7 @@ from lightning_lockstep.strategies.fsdp_units import (
 from lightning_lockstep.strategies.lifecycle import LifecycleHooks, RankLifecycle
 from lightning_lockstep.strategies.mpi import startup_over
 from lightning_lockstep.strategies.options import FSDPSettings, OptionsOfLightning, reject_unknown
-from lightning_lockstep.strategies.uneven_inputs import with_loss_of_every_rank
+from lightning_lockstep.strategies.uneven_inputs import check_has_loss
 
 _BOTH = "cpu:gloo,cuda:nccl"
 _COMPUTES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -304,7 +304,8 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         output = DDPStrategy.training_step(self, *args, **kwargs)
         self.lifecycle.weigh(output, [*args, *kwargs.values()][0])
         why = "the ranks gather and reduce the parts of the model together in the backward"
-        return with_loss_of_every_rank(output, self.is_padding_batch(), why)
+        check_has_loss(output, why)
+        return output
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Make an optimizer's step, after which no rank goes on with what it has gathered before.

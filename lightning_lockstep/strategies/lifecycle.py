@@ -333,7 +333,7 @@ class RankLifecycle:
         module = self._strategy.lightning_module
         if module is None or not module.automatic_optimization:
             return nullcontext()
-        return every_rank_contributes(self._strategy, self.is_padding_batch)
+        return every_rank_contributes(self._strategy)
 
     def whole_folder(self, target: str) -> AbstractContextManager[str]:
         """Give a folder to write into, which is a checkpoint once all ranks have written. Ranks: all, together."""
@@ -352,7 +352,6 @@ class RankLifecycle:
 
     def teardown(self) -> None:
         """Forget the loaders of this run; the ranks stay connected for a next call of the Trainer."""
-        self._uneven_inputs.clear()
         self.weights.clear()
         self.micro_batches = None
 
@@ -363,7 +362,7 @@ class RankLifecycle:
             return
         trainer = module.trainer
         if trainer.world_size == current_communicator().world_size:  # else each rank evaluates alone
-            count_each_sample_once(trainer)
+            count_each_sample_once(trainer, self.settings.duration.total_seconds())
         if trainer.state.fn != "fit":
             return
         LoaderPosition.attach(trainer)

@@ -105,7 +105,7 @@ def mismatch_report(calls: Mapping[int, CollectiveCall]) -> str:
         f"ranks disagree on {_which(calls.values())}",
         table,
         places_in_words(places),
-        _uneven_evaluation(calls, places) or _remedy(calls),
+        uneven_evaluation(calls, places) or _remedy(calls),
     )
     return "\n\n".join(filter(None, paragraphs))
 
@@ -148,7 +148,7 @@ _EVALUATIONS = {
 }
 
 
-def _uneven_evaluation(calls: Mapping[int, CollectiveCall], places: Mapping[int, Mapping[str, Any]]) -> str:
+def uneven_evaluation(calls: Mapping[int, CollectiveCall], places: Mapping[int, Mapping[str, Any]]) -> str:
     """Return what to do if ranks have different numbers of batches to evaluate, and one of them is evaluating."""
     stages = [where.get("stage") for where in places.values() if where.get("stage") in _EVALUATIONS]
     ranks_with: dict[Any, list[int]] = {}

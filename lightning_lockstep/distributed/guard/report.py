@@ -15,6 +15,7 @@ from lightning_lockstep.distributed.guard.collective_call import (
     comparison_key,
     mismatch_report,
     odd_ones,
+    uneven_evaluation,
 )
 from lightning_lockstep.distributed.guard.rank_state import (
     DiagnosisRequest,
@@ -87,7 +88,10 @@ class StallReport:
                 " after: kill -CONT with its number."
             )
         else:
-            remedy = (
+            calls = {rank: self.current(rank) for rank in self._waiting.waiting()}
+            remedy = uneven_evaluation(
+                calls, {rank: state.where for rank, state in self._states.items()}
+            ) or (
                 "Look at what keeps it there: every rank must call the same collectives. If it only needs longer, give"
                 " the strategy a larger stall_timeout."
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -202,7 +203,9 @@ def evaluations(strategy: str, ranks: int, samples: tuple[int, ...] = SAMPLES) -
 
     for number in samples:
         one = trainer(callbacks=[InCallback()])
-        one.test(net(), loader(number, ranks), verbose=False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Using `DistributedSampler` with the dataloaders")
+            one.test(net(), loader(number, ranks), verbose=False)
         found[f"test {number}"] = values(one)
     several = net()
     several.several = True

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from lightning_lockstep import EffectiveBatchSize, LockstepDDPStrategy
 from tests.helpers import on_device
@@ -55,6 +56,16 @@ def samples(count: int, dtype: torch.dtype) -> Dataset[Any]:
     )
 
 
+class Stream(IterableDataset[Any]):
+    """The samples of a data set in an order that is drawn anew in each epoch, the same on all ranks."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.data[number] for number in torch.randperm(len(self.data)).tolist())
+
+
 def fitted(
     strategy: Any,
     count: int,
@@ -64,11 +75,12 @@ def fitted(
     counts: bool = False,
     manual: bool = False,
     sampler: bool = False,
+    stream: bool = False,
     items: float | None = None,
     **options: Any,
 ) -> tuple[int, dict[str, Tensor]]:
     """Return the optimizer steps and the weights after a fit. Ranks: all, together."""
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    ranks = int(os.environ.get("WORLD_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
     seed_everything(3, verbose=False)
     net, data = Net(dtype, counts=counts, manual=manual, items=items), samples(count, dtype)
     trainer = Trainer(
@@ -80,13 +92,15 @@ def fitted(
             "enable_checkpointing": False,
             "enable_progress_bar": False,
             "enable_model_summary": False,
-            "callbacks": [] if manual else [EffectiveBatchSize(GLOBAL_BATCH)],
+            "callbacks": [] if manual or stream else [EffectiveBatchSize(GLOBAL_BATCH)],
             **options,
         }
     )
     size = -(-GLOBAL_BATCH // (ranks * accumulate))
     drawn = WeightedRandomSampler(torch.linspace(0.1, 1, count).tolist(), count) if sampler else None
-    trainer.fit(net, DataLoader(data, size, shuffle=not sampler, sampler=drawn))
+    whole = DataLoader(data, size, shuffle=not sampler, sampler=drawn)
+    # EffectiveBatchSize takes no stream, so its batch is one that up to four ranks divide.
+    trainer.fit(net, DataLoader(Stream(data), 12 // ranks) if stream else whole)
     state = trainer.strategy.lightning_module_state_dict()
     return trainer.global_step, {name: one.detach().clone() for name, one in state.items() if one is not None}
 
@@ -111,14 +125,17 @@ class Notes(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def seen_samples(folder: str, steps: int, *, resumes: bool) -> list[tuple[int, int]]:
+def seen_samples(
+    folder: str, steps: int, *, resumes: bool, stream: bool = False, accumulate: int = 1
+) -> list[tuple[int, int]]:
     """Fit two epochs of 97 samples, up to a step or from the checkpoint that was left there. Ranks: all, together."""
     ranks = int(os.environ["WORLD_SIZE"])
     seed_everything(3, verbose=False)
-    net, path = Notes(), f"{folder}/stopped.ckpt"
+    net, path = Notes(), f"{folder}/{stream}-{accumulate}.ckpt"
     trainer = Trainer(
         **on_device(ranks),
-        strategy=LockstepDDPStrategy(),
+        strategy=LockstepDDPStrategy(iterable_datasets="shard"),
+        accumulate_grad_batches=accumulate,
         max_epochs=2,
         max_steps=steps,
         logger=False,
@@ -126,7 +143,8 @@ def seen_samples(folder: str, steps: int, *, resumes: bool) -> list[tuple[int, i
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loader = DataLoader(TensorDataset(torch.arange(97.0)[:, None]), 4, shuffle=True)
+    data = TensorDataset(torch.arange(97.0)[:, None])
+    loader = DataLoader(Stream(data), 4) if stream else DataLoader(data, 4, shuffle=True)
     trainer.fit(net, loader, ckpt_path=path if resumes else None)
     if not resumes:
         trainer.save_checkpoint(path)

@@ -20,7 +20,6 @@ from lightning.pytorch.callbacks import (
     Checkpoint,
     EMAWeightAveraging,
     OnExceptionCheckpoint,
-    StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
@@ -197,7 +196,7 @@ def ddp() -> Any:
 #: case -> strategy, places, options of the fit
 CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...], dict[str, Any]]] = {
     "schedulers": (ddp, MOST, {"schedules": 4}),
-    "callbacks": (ddp, (*SOME, "validation_step 5", "epoch_end 5"), {"callbacks": callbacks_with_state}),
+    "callbacks": (ddp, (*SOME, "epoch_end 5"), {"callbacks": callbacks_with_state}),
     "validates in mid-epoch": (
         ddp,
         ("batch_end 2", "validation_step 2", "validation_end 2", "step 3", "batch_end 3", "batch_end 5"),
@@ -217,11 +216,6 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...], dict[str, Any]]] = {
         {"accumulate_grad_batches": 2, "dropout": 0.0, "schedules": 4},
     ),
     "two optimizers": (ddp, SOME, {"manual": True}),
-    "SWA": (
-        ddp,
-        (*SOME, "epoch_end 5"),
-        {"callbacks": lambda folder: [StochasticWeightAveraging(0.05, 1)], "max_epochs": 4},
-    ),
     "stock strategy": (lambda: "ddp", SOME, {"callbacks": lambda folder: [StopTogether()]}),
     "FSDP": (lambda: LockstepFSDPStrategy(guard="off"), FEW, {"schedules": 4}),
     **{

@@ -423,13 +423,23 @@ ONE_DEVICE: dict[str, Any] = {"strategy": "auto", "stops_together": True}
 TO_FEWER: dict[str, Change] = {
     "shuffled": ("shuffled", {}, None, 0),
     "workers": ("workers", {}, None, 0),
-    "stream": ("stream", {}, "in another order, so up to 8 samples come again", None),
-    "stateful data": ("stateful data", {}, "in another order, so up to 8 samples come again", None),
+    "stream": ("stream", {}, "does not have the positions of 1 rank with batches of 2", None),
+    "stateful data": (
+        "stateful data",
+        {},
+        "does not have the positions of 1 rank with batches of 2",
+        None,
+    ),
 }
 FROM_ONE: dict[str, Change] = {
     # Lightning shuffles for training what it divides.
-    "in order": ("in order", ONE_DEVICE, "in another order, so up to 4 samples come again", None),
-    "stock": ("in order", {"strategy": "auto"}, "does not say how many ranks", None),
+    "in order": (
+        "in order",
+        ONE_DEVICE,
+        "does not have the positions of 2 ranks with batches of 2",
+        None,
+    ),
+    "stock": ("in order", {"strategy": "auto"}, "does not have the positions of 2 ranks", None),
     "shuffled by one": ("shuffled", {}, None, 0),
 }
 Seen = tuple[list[int], list[str]]
@@ -452,7 +462,12 @@ def resume_all(folder: str, cases: dict[str, Change]) -> dict[str, Seen]:
     for name, (loader, *_) in cases.items():
         said = Said()
         logger.addHandler(said)
-        seen = epoch_of(fit(loader, ckpt_path=str(Path(folder, f"{name}.ckpt"))).seen)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            seen = epoch_of(fit(loader, ckpt_path=str(Path(folder, f"{name}.ckpt"))).seen)
+            filters = [str(one[1]) for one in warnings.filters]
+        assert not any("resuming" in one for one in filters), "a resumed fit leaves no filter behind"
+        assert not [one for one in warned if "You're resuming from a checkpoint" in str(one.message)]
         logger.removeHandler(said)
         found[name] = seen, [text for text in said.texts if "goes on" in text]
     return found

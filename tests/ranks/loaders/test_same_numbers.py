@@ -51,19 +51,17 @@ def test_the_weights_are_those_of_one_process(case: str, several: Any, alone: An
         assert difference(rank[case][1], weights) < (1e-5 if "float32" in case else 1e-12)
 
 
-def resumed_here(folder: str) -> list[tuple[int, int]]:
-    return seen_samples(folder, -1, resumes=True)
-
-
-def stopped_here(folder: str) -> list[tuple[int, int]]:
-    return seen_samples(folder, 9, resumes=False)
+def seen_here(folder: str, steps: int) -> list[list[tuple[int, int]]]:
+    resumes = steps < 0
+    return [seen_samples(folder, steps, resumes=resumes, stream=stream) for stream in (False, True)]
 
 
 def test_a_fit_of_four_ranks_goes_on_with_three_at_the_very_sample(tmp_path: Path) -> None:
-    before = run_ranks(4, stopped_here, str(tmp_path), backend=None, timeout=60)
-    after = run_ranks(3, resumed_here, str(tmp_path), backend=None, timeout=60)
-    seen = Counter(sample for rank in before + after for sample in rank)
-    assert len(seen) == 2 * 97 and set(seen.values()) == {1}
+    before = run_ranks(4, seen_here, str(tmp_path), 9, backend=None, timeout=60)
+    after = run_ranks(3, seen_here, str(tmp_path), -1, backend=None, timeout=60)
+    for case in (0, 1):
+        seen = Counter(sample for rank in before + after for sample in rank[case])
+        assert len(seen) == 2 * 97 and set(seen.values()) == {1}, ("loader", "stream")[case]
 
 
 def wrong_items() -> list[str]:

@@ -15,8 +15,7 @@ from tests.helpers import run_ranks
 @pytest.mark.parametrize(
     "cases",
     [
-        ["schedulers", "SWA"],
-        ["callbacks", "validates in mid-epoch", "accumulated", AN_EXCEPTION],
+        ["schedulers", "callbacks", "validates in mid-epoch", "accumulated", AN_EXCEPTION],
         ["FSDP"],
         ["DeepSpeed, stage 2"],
     ],

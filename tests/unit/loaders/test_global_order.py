@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
+from lightning_lockstep._doors.lightning import _set_sampler_epoch
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.loaders.global_order import (
     Division,
@@ -133,6 +134,17 @@ def test_an_epoch_goes_on_at_a_sample_in_another_division(sample: int) -> None:
     assert batches.samples_before(first) == sample
     batches.sampler.set_epoch(1)
     assert sorted(chain(*batches)) == list(range(97))
+
+
+def test_a_loader_without_batches_has_another_order_in_each_epoch() -> None:
+    data = TensorDataset(torch.arange(16))
+    sampler = DistributedSampler(data, seed=7, **marked({"num_replicas": 2, "rank": 1}, predicts=False))  # type: ignore[arg-type]
+    loader = divided(DataLoader(data, None, sampler=sampler), rank=1, ranks=2, trains=True)
+    orders = []
+    for epoch in (0, 1):
+        _set_sampler_epoch(loader, epoch)
+        orders.append([int(one) for (one,) in loader])
+    assert len(orders[0]) == len(orders[1]) == 8 and orders[0] != orders[1]
 
 
 def test_a_single_process_has_the_order_of_several_ranks() -> None:

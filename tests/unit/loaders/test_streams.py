@@ -165,6 +165,26 @@ def test_sizes_are_known_before_the_batches_of_an_optimizer_step_are_given() -> 
     assert shorter.batch_sampler.sizes(4) == (1, 7)
 
 
+@pytest.mark.parametrize(
+    ("samples", "size", "sample"), [(97, 12, 36), (97, 12, 5), (97, 16, 90), (10, 16, 4)]
+)
+@pytest.mark.parametrize("kind", [Stream, Sized])
+def test_an_epoch_goes_on_at_a_sample_in_another_division(
+    kind: Any, samples: int, size: int, sample: int
+) -> None:
+    loader = shared(DataLoader(kind(samples, shuffle=True), size))
+    order = torch.cat(list(loader)).tolist()
+    length, parts = len(list(loader)), loader.batch_sampler
+    first = parts.go_on_at(sample, 0)
+    rest = list(loader)[first:]
+    assert torch.cat(rest).tolist() == order[sample:]
+    assert parts.samples_before(first) == sample
+    if kind is Sized:
+        assert first + len(rest) == length == len(loader), "the fit loop counts on to the same end"
+    parts.set_epoch(1)
+    assert sorted(torch.cat(list(loader)).tolist()) == [*range(samples)]
+
+
 def test_ready_batches_and_own_collation_stay_what_they_are() -> None:
     ready = shared(DataLoader(Stream(5), None), 1, 2)
     assert list(ready) == [1, 3, 4]  # the last one is padding

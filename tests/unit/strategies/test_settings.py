@@ -19,7 +19,7 @@ from lightning_lockstep.strategies.options import (
     mixed_gpus_warning,
     placement_of,
 )
-from lightning_lockstep.strategies.uneven_inputs import plan_steps
+from lightning_lockstep.strategies.uneven_inputs import check_lengths
 
 GIB = 2**30
 
@@ -139,29 +139,16 @@ def test_the_options_that_are_handed_on_are_all_of_the_installed_torch() -> None
 
 
 @pytest.mark.parametrize(
-    ("lengths", "policy", "steps"),
-    [((4, 4), "error", 4), ((4, 7), "truncate", 4), ((4, 7), "join", 7), ((None, None), "error", None)],
-)
-def test_the_plan_of_steps(lengths: tuple[int | None, ...], policy: str, steps: int | None) -> None:
-    for rank in (0, 1):
-        plan = plan_steps(lengths, rank, policy)  # type: ignore[arg-type]
-        assert (plan.steps, plan.own) == (steps, lengths[rank])
-        assert (plan.notice is not None) == (len(set(lengths)) > 1)
-
-
-@pytest.mark.parametrize(
     ("lengths", "policy", "text"),
     [
         ((4, 7), "error", "(rank 0: 4, rank 1: 7)"),
-        ((4, None), "join", "(rank 0: 4, rank 1: no length)"),
         ((0, 7), "join", "at least one batch on every rank (rank 0: 0, rank 1: 7)"),
     ],
 )
-def test_a_plan_that_cannot_be(lengths: tuple[int | None, ...], policy: str, text: str) -> None:
-    for rank in (0, 1):
-        with pytest.raises(ConfigurationError) as caught:
-            plan_steps(lengths, rank, policy)  # type: ignore[arg-type]
-        assert text in str(caught.value)
+def test_lengths_that_cannot_be(lengths: tuple[int, ...], policy: str, text: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        check_lengths(lengths, policy)  # type: ignore[arg-type]
+    assert text in str(caught.value)
 
 
 def gpu(rank: int, name: str, gib: int, capability: tuple[int, int]) -> RankPlacement:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_lockstep import LockstepDDPStrategy, LockstepFSDPStrategy
-from tests.common.loaders.same_numbers import difference, fitted
+from tests.common.loaders.same_numbers import difference, fitted, seen_samples
 from tests.helpers import run_ranks
 
 Case = tuple[int, int, bool]  # samples, micro-batches of a step, whether tokens are counted
@@ -36,14 +38,17 @@ def test_the_weights_do_not_depend_on_ranks_or_accumulation(ranks: int, alone: d
             assert difference(one[samples, accumulate, counts][1], weights) < 1e-12
 
 
+SHARD: dict[str, Any] = {"iterable_datasets": "shard"}
+
+
 def by_others(name: str) -> dict[Any, Any]:
     from lightning_lockstep import LockstepDeepSpeedStrategy
 
     made: dict[str, Any] = {
-        "fsdp": lambda: LockstepFSDPStrategy(shard="auto"),
-        "fsdp, kept whole": lambda: LockstepFSDPStrategy(reshard_after_forward=False),
+        "fsdp": lambda: LockstepFSDPStrategy(shard="auto", **SHARD),
+        "fsdp, kept whole": lambda: LockstepFSDPStrategy(reshard_after_forward=False, **SHARD),
         **{
-            f"stage {stage}": lambda stage=stage: LockstepDeepSpeedStrategy(stage=stage)
+            f"stage {stage}": lambda stage=stage: LockstepDeepSpeedStrategy(stage=stage, **SHARD)
             for stage in (1, 2, 3)
         },
     }
@@ -52,6 +57,7 @@ def by_others(name: str) -> dict[Any, Any]:
         "samples": fitted(made[name](), 97, 1, **float32),
         "accumulated": fitted(made[name](), 101, 2, **float32),
         "tokens": fitted(made[name](), 97, 1, counts=True, **float32),
+        "stream": fitted(made[name](), 97, 1, stream=True, **float32),
     }
     if "fsdp" in name:
         found["tokens, accumulated"] = fitted(made[name](), 101, 2, counts=True, **float32)
@@ -70,6 +76,7 @@ def in_float32() -> dict[Any, Any]:
         "accumulated": fitted(LockstepDDPStrategy(), 101, 2, **float32),
         "tokens": fitted(LockstepDDPStrategy(), 97, 1, counts=True, **float32),
         "tokens, accumulated": fitted(LockstepDDPStrategy(), 101, 2, counts=True, **float32),
+        "stream": fitted(LockstepDDPStrategy(**SHARD), 97, 1, stream=True, **float32),
     }
 
 
@@ -83,7 +90,25 @@ def test_other_strategies_have_the_weights_of_one_process(strategy: str, expecte
     found = run_ranks(2, by_others, strategy, backend=None, timeout=200)[0]
     if "stage" in strategy:
         assert "num_items with accumulate_grad_batches=2 under DeepSpeed: expected 1" in found.pop("refused")
-    assert len(found) >= 3
+    assert len(found) >= 4
     for case, (steps, weights) in found.items():
         assert steps == expected[case][0]
         assert difference(weights, expected[case][1]) < 1e-5, case
+
+
+def seen_here(folder: str, steps: int, accumulate: int) -> list[list[tuple[int, int]]]:
+    options: dict[str, Any] = {"resumes": steps < 0, "accumulate": accumulate}
+    return [seen_samples(folder, steps, stream=stream, **options) for stream in (False, True)]
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 4), (2, 1), (1, 3)])
+def test_a_resume_sees_each_sample_once_where_accumulation_does_not_fit(
+    tmp_path: Path, before: int, after: int
+) -> None:
+    ranks = [
+        *run_ranks(before, seen_here, str(tmp_path), 3, 2, backend=None, timeout=100),
+        *run_ranks(after, seen_here, str(tmp_path), -1, 2, backend=None, timeout=100),
+    ]
+    for case in (0, 1):
+        seen = Counter(sample for rank in ranks for sample in rank[case])
+        assert len(seen) == 2 * 97 and set(seen.values()) == {1}, ("loader", "stream")[case]
