@@ -203,7 +203,7 @@ def _rows(group: Any, whole: Tensor, sizes: Sequence[int] | None) -> dict[int, T
         len(sizes) == size and sum(sizes) == rows,
         f"the split sizes are {sizes} for {rows} rows and {size} ranks",
     )
-    return dict(enumerate(torch.split(whole, sizes)))  # type: ignore[no-untyped-call]
+    return dict(enumerate(torch.split(whole, sizes)))
 
 
 # -- torch's operations --

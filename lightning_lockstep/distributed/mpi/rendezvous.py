@@ -75,9 +75,8 @@ def identity_fault(everyone: Sequence[RankIdentity], started_by: str, library: s
     if any(one.rank != one.mpi_rank or one.size != len(everyone) for one in everyone):
         what = f"{started_by} (its environment variables) and {library} disagree about the ranks."
         remedy = (
-            "Start them with the mpirun that belongs to the MPI library which mpi4py loads (for the wheels: the one next to"
-            " this Python), or set MPI4PY_LIBMPI to the libmpi.so of your launcher; give `srun` --mpi=pmix (Open MPI) or"
-            " --mpi=pmi2 (MPICH)."
+            "Start them with the mpirun of the MPI that mpi4py loads (for the wheels: the one next to this Python), or set"
+            " MPI4PY_LIBMPI to the libmpi.so of your launcher; give `srun` --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)."
         )
     elif len(set(counts.values())) > 1:
         what = "The nodes have different numbers of ranks."

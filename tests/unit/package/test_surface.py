@@ -83,7 +83,6 @@ ROOMS = {
         "Gather",
         "Gathered",
         "LocalSideChannel",
-        "MPIBackendOptions",
         "Message",
         "PendingReduction",
         "RankGroup",

@@ -68,11 +68,6 @@ def test_values_out_of_range_say_what_was_expected(options: dict[str, object], t
     assert text in str(caught.value)
 
 
-def test_a_guard_that_compares_over_a_backend_that_does_not_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"check=False contradict each other: .* Remove one"):
-        LockstepMPIStrategy(guard="verify", check=False)
-
-
 def test_an_environment_variable_turns_watch_into_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_DEBUG", "1")
     assert LockstepDDPStrategy().settings.supervisor.guard == "verify"

@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
 from tests.common.distributed import local_calls
+from tests.common.distributed.every_operation import PARTS
 from tests.common.distributed.mpi.ranks_meet import meet
 
 warnings.simplefilter("ignore")
@@ -106,16 +108,16 @@ def batch(rank, size):
 
 
 def wrong_message(rank, size):
+    """Another dtype of one size is not seen; less or more than there is room for is."""
     if rank == 0:
-        dist.send(torch.ones(3), 1)
-        dist.send(torch.zeros(3, dtype=torch.int16).view(torch.bits16), 1)  # it has no number of its own
-        dist.send(torch.ones(3), 1)
+        for sent in (torch.ones(3), torch.ones(1), torch.ones(5), torch.ones(3)):
+            dist.send(sent, 1)
     if rank == 1:
-        first = caught(dist.recv, torch.zeros(3, dtype=torch.int32), 0)
-        wide = caught(dist.recv, torch.zeros(3), 0)
+        errors = [caught(dist.recv, torch.zeros(3, dtype=torch.int32), 0)]
+        errors += [caught(dist.recv, torch.zeros(3), 0) for _ in range(2)]
         again = torch.zeros(3)
         dist.recv(again, 0)
-        return [first, wide, again.tolist()]
+        return [*errors, again.tolist()]
     return None
 
 
@@ -329,7 +331,7 @@ def impatient_wait(rank, size):
 
 
 def inference(rank, size):
-    """Large tensors that were made in inference mode, as in a validation, are written by the progress thread."""
+    """Large tensors that were made in inference mode, as in a validation, are written by the worker."""
     with torch.inference_mode():
         places = [torch.empty(200_000) for _ in range(size)]
         dist.all_gather(places, torch.full((200_000,), float(rank)))
@@ -341,6 +343,20 @@ def local(rank, size):
     attributes = set(vars(dist.group.WORLD))
     seen, *sums = local_calls.one_alone(1)
     return [seen, sums, set(vars(dist.group.WORLD)) == attributes]
+
+
+def guarded(rank, size):
+    """Each operation without the guard and with it: the results, what it has seen, and what it still waits for."""
+    plain = [part(rank) for part in PARTS]
+    guard = "watch" if "--watch" in sys.argv else "verify"
+    supervisor = RankSupervisor(SupervisorSettings(guard=guard, stall_timeout=20.0))
+    supervisor.ranks_have_met(prints_report=rank == 0)
+    under_guard = supervisor.run(lambda: [part(rank) for part in PARTS])
+    state = supervisor.guard.watch.state()
+    operations = sorted({one.call.operation for one in state.calls if one.call.number})
+    dist.barrier()
+    supervisor.guard.stop()
+    return [plain, under_guard == plain, operations, [list(one) for one in state.outstanding]]
 
 
 ASKED = [
@@ -367,6 +383,7 @@ ASKED = [
     inference,
     local,
     too_late,
+    guarded,
 ]
 #: Other waits for a rank that is late.
 LATE = [behind_too_late, impatient_wait, impatient_barrier, error_in_backward]
