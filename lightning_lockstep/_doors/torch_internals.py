@@ -29,8 +29,6 @@ TORCH = Door(
     {
         # What classes of ours override, since torch calls it.
         "torch.distributed.ProcessGroup._allgather_base": _WHY_METHODS,
-        "torch.distributed.ProcessGroup._start_coalescing": _WHY_METHODS,
-        "torch.distributed.ProcessGroup._end_coalescing": _WHY_METHODS,
         "torch.distributed.Work._source_rank": "torch asks a receive from any rank in this way who has sent",
         "torch.distributed.ProcessGroupGloo._set_default_timeout": "torch sets the timeout of a backend by it, and"
         " the backend mpi4py has its own",
@@ -264,16 +262,6 @@ def flight_recorders() -> list[tuple[str, Callable[..., bytes]]]:
     """Return the functions of this build that give torch's records of collectives, by their names."""
     found = ((name, getattr(torch._C._distributed_c10d, name, None)) for name in _RECORDERS)
     return [(name, dump) for name, dump in found if dump is not None]
-
-
-@TORCH_IF_THERE.touches(
-    "torch.distributed.distributed_c10d._FR_SELF_RECORDING_BACKENDS",
-    why="from 2.15 on torch attaches its recorder to every other backend, which fails for one written in Python",
-)
-def note_self_recording(backend: str) -> None:
-    """Tell torch that a backend records its collectives itself."""
-    noted: set[str] = getattr(torch.distributed.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
-    noted.add(backend)
 
 
 # -- containers of any structure --

@@ -107,7 +107,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     # -- collectives -------------------------------------------------------------------------------------
 
-    def _collective(self, name: str, *given: Any, opts: Any = None) -> Any:
+    def _collective(self, name: str, *given: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         """Start a collective: torch's methods of :data:`COLLECTIVES` are this one."""
         if given and not isinstance(given[-1], (Tensor, list, tuple)):
             *given, opts = given  # type: ignore[assignment]
@@ -140,7 +140,7 @@ class MPIProcessGroup(dist.ProcessGroup):
                 self._agreed(call, inputs[:1], _copied_back(body, copies)),
                 outputs,
                 self._lane,
-                getattr(opts, "timeout", None),
+                timeout or getattr(opts, "timeout", None),
                 lambda work: self._ended(work, call.number),
                 range(self._size),
             )

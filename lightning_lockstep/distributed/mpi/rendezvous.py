@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
-import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,7 +62,11 @@ def agree_on_rendezvous(
         elif size == 1:
             _agreed = MPIRendezvous("127.0.0.1", host_rendezvous("127.0.0.1"))
         elif importlib.util.find_spec("mpi4py") is None:
-            _agreed = _without_mpi(size, local_size)
+            raise LaunchError(
+                f"{size} ranks were started, but mpi4py is not installed, over which they would find each other:"
+                " `pip install 'lightning-lockstep[mpi]'`, or set MASTER_ADDR and MASTER_PORT to the host of rank 0 and"
+                " a free port on it."
+            )
         else:
             _agreed = _over_mpi(rank, size, local_rank, started_by)
     return _agreed
@@ -75,8 +78,9 @@ def identity_fault(everyone: Sequence[RankIdentity], started_by: str, library: s
     if any(one.rank != one.mpi_rank or one.size != len(everyone) for one in everyone):
         what = f"{started_by} (its environment variables) and {library} disagree about the ranks."
         remedy = (
-            "Start them with the mpirun of the MPI that mpi4py loads (for the wheels: the one next to this Python), or set"
-            " MPI4PY_LIBMPI to the libmpi.so of your launcher; give `srun` --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)."
+            "Start them with the mpirun of the MPI that mpi4py loads (of the wheels: the one next to this Python), or"
+            " set MPI4PY_LIBMPI to the libmpi.so of your launcher; give `srun` --mpi=pmix (Open MPI) or --mpi=pmi2"
+            " (MPICH)."
         )
     elif len(set(counts.values())) > 1:
         what = "The nodes have different numbers of ranks."
@@ -127,21 +131,6 @@ def _over_mpi(rank: int, size: int, local_rank: int, started_by: str) -> MPIRend
         _choose_gloo_interface(address)
     together = [one.rank for one in everyone if one.host == mine.host and set(one.cores) & set(cores)]
     return MPIRendezvous(address, port, len(together), together.index(rank) if rank in together else 0)
-
-
-def _without_mpi(size: int, local_size: int) -> MPIRendezvous:
-    """Return a port that every rank computes from the name of the job; on one node only."""
-    job = next((os.environ[name] for name in _JOB_NAMES if os.environ.get(name)), None)
-    if local_size != size or job is None:
-        raise LaunchError(
-            f"{size} ranks were started, of which {local_size} on this node, but mpi4py is not installed, over"
-            " which they would find each other. Install it with `pip install 'lightning-lockstep[mpi]'`, or"
-            " set MASTER_ADDR and MASTER_PORT to the host of rank 0 and a free port on it."
-        )
-    return MPIRendezvous("127.0.0.1", 20_000 + zlib.crc32(job.encode()) % 12_000)
-
-
-_JOB_NAMES = ("PMIX_NAMESPACE", "PMI_JOBID", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID")
 
 
 def _addresses() -> list[str]:

@@ -36,10 +36,10 @@ def test_unknown_options_are_named_with_their_nearest() -> None:
 
 def test_unknown_options_of_a_strategy_on_top_of_another_are_compared_with_the_options_of_both() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        LockstepMPIStrategy(grace_perod=5.0, chek=False)
+        LockstepMPIStrategy(grace_perod=5.0, hostfle=None)
     text = str(caught.value)
     assert "LockstepMPIStrategy has no option 'grace_perod'. Did you mean 'grace_period'" in text
-    assert "LockstepMPIStrategy has no option 'chek'. Did you mean 'check'" in text
+    assert "LockstepMPIStrategy has no option 'hostfle'. Did you mean 'hostfile'" in text
 
 
 @pytest.mark.parametrize(
