@@ -37,7 +37,7 @@ from lightning_lockstep.distributed.guard.records import Arrival, Outstanding, R
 from lightning_lockstep.distributed.mpi.operations import COLLECTIVES, Receive, moved, pieces
 from lightning_lockstep.distributed.mpi.runtime import MPIRuntime
 from lightning_lockstep.distributed.mpi.worker import Body, MPIWork
-from lightning_lockstep.errors import CollectiveMismatchError
+from lightning_lockstep.errors import CollectiveMismatchError, RankFailedError
 
 # A rank that has exited may still take part for so long through what it has sent before [s].
 _IN_FLIGHT = 5.0
@@ -82,6 +82,10 @@ class CallRecords:
 class MPIProcessGroup(dist.ProcessGroup):
     """A group of ranks as two MPI communicators: one for collectives, one for sends and receives."""
 
+    compares_calls = True  # before each collective, so that the guard need not
+    supports_coalescing = False  # torch then waits for several operations by itself
+    _device_types = [torch.device("cpu")]  # noqa: RUF012 - a property of torch's class
+
     def __init__(
         self,
         rank: int,
@@ -98,7 +102,8 @@ class MPIProcessGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         self.comm, self._messages, self._runtime = comm, messages, runtime
         self._size, self._name = size, title
-        self._title, self._ranks, self._in_world = title, ranks, runtime.ranks_of(comm)
+        self._title, self._ranks = title, ranks
+        self._in_world = runtime.worker.call(runtime.ranks_of, comm)
         self.options = SimpleNamespace(_timeout=timeout)  # as backends in C++ have it
         self.call_recorder = CallRecords()
         self._broken: BaseException | None = None
@@ -148,6 +153,8 @@ class MPIProcessGroup(dist.ProcessGroup):
     def _agreed(self, call: CollectiveCall, inputs: Sequence[Tensor], body: Body) -> Body:
         """Carry a collective out if all ranks have called the same, and raise on all of them if not."""
         # MPI does not ask: it would truncate on one rank, give wrong numbers on another, or write where it must not.
+        if isinstance(self._broken, RankFailedError):
+            raise self._broken
         if self._broken is not None:
             raise dist.DistBackendError(
                 f"Group {self._title!r} of the backend 'mpi4py' cannot be used any more, because an earlier operation"
@@ -167,7 +174,8 @@ class MPIProcessGroup(dist.ProcessGroup):
     def _ended(self, work: MPIWork, number: int) -> None:
         self.call_recorder.end(number)
         self._named(work)
-        if not isinstance(work.error, CollectiveMismatchError):
+        # After a comparison all ranks have come equally far; otherwise nobody knows how far the others are.
+        if work.given_up or not isinstance(work.error, CollectiveMismatchError):
             self._broken = self._broken or work.error
 
     # -- sends and receives ------------------------------------------------------------------------------
@@ -245,11 +253,6 @@ class MPIProcessGroup(dist.ProcessGroup):
                 text += " A rank has sent more than this one expects: make both ends equal."
             work.error = dist.DistBackendError(text)
 
-    @property
-    def compares_calls(self) -> bool:
-        """Whether the ranks are compared before each operation, so that the guard need not."""
-        return True
-
     # -- the rest of torch's contract --------------------------------------------------------------------
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
@@ -260,15 +263,6 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def getGroupName(self) -> str:  # noqa: N802 - torch's name
         return self._name
-
-    @property
-    def supports_coalescing(self) -> bool:
-        """Whether the group itself waits for several operations together; torch does it otherwise."""
-        return False
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
 
     def _get_backend(self, device: torch.device) -> Any:
         return self

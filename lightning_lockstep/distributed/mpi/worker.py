@@ -10,7 +10,7 @@
                                                        -------- gate ----->   future.set_result()
 
 An operation is a generator. It starts non-blocking calls of MPI, yields the functions that test whether they are
-complete, and goes on once they are. The worker never blocks on a rank that has not arrived, so operations of several
+complete, and goes on once they are. The worker never waits in MPI for a rank that has not arrived, so operations of several
 groups, sends and receives go on side by side in whatever order they were called.
 
 Collectives of one group run one after another, as MPI wants them in one order on all ranks. Only the worker calls MPI,
@@ -91,11 +91,16 @@ class MPIWork(dist.Work):
                 self.finish()
         return True
 
+    @property
+    def given_up(self) -> bool:
+        """Whether it ended before MPI's calls were complete."""
+        return bool(self._tests)
+
     def finish(self, error: BaseException | None = None) -> None:
         """Let those go on who wait for it."""
         self.error = error
-        if self._tests:  # MPI may still write to the memory of a call that is given up, so all of it is kept
-            _abandoned.append(self)
+        if self.given_up:  # MPI may still write to the memory, so all of it is kept
+            _given_up.append(self)
         self._ended(self)
         self._done = True
         self._gate.release()
@@ -139,14 +144,6 @@ class MPIWork(dist.Work):
         """Return the error the operation ended with, if any."""
         return self.error
 
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> list[Any]:
-        """Return the tensors of a finished operation."""
-        self.wait()
-        return self._tensors
-
     def source_rank(self) -> int:
         """Return the rank, in the group, that a message came from."""
         return self.senders[0] if self.senders else -1
@@ -180,7 +177,7 @@ class MPIWork(dist.Work):
         return self._tensors
 
 
-_abandoned: list[MPIWork] = []
+_given_up: list[MPIWork] = []
 
 
 # -- The worker --
