@@ -10,8 +10,8 @@
                                                        -------- gate ----->   future.set_result()
 
 An operation is a generator. It starts non-blocking calls of MPI, yields the functions that test whether they are
-complete, and goes on once they are. The worker never waits in MPI for a rank that has not arrived, so operations of several
-groups, sends and receives go on side by side in whatever order they were called.
+complete, and goes on once they are. The worker never waits in MPI for a rank that has not arrived, so operations of
+several groups, sends and receives go on side by side in whatever order they were called.
 
 Collectives of one group run one after another, as MPI wants them in one order on all ranks. Only the worker calls MPI,
 so any level of thread support will do that lets it.
@@ -43,8 +43,9 @@ _FUTURES = "lockstep-mpi-future"
 # A waiter gives the worker, which ends an operation itself at its deadline, so much longer [s].
 _EXTRA = 5.0
 _LOOKS = 0.02  # how often deadlines and failures are looked at [s]
-# Tests before the core is given away, which a backward may want; time until the worker sleeps between tests [s].
-_SPINS, _YIELDS = 5, 0.002
+# Tests before the core is given away: few while a backward may want it, many if a thread only waits.
+_SPINS, _SPINS_IF_AWAITED = 5, 400
+_YIELDS = 0.002  # time until the worker sleeps between tests [s]
 
 
 class MPIWork(dist.Work):
@@ -66,6 +67,7 @@ class MPIWork(dist.Work):
         self._timeout, self._deadline = timeout, time.monotonic() + timeout
         self._ended, self._exited = ended, exited
         self.error: BaseException | None = None
+        self.awaited = False  # by a thread that does nothing else meanwhile
         self.senders: list[int] = []  # of a receive, once it is complete
         self._body, self._tests, self._tensors = body, [], tensors
         # The worker writes into tensors of the caller, which may have been made in inference mode.
@@ -124,6 +126,7 @@ class MPIWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the operation is over."""
+        self.awaited = True
         given = timeout.total_seconds() if timeout is not None else 0.0
         if not self._gate.acquire(timeout=given if given > 0 else self._timeout + _EXTRA):
             raise self._stalled(given if given > 0 else self._timeout)
@@ -241,11 +244,10 @@ class Worker:
                     item()
                 tests = 0
             tests = 0 if self._step_all() else tests + 1
-            if tests < _SPINS:
+            if tests < _SPINS or (tests < _SPINS_IF_AWAITED and any(work.awaited for work in self._running)):
+                since = time.monotonic()
                 continue
             now = time.monotonic()
-            if tests == _SPINS:
-                since = now
             if now - since > _YIELDS:
                 time.sleep(0.00005 if now - since < 0.5 else 0.0005)
             else:
