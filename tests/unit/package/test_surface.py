@@ -82,7 +82,6 @@ ROOMS = {
         "Gather",
         "Gathered",
         "LocalSideChannel",
-        "MPIBackendOptions",
         "Message",
         "PendingReduction",
         "RankGroup",
