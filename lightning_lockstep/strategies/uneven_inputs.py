@@ -53,6 +53,8 @@ def every_rank_contributes(strategy: Any, is_padding_batch: Callable[[], bool]) 
         if output is not None and not is_padding_batch():
             return output
         zero = zero_loss(strategy.model, entries)
+        if output is None:
+            return {"loss": zero, "num_items": None}  # which is none that the step has forgotten to return
         return {**output, "loss": zero} if isinstance(output, Mapping) else zero
 
     with replaced(module, training_step=contributing):

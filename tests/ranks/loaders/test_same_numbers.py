@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +67,41 @@ def test_a_fit_of_four_ranks_goes_on_with_three_at_the_very_sample(tmp_path: Pat
     assert len(seen) == 2 * 97 and set(seen.values()) == {1}
 
 
-def wrong_items() -> list[str]:
-    found = []
-    for items in (-1, float("nan")):
+#: What rank 1 returns as num_items in a batch, and what all ranks raise; rank 0 returns 7.
+WRONG: dict[str, tuple[Callable[[int], float | None], str]] = {
+    "negative": (lambda batch: -1, "num_items=-1 on rank 1"),
+    "nan": (lambda batch: float("nan"), "num_items=nan on rank 1"),
+    "never": (lambda batch: None, "no num_items on rank 1"),
+    "not always": (lambda batch: 7 if batch == 0 else None, "no num_items on rank 1"),
+}
+
+
+def wrong_items() -> dict[str, str]:
+    def refused(of_rank_1: Callable[[int], float | None]) -> str:
         with pytest.raises(ConfigurationError) as caught:
-            fitted(LockstepDDPStrategy(), 16, 1, counts=True, items=items)
-        found.append(str(caught.value))
-    return found
+            items = lambda rank, batch: of_rank_1(batch) if rank else 7  # noqa: E731
+            fitted(LockstepDDPStrategy(), 32, 1, counts=True, items=items)
+        return str(caught.value)
+
+    return {case: refused(of_rank_1) for case, (of_rank_1, _) in WRONG.items()}
 
 
-def test_a_number_of_items_that_cannot_be_is_refused() -> None:
-    ((negative, not_a_number),) = run_ranks(1, wrong_items, backend=None)
-    assert negative == "training_step returned num_items=-1.0: expected how many there are, 0 or more."
-    assert "num_items=nan" in not_a_number
+def test_a_number_of_items_that_cannot_be_is_one_error_on_all_ranks() -> None:
+    for told in run_ranks(2, wrong_items, backend=None, timeout=60):
+        assert told == {
+            case: f"training_step returned {words}: expected how many there are, 0 or more, on every rank."
+            for case, (_, words) in WRONG.items()
+        }
+
+
+def without_items() -> list[dict[str, torch.Tensor]]:
+    def fit(on_rank_1: int, no_tokens: bool = False) -> dict[str, torch.Tensor]:
+        options: dict[str, Any] = {"counts": True, "no_tokens": no_tokens}
+        return fitted(LockstepDDPStrategy(), 32, 1, items=lambda rank, _: (7, on_rank_1)[rank], **options)[1]
+
+    return [fit(7), fit(0), fit(0, no_tokens=True)]
+
+
+def test_a_rank_may_have_no_items_and_its_loss_of_nan_does_not_count() -> None:
+    for seven, none, without_tokens in run_ranks(2, without_items, backend=None):
+        assert difference(none, without_tokens) < 1e-12 < 1e-3 < difference(seven, none)
