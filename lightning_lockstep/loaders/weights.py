@@ -54,8 +54,7 @@ class StepWeights:
 
     def __init__(self) -> None:
         self.weight = 1.0
-        # Whether the steps of this fit give their items; the ranks agree on it once.
-        self._gives_items: bool | None = None
+        self._gives_items = False  # whether the steps of this fit do
         # Items of all ranks: of the first micro-batch of an optimizer step, and of the step so far.
         self._first = self._items = 0.0
         self.corrects = True  # whether gradients can be multiplied once all micro-batches had their backward
@@ -64,26 +63,17 @@ class StepWeights:
 
     def clear(self) -> None:
         """Forget what the steps of a fit were like."""
-        self.weight, self._gives_items, self._first, self._items = 1.0, None, 0.0, 0.0
+        self.weight, self._gives_items, self._first, self._items = 1.0, False, 0.0, 0.0
 
     def of_step(
         self, trainer: Any, output: Any, samples: int | None, communicator: Communicator, *, is_padding: bool
     ) -> None:
-        """Find what the micro-batch counts that has just had its forward.
-
-        Ranks: all, together; 16 bytes in the first step of a fit, and 8 in each that counts items.
-        """
+        """Find what the micro-batch counts that has just had its forward. Ranks: all, together, if it counts items."""
         # `samples`: of this rank's batch, where they are to be counted as items are.
         items: Any = output.get(_KEY, _MISSING) if isinstance(output, Mapping) else _MISSING
         # What stands for a step that returned None has `num_items` of None.
         left_out = is_padding or output is None or items is None
-        gives = None if left_out else items is not _MISSING
-        if self._gives_items is None:
-            self._gives_items = _agreed(gives, communicator)
-        if gives and not self._gives_items:
-            raise ConfigurationError(
-                f"training_step returned {_KEY}, but not in earlier steps: expected it in all."
-            )
+        self._gives_items = self._gives_items or not (items is None or items is _MISSING)
         if not self._gives_items and samples is None:
             self.weight, self._items = self._by_samples(trainer, communicator.world_size), 0.0
             return
@@ -157,15 +147,6 @@ class StepWeights:
             return output
 
         return corrected
-
-
-def _agreed(gives: bool | None, communicator: Communicator) -> bool | None:
-    """Return whether all ranks give their items; ``None`` if this says nothing of any. Ranks: all, together."""
-    votes = communicator.all_reduce(torch.tensor([gives is True, gives is False], dtype=torch.float64))
-    with_items, without = votes.tolist()
-    if with_items and without:
-        _refuse(f"no {_KEY}" if gives is False else None, communicator)
-    return bool(with_items) if with_items or without else None
 
 
 def _refuse(wrong: str | None, communicator: Communicator) -> NoReturn:
