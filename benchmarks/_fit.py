@@ -12,6 +12,7 @@ import logging
 import statistics
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ BARE: dict[str, Any] = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
+
+_RANKS = 2
 
 #: Layer widths of the models, by a name that says how many parameters they have.
 WIDTHS = {
@@ -50,21 +53,25 @@ class Job:
     """The same number of CPU threads for every strategy; None: each strategy's own default."""
     callbacks: tuple[str, ...] = ()
     """Callbacks of ours, by name, with their defaults."""
+    counts_items: bool = False
+    """Whether ``training_step`` returns ``num_items``."""
 
 
 class Net(pl.LightningModule):
     """Linear layers with ReLU between them."""
 
-    def __init__(self, widths: list[int]) -> None:
+    def __init__(self, widths: list[int], *, counts_items: bool = False) -> None:
         super().__init__()
+        self.counts_items = counts_items
         layers: list[nn.Module] = []
         for wide, next_wide in itertools.pairwise(widths):
             layers += [nn.Linear(wide, next_wide), nn.ReLU()]
         self.layers = nn.Sequential(*layers[:-1])
 
-    def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
+    def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Any:
         inputs, targets = batch
-        return nn.functional.mse_loss(self.layers(inputs), targets)
+        loss = nn.functional.mse_loss(self.layers(inputs), targets)
+        return {"loss": loss, "num_items": len(targets)} if self.counts_items else loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
@@ -73,12 +80,15 @@ class Net(pl.LightningModule):
 class StepTimes(pl.Callback):
     """The time from the start of one batch to the start of the next."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_start: Callable[[], None] | None = None) -> None:
+        self._at_start = at_start
         self.starts: list[float] = []
         self.processor: list[float] = []
         self.threads = 0
 
     def on_train_batch_start(self, *_: Any) -> None:
+        if self._at_start is not None:
+            self._at_start()
         self.starts.append(time.perf_counter())
         self.processor.append(time.process_time())
         self.threads = torch.get_num_threads()
@@ -119,8 +129,13 @@ def make_strategy(job: Job) -> Any:
     return job.strategy
 
 
-def fit(job: Job) -> dict[str, float]:
-    """Train on this rank; returns median and mean step time [s] and the number of threads it ran with."""
+def fit(job: Job, at_start: Callable[[], None] | None = None) -> dict[str, float]:
+    """Train on this rank; returns median and mean step time [s] and the number of threads it ran with.
+
+    Args:
+        job: What to train.
+        at_start: Called at the start of each step.
+    """
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     if job.threads is not None:
@@ -129,17 +144,17 @@ def fit(job: Job) -> dict[str, float]:
     widths = WIDTHS[job.model]
     # As many batches as steps, all views of a few: neither loading nor memory enters the measurement.
     data = [(torch.randn(job.batch, widths[0]), torch.randn(job.batch, widths[-1])) for _ in range(8)]
-    batches = [data[step % len(data)] for step in range(job.steps)]
-    times = StepTimes()
+    batches = [data[step % len(data)] for step in range(_RANKS * job.steps)]
+    times = StepTimes(at_start)
     trainer = pl.Trainer(
-        **on_device(2),
+        **on_device(_RANKS),
         strategy=make_strategy(job),
         max_epochs=1,
-        use_distributed_sampler=False,
         **BARE,
         callbacks=[*make_callbacks(job), times],
     )
-    trainer.fit(Net(widths), torch.utils.data.DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    net = Net(widths, counts_items=job.counts_items)
+    trainer.fit(net, torch.utils.data.DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     return {
         "seconds": times.median(),
         "mean": times.mean(),

@@ -191,6 +191,30 @@ def costs(folder: Path) -> None:
     figure.savefig(folder / "costs.png", dpi=130)
 
 
+def any_ranks(folder: Path) -> None:
+    """A test of 13 samples on 1 to 6 ranks: Lightning's ddp, and ours."""
+    from matplotlib.figure import Figure
+
+    ranks, script = range(1, 7), "examples/same_run/any_ranks.py"
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    figure.suptitle("One model, 13 test samples in batches of 4", fontsize=11)
+    panels = figure.subplots(1, 2)
+    for strategy, colour, marker in (("ddp", "tab:red", "s"), ("lockstep_ddp", "tab:blue", "o")):
+        found = []
+        for number in ranks:
+            command = [sys.executable, Path(script).name, "--strategy", strategy, "--ranks", str(number)]
+            (line,) = from_line(in_folder(command, script=script)[0].lines, f"{strategy} on {number}: ")[:1]
+            found.append([float(one) for one in re.findall(r"\d+\.\d+", without_colours(line))])
+        for panel, values in zip(panels, zip(*found, strict=True), strict=False):
+            panel.plot(ranks, values, color=colour, marker=marker, label=strategy, linewidth=2)
+    for panel, what in zip(panels, ("test accuracy", "test loss"), strict=True):
+        panel.set(xlabel="ranks", ylabel=what, xticks=ranks)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.margins(y=0.15)
+    panels[0].legend(frameon=False, loc="upper right")
+    figure.savefig(folder / "any-ranks.png", dpi=130)
+
+
 PICTURES: dict[str, Callable[[Path], None]] = {
     "failing-rank": failing_rank,
     "stall": stall,
@@ -200,6 +224,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "batch-size": batch_size,
     "doctor": doctor,
     "costs": costs,
+    "any-ranks": any_ranks,
 }
 
 

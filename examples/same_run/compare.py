@@ -5,7 +5,8 @@
     python examples/same_run/compare.py ddp fsdp --steps 10 # the set-ups whose names begin so
     python examples/same_run/compare.py --xla-python .venv-xla/bin/python   # XLA needs its own environment
 
-Each set-up is `lockstep-train` with another strategy and other devices; see docs/same-run.md.
+Each set-up is `lockstep-train` with another strategy and other devices, on 101 samples in global batches of 8: the last
+step of an epoch has 5. After each step 13 other samples are evaluated; see docs/same-run.md.
 """
 
 from __future__ import annotations
@@ -19,16 +20,15 @@ from pathlib import Path
 
 #: What all runs share: data, model, seed, and the samples of an optimizer step.
 SAME = [
-    "data=source_text",
+    "data=own",
+    "data._target_=odd_samples.OddSamples",
+    "+data.context=64",
     "model=byte_gpt",
-    "data.global_batch_size=8",
-    "data.context=64",
-    "data.max_bytes=300000",
     "seed=1",
     "precision=32-true",
     "trainer.accelerator=cpu",
-    "trainer.log_every_n_steps=1",
-    "trainer.limit_val_batches=0",
+    "trainer.val_check_interval=1",
+    "trainer.num_sanity_val_steps=0",
     "trainer.enable_progress_bar=false",
     "callbacks=none",
     "checkpoint=none",
@@ -56,30 +56,41 @@ SETUPS = {
 }
 
 
-def losses(name: str, steps: int, folder: Path, python: str) -> list[float]:
-    """Run a set-up, unless its run is there; return the loss of each optimizer step, the mean over all ranks."""
+def evaluations(name: str, steps: int, folder: Path, python: str) -> list[tuple[float, float]]:
+    """Run a set-up, unless its run is there; return the loss and the accuracy after each optimizer step."""
     written = folder / "csv" / "metrics.csv"
     if not written.exists():
         command = [python, "-m", "lightning_lockstep.train", *SAME, *SETUPS[name]]
         command += [f"trainer.max_steps={steps}", f"hydra.run.dir={folder}"]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        done = subprocess.run(
+            command,
+            cwd=Path(__file__).parent,  # where odd_samples.py is
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
         if done.returncode:
             raise RuntimeError(f"{name} ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
     with open(written, newline="") as file:
-        return [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
+        return [
+            (float(row["val_loss"]), float(row["val_acc"])) for row in csv.DictReader(file) if row["val_loss"]
+        ]
 
 
-def table(curves: dict[str, list[float]]) -> str:
-    """Return the curves as a table of Markdown: some losses, and the largest difference from the first curve."""
-    reference = next(iter(curves.values()))
+def table(found: dict[str, list[tuple[float, float]]]) -> str:
+    """Return the evaluations as a table of Markdown: some, and the largest difference from the first curve."""
+    reference = next(iter(found.values()))
     shown = sorted({0, len(reference) // 2 - 1, len(reference) - 1})
     lines = [
-        "| set-up |" + "".join(f" loss at step {step + 1} |" for step in shown) + " largest difference |",
-        "| --- |" + " --- |" * (len(shown) + 1),
+        "| set-up |"
+        + "".join(f" loss after step {step + 1} |" for step in shown)
+        + " accuracy | largest difference |",
+        "| --- |" + " --- |" * (len(shown) + 2),
     ]
-    for name, values in curves.items():
-        apart = max(abs(one - other) for one, other in zip(values, reference, strict=True))
-        lines.append(f"| {name} |" + "".join(f" {values[step]:.7f} |" for step in shown) + f" {apart:.1e} |")
+    for name, values in found.items():
+        apart = max(abs(one[0] - other[0]) for one, other in zip(values, reference, strict=True))
+        losses = "".join(f" {values[step][0]:.7f} |" for step in shown)
+        lines.append(f"| {name} |{losses} {values[-1][1]:.7f} | {apart:.1e} |")
     return "\n".join(lines)
 
 
@@ -100,7 +111,7 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
         if index:
             below.semilogy(steps, apart, color=colours(index))
     below.axhline(1e-5, color="black", linestyle="dashed")
-    above.set_ylabel("loss")
+    above.set_ylabel("loss of 13 other samples")
     above.legend(fontsize="small")
     below.set(ylabel=f"difference from {next(iter(curves))}", xlabel="optimizer step", ylim=(1e-8, 1e-4))
     below.xaxis.get_major_locator().set_params(integer=True)
@@ -112,7 +123,7 @@ def main() -> None:
     """Run the set-ups, print the table and draw the picture."""
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", help="beginnings of names; the first set-up always runs")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=26)
     parser.add_argument("--picture", type=Path, default=Path("same-run.png"))
     parser.add_argument("--runs", type=Path, help="folder for the runs; one that is there is not run again")
     parser.add_argument("--xla-python", help="interpreter of an environment with torch-xla")
@@ -122,7 +133,7 @@ def main() -> None:
         for index, name in enumerate(SETUPS)
         if index == 0 or not given.names or name.startswith(tuple(given.names))
     ]
-    curves, failed = {}, list[str]()
+    found, failed = {}, list[str]()
     with tempfile.TemporaryDirectory() as temporary:
         for name in chosen:
             folder = given.runs or Path(temporary)
@@ -132,14 +143,14 @@ def main() -> None:
             print(name, file=sys.stderr, flush=True)
             python = given.xla_python if name.startswith("xla") else sys.executable
             try:
-                curves[name] = losses(
+                found[name] = evaluations(
                     name, given.steps, (folder / name.replace(", ", "-").replace(" ", "-")).absolute(), python
                 )
             except RuntimeError as error:  # the others still count
                 failed.append(name)
                 print(error, file=sys.stderr)
-    print(table(curves))
-    draw(curves, given.picture)
+    print(table(found))
+    draw({name: [loss for loss, _ in values] for name, values in found.items()}, given.picture)
     print(f"drawn: {given.picture}", file=sys.stderr)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")

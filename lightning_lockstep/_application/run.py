@@ -56,6 +56,7 @@ from lightning_lockstep.launchers.mpirun import MPIRunLauncher, ran_under_mpirun
 from lightning_lockstep.loaders.global_order import in_global_order
 from lightning_lockstep.steps.patching import put_in_place
 from lightning_lockstep.stopping.loader_position import LoaderPosition
+from lightning_lockstep.strategies.lifecycle import WeightedSteps
 
 # -- Leaves out of the output what is for the developers of other packages, or for nobody --
 
@@ -167,8 +168,8 @@ def _attempt(key: str, make: Callable[[], Any], faults: list[str]) -> Any:
 
 
 def _order_samples(strategy: Any, seed: int) -> None:
-    """Let a single process, under Lightning's own strategy or SPMD, have the order of several ranks."""
-    if hasattr(strategy, "lifecycle"):
+    """Let a single process under Lightning's own strategy have the order of several ranks."""
+    if isinstance(strategy, WeightedSteps):
         return  # the strategy does
     process = strategy.process_dataloader
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from lightning_lockstep.errors import BatchSizeError, ConfigurationError
 from lightning_lockstep.loaders.global_order import parts_of
 
 _KEY = "num_items"
+_MISSING = object()
 
 
 def samples_of_batch(trainer: Any, number: int) -> tuple[int, int] | None:
@@ -49,7 +50,7 @@ class StepWeights:
 
     def __init__(self) -> None:
         self.weight = 1.0
-        self._counts = False  # whether the steps of this fit count items
+        self._gives_items = False  # whether the steps of this fit do
         # Items of all ranks: of the first micro-batch of an optimizer step, and of the step so far.
         self._first = self._items = 0.0
         self.corrects = True  # whether gradients can be multiplied once all micro-batches had their backward
@@ -58,42 +59,51 @@ class StepWeights:
 
     def clear(self) -> None:
         """Forget what the steps of a fit were like."""
-        self.weight, self._counts, self._first, self._items = 1.0, False, 0.0, 0.0
+        self.weight, self._gives_items, self._first, self._items = 1.0, False, 0.0, 0.0
 
     def of_step(
         self, trainer: Any, output: Any, samples: int | None, communicator: Communicator, *, is_padding: bool
     ) -> None:
         """Find what the micro-batch counts that has just had its forward. Ranks: all, together, if it counts items."""
         # `samples`: of this rank's batch, where they are to be counted as items are.
-        items = output.get(_KEY) if isinstance(output, Mapping) else None
-        self._counts = self._counts or items is not None or samples is not None
-        if self._counts:
-            count = 0 if is_padding else samples if items is None else items
-            self.weight = self._by_items(
-                trainer, _checked(count or 0), communicator, refuses=items is not None
+        items: Any = output.get(_KEY, _MISSING) if isinstance(output, Mapping) else _MISSING
+        # What stands for a step that returned None has `num_items` of None.
+        left_out = is_padding or output is None or items is None
+        self._gives_items = self._gives_items or not (items is None or items is _MISSING)
+        if not self._gives_items and samples is None:
+            self.weight, self._items = self._by_samples(trainer, communicator.world_size), 0.0
+            return
+        if self._gives_items and self.in_parts:
+            raise BatchSizeError(
+                f"A batch that does not fit cannot be split where training_step returns {_KEY}, as the parts would"
+                " count by their samples: use a smaller batch."
             )
+        here = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx
+        if self.in_parts and self._counted_at == here:
+            return
+        self._counted_at = here
+        wrong = None
+        if left_out:
+            count = 0.0
+        elif not self._gives_items:
+            count = float(self.in_parts or samples or 0)
         else:
-            self.weight = self._by_samples(trainer, communicator.world_size)
+            count = math.nan if items is _MISSING else float(items)
+            if not math.isfinite(count) or count < 0:  # so that all ranks learn of it
+                wrong, count = f"no {_KEY}" if items is _MISSING else f"{_KEY}={count:g}", math.nan
+        self.weight = self._by_items(trainer, count, wrong, communicator)
 
-    def _by_items(self, trainer: Any, items: float, communicator: Communicator, *, refuses: bool) -> float:
-        number, accumulated = trainer.fit_loop.epoch_loop.batch_idx, trainer.accumulate_grad_batches
-        if refuses and accumulated > 1 and not self.corrects:
+    def _by_items(self, trainer: Any, items: float, wrong: str | None, communicator: Communicator) -> float:
+        accumulated = trainer.accumulate_grad_batches
+        if self._gives_items and accumulated > 1 and not self.corrects:
             raise ConfigurationError(
                 f"{_KEY} with accumulate_grad_batches={accumulated} under DeepSpeed: expected 1, as its engine reduces"
                 " the gradients of a micro-batch before the items of the next are counted."
             )
-        if self.in_parts:
-            if refuses:
-                raise BatchSizeError(
-                    f"A batch that does not fit cannot be split where training_step returns {_KEY}, as the parts would"
-                    " count by their samples: use a smaller batch."
-                )
-            if self._counted_at == (trainer.current_epoch, number):
-                return self.weight
-            items = float(self.in_parts if items else 0)  # a padding batch has none
-        self._counted_at = trainer.current_epoch, number
         found = float(communicator.all_reduce(torch.tensor([items], dtype=torch.float64)))
-        if number % accumulated == 0 or not self.corrects:
+        if math.isnan(found):
+            _refuse(wrong, communicator)
+        if trainer.fit_loop.epoch_loop.batch_idx % accumulated == 0 or not self.corrects:
             self._first, self._items = found, 0.0
         self._items += found
         return items * communicator.world_size / (self._first or 1.0)
@@ -116,6 +126,8 @@ class StepWeights:
 
     def weighted(self, loss: Tensor) -> Tensor:
         """Return the loss as it counts."""
+        if self.weight == 0.0:  # a mean over no items is nan, and so is 0 times nan
+            loss = loss.nan_to_num()
         return loss if self.weight == 1.0 else loss * self.weight
 
     def correcting(self, closure: Callable[[], Any], optimizer: Any, accumulated: int) -> Callable[[], Any]:
@@ -123,7 +135,7 @@ class StepWeights:
 
         def corrected() -> Any:
             output = closure()
-            if self._counts and accumulated > 1 and self.corrects:
+            if self._items and accumulated > 1 and self.corrects:
                 factor = accumulated * (self._first or 1.0) / (self._items or 1.0)
                 for parameter in (one for group in optimizer.param_groups for one in group["params"]):
                     if parameter.grad is not None:
@@ -133,10 +145,9 @@ class StepWeights:
         return corrected
 
 
-def _checked(items: Any) -> float:
-    count = float(items)
-    if not math.isfinite(count) or count < 0:
-        raise ConfigurationError(
-            f"training_step returned {_KEY}={count}: expected how many there are, 0 or more."
-        )
-    return count
+def _refuse(wrong: str | None, communicator: Communicator) -> NoReturn:
+    """Raise on every rank for what some have returned. Ranks: all, together; a gather."""
+    told = [f"{one} on rank {rank}" for rank, one in enumerate(communicator.gather(wrong)) if one]
+    raise ConfigurationError(
+        f"training_step returned {', '.join(told)}: expected how many there are, 0 or more, on every rank."
+    )

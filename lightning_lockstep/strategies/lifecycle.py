@@ -477,7 +477,27 @@ class PlainCheckpoints(Strategy):
         )
 
 
-class LifecycleHooks(PlainCheckpoints, ParallelStrategy):
+class WeightedSteps(Strategy):
+    """Base of strategies whose optimizer steps are means over all of their samples, or items."""
+
+    @property
+    def weights(self) -> StepWeights:
+        """What the loss of a micro-batch counts in its optimizer step."""
+        raise NotImplementedError
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the backward of a loss, which counts as much as its micro-batch has of its optimizer step's samples."""
+        return super().backward(self.weights.weighted(closure_loss), *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """Make an optimizer's step."""
+        module = self.lightning_module
+        if module is not None and module.automatic_optimization:
+            closure = self.weights.correcting(closure, optimizer, module.trainer.accumulate_grad_batches)
+        return super().optimizer_step(optimizer, closure, *args, **kwargs)
+
+
+class LifecycleHooks(WeightedSteps, PlainCheckpoints, ParallelStrategy):
     """Base of strategies of one process a device, in front of one of Lightning's strategies."""
 
     # A class sets ``lifecycle`` before it calls the constructor of Lightning's, and afterwards
@@ -550,16 +570,13 @@ class LifecycleHooks(PlainCheckpoints, ParallelStrategy):
         self.lifecycle.weigh(output, [*args, *kwargs.values()][0])
         return output
 
-    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the backward of a loss, which counts as much as its micro-batch has of its optimizer step's samples."""
-        return super().backward(self.lifecycle.weights.weighted(closure_loss), *args, **kwargs)
+    @property
+    def weights(self) -> StepWeights:
+        """See :attr:`WeightedSteps.weights`."""
+        return self.lifecycle.weights
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Make an optimizer's step. Ranks: for LBFGS all, together; an all-reduce each time it asks for the loss."""
-        if self._module.automatic_optimization:
-            closure = self.lifecycle.weights.correcting(
-                closure, optimizer, self._module.trainer.accumulate_grad_batches
-            )
         if isinstance(optimizer, torch.optim.LBFGS) and current_communicator().world_size > 1:
             closure = partial(_mean_loss, closure)
         return super().optimizer_step(optimizer, closure, *args, **kwargs)

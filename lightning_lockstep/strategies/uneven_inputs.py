@@ -39,7 +39,8 @@ def every_rank_contributes(strategy: Any) -> Iterator[None]:
     def contributing(*args: Any, **kwargs: Any) -> Any:
         with gathered_entries() as entries:
             output = original(*args, **kwargs)
-        return zero_loss(strategy.model, entries) if output is None else output
+        # The `num_items` of None is none that the step has forgotten to return.
+        return {"loss": zero_loss(strategy.model, entries), "num_items": None} if output is None else output
 
     with replaced(module, training_step=contributing):
         yield

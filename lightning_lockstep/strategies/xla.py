@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -16,10 +17,11 @@ from lightning_lockstep._doors.lightning import (
     ClusterEnvironment,
     Precision,
     SingleDeviceStrategy,
+    extract_batch_size,
 )
 from lightning_lockstep._settings import Faults, settings_of
 from lightning_lockstep._text import say
-from lightning_lockstep._trainer import given_to_trainer
+from lightning_lockstep._trainer import asks_for_training_loader, given_to_trainer
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.coordination.gather_uneven import (
     broadcast_object,
@@ -30,6 +32,8 @@ from lightning_lockstep.distributed.guard.verify import verify_parameters
 from lightning_lockstep.distributed.process_group import broadcast_tensors
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.subprocess_script import ScriptLauncher
+from lightning_lockstep.loaders.global_order import in_global_order
+from lightning_lockstep.loaders.weights import StepWeights
 from lightning_lockstep.numerics.precision import requested_precision
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.stopping.loader_position import LoaderPosition
@@ -38,6 +42,7 @@ from lightning_lockstep.strategies.lifecycle import (
     PlainCheckpoints,
     RankLifecycle,
     RankStartup,
+    WeightedSteps,
 )
 from lightning_lockstep.strategies.options import LifecycleSettings
 from lightning_lockstep.strategies.xla_steps import XLASteps
@@ -157,7 +162,8 @@ class LockstepXLAStrategy(XLASteps, LifecycleHooks):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """How Lightning divides loaders."""
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+        ranks = self.num_nodes * self.num_processes
+        return self.lifecycle.sampler_kwargs({"num_replicas": ranks, "rank": self.global_rank})
 
     @property
     def step_capabilities(self) -> Capabilities:
@@ -288,7 +294,7 @@ class LockstepXLAStrategy(XLASteps, LifecycleHooks):
 # -- One process over all XLA devices of its host: batches divided among them, metrics as on one device --
 
 
-class LockstepXLASPMDStrategy(XLASteps, PlainCheckpoints, SingleDeviceStrategy):
+class LockstepXLASPMDStrategy(XLASteps, WeightedSteps, PlainCheckpoints, SingleDeviceStrategy):
     """Training on a mesh of XLA devices, from one process (SPMD).
 
     The program sees one device and whole batches; torch-xla divides each batch among the devices and puts the
@@ -335,6 +341,7 @@ class LockstepXLASPMDStrategy(XLASteps, PlainCheckpoints, SingleDeviceStrategy):
         self._said_ragged = False
         self._mesh: DeviceMesh | None = None
         self._divided: dict[str, int] = {}
+        self._weights = StepWeights()
         super().__init__(checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
 
     def _configure_launcher(self) -> None:
@@ -363,6 +370,34 @@ class LockstepXLASPMDStrategy(XLASteps, PlainCheckpoints, SingleDeviceStrategy):
         super().setup_environment()
         if self.lightning_module is not None:
             LoaderPosition.attach(self.lightning_module.trainer)
+
+    def process_dataloader(self, dataloader: object) -> Any:
+        """Let a shuffled training loader have the order that ranks would have."""
+        module, processed = self.lightning_module, super().process_dataloader(dataloader)
+        if module is None or not asks_for_training_loader(module.trainer):
+            return processed
+        # The seed is that of the sampler which Lightning makes for several ranks.
+        return in_global_order(processed, int(os.environ.get("PL_GLOBAL_SEED", "0")))
+
+    @property
+    def weights(self) -> StepWeights:
+        """See :attr:`WeightedSteps.weights`."""
+        return self._weights
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's training step, and find what its loss counts. Ranks: every process."""
+        output = super().training_step(*args, **kwargs)
+        module = self.lightning_module
+        if module is not None and module.automatic_optimization:
+            several = module.trainer.accumulate_grad_batches > 1
+            samples = extract_batch_size([*args, *kwargs.values()][0]) if several else None
+            self._weights.of_step(module.trainer, output, samples, current_communicator(), is_padding=False)
+        return output
+
+    def teardown(self) -> None:
+        """Bring the module back to the CPU. Ranks: every process; waits for none."""
+        self._weights.clear()
+        super().teardown()
 
     def model_to_device(self) -> None:
         """Move the module to the devices, and divide its parameters. Ranks: every process."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,12 +21,19 @@ class Net(LightningModule):
     """Learns from samples, or from as many tokens of each sample as it has."""
 
     def __init__(
-        self, dtype: torch.dtype, *, counts: bool = False, manual: bool = False, items: float | None = None
+        self,
+        dtype: torch.dtype,
+        *,
+        counts: bool = False,
+        manual: bool = False,
+        items: Callable[[int, int], float | None] | None = None,
+        no_tokens: bool = False,
     ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
-        self.counts, self.automatic_optimization, self.items = counts, not manual, items
+        self.counts, self.automatic_optimization = counts, not manual
+        self.items, self.no_tokens = items, no_tokens  # where there are no items, the loss is nan
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         inputs, targets, lengths = batch
@@ -38,10 +45,14 @@ class Net(LightningModule):
                 self.manual_backward(loss)
                 optimizer.step()
             return loss
+        count: float | None = int(lengths.sum())
+        if self.items is not None:
+            count = self.items(self.global_rank, batch_idx)
+        if self.no_tokens and not count:
+            lengths = lengths * 0
         real = torch.arange(inputs.shape[1]) < lengths[:, None]
-        losses = nn.functional.cross_entropy(self.body(inputs[real]), targets[real], reduction="sum")
-        count = int(lengths.sum())
-        return {"loss": losses / count, "num_items": count if self.items is None else self.items}
+        loss = nn.functional.cross_entropy(self.body(inputs[real]), targets[real])
+        return loss if count is None else {"loss": loss, "num_items": count}
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.3, momentum=0.9)
@@ -76,13 +87,18 @@ def fitted(
     manual: bool = False,
     sampler: bool = False,
     stream: bool = False,
-    items: float | None = None,
+    items: Callable[[int, int], float | None]
+    | None = None,  # of rank and batch, instead of the number there is
+    no_tokens: bool = False,
     **options: Any,
 ) -> tuple[int, dict[str, Tensor]]:
     """Return the optimizer steps and the weights after a fit. Ranks: all, together."""
     ranks = int(os.environ.get("WORLD_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
     seed_everything(3, verbose=False)
-    net, data = Net(dtype, counts=counts, manual=manual, items=items), samples(count, dtype)
+    net, data = (
+        Net(dtype, counts=counts, manual=manual, items=items, no_tokens=no_tokens),
+        samples(count, dtype),
+    )
     trainer = Trainer(
         **{
             **on_device(ranks),

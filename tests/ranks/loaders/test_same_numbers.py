@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from lightning_lockstep import LockstepDDPStrategy
 from lightning_lockstep.errors import ConfigurationError
 from tests.common.loaders.same_numbers import difference, fitted, seen_samples
-from tests.helpers import run_ranks
+from tests.helpers import RankError, run_ranks
 
 #: The fit of each: samples, micro-batches of an optimizer step, and what else.
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -64,16 +66,52 @@ def test_a_fit_of_four_ranks_goes_on_with_three_at_the_very_sample(tmp_path: Pat
         assert len(seen) == 2 * 97 and set(seen.values()) == {1}, ("loader", "stream")[case]
 
 
-def wrong_items() -> list[str]:
-    found = []
-    for items in (-1, float("nan")):
+#: What rank 1 returns as num_items in a batch, and what all ranks raise; rank 0 returns 7.
+WRONG: dict[str, tuple[Callable[[int], float | None], str]] = {
+    "negative": (lambda batch: -1, "num_items=-1 on rank 1"),
+    "nan": (lambda batch: float("nan"), "num_items=nan on rank 1"),
+    "not returned": (lambda batch: 7 if batch == 0 else None, "no num_items on rank 1"),
+}
+
+
+def wrong_items() -> dict[str, str]:
+    def refused(of_rank_1: Callable[[int], float | None]) -> str:
         with pytest.raises(ConfigurationError) as caught:
-            fitted(LockstepDDPStrategy(), 16, 1, counts=True, items=items)
-        found.append(str(caught.value))
-    return found
+            items = lambda rank, batch: of_rank_1(batch) if rank else 7  # noqa: E731
+            fitted(LockstepDDPStrategy(), 32, 1, counts=True, items=items)
+        return str(caught.value)
+
+    return {case: refused(of_rank_1) for case, (of_rank_1, _) in WRONG.items()}
 
 
-def test_a_number_of_items_that_cannot_be_is_refused() -> None:
-    ((negative, not_a_number),) = run_ranks(1, wrong_items, backend=None)
-    assert negative == "training_step returned num_items=-1.0: expected how many there are, 0 or more."
-    assert "num_items=nan" in not_a_number
+def test_a_number_of_items_that_cannot_be_is_one_error_on_all_ranks() -> None:
+    for told in run_ranks(2, wrong_items, backend=None, timeout=60):
+        assert told == {
+            case: f"training_step returned {words}: expected how many there are, 0 or more, on every rank."
+            for case, (_, words) in WRONG.items()
+        }
+
+
+def never_on_rank_1() -> None:
+    strategy = LockstepDDPStrategy(stall_timeout=1.0)
+    fitted(strategy, 32, 1, counts=True, items=lambda rank, _: None if rank else 7)
+
+
+def test_the_guard_shows_that_a_rank_never_returns_its_number_of_items() -> None:
+    with pytest.raises(RankError, match="CollectiveMismatchError: ranks disagree on collective") as caught:
+        run_ranks(2, never_on_rank_1, backend=None, timeout=60)
+    assert re.search(r"0 +all_reduce +float64 +\(1,\)", str(caught.value))
+    assert re.search(r"1 +all_reduce +float64 .* backward +<- differs", str(caught.value))
+
+
+def without_items() -> list[dict[str, torch.Tensor]]:
+    def fit(on_rank_1: int, no_tokens: bool = False) -> dict[str, torch.Tensor]:
+        options: dict[str, Any] = {"counts": True, "no_tokens": no_tokens}
+        return fitted(LockstepDDPStrategy(), 32, 1, items=lambda rank, _: (7, on_rank_1)[rank], **options)[1]
+
+    return [fit(7), fit(0), fit(0, no_tokens=True)]
+
+
+def test_a_rank_may_have_no_items_and_its_loss_of_nan_does_not_count() -> None:
+    for seven, none, without_tokens in run_ranks(2, without_items, backend=None):
+        assert difference(none, without_tokens) < 1e-12 < 1e-3 < difference(seven, none)

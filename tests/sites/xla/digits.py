@@ -61,14 +61,14 @@ class Classifier(L.LightningModule):
         return torch.optim.Adam(self.parameters(), 0.01)
 
 
-def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
+def loaders(batch: int = BATCH) -> tuple[DataLoader[Any], DataLoader[Any]]:
     """Return the training and the validation loader; the order is the same each time."""
     digits = load_digits()
     rows = torch.tensor(digits.data / 16, dtype=torch.float32)
     labels = torch.tensor(digits.target)
     train = TensorDataset(rows[:TRAINED], labels[:TRAINED])
     held_out = TensorDataset(rows[TRAINED : TRAINED + 100], labels[TRAINED : TRAINED + 100])
-    return DataLoader(train, BATCH), DataLoader(held_out, BATCH)
+    return DataLoader(train, batch), DataLoader(held_out, BATCH)
 
 
 def trainer(folder: Path, strategy: Any = "auto", **options: Any) -> L.Trainer:
@@ -87,13 +87,18 @@ def trainer(folder: Path, strategy: Any = "auto", **options: Any) -> L.Trainer:
 
 
 def fitted(
-    folder: Path, strategy: Any = "auto", *, module: Classifier | None = None, **options: Any
+    folder: Path,
+    strategy: Any = "auto",
+    *,
+    module: Classifier | None = None,
+    batch: int = BATCH,
+    **options: Any,
 ) -> tuple[L.Trainer, Classifier]:
     """Fit the classifier from the same weights each time; its losses are numbers afterwards."""
     torch.manual_seed(1)
     net = module or Classifier()
     made = trainer(folder, strategy, **options)
-    made.fit(net, *loaders(), ckpt_path=options.get("ckpt_path"))
+    made.fit(net, *loaders(batch), ckpt_path=options.get("ckpt_path"))
     net.losses = [float(loss) for loss in net.losses]
     return made, net
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.xla import runtime
-from tests.sites.xla.digits import CLOSE, Classifier, fitted, loaders, numbers, spmd, trainer
+from tests.sites.xla.digits import BATCH, CLOSE, Classifier, fitted, loaders, numbers, spmd, trainer
 
 
 def sharding(tensor: torch.Tensor) -> str:
@@ -84,11 +84,43 @@ def test_a_checkpoint_is_plain_and_a_resumed_run_is_the_same(tmp_path: Path) -> 
     assert done.stdout.strip() == "['cpu'] 10", done.stderr
 
 
-def test_accumulated_batches_and_clipping_are_those_of_one_device(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
-    _, alone = fitted(tmp_path, **options)
-    _, divided = fitted(tmp_path, spmd(), **options)
-    assert divided.losses == pytest.approx(alone.losses, abs=CLOSE)
+class Counts(Classifier):
+    """Its loss is a mean over the digits that are no zeros, of which batches have different numbers."""
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> Any:  # type: ignore[override]
+        rows, labels = batch
+        counted = (labels > 0).float()
+        losses = torch.nn.functional.cross_entropy(self.net(rows) * self.scale, labels, reduction="none")
+        return {"loss": (losses * counted).sum() / counted.sum(), "num_items": counted.sum()}
+
+
+@pytest.mark.parametrize("kind", [Classifier, Counts])
+def test_a_step_is_the_mean_over_its_samples_or_items(tmp_path: Path, kind: type[Classifier]) -> None:
+    """Five micro-batches are three steps, the last one of a micro-batch of 44; on one device three batches."""
+
+    def fit(strategy: Any, **options: Any) -> tuple[int, float]:
+        torch.manual_seed(1)
+        made, _ = fitted(tmp_path, strategy, module=kind(), gradient_clip_val=0.5, **options)
+        return made.global_step, float(made.callback_metrics["val_loss"])
+
+    steps, loss = fit(spmd(), accumulate_grad_batches=2)
+    assert (steps, pytest.approx(loss, abs=CLOSE)) == fit("auto", batch=2 * BATCH)
+    assert steps == 6
+
+
+def test_a_shuffled_epoch_has_the_order_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "3")
+
+    class Sees(Classifier):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            seen.extend(batch[1].tolist())
+
+    seen: list[int] = []
+    module, labels = Sees(), torch.arange(13)
+    loader = DataLoader(torch.utils.data.TensorDataset(torch.zeros(13, 64), labels % 12), 4, shuffle=True)
+    trainer(tmp_path, spmd(), max_epochs=1).fit(module, loader, loaders()[1])
+    order = torch.randperm(13, generator=torch.Generator().manual_seed(3))
+    assert seen == (order % 12).tolist()
 
 
 def test_test_and_predict_are_those_of_one_device(tmp_path: Path) -> None:

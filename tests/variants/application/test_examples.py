@@ -143,10 +143,22 @@ def test_a_tiny_t5_that_overflows(options: list[str], ending: str, tmp_path: Pat
 
 
 def test_the_same_run_under_several_strategies(tmp_path: Path) -> None:
-    script = [EXAMPLES / "same_run" / "compare.py", "ddp", "fsdp, 2", "--steps", "5"]
+    script = [EXAMPLES / "same_run" / "compare.py", "ddp", "fsdp, 2", "--steps", "14"]
     outcome = run_script(script, cwd=tmp_path, timeout=300)
     assert outcome.returncode == 0, outcome.output
     rows = [line.split("|")[1:-1] for line in outcome.stdout.splitlines() if line.startswith("| ")][2:]
     assert [row[0].strip() for row in rows] == ["one process", "ddp, 2 ranks", "fsdp, 2 ranks"]
     assert all(float(row[-1]) < 1e-5 for row in rows), outcome.stdout
+    assert len({row[-2] for row in rows}) == 1, "the accuracy of 13 samples"
     assert (tmp_path / "same-run.png").stat().st_size > 10_000
+
+
+def test_a_plain_program_on_three_ranks_prints_what_it_prints_on_one(tmp_path: Path) -> None:
+    def printed(ranks: int) -> list[str]:
+        outcome = run_script([EXAMPLES / "same_run" / "any_ranks.py", "--ranks", str(ranks)], cwd=tmp_path)
+        assert outcome.returncode == 0, outcome.output
+        return outcome.stdout.splitlines()[-1].split(": ")
+
+    (one, numbers), (three, same) = printed(1), printed(3)
+    assert (one, three) == ("lockstep_ddp on 1", "lockstep_ddp on 3")
+    assert numbers == same
