@@ -42,7 +42,7 @@ def main_rank(world_size: int, token: str) -> None:
 
     channel = ZeroMQSideChannel(0, world_size, host=HOST, keys=channel_keys(token))
     lost: list[float] = []
-    channel.watch_peers(on_lost=lambda rank, reason: lost.append(time.monotonic()))
+    channel.watch_peers(on_lost=lambda rank: lost.append(time.monotonic()))
     lines: list[float] = []
     channel.on("scale/line", lambda message: lines.append(time.monotonic()))
     gather = Gather(channel, "scale", timeout=_LIMIT)
@@ -69,7 +69,7 @@ def main_rank(world_size: int, token: str) -> None:
             _wait(functools.partial(getattr, propagation, "failed"))
             say(rank=propagation.record.rank if propagation.record else None)
         elif command == "watch":  # for lost ranks, not by the failure propagation
-            channel.watch_peers(on_lost=lambda rank, reason: lost.append(time.monotonic()))
+            channel.watch_peers(on_lost=lambda rank: lost.append(time.monotonic()))
             say(watches=True)
         elif command == "lost":
             _wait(lambda wanted=given[0]: len(lost) >= wanted)
@@ -116,10 +116,9 @@ def many_ranks(first: int, count: int, key: str, address: str) -> None:
     """Hold the connections of ranks that answer what they are asked; each is a socket of ZeroMQ's of its own."""
     context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, count + 10)
-    probed = socket.create_server((HOST, 0), backlog=count)
     say(ready=True)
     sys.stdin.readline()  # all begin to connect at once
-    hello = json.dumps([socket.gethostname(), os.getpid(), HOST, probed.getsockname()[1]]).encode()
+    hello = json.dumps([socket.gethostname(), os.getpid()]).encode()
     poller, ranks = zmq.Poller(), {}
     for rank in range(first, first + count):
         one = context.socket(zmq.DEALER)
@@ -127,7 +126,7 @@ def many_ranks(first: int, count: int, key: str, address: str) -> None:
         one.identity = str(rank).encode()
         one.curve_publickey, one.curve_secretkey = zmq.curve_keypair()
         one.curve_serverkey = key.encode()
-        one.heartbeat_ivl, one.heartbeat_timeout = 5_000, 20_000
+        one.heartbeat_ivl, one.heartbeat_timeout = 5_000, 120_000
         one.connect(address)
         one.send_multipart((b"hello", b"", hello))
         poller.register(one, zmq.POLLIN)

@@ -2,7 +2,6 @@
 
     python examples/find_batch_size.py                 # one process, 1 GiB
     python examples/find_batch_size.py --ranks 2 --memory-limit 900MiB --global-batch-size 4096
-    python examples/find_batch_size.py --tuner         # the search apart from the run, as with Lightning's Tuner
 
 The folder outputs/ gets batch_size.json, and with --plot batch_size.png.
 """
@@ -16,7 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_lockstep import AutoBatchSize, LockstepTuner
+from lightning_lockstep import AutoBatchSize
 
 
 class Net(LightningModule):
@@ -46,7 +45,6 @@ def main() -> None:
         "--global-batch-size", type=int, help="of all ranks in one optimizer step; else what fits"
     )
     parser.add_argument("--plot", action="store_true", help="draw the trials, too (needs matplotlib)")
-    parser.add_argument("--tuner", action="store_true", help="search apart from the run, with LockstepTuner")
     given = parser.parse_args()
     finder = AutoBatchSize(
         memory_limit=given.memory_limit,
@@ -63,11 +61,9 @@ def main() -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         default_root_dir="outputs",
-        callbacks=[] if given.tuner else [finder],
+        callbacks=[finder],
     )
     module = Net()
-    if given.tuner:
-        LockstepTuner(trainer).scale_batch_size(module, mode="model", memory_limit=given.memory_limit)
     trainer.fit(module)
     if trainer.is_global_zero:
         print(f"trained {trainer.global_step} steps with {module.batch_size} samples a rank and micro-batch")

@@ -17,6 +17,5 @@ from lightning_lockstep.strategies import LockstepFSDPStrategy as LockstepFSDPSt
 from lightning_lockstep.strategies import LockstepMPIStrategy as LockstepMPIStrategy
 from lightning_lockstep.strategies import LockstepXLASPMDStrategy as LockstepXLASPMDStrategy
 from lightning_lockstep.strategies import LockstepXLAStrategy as LockstepXLAStrategy
-from lightning_lockstep.tuner import LockstepTuner as LockstepTuner
 
 __version__: str

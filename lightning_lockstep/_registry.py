@@ -13,8 +13,6 @@ from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import Any
 
-from lightning_lockstep.errors import ConfigurationError
-
 # -- A public name stands in the stub of its package, ``__init__.pyi``; the package loads it when it is
 # first used
 #
@@ -88,40 +86,16 @@ def _make(module: str, name: str, **arguments: Any) -> Any:
 
 def _register(name: str, description: str, module: str, cls: str, **arguments: Any) -> None:
     # Not above: it imports torch, which the doctor's processes have to do without.
-    from lightning_lockstep._doors.lightning import STRATEGY_REGISTRY, StrategyRegistry
+    from lightning_lockstep._doors.lightning import StrategyRegistry
 
     if name not in StrategyRegistry:
         factory: Callable[..., Any] = partial(_make, module, cls)
         StrategyRegistry.register(name, factory, description=description, **arguments)
-    # Fabric's registry, so that Fabric says more than that the name is invalid.
-    if name not in STRATEGY_REGISTRY:
-        STRATEGY_REGISTRY.register(name, partial(_refuse_fabric, name), description="for a Trainer alone")
-
-
-def _refuse_fabric(name: str) -> Any:
-    raise ConfigurationError(
-        f"strategy={name!r} was given to Fabric: expected one of Fabric's own, as the strategies of this package drive"
-        f" the loops of a Trainer. Use Trainer(strategy={name!r}), or Fabric(strategy={_of_fabric(name)!r}) without"
-        " what this package adds."
-    )
-
-
-def _of_fabric(name: str) -> str:
-    from lightning_lockstep._doors.lightning import STRATEGY_REGISTRY
-
-    stock = name.removeprefix("lockstep_")
-    return stock if stock in STRATEGY_REGISTRY else "auto"
 
 
 def strategy_repr(strategy: Any) -> str:
     """Return the `repr` of a strategy: its class and the options that differ from their defaults."""
     name, settings = type(strategy).__name__, getattr(strategy, "settings", None)
-    # Of an object that Fabric does not accept it says no more than the `repr`.
-    if sys._getframe(1).f_globals.get("__name__", "").endswith("fabric.connector"):
-        return (
-            f"<{name} drives the loops of a Trainer: use Trainer(strategy=...), or"
-            f" Fabric(strategy={_of_fabric(strategy.strategy_name)!r}) without what lightning-lockstep adds>"
-        )
     fields = dataclasses.fields(settings) if settings is not None else ()
     options = {field.name: getattr(settings, field.name) for field in fields}
     given = [

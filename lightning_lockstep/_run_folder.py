@@ -26,7 +26,6 @@ _MARKS = (
     ".hydra",
     "summary.json",
     "failure.json",
-    "guard-report.json",
     "batch_size.json",
     "overflow",
     "checkpoints",

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard, TypeVar
 
 from lightning_lockstep.errors import ConfigurationError
 
-# -- The only module that reads this package's environment variables --
+# -- The environment variables of this package --
 # =========================== ===========================================================
 # ``LOCKSTEP_LOG_LEVEL``      level name of the loggers that :func:`get_logger` makes
 # ``LOCKSTEP_DEBUG``          ``1`` verifies collectives between ranks before they run
@@ -71,20 +71,6 @@ def launcher_pid() -> int | None:
     """Return the process id of the rank that started this one, or ``None`` if nobody of ours did."""
     given = os.environ.get(LAUNCHER_PID)
     return int(given) if given else None
-
-
-def started_by_rank_that_has_met() -> bool:
-    """Return whether the process that started this one is a rank that had met the others before, or was one."""
-    given = os.environ.get(HAS_MET)
-    if given is None or given == str(os.getppid()):
-        return given is not None
-    try:
-        os.kill(int(given), 0)
-    except ProcessLookupError:  # it has ended since
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def ended_folder() -> str | None:

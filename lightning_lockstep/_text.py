@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 import signal
 import sys
 from collections.abc import Iterable, Sequence
@@ -70,19 +69,6 @@ def first_line(said: BaseException | str) -> str:
 
 #: How the last line of a failed run begins, which names the file in which the failure is kept.
 SAVED = "Saved to "
-# Codes of ECMA-48 that colour, move or link: ``ESC [ ... letter``, ``ESC ] ... BEL``, ``ESC letter``.
-_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~])")
-
-
-def without_escapes(text: str) -> str:
-    """Return a text without the codes that colour it or steer a terminal, and without other invisible characters."""
-    return "".join(one for one in _ESCAPES.sub("", text) if one.isprintable() or one in "\n\t")
-
-
-def first_lines(text: str) -> str:
-    """Return the first line of a text that is not blank, and the next one too if the first ends with a colon."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
 
 
 def exit_in_words(returncode: int) -> str:  # of Popen: negative for a signal

@@ -1,9 +1,8 @@
 """What the Hydra configs name as a `_target_` in addition to the public classes.
 
 A `_target_` has to name one class, but Lightning is published as two packages whose classes are distinct.
-These are the ones of the package that the program uses (see `lightning_lockstep._doors.lightning`). `WandbLogger` and
-`MLFlowLogger` are Lightning's with other defaults (see `lightning_lockstep.logs.trackers`). The two functions make
-arguments of a Trainer that are no objects.
+These are the ones of the package that the program uses (see `lightning_lockstep._doors.lightning`). The two functions
+make arguments of a Trainer that are no objects.
 """
 
 from __future__ import annotations
@@ -13,11 +12,12 @@ from typing import Any
 from lightning_lockstep._doors.lightning import (
     CSVLogger,
     LearningRateMonitor,
+    MLFlowLogger,
     ModelCheckpoint,
     TensorBoardLogger,
     Trainer,
+    WandbLogger,
 )
-from lightning_lockstep.logs.trackers import MLFlowLogger, WandbLogger
 
 __all__ = [
     "CSVLogger",

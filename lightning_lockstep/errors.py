@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 __all__ = [
@@ -89,11 +90,7 @@ class MissingExtraError(LockstepError, ImportError):
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _missing_extra, (self.package, self.extra, self.needed_for)
-
-
-def _missing_extra(package: str, extra: str, needed_for: str) -> MissingExtraError:
-    return MissingExtraError(package, extra=extra, needed_for=needed_for)
+        return partial(type(self), extra=self.extra, needed_for=self.needed_for), (self.package,)
 
 
 class CollectiveError(LockstepError, RuntimeError):

@@ -22,30 +22,6 @@ from lightning_lockstep.xla.runtime import become_xla_rank, check_xla_untouched,
 __all__ = ["notebook_launcher"]
 
 _MOST_ON_CPU = 8
-_ONE_HOST = (
-    "ranks on this host only; on several hosts run a script with strategy=lockstep_ddp under torchrun or srun"
-)
-_RESTARTS = "no restarts; call notebook_launcher again with a checkpoint to resume from"
-_OWN_MEETING = "nothing, because the ranks find a free port themselves"
-# What accelerate's function of the same name also takes: the values that ask for nothing, and what to do instead.
-_OF_ACCELERATE: dict[str, tuple[tuple[object, ...], str]] = {
-    "mixed_precision": (
-        ("no", None),
-        "the precision in the Trainer, such as Trainer(precision='bf16-mixed')",
-    ),
-    "use_port": (("29500", 29500, None), _OWN_MEETING),
-    "master_addr": (("127.0.0.1", None), _ONE_HOST),
-    "node_rank": ((0,), _ONE_HOST),
-    "num_nodes": ((1,), _ONE_HOST),
-    "rdzv_backend": (("static", "", None), _OWN_MEETING),
-    "rdzv_endpoint": (("", None), _OWN_MEETING),
-    "rdzv_conf": ((None,), _OWN_MEETING),
-    "rdzv_id": (("none", "", None), _OWN_MEETING),
-    "max_restarts": ((0,), _RESTARTS),
-    "monitor_interval": ((0.1,), "nothing, because the kernel learns at once when a rank ends"),
-    "log_line_prefix_template": ((None,), "nothing, because lines carry the number of their rank"),
-}
-
 _Returned = TypeVar("_Returned")
 
 
@@ -55,7 +31,6 @@ def notebook_launcher(
     num_processes: int | None = None,
     *,
     grace_period: float = 10.0,
-    **options: Any,
 ) -> _Returned:
     """Run ``function(*args)`` in several ranks that are started from this cell, and return what rank 0 returned.
 
@@ -71,7 +46,6 @@ def notebook_launcher(
         num_processes: Number of ranks; by default one per GPU, else one per chip of a TPU, else one per usable core,
             at most 8. With 1 the function runs in the kernel itself.
         grace_period: When a rank fails, how long the others may take to end [s]; after half of it they get SIGTERM.
-        options: Further arguments of accelerate's function of the same name, with values that request nothing.
 
     Returns:
         What the function returned on rank 0, tensors on the CPU; it has to be picklable.
@@ -87,7 +61,7 @@ def notebook_launcher(
     """
     __tracebackhide__ = True  # IPython leaves this frame out of a traceback
     with plainly_in_cell():
-        _check(function, args, num_processes, grace_period, options)
+        _check(function, args, num_processes, grace_period)
         number = num_processes or _default_number()
         if number > 1:
             check_xla_untouched()
@@ -125,20 +99,13 @@ def _be_rank(rank: int, number: int, function: Callable[..., Any], args: Sequenc
     return function(*args)
 
 
-def _check(
-    function: object, args: object, num_processes: object, grace_period: object, options: dict[str, Any]
-) -> None:
+def _check(function: object, args: object, num_processes: object, grace_period: object) -> None:
     faults = Faults()
     faults.check(callable(function), "function", function, "the function itself, without calling it")
     right = isinstance(args, (tuple, list))
     faults.check(right, "args", args, "a tuple; for one argument write args=(argument,)")
     faults.whole("num_processes", num_processes, least=1, such_as=2, optional=True)
     faults.number("grace_period", grace_period, what="seconds", above=0, such_as=10)
-    known = ["function", "args", "num_processes", "grace_period", *_OF_ACCELERATE]
-    faults.unknown(options, known, owner="notebook_launcher")
-    for name, given in options.items():
-        if name in _OF_ACCELERATE and given not in _OF_ACCELERATE[name][0]:
-            faults.check(False, name, given, _OF_ACCELERATE[name][1])
     faults.raise_all()
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_lockstep._doors.lightning import Callback, Logger
+from lightning_lockstep._doors.lightning import Callback, Logger, WandbLogger
 from lightning_lockstep._system import write_report
 from lightning_lockstep._text import counted
 from lightning_lockstep.distributed.failure.exit_notes import keep_failure
@@ -26,7 +26,6 @@ from lightning_lockstep.distributed.failure.process_exit import outcome_of
 from lightning_lockstep.distributed.failure.record import FailureRecord, describe_error
 from lightning_lockstep.errors import MissingExtraError, RankFailedError
 from lightning_lockstep.launchers.hydra import freeze
-from lightning_lockstep.logs.trackers import WandbLogger, tracking_uri_of
 
 # -- What a run gives to its loggers besides metrics, which packages they need, and where they write --
 
@@ -59,8 +58,7 @@ def missing_package(target: Any, key: str, settings: Mapping[Any, Any]) -> Missi
     if name is None:
         return None
     extra, needed = _PACKAGES[name][0], [_PACKAGES[name]]
-    uri = tracking_uri_of("", settings.get("tracking_uri"))
-    if name == "MLFlowLogger" and uri.startswith(_DATABASES):
+    if name == "MLFlowLogger" and str(settings.get("tracking_uri")).startswith(_DATABASES):
         needed += [("sqlalchemy",), ("alembic",)]
     for choices in needed:
         # A bare folder, such as the `wandb` of earlier runs, has a spec without an origin.
@@ -114,10 +112,10 @@ def _hide(value: Any, secrets: list[str]) -> Any:
 
 
 def places(loggers: list[Any]) -> dict[str, str]:
-    """Return where each logger has written, as rows of the closing table: a file, a folder or an address."""
+    """Return where each logger has written on this machine, as rows of the closing table: a file or a folder."""
     found: dict[str, str] = {}
     for logger in loggers:
-        place = getattr(logger, "location", None) or getattr(logger, "log_dir", None)
+        place = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None)
         # The stand-in of a run without logs has a method for every name.
         if isinstance(place, (str, os.PathLike)):
             metrics = Path(place, "metrics.csv")
@@ -127,9 +125,11 @@ def places(loggers: list[Any]) -> dict[str, str]:
 
 def finish(loggers: list[Any], *, failed: bool) -> None:
     """End the runs of loggers that hold one open until the process ends, so that the next job begins its own."""
-    for logger in loggers:
-        if isinstance(logger, WandbLogger):
-            logger.finish(failed=failed)
+    if any(isinstance(logger, WandbLogger) for logger in loggers):
+        import wandb
+
+        if wandb.run is not None:
+            wandb.finish(exit_code=int(failed))
 
 
 # -- `failure.json` in the run folder, where the strategy has not written it

@@ -48,7 +48,7 @@ from lightning_lockstep._registry import register_strategies
 from lightning_lockstep._run_folder import RunFolder
 from lightning_lockstep._settings import did_you_mean
 from lightning_lockstep._text import listed, say
-from lightning_lockstep.distributed.failure.exit_notes import remove_earlier_reports
+from lightning_lockstep.distributed.failure.exit_notes import remove_earlier_report
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.environments import hide_srun_hint
 from lightning_lockstep.launchers.mpirun import MPIRunLauncher, ran_under_mpirun
@@ -190,7 +190,7 @@ def run(config: DictConfig) -> float | None:
     _order_samples(trainer.strategy, config.seed)
     left_out = _left_out(config, model, data)
     if trainer.is_global_zero:
-        remove_earlier_reports(Path(trainer.default_root_dir))
+        remove_earlier_report(Path(trainer.default_root_dir))
         for stage, why in left_out.items():
             say(f"lightning-lockstep: {stage}=true is left out: {why}")
     loggers = list(trainer.loggers)

@@ -8,7 +8,6 @@ from lightning.fabric.plugins.environments import LightningEnvironment as Lightn
 from lightning.fabric.plugins.environments import LSFEnvironment as LSFEnvironment
 from lightning.fabric.plugins.environments import SLURMEnvironment as SLURMEnvironment
 from lightning.fabric.plugins.environments import TorchElasticEnvironment as TorchElasticEnvironment
-from lightning.fabric.strategies import STRATEGY_REGISTRY as STRATEGY_REGISTRY
 from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork as _check_bad_cuda_fork
 from lightning.fabric.strategies.launchers.multiprocessing import (
     _check_missing_main_guard as _check_missing_main_guard,
@@ -73,7 +72,6 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import (
 )
 from lightning.pytorch.trainer.states import RunningStage as RunningStage
 from lightning.pytorch.trainer.states import TrainerFn as TrainerFn
-from lightning.pytorch.tuner import Tuner as Tuner
 from lightning.pytorch.utilities import CombinedLoader as CombinedLoader
 from lightning.pytorch.utilities import find_shared_parameters as find_shared_parameters
 from lightning.pytorch.utilities import set_shared_parameters as set_shared_parameters
@@ -89,4 +87,3 @@ from lightning.pytorch.utilities.seed import isolate_rng as isolate_rng
 PYTORCH: str
 FABRIC: str
 NAMES: dict[str, str]
-PRIVATE: dict[str, str]

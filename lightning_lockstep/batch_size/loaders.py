@@ -20,13 +20,7 @@ from lightning_lockstep._doors.lightning import (
     _lightning_get_all_attr_holders,
     _set_sampler_epoch,
 )
-from lightning_lockstep._doors.lightning_internals import (
-    data_source,
-    divides_data,
-    drop_loaders,
-    loaders_in_use,
-)
-from lightning_lockstep._doors.torch_internals import forget_iterator
+from lightning_lockstep._trainer import divides_data
 from lightning_lockstep.errors import BatchSizeError
 from lightning_lockstep.steps.capabilities import HasEngineTrials
 
@@ -48,7 +42,7 @@ class BatchLoaders:
     def __init__(self, trainer: Trainer, module: LightningModule, name: str = "batch_size") -> None:
         self._trainer, self._module, self._name = trainer, module, name
         self._loop = getattr(trainer, f"{loop_of(trainer)}_loop")
-        self._source = data_source(self._loop)
+        self._source = self._loop._data_source
         self.in_attribute = bool(self._source.is_module())  # whether the loaders are made with the attribute
         if self.in_attribute and not self._holders():
             raise SearchRefusedError(
@@ -159,7 +153,9 @@ class BatchLoaders:
                 batch_size=size, accumulate=self._trainer.accumulate_grad_batches
             )
         # All ranks together: in an evaluation this is as collective as the first making of the loaders.
-        if drop_loaders(self._loop):
+        # A loop makes its loaders only if it has none.
+        if self._loop._combined_loader is not None:
+            self._loop._combined_loader = None
             self._loop.setup_data()
             if fits:
                 self._go_on_in_fit()
@@ -168,10 +164,10 @@ class BatchLoaders:
 
     def _go_on_in_fit(self) -> None:
         """During a fit: shuffle for this epoch, and validate with the new size from the next time on."""
-        for loader in loaders_in_use(self._loop):
+        for loader in self._loop._combined_loader.flattened:
             _set_sampler_epoch(loader, self._trainer.current_epoch)
         if self.in_attribute:
-            drop_loaders(self._loop.epoch_loop.val_loop)
+            self._loop.epoch_loop.val_loop._combined_loader = None
 
     def batch(self, size: int) -> Any:
         """Return one collated batch of ``size`` samples, in the structure that the step expects."""
@@ -204,7 +200,7 @@ def with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
     # The class forbids to change these after its constructor, which a subclass may have changed.
     vars(made)["batch_sampler"] = BatchSampler(loader.sampler, size, loader.drop_last)
     vars(made)["batch_size"] = size
-    forget_iterator(made)
+    vars(made)["_iterator"] = None  # the workers that the original keeps are not those of the copy
     return made
 
 

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lockstep._doors.lightning import Closure, ClosureResult, LightningModule, Trainer
-from lightning_lockstep._doors.lightning_internals import accumulates, logs_as, make_closures_by
 from lightning_lockstep.batch_size.memory import Failure, attempt, is_out_of_memory, release_memory
 from lightning_lockstep.batch_size.split_step import LogRecord, merged_extra, samples_in, split, volume
 from lightning_lockstep.distributed import Message, current_communicator
@@ -119,13 +118,26 @@ class Recovery:
             self._channel.on(self._notice_topic, self._receive),
             self._channel.on(self._answer_topic, self._receive_acknowledgement),
             self._channel.on(self._count_topic, lambda message: on_count(message.sender, str(message.body))),
-            make_closures_by(trainer, partial(_GuardedClosure, self)),
+            self._guard_closures(),
         ]
 
     def close(self) -> None:
         """Let the loop take its steps without a guard again."""
         for undo in self._undo:
             undo()
+
+    def _guard_closures(self) -> Callable[[], Any]:
+        """Have the fit loop take guarded closures, whose parts can be run again; returns what undoes it."""
+        loop = self._trainer.fit_loop.epoch_loop.automatic_optimization
+
+        def make_closure(kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
+            backward, zero_grad = (
+                loop._make_backward_fn(optimizer),
+                loop._make_zero_grad_fn(batch_idx, optimizer),
+            )
+            return _GuardedClosure(self, kwargs, loop._make_step_fn, backward, zero_grad)
+
+        return put_in_place(loop, "_make_closure", make_closure)
 
     def _trained_now(self) -> list[nn.Parameter]:
         return [p for p in self._module.parameters() if p.requires_grad]
@@ -180,7 +192,7 @@ class Recovery:
         if self._mode == "skip" and self._module.device.type != "cpu":
             # The others' gradients, before which a notice is known, are reduced in the background there.
             torch.accelerator.synchronize()
-        if not self._notices or accumulates(self._trainer):
+        if not self._notices or self._trainer.fit_loop._should_accumulate():
             return result
         notices = self._notices.pop(self._step, None)
         if notices is None:
@@ -271,7 +283,7 @@ class Recovery:
             failed = attempt(lambda: results.append(self._run_parts(call, weights, log)))
             gradients = {parameter: parameter.grad for parameter in missing}
         if failed is None:
-            with logs_as(module, "training_step"):
+            with replaced(module, _current_fx_name="training_step"):
                 # With its forward done the whole batch has logged all there is.
                 log.replay(module.log, without=log if self._marks is not None else self._logged)
             return results[0], gradients
@@ -317,7 +329,7 @@ class Recovery:
                 f"rank {self._communicator.rank} ran out of memory in its first step. Which logged values the other"
                 " ranks average is known only after one complete step. Start with a smaller batch."
             )
-        with logs_as(self._module, "training_step"):
+        with replaced(self._module, _current_fx_name="training_step"):
             self._last_logged.replay(self._module.log, without=self._logged)
 
     @property

@@ -14,7 +14,6 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_lockstep._doors.lightning import LightningModule
-from lightning_lockstep._doors.lightning_internals import batch_value
 
 
 def samples_in(batch: Any) -> int:
@@ -127,7 +126,8 @@ class LogRecord:
             self._log(name, value, *args, **kwargs)
         if type(value) is Tensor:
             value = value.detach() if value.is_floating_point() else value.float()  # as Lightning does
-        of_metric = batch_value(value) if isinstance(value, Metric) else None
+        # What it gave for this part alone.
+        of_metric = value._forward_cache if isinstance(value, Metric) else None
         options = {**dict(zip(_LOG_OPTIONS, args, strict=False)), **kwargs}
         key = name, self._in_part.get(name, 0)
         self._in_part[name] = key[1] + 1
@@ -162,7 +162,7 @@ def _together(calls: Sequence[_Call]) -> tuple[Any, dict[str, Any]]:
     first, values = calls[0].value, [call.value for call in calls]
     if isinstance(first, Metric):  # it has seen all parts; what it gave for the batch it has of the last one
         if all(_is_number(call.of_metric) for call in calls):
-            batch_value(first, _weighted_mean([call.of_metric for call in calls], weights))
+            first._forward_cache = _weighted_mean([call.of_metric for call in calls], weights)
         return first, options
     reduction = getattr(options.get("reduce_fx"), "__name__", options.get("reduce_fx"))
     reductions: dict[Any, Callable[[Any], Any]] = {"sum": sum, "min": min, "max": max}

@@ -12,7 +12,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_lockstep._doors.lightning import CombinedLoader, LightningModule, Trainer
-from lightning_lockstep._doors.lightning_internals import before_batch_transfer, data_source
 from lightning_lockstep._text import counted
 from lightning_lockstep.batch_size.loaders import (
     BatchLoaders,
@@ -143,7 +142,7 @@ def _batches(trainer: Trainer, loader: DataLoader[Any], size: int | None = None)
 def _fault_of_validation(trainer: Trainer, place: BatchLoaders, lengths: Sequence[int]) -> str:
     """What Lightning would say of the validation inside a fit, whose loaders may be made with the same attribute."""
     limit, interval = trainer.limit_val_batches, trainer.val_check_interval
-    source = data_source(trainer.fit_loop.epoch_loop.val_loop)
+    source = trainer.fit_loop.epoch_loop.val_loop._data_source
     if limit == 0 or not source.is_defined():
         return ""
     taken = trainer.limit_train_batches
@@ -266,7 +265,7 @@ class TrialRunner:
 
     def _on_device(self, batch: Any) -> Any:
         batch = self._trainer.precision_plugin.convert_input(batch)
-        batch = before_batch_transfer(self._module, batch)
+        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
         return self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
     def _evaluate(self, batch: Any, index: int) -> None:

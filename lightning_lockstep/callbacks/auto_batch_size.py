@@ -10,16 +10,10 @@ from typing import Any, Literal, cast
 
 import torch
 
-from lightning_lockstep._doors.lightning import (
-    BatchSizeFinder,
-    LightningModule,
-    Trainer,
-    _TunerExitException,
-    rank_zero_only,
-)
-from lightning_lockstep._doors.lightning_internals import faults_as_lightnings
+from lightning_lockstep._doors.lightning import BatchSizeFinder, LightningModule, Trainer, rank_zero_only
 from lightning_lockstep._settings import settings_of
 from lightning_lockstep._text import counted, say
+from lightning_lockstep._trainer import faults_as_lightnings
 from lightning_lockstep.batch_size.loaders import BatchLoaders, SearchRefusedError, in_fit
 from lightning_lockstep.batch_size.memory import return_freed_memory
 from lightning_lockstep.batch_size.recovery import Recovery
@@ -60,7 +54,7 @@ class AutoBatchSize(BatchSizeFinder):
     ``global_batch_size`` it and ``accumulate_grad_batches`` have their old values again when the run has ended.
 
     It replaces Lightning's ``BatchSizeFinder`` and has the same arguments (up to ``max_val``), hooks,
-    ``scale_batch_size`` and ``optimal_batch_size``. For Lightning's ``Tuner`` see :class:`LockstepTuner`.
+    ``scale_batch_size`` and ``optimal_batch_size``.
 
     Args:
         mode: ``model`` fits memory = a + b x size to small trials, predicts the largest size and confirms it
@@ -200,8 +194,6 @@ class AutoBatchSize(BatchSizeFinder):
         if self.settings.mode == "off":
             return
         self.find(trainer, pl_module)
-        if self._early_exit:
-            raise _TunerExitException
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -317,7 +309,7 @@ class AutoBatchSize(BatchSizeFinder):
                 f"there are {len(place.loaders)} loaders; one size for all of them would fit the largest batch"
                 " only. Pass one loader at a time."
             )
-        if keeper is not None or settings.global_batch_size is not None or self._early_exit:
+        if keeper is not None or settings.global_batch_size is not None:
             return place, keeper
         # Nobody has asked for another size: what an evaluation takes is not for the fit that follows, nor what this fit
         # takes for the next one.
@@ -347,10 +339,8 @@ class AutoBatchSize(BatchSizeFinder):
 
     @property
     def _takes_largest(self) -> bool:
-        """Whether the size that fits is the one to train with; who searches and starts no run asks for it too."""
-        return self.settings.global_batch_size == "largest" or (
-            self._early_exit and self.settings.global_batch_size is None
-        )
+        """Whether the size that fits is the one to train with."""
+        return self.settings.global_batch_size == "largest"
 
     def _warn_of_fewer_steps(self, trainer: Trainer, place: BatchLoaders, size: int) -> None:
         if not in_fit(trainer) or not current_communicator().is_main:

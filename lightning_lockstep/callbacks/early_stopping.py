@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_lockstep._doors.lightning import EarlyStopping
-from lightning_lockstep._doors.lightning_internals import faults_as_lightnings, logged_in_this_step
 from lightning_lockstep._settings import Faults, plain_number
 from lightning_lockstep._text import ranks_in_words
+from lightning_lockstep._trainer import faults_as_lightnings
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.stopping.early_stopping import (
     MISSING,
@@ -179,7 +179,7 @@ class SyncedEarlyStopping(EarlyStopping):
         self._check(trainer, current_communicator().gather(Entry.of(*self._read(trainer))))
 
     def _read(self, trainer: Any) -> tuple[Tensor | None, list[str]]:
-        metric = logged_in_this_step(trainer, self.monitor) if self._step_metric is not None else None
+        metric = _logged_in_this_step(trainer, self.monitor) if self._step_metric is not None else None
         if metric is None:
             metrics = trainer.callback_metrics
             metric = metrics.get(self.monitor)
@@ -221,3 +221,14 @@ class SyncedEarlyStopping(EarlyStopping):
         if self._step_metric is not None:
             self._step_metric.close()
         self._step_metric = self._trainer = None
+
+
+def _logged_in_this_step(trainer: Any, name: str) -> Tensor | None:
+    """Return what ``callback_metrics`` would for a tensor that ``training_step`` logs at every step."""
+    # ``callback_metrics`` goes through everything that was logged, which costs more than a check of one metric.
+    results: Any = trainer.fit_loop.epoch_loop._results
+    result = results.get(f"training_step.{name}")
+    if result is None or result.has_reset or not result.meta.on_step or not results.training:
+        return None
+    value = result._forward_cache
+    return value.detach() if isinstance(value, Tensor) else None

@@ -13,7 +13,7 @@ from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.logs import logger
 from lightning_lockstep.logs.formats import ConsoleHandler, ConsoleTakeover, RankFile, WarningHandler
-from lightning_lockstep.logs.sender import LineSender, sender_on
+from lightning_lockstep.logs.logger import LineSender, sender_on
 
 # How long rank 0 waits at the end of a run for lines of other ranks that are under way [s].
 _AT_THE_END = 1.0
@@ -34,7 +34,6 @@ class RankOrderedLogging(Callback):
         folder: Where the files go; by default ``logs`` in the Trainer's log folder.
         fold: Whether equal lines of several ranks are printed once.
         order_timeout: Longest time that an in-order line waits for those of other ranks [s].
-        warnings_once: Whether a warning that several ranks give is shown once.
         colour: Whether the console is coloured; ``None`` does so on a terminal.
 
     Raises:
@@ -52,7 +51,6 @@ class RankOrderedLogging(Callback):
         folder: str | Path | None = None,
         fold: bool = True,
         order_timeout: float = 5.0,
-        warnings_once: bool = True,
         colour: bool | None = None,
     ) -> None:
         faults = Faults()
@@ -63,7 +61,7 @@ class RankOrderedLogging(Callback):
         faults.raise_all()
         self.level, self.files, self.folder = level.upper(), files, folder
         self.fold, self.order_timeout = fold, order_timeout
-        self.warnings_once, self.colour = warnings_once, colour
+        self.colour = colour
         self._takeover: ConsoleTakeover | None = None
         self._file: RankFile | None = None
         self._sender: LineSender | None = None
@@ -84,7 +82,7 @@ class RankOrderedLogging(Callback):
             if self._sender.collector is not None:
                 self._sender.collector.configure(timeout=self.order_timeout, merging=self.fold)
         handlers: list[logging.Handler] = [self._console(communicator)]
-        if self.warnings_once and self._sender is not None:
+        if self._sender is not None:
             handlers.append(WarningHandler(self._sender))
         if self.files is not None:
             run_folder = trainer.log_dir or trainer.default_root_dir
@@ -93,9 +91,8 @@ class RankOrderedLogging(Callback):
             handlers.append(self._file)
             logger.local_handlers.append(self._file)
         self._takeover = ConsoleTakeover(handlers)
-        self._takeover.begin()
         # Under pytest, which collects warnings itself, they are left as they are.
-        if warnings.showwarning.__module__ in ("warnings", logger.__name__):
+        if warnings.showwarning.__module__ == "warnings":
             logging.captureWarnings(True)
             self._captured = True
 
@@ -109,14 +106,10 @@ class RankOrderedLogging(Callback):
             self._sender.flush()
 
     def _console(self, communicator: Communicator) -> ConsoleHandler:
-        def is_printed_here(record: logging.LogRecord) -> bool:
-            if hasattr(record, "lockstep_ranks"):
-                return True  # meant for every rank's console by the caller
-            return not self.warnings_once and record.levelno >= logging.WARNING
-
         console = ConsoleHandler(communicator.rank, level=self.level, colour=self.colour)
         if communicator.rank != 0:
-            console.addFilter(is_printed_here)
+            # What names its rank was meant for every rank's console by its caller.
+            console.addFilter(lambda record: hasattr(record, "lockstep_ranks"))
         return console
 
     def _open_file(self, communicator: Communicator, folder: Path, style: str) -> RankFile:

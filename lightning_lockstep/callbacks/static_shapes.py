@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm
 
 from lightning_lockstep._doors.lightning import Callback, LightningModule, Trainer
-from lightning_lockstep._doors.lightning_internals import weigh_logged_values
 from lightning_lockstep._settings import settings_of
 from lightning_lockstep._text import say
 from lightning_lockstep.batch_size.split_step import tensors_in
@@ -129,7 +128,9 @@ class StaticShapes(Callback):
     ) -> None:
         """Let what is logged have the weight of the real samples. Ranks: any, alone."""
         if current.real is not None:
-            weigh_logged_values(trainer, current.real)
+            results: Any = trainer._results
+            if results is not None:  # the weight of what is logged without a batch_size
+                results.batch_size = current.real
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Refuse a training step that does not ask which samples are real. Ranks: all ranks, at their first batch."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_lockstep._doors.lightning import Callback
-from lightning_lockstep._doors.lightning_internals import cluster_environment_of, path_after_requeue
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement, StopDecision
@@ -96,7 +95,7 @@ class StopTogether(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Note whose signal handlers there are, before Lightning sets its own."""
-        requeues = requeue_signal(cluster_environment_of(trainer))
+        requeues = requeue_signal(trainer._accelerator_connector.cluster_environment)
         numbers = {*(signal.Signals[name] for name in self.signals), *([requeues] if requeues else [])}
         self._signal_watch = SignalWatch(sorted(numbers), self._preempt)
         self._watches.callback(self._signal_watch.restore)
@@ -170,7 +169,7 @@ class StopTogether(Callback):
         trainer.should_stop = True
 
     def _save_and_end(self, trainer: Any, reason: str) -> None:
-        requeues = requeue_signal(cluster_environment_of(trainer))
+        requeues = requeue_signal(trainer._accelerator_connector.cluster_environment)
         asks_slurm = requeues is not None and f"received {requeues.name}" in reason
         path = self._save(trainer, asks_slurm)
         if self._file_watch is not None:
@@ -192,7 +191,9 @@ class StopTogether(Callback):
         assert self._communicator is not None
         folder = self.dirpath or getattr(trainer.checkpoint_callback, "dirpath", None)
         folder = folder or Path(trainer.default_root_dir, "checkpoints")
-        chosen = path_after_requeue(trainer) if asks_slurm else str(Path(folder, f"{self.filename}.ckpt"))
+        chosen = str(Path(folder, f"{self.filename}.ckpt"))
+        if asks_slurm:  # from there Lightning resumes once Slurm has requeued the job
+            chosen = str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
         path: str = self._communicator.broadcast(chosen)
         if asks_slurm:  # which may end this process while it requeues the job
             for logger in trainer.loggers:

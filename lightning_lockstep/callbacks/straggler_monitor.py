@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from lightning_lockstep._doors.lightning import Callback, LightningModule, Trainer
-from lightning_lockstep._doors.lightning_internals import part_of_action
 from lightning_lockstep._settings import Faults
 from lightning_lockstep._text import say
 from lightning_lockstep.distributed import current_communicator
@@ -17,7 +16,7 @@ from lightning_lockstep.errors import Preempted
 from lightning_lockstep.steps.patching import put_in_place
 from lightning_lockstep.stragglers.exchange import Collection, StragglerExchange
 from lightning_lockstep.stragglers.report import change_line, figures, report
-from lightning_lockstep.stragglers.verdict import NOBODY, Part, StepTimer, Verdict
+from lightning_lockstep.stragglers.verdict import NOBODY, Part, StepTimer, Verdict, part_of_action
 
 _log = logging.getLogger(__name__)
 

@@ -1,22 +1,20 @@
-"""DeepSpeed's configuration as it is given: a file or dictionary, and the options of the strategy."""
+"""DeepSpeed's configuration: read, joined with options, completed from the Trainer, and parsed by DeepSpeed."""
 
 from __future__ import annotations
 
-import importlib
-import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from lightning_lockstep._settings import Faults, is_whole
+from lightning_lockstep._settings import Faults, did_you_mean
 from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.steps.patching import replaced
 
-# -- The config of DeepSpeed as the user has written it: read, copied, in today's spelling --
-# What DeepSpeed finds wrong it says on the ranks, one error at a time, and much it does not say at all.
-# Here it is said before any rank starts, all at once. See https://www.deepspeed.ai/docs/config-json for the
-# keys.
+# -- As the user has written it: https://www.deepspeed.ai/docs/config-json --
 
-#: What stands in a config for a value that is to be filled in from the Trainer, the loader or the model.
+#: What stands for a value that is filled in from the Trainer, the loader or the module, or is DeepSpeed's default.
 AUTO = "auto"
 
 # What an engine needs that does not train, and what divides a model while it is made.
@@ -31,62 +29,52 @@ _OF_EVALUATION = (
     "zero_allow_untested_optimizer",
     "zero_optimization",
 )
+_DEFAULT_STAGE = 2
+_NEVER = 10**12  # steps between two prints of DeepSpeed
 
 
 def read_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
-    """Return a copy, down to the last level, of a config or of what a JSON file holds."""
-    if config is None:
-        return {}
-    content = _content_of(Path(config)) if isinstance(config, (str, Path)) else config
-    if not isinstance(content, Mapping):
-        given = str(config) if isinstance(config, Path) else config
+    """Return a copy of a configuration, or of what a JSON file holds, without what is null."""
+    given = _content_of(Path(config)) if isinstance(config, (str, Path)) else config
+    if not isinstance(given, (Mapping, type(None))):
         raise ConfigurationError(
             f"config={given!r}: expected a mapping such as {{'zero_optimization': {{'stage': 2}}}}, the path of a JSON"
-            f" file that holds one, or None; this is a {type(content).__name__}."
+            " file that holds one, or None."
         )
-    return _copy_of(content)
+    read: dict[str, Any] = _plain(given or {})
+    if "bfloat16" in read:  # DeepSpeed's former name, which Lightning does not know
+        read.setdefault("bf16", read.pop("bfloat16"))
+    return read
 
 
-def modern_spelling(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a config with today's names for what DeepSpeed reads under older ones too."""
-    # ``zero_optimization: true`` is stage 1, ``cpu_offload`` and ``cpu_offload_param`` are the devices of
-    # ``offload_optimizer`` and ``offload_param``, ``bfloat16`` is ``bf16``. Where both names are given, it
-    # stays as it is if DeepSpeed refuses that, and otherwise the one that DeepSpeed uses is kept.
-    modern = _copy_of(config)
-    former = modern.pop("bfloat16", None)
-    if former is not None and modern.get("bf16") is None:
-        modern["bf16"] = former
-    zero = modern.get("zero_optimization")
-    if isinstance(zero, bool):
-        bucket = modern.pop("allgather_size", None)
-        modern["zero_optimization"] = zero = {"stage": int(zero)}
-        if bucket is not None and zero["stage"]:
-            zero["allgather_bucket_size"] = bucket
-    if isinstance(zero, dict):
-        for former, name in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
-            if former in zero and zero.get(name) is None:
-                zero.update({name: {"device": "cpu"}} if zero.pop(former) is True else {})
-    return modern
+def _content_of(path: Path) -> object:
+    # As DeepSpeed reads it, comments included, and keys that occur twice refused.
+    import hjson
+    from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
+
+    try:
+        return hjson.loads(
+            path.read_text(encoding="utf-8"), object_pairs_hook=dict_raise_error_on_duplicate_keys
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"config={str(path)!r}: {error}. Expected the path of a JSON file with a configuration of DeepSpeed."
+        ) from error
 
 
-def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a config without the keys that are null, at every level."""
-    # A null says that nothing is given; DeepSpeed takes some of them so and fails over others, sections above
-    # all. The parameters of an optimizer or a scheduler stay, where a null may be a value.
-    return {
-        key: without_nulls(value) if isinstance(value, Mapping) and key != "params" else value
-        for key, value in _copy_of(config).items()
-        if value is not None
-    }
-
-
-def for_evaluation(config: Mapping[str, Any]) -> dict[str, Any]:  # in today's spelling
-    """Return the part of a config that counts where nothing is trained."""
-    return {name: config[name] for name in _OF_EVALUATION if name in config}
+def _plain(value: Any, key: str = "") -> Any:
+    """Return a value in plain containers, without nulls but in the parameters of optimizers and schedulers."""
+    if isinstance(value, Mapping):
+        return {
+            name: _plain(inner, name) for name, inner in value.items() if inner is not None or key == "params"
+        }
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [_plain(inner) for inner in value]
+    return value  # process groups and dtypes, which some keys hold, are not copied
 
 
 def section(config: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
-    """Return a section of a config by the way to it, or an empty one where there is none."""
+    """Return a section of a configuration by the way to it, or an empty one if there is none."""
     for name in names:
         inner = config.get(name)
         config = inner if isinstance(inner, Mapping) else {}
@@ -94,205 +82,211 @@ def section(config: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
 
 
 def is_given(value: object) -> bool:
-    """Return whether a config says something with this value: neither nothing nor ``"auto"``."""
+    """Return whether a configuration says something with this value: neither nothing nor ``"auto"``."""
     return value is not None and value != AUTO
 
 
-def stage_of(config: Mapping[str, Any]) -> int:
-    """Return the stage of ZeRO that DeepSpeed reads from a config; 0 where it says none."""
-    zero = config.get("zero_optimization")
-    stage = int(zero) if isinstance(zero, bool) else section(config, "zero_optimization").get("stage")
-    return stage if is_whole(stage) else 0
-
-
-def _content_of(path: Path) -> object:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigurationError(
-            f"config={str(path)!r}: there is no such file, seen from {str(Path.cwd())!r}. Expected the path of a JSON"
-            " file with a config of DeepSpeed; an absolute path is found from everywhere."
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(
-            f"config={str(path)!r}: the file cannot be read ({error}). Expected a JSON file in UTF-8."
-        ) from error
-    twice: dict[str, None] = {}
-
-    def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        seen: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in seen:
-                twice[key] = None
-            seen[key] = value
-        return seen
-
-    content = _parsed(text, path, without_repeats)
-    if twice:
-        keys = ", ".join(map(repr, twice))
-        raise ConfigurationError(
-            f"config={str(path)!r}: keys that occur twice in one section: {keys}. Expected each key once;"
-            " only the last one would count."
-        )
-    return content
-
-
-def _parsed(text: str, path: Path, hook: Any) -> object:
-    try:
-        return json.loads(text, object_pairs_hook=hook)
-    except json.JSONDecodeError as error:
-        wrong: Any = error
-    try:
-        hjson: Any = importlib.import_module("hjson")
-        return hjson.loads(text, object_pairs_hook=hook)
-    except ImportError:
-        advice = "comments and commas at the end of a section need the package hjson"
-    except ValueError as error:  # behind the first comment only this reader knows what is wrong
-        wrong, advice = error, "comments are allowed"
-    raise ConfigurationError(
-        f"config={str(path)!r}: not JSON at line {wrong.lineno}, column {wrong.colno}: {wrong.msg}. Expected a JSON"
-        f" file ({advice})."
-    )
-
-
-def _copy_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        return {key: _plain(value) for key, value in config.items()}
-    except OmegaConfBaseException as error:
-        what = str(error).partition("\n")[0]
-        raise ConfigurationError(
-            f"config: {what}. Expected a config in which every value is given."
-        ) from error
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map(_plain, value))
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return [_plain(inner) for inner in value]
-    return value  # process groups and dtypes, which some keys hold, are not copied
-
-
-# -- The options of the strategy, joined with the config of DeepSpeed: what both say must be the same --
-
-_STAGES = (0, 1, 2, 3)
-_OFFLOAD_DEVICES = ("none", "cpu", "nvme")
-_DEFAULT_STAGE = 2
+# -- Joined with the options of the strategy: what both say must be the same --
 
 
 def with_named_options(
-    config: Mapping[str, Any],
+    config: Mapping[str, Any],  # plain containers
     *,
-    stage: int | None,  # None: that of the config, or 2
+    stage: int | None,  # None: that of the configuration, or 2
     offload_optimizer: str | None,  # none (on the device), cpu or nvme
-    offload_param: str | None,  # likewise, with stage 3
-    nvme_path: str | Path | None,  # folder, where one of them is nvme
+    offload_param: str | None,
+    nvme_path: str | Path | None,  # folder, if one of them is nvme
 ) -> dict[str, Any]:
-    """Return a copy of a config that also says what the options of the strategy say."""
-    faults = Faults()
-    joined = modern_spelling(config)
-    zero = _zero_section(joined, faults)
-    _settle_stage(zero, stage, faults)
+    """Return a configuration that also says what the options of the strategy say."""
+    faults, joined = Faults(), dict(config)
+    zero = joined.get("zero_optimization", {})
+    if isinstance(zero, bool):  # DeepSpeed's former spelling
+        zero = {"stage": int(zero)}
+    if not isinstance(zero, Mapping):
+        raise ConfigurationError(f"zero_optimization={zero!r}: expected a section such as {{'stage': 2}}.")
+    joined["zero_optimization"] = zero = dict(zero)
+    _settle(zero, "stage", stage, "stage", "zero_optimization", faults)
+    if not is_given(zero.get("stage")):
+        zero["stage"] = _DEFAULT_STAGE
+    is_kept_there = False
     for name, device in (("offload_optimizer", offload_optimizer), ("offload_param", offload_param)):
-        _settle_device(zero, name, device, faults)
-    _settle_nvme_path(zero, nvme_path, faults)
-    _check_stage_suffices(zero, faults)
+        inner = zero.get(name, {})
+        if not isinstance(inner, Mapping) or (not inner and device in (None, "none")):
+            continue
+        zero[name], path = dict(inner), f"zero_optimization.{name}"
+        _settle(zero[name], "device", device, name, path, faults)
+        if zero[name].get("device") == "nvme":
+            is_kept_there = True
+            folder = None if nvme_path is None else str(nvme_path)
+            _settle(zero[name], "nvme_path", folder, "nvme_path", path, faults)
+            found = zero[name].get("nvme_path")
+            faults.check(is_given(found), "nvme_path", found, f"a folder, because {name} is 'nvme'")
+    expected = "None, because neither offload_optimizer nor offload_param is 'nvme'"
+    faults.check(nvme_path is None or is_kept_there, "nvme_path", str(nvme_path), expected)
     faults.raise_all()
     return joined
 
 
-def _zero_section(config: dict[str, Any], faults: Faults) -> dict[str, Any]:
-    zero = config.get("zero_optimization")
-    if zero is None or not faults.check(
-        isinstance(zero, dict), "zero_optimization", zero, "a section such as {'stage': 2}"
+def _settle(inner: dict[str, Any], key: str, given: object, option: str, path: str, faults: Faults) -> None:
+    written = inner.get(key)
+    if given is None:
+        return
+    if is_given(written) and written != given:
+        _add_clash(f"{path}.{key}", written, f"{option}={given!r} of the strategy", faults)
+    inner[key] = given
+
+
+def _add_clash(key: str, written: object, other: str, faults: Faults) -> None:
+    faults.add(f"{key}={written!r} in the config and {other}: expected one of the two, or the same in both.")
+
+
+# -- Completed from the Trainer: what both say must be the same --
+
+#: Section of the configuration that a precision of Lightning switches on; ``None`` for neither.
+PRECISIONS: Mapping[str, str | None] = {
+    "32-true": None,
+    "16-mixed": "fp16",
+    "16-true": "fp16",
+    "bf16-mixed": "bf16",
+    "bf16-true": "bf16",
+}
+_PRECISION_OF = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerValues:
+    """What the Trainer and the loader say that a configuration says too; ``None`` for what is not given or known."""
+
+    precision: str | None = None  # Lightning's name, such as bf16-mixed
+    accumulate_grad_batches: int | None = None  # batches for one step of the optimizer
+    gradient_clip_val: float | None = None  # largest norm of the gradients
+    batch_size: int | None = None  # samples in a batch of one rank
+
+
+def precision_of(config: Mapping[str, Any]) -> str | None:
+    """Return what a configuration asks for, ``16-mixed`` or ``bf16-mixed``; ``None`` for neither or both."""
+    on = [name for name in _PRECISION_OF if section(config, name).get("enabled") is True]
+    return _PRECISION_OF[on[0]] if len(on) == 1 else None
+
+
+def check_against_trainer(config: Mapping[str, Any], values: TrainerValues, faults: Faults) -> None:
+    """Add a line for each thing that the configuration and the Trainer say differently; ``auto`` agrees with all."""
+    for key, given, other in (
+        (
+            "gradient_accumulation_steps",
+            values.accumulate_grad_batches,
+            "accumulate_grad_batches={!r} of the Trainer",
+        ),
+        ("gradient_clipping", values.gradient_clip_val, "gradient_clip_val={!r} of the Trainer"),
+        ("train_micro_batch_size_per_gpu", values.batch_size, "batch_size={!r} of the training loader"),
     ):
-        zero = config["zero_optimization"] = {}
-    assert isinstance(zero, dict)
-    return zero
-
-
-def _settle_stage(zero: dict[str, Any], stage: int | None, faults: Faults) -> None:
-    written = zero.get("stage")
-    if not is_given(written):
-        faults.check(stage is None or _is_stage(stage), "stage", stage, "one of 0, 1, 2, 3")
-        zero["stage"] = _DEFAULT_STAGE if stage is None else stage
-    elif faults.check(_is_stage(written), "zero_optimization.stage", written, "one of 0, 1, 2, 3"):
-        _check_same("stage", stage, "zero_optimization.stage", written, faults)
-
-
-def _settle_device(zero: dict[str, Any], name: str, device: str | None, faults: Faults) -> None:
-    path = f"zero_optimization.{name}"
-    if device is not None and not faults.choice(name, device, _OFFLOAD_DEVICES):
-        device = None
-    inner = zero.get(name)
-    if inner is None:
-        if device not in (None, "none"):
-            zero[name] = {"device": device}
+        written = config.get(key)
+        if is_given(written) and given is not None and written != given:
+            _add_clash(key, written, other.format(given), faults)
+    if values.precision is None:
         return
-    former = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}[name]
-    if former in zero:
-        faults.add(
-            f"zero_optimization.{former}={zero[former]!r} and {path}={inner!r}: expected one of the two; {former} is"
-            f" the former name, so remove it."
-        )
-    if not faults.check(isinstance(inner, dict), path, inner, "a section such as {'device': 'cpu'}"):
-        return
-    written = inner.get("device")
-    if is_given(written):
-        faults.choice(f"{path}.device", written, _OFFLOAD_DEVICES)
-        _check_same(name, device, f"{path}.device", written, faults)
-    elif device is not None:
-        inner["device"] = device
+    wanted, other = PRECISIONS.get(values.precision), f"precision={values.precision!r} of the Trainer"
+    for name in _PRECISION_OF:
+        enabled = section(config, name).get("enabled")
+        if is_given(enabled) and enabled is not (name == wanted):
+            _add_clash(f"{name}.enabled", enabled, other, faults)
+    if wanted is not None and section(config, "torch_autocast").get("enabled") is True:
+        _add_clash("torch_autocast.enabled", True, other, faults)  # both lower the precision
 
 
-def _settle_nvme_path(zero: dict[str, Any], nvme_path: str | Path | None, faults: Faults) -> None:
-    on_nvme = [name for name in ("offload_optimizer", "offload_param") if _device(zero, name) == "nvme"]
-    for name in on_nvme:
-        path, written = f"zero_optimization.{name}.nvme_path", zero[name].get("nvme_path")
-        if not is_given(written):
-            expected = "the path of a folder on the NVMe drive, as the device of this section is 'nvme'"
-            if faults.check(nvme_path is not None, path, written, expected):
-                zero[name]["nvme_path"] = str(nvme_path)
-        elif nvme_path is not None and Path(written) != Path(nvme_path):
-            _check_same("nvme_path", str(nvme_path), path, str(written), faults)
-    if nvme_path is not None and not on_nvme:
-        faults.add(
-            f"nvme_path={str(nvme_path)!r}: expected None, as nothing is kept there. Remove it, or choose"
-            " offload_optimizer='nvme' or offload_param='nvme'."
-        )
+def completed(config: Mapping[str, Any], values: TrainerValues, world_size: int) -> dict[str, Any]:
+    """Return a configuration with the Trainer's values, without ``auto`` but in parameters; what it says stays.
+
+    DeepSpeed parses it and finds the sizes of a batch that follow from the others; what it refuses is an error.
+    """
+    full: dict[str, Any] = without_auto(config)
+    wanted = PRECISIONS.get(values.precision or "")
+    if wanted is not None:
+        full[wanted] = {**section(full, wanted), "enabled": True}
+    full.setdefault("gradient_clipping", float(values.gradient_clip_val or 0.0))
+    full.setdefault("zero_allow_untested_optimizer", True)
+    full.setdefault("steps_per_print", _NEVER)
+    if values.accumulate_grad_batches is not None:
+        full.setdefault("gradient_accumulation_steps", values.accumulate_grad_batches)
+    if values.batch_size is not None:
+        full.setdefault("train_micro_batch_size_per_gpu", values.batch_size)
+    if "train_batch_size" not in full:
+        full.setdefault("train_micro_batch_size_per_gpu", 1)
+        full.setdefault("gradient_accumulation_steps", 1)
+    read = parsed(full, world_size)
+    for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        full[name] = getattr(read, name)
+    return full
 
 
-def _check_stage_suffices(zero: dict[str, Any], faults: Faults) -> None:
-    stage = zero["stage"]
-    if not _is_stage(stage):
-        return
-    for name in ("offload_optimizer", "offload_param"):
-        device = _device(zero, name)
-        if device == "none" or device not in _OFFLOAD_DEVICES:
-            continue
-        if name == "offload_optimizer" and device == "cpu":
-            least, advice = 1, "stage 1, 2 or 3, which partition the optimizer states"
-        else:  # DeepSpeed's stages 1 and 2 keep nothing on NVMe, and do not say so
-            least, advice = 3, "stage 3, the only one that can"
-        if stage < least:
-            faults.add(f"{name}={device!r} with stage={stage}: expected {advice}, or {name}='none'.")
+def without_auto(value: Any, key: str = "") -> Any:
+    """Return a configuration in which what is open has DeepSpeed's default; parameters are filled in later."""
+    if not isinstance(value, Mapping) or key == "params":
+        return value
+    return {name: without_auto(inner, name) for name, inner in value.items() if inner != AUTO}
 
 
-def _check_same(name: str, given: object, path: str, written: object, faults: Faults) -> None:
-    if given is not None and given != written:
-        faults.add(
-            f"{name}={given!r} and {path}={written!r} in the config: expected the same value in both, or only one"
-            " of the two."
-        )
+def for_evaluation(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a configuration that counts if nothing is trained."""
+    return {name: config[name] for name in _OF_EVALUATION if name in config}
 
 
-def _device(zero: dict[str, Any], name: str) -> object:
-    return section(zero, name).get("device")
+# -- Parsed by DeepSpeed itself --
 
 
-def _is_stage(stage: object) -> bool:
-    return is_whole(stage) and stage in _STAGES
+class _Asked(dict[str, Any]):
+    """A configuration that notes for which keys it is asked."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        super().__init__(content)
+        self.keys_asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.keys_asked.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.keys_asked.add(str(key))
+        return super().__contains__(key)
+
+    def keys(self) -> Any:
+        return self  # DeepSpeed asks for some keys by ``key in config.keys()``
+
+
+def parsed(config: Mapping[str, Any], world_size: int) -> Any:
+    """Return what DeepSpeed makes of a configuration without ``auto``; raise for what it refuses or ignores."""
+    # DeepSpeed ignores keys of the top level that it does not know. Those that it knows are the ones that it asks for.
+    known, _, _ = _parse({"train_micro_batch_size_per_gpu": 1}, world_size)
+    asked, read, faults = _parse(config, world_size)
+    for key in config:
+        if key not in known | asked and not key.startswith("_"):  # a comment
+            faults.append(f"{key}: DeepSpeed has no such key.{did_you_mean(key, known)}")
+    if faults:
+        raise ConfigurationError(faults)
+    return read
+
+
+def _parse(config: Mapping[str, Any], world_size: int) -> tuple[set[str], Any, list[str]]:
+    """Let DeepSpeed read a configuration; return the keys that it asked for, what it read, and what it refused."""
+    from deepspeed.runtime import config as parser
+    from pydantic import ValidationError
+
+    # DeepSpeed asks its process group for the number of ranks; before the ranks start there is none.
+    group = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: world_size)
+    given = _Asked(config)
+    try:
+        with replaced(parser, dist=group):
+            return given.keys_asked, parser.DeepSpeedConfig(given), []
+    except ValidationError as error:
+        return given.keys_asked, None, [_refusal(config, one) for one in error.errors()]
+    except Exception as error:  # assertions, and errors of every kind for values of another type
+        return given.keys_asked, None, [f"config: DeepSpeed refuses it ({type(error).__name__}): {error}"]
+
+
+def _refusal(config: Mapping[str, Any], error: Mapping[str, Any]) -> str:
+    """Return one of pydantic's errors, with the section in front, which it does not know."""
+    way = [str(part) for part in error["loc"]]
+    if not way:
+        return f"config: DeepSpeed refuses it: {error['msg'].rstrip('.')}."
+    sections = [name for name, inner in config.items() if isinstance(inner, Mapping) and way[0] in inner]
+    return f"{'.'.join([*sections[:1], *way])}={error['input']!r}: DeepSpeed refuses it: {error['msg'].rstrip('.')}."

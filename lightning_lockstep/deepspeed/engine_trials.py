@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_lockstep._doors.deepspeed_engines import WITHOUT_STATE, adapter_of, modules_in_forward
 from lightning_lockstep._doors.lightning import LightningModule, Precision
 from lightning_lockstep._doors.torch_internals import MODULES
-from lightning_lockstep.deepspeed.config import is_given, modern_spelling, section
+from lightning_lockstep.deepspeed.config import is_given, section
+from lightning_lockstep.deepspeed.engine_adapters import adapter_of
 from lightning_lockstep.deepspeed.precision import LossScaleHistory
 from lightning_lockstep.steps.isolated import gradients_apart
 from lightning_lockstep.steps.patching import replaced
@@ -110,7 +110,7 @@ class PlainPrecision(Precision):
 _CONTAINERS = (list, deque, set, dict)
 # What these attributes lead to is no state of a step: the module's own is kept elsewhere; a bucket's memory, of up to
 # some GB of which a small model touches a part, is written before it is read.
-_LEFT_OUT = WITHOUT_STATE | {"module", MODULES}
+_LEFT_OUT = {"buffer", "module", MODULES}
 
 
 class EngineState:
@@ -222,11 +222,9 @@ def _is_same_memory(tensor: Tensor, data: Tensor) -> bool:
 _NOT_TRIED = {
     "flops_profiler": "it profiles steps, also those of a trial",
     "autotuning": "it searches for a batch size itself",
-    "elasticity": "it chooses the batch size itself",
     "hybrid_engine": "its engine is another one",
     "zenflow": "its optimizer runs in a separate process",
     "data_efficiency": "it changes batches from step to step",
-    "curriculum_learning": "it changes batches from step to step",
 }
 
 
@@ -234,7 +232,7 @@ class EngineTrials:
     """What a search for a batch size needs of a strategy with an engine."""
 
     def __init__(self, strategy: Any, given: Mapping[str, Any]) -> None:
-        self._strategy, self._given = strategy, modern_spelling(given)
+        self._strategy, self._given = strategy, given
 
     @property
     def _engine(self) -> Any:
@@ -271,7 +269,10 @@ class EngineTrials:
 
     def state(self) -> EngineState:
         """Return all that steps of the engine change, to put back."""
-        return EngineState(self._engine, self._strategy.lightning_module, [modules_in_forward()])
+        # Where a forward that has failed leaves its modules.
+        from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+        return EngineState(self._engine, self._strategy.lightning_module, [FWD_MODULE_STACK])
 
     @contextmanager
     def alone(self, *, accumulates: bool) -> Iterator[int]:

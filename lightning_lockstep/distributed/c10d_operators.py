@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,20 +16,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_loca
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from lightning_lockstep._doors.torch_internals import (
-    ALL_GATHER_BASE,
-    FUNCTIONAL_NAMESPACE,
-    FUNCTIONAL_REDUCTIONS,
-    REDUCE_SCATTER_BASE,
-    REDUCE_SCATTER_METHOD,
-    check_reduced,
-    custom_class_schemas,
-    destroy_library,
-    functional_operator,
-    keys_after,
-    schema_of,
-    version_getter,
-)
 from lightning_lockstep.errors import CollectiveStallError
 
 # -- The operators of torch's ``c10d``, by which torch.distributed calls its process groups through the
@@ -44,12 +29,12 @@ OPERATIONS = {
     "broadcast_": "broadcast",
     "allgather_": "all_gather",
     "allgather_coalesced_": "all_gather_coalesced",
-    ALL_GATHER_BASE: "all_gather_into_tensor",
+    "_allgather_base_": "all_gather_into_tensor",
     "allgather_into_tensor_coalesced_": "all_gather_into_tensor_coalesced",
     "gather_": "gather",
     "scatter_": "scatter",
     "reduce_scatter_": "reduce_scatter",
-    REDUCE_SCATTER_BASE: "reduce_scatter_tensor",
+    "_reduce_scatter_base_": "reduce_scatter_tensor",
     "reduce_scatter_tensor_coalesced_": "reduce_scatter_tensor_coalesced",
     "alltoall_": "all_to_all",
     "alltoall_base_": "all_to_all_single",
@@ -84,7 +69,7 @@ class Operator:
 @functools.cache
 def operator_named(name: str) -> Operator:
     overload = getattr(torch.ops.c10d, name).default
-    schema = schema_of(overload)
+    schema = overload._schema  # the names and the number of what it is given and returns
     positions = {argument.name: i for i, argument in enumerate(schema.arguments)}
     return Operator(
         name=name,
@@ -115,115 +100,27 @@ def answered_locally() -> bool:
 
 
 # -- How a collective reduces, read inside a kernel of torch's dispatcher --
-# Newer torch can be asked. Torch 2.9 hands its kernels a ``ReduceOp`` that Python cannot read. There the
-# kind is noted one call earlier: where Python calls a process group, and where a functional collective
-# enters the dispatcher. What is left is called by DDP's reducer and its communication hooks in C++, which
-# sum.
 
 _Kind: Any = dist.ReduceOp.RedOpType
-_READABLE: tuple[Any, ...] = (_Kind, dist.ReduceOp)
-
-_METHODS = (
-    "allreduce",
-    "allreduce_coalesced",
-    "reduce",
-    "reduce_scatter",
-    REDUCE_SCATTER_METHOD,
-    "reduce_scatter_tensor_coalesced",
-)
-_KEY = "BackendSelect"  # the last one before those of the backends
-_open = 0  # how many contexts have the kind noted
-_places = ExitStack()  # what was put in place for it
-_noted = threading.local()
 
 
-def reduction_kind(given: Any) -> str:
-    """Return how a collective reduces, such as ``sum``; in a kernel of torch 2.9 if that was noted."""
-    if isinstance(given, _READABLE):
-        return _name(given)
-    if _can_be_read():
-        return _name(_Kind(given.op()))
-    return getattr(_noted, "kind", "sum")
-
-
-def _name(given: Any) -> str:
+def reduction_kind(given: Any) -> str | None:
+    """Return how a collective reduces, such as ``sum``; ``None`` in a kernel of torch 2.9, where Python cannot ask."""
+    if not isinstance(given, (_Kind, dist.ReduceOp)):
+        if not _can_be_read():
+            return None
+        given = _Kind(given.op())
     kind = given if isinstance(given, _Kind) else _Kind(given.op)
     return str(kind.name).lower()
 
 
-@contextmanager
-def noting_reductions() -> Iterator[None]:
-    """Have :func:`reduction_kind` know the kinds of what Python calls; to be entered and left outside collectives."""
-    if _can_be_read():
-        yield
-        return
-    _count(1)
-    try:
-        yield
-    finally:
-        _count(-1)
-
-
 @functools.cache
 def _can_be_read() -> bool:
-    return any(schema.name == "op" and "c10d.ReduceOp" in str(schema) for schema in custom_class_schemas())
-
-
-def _count(change: int) -> None:
-    global _open
-    with _lock:
-        before, _open = _open, _open + change
-        if not before:
-            for name in _METHODS:
-                method = getattr(dist.ProcessGroup, name)
-                _places.callback(setattr, dist.ProcessGroup, name, method)
-                setattr(dist.ProcessGroup, name, _noting_method(method))
-            library = torch.library.Library(FUNCTIONAL_NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]
-            _places.callback(destroy_library, library)
-            for name in FUNCTIONAL_REDUCTIONS:
-                library.impl(name, _noting_kernel(name), _KEY, with_keyset=True)  # type: ignore[no-untyped-call]
-        elif not _open:
-            _places.close()
-
-
-def _noting_method(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        with _note(_kind_among((*args[1:], *kwargs.values()))):
-            return method(*args, **kwargs)
-
-    return noting
-
-
-def _noting_kernel(name: str) -> Callable[..., Any]:
-    overload = functional_operator(name)
-    position = [argument.name for argument in schema_of(overload).arguments].index("reduce_op")
-    after = keys_after(_KEY)
-
-    def kernel(keyset: Any, *args: Any) -> Any:
-        with _note(args[position]):
-            return overload.redispatch(keyset & after, *args)
-
-    return kernel
-
-
-@contextmanager
-def _note(kind: str) -> Iterator[None]:
-    before = getattr(_noted, "kind", "sum")
-    _noted.kind = kind
-    try:
-        yield
-    finally:
-        _noted.kind = before
-
-
-def _kind_among(args: tuple[Any, ...]) -> str:
-    """Return the kind that the arguments of a process group's method ask for; a sum where they name none."""
-    for given in args:
-        asked = getattr(given, "reduceOp", given)
-        if isinstance(asked, _READABLE):
-            return _name(asked)
-    return "sum"
+    # Torch has no public way to ask which methods its classes in C++ have.
+    return any(
+        schema.name == "op" and "c10d.ReduceOp" in str(schema)
+        for schema in torch._C._jit_get_custom_class_schemas()  # type: ignore[attr-defined]
+    )
 
 
 # -- Gradient compression hooks of DistributedDataParallel, by name --
@@ -301,24 +198,6 @@ def ddp_of(model: object) -> DistributedDataParallel | None:
     return model if isinstance(model, DistributedDataParallel) else None
 
 
-def parameters_in_bucket(tensor: Tensor) -> list[str]:
-    """Return the names of the parameters whose gradients lie in the memory of a tensor, as in a bucket of DDP."""
-    # It looks at each DDP of this process, which takes a tenth of a second: a report alone asks. The reducer, which
-    # knows what is in its buckets, holds a lock while it reduces them.
-    memory = tensor.untyped_storage().data_ptr()
-    wrappers = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
-    modules = [getattr(ddp, "module", None) for ddp in wrappers]  # one whose construction has failed has none
-    return [
-        name
-        for module in modules
-        if module is not None
-        for name, p in module.named_parameters()
-        if p.grad is not None
-        and p.grad.layout is torch.strided
-        and p.grad.untyped_storage().data_ptr() == memory
-    ]
-
-
 def parameters_in_words(module: nn.Module) -> list[str]:
     """Return what must be equal on all ranks of each parameter, in the order in which DDP reduces their gradients."""
 
@@ -367,16 +246,14 @@ class GradientMarks:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         # Right before the backward; about 0.1 us for each parameter.
         # A gradient is either new, or accumulated in place, which raises its version.
-        version = version_getter()
-        self._before = [(g, -1 if g is None else version(g)) for g in [p.grad for p in parameters]]
+        self._before = [(g, -1 if g is None else g._version) for g in [p.grad for p in parameters]]
 
     def missing(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Return those of the same ``parameters`` whose gradient has not arrived."""
-        version_now = version_getter()
         return [
             parameter
             for parameter, (grad, version) in zip(parameters, self._before, strict=True)
-            if parameter.grad is grad and (grad is None or version_now(grad) == version)
+            if parameter.grad is grad and (grad is None or grad._version == version)
         ]
 
 
@@ -404,7 +281,7 @@ def deliver_gradients(
         ddp.reducer.prepare_for_backward([arrival] if ddp.find_unused_parameters else [])
     arrival.backward()  # type: ignore[no-untyped-call]
     if ddp is not None and reduces:
-        check_reduced(ddp)  # RuntimeError: it cannot go on
+        ddp.reducer._check_reducer_finalized()  # RuntimeError: a bucket was not reduced, so DDP cannot go on
 
 
 def zero_with_gradients(

@@ -14,16 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lockstep._doors.torch_internals import (
-    ALL_GATHER_BASE,
-    REDUCE_SCATTER_BASE,
-    finished_work,
-    has_kernel,
-    scoped_library,
-    stores_of_groups,
-)
 from lightning_lockstep.distributed.c10d_operators import (
-    noting_reductions,
     operator_named,
     reduction_kind,
     while_answered_locally,
@@ -142,12 +133,12 @@ ANSWERS: dict[str, Callable[[LocalCall], None]] = {
     "broadcast_": _broadcast,
     "allgather_": _all_gather,
     "allgather_coalesced_": _all_gather,
-    ALL_GATHER_BASE: _all_gather_single,
+    "_allgather_base_": _all_gather_single,
     "allgather_into_tensor_coalesced_": _all_gather_single,
     "gather_": _gather,
     "scatter_": _scatter,
     "reduce_scatter_": _reduce_scatter,
-    REDUCE_SCATTER_BASE: _reduce_scatter_single,
+    "_reduce_scatter_base_": _reduce_scatter_single,
     "reduce_scatter_tensor_coalesced_": _reduce_scatter_single,
     "alltoall_": _all_to_all,
     "alltoall_base_": _all_to_all_single,
@@ -170,7 +161,8 @@ def _copy(call: LocalCall, place: Tensor, source: Tensor) -> None:
 
 
 def _reduce_in_place(call: LocalCall, tensor: Tensor) -> None:
-    kind = "sum" if call.reduction is None else reduction_kind(call.reduction)
+    # What torch 2.9 does not tell is taken for a sum, which DDP and most steps ask for.
+    kind = ("sum" if call.reduction is None else reduction_kind(call.reduction)) or "sum"
     values = tensor.data
     if kind == "sum" and values.dtype is not torch.bool:
         values.mul_(call.size)
@@ -210,9 +202,9 @@ def _sends_objects() -> bool:
 _KEYS = ("CPU", "CUDA", "XPU", "PrivateUse1", "SparseCPU", "SparseCUDA")
 # Methods of a process group that are not named as their operator, by its name.
 _OTHER_METHODS = {
-    "all_gather_single": ALL_GATHER_BASE,
+    "all_gather_single": "_allgather_base_",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced_",
-    "reduce_scatter_single": REDUCE_SCATTER_BASE,
+    "reduce_scatter_single": "_reduce_scatter_base_",
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced_",
     "all_to_all_single": "alltoall_base_",
     "recv_anysource": "recv_any_source_",
@@ -237,9 +229,8 @@ def local_collectives() -> Iterator[LocalAnswers]:
     with ExitStack() as stack:
         stack.enter_context(while_answered_locally())
         if process_group_exists() and dist.get_world_size() > 1:
-            stack.enter_context(noting_reductions())
             stack.enter_context(_replaced_kernels(answers))
-            for group in stores_of_groups():
+            for group in list(dist.distributed_c10d._world.pg_map):
                 if type(group) is not dist.ProcessGroup:
                     stack.enter_context(_replaced_methods(group, answers))
         yield answers
@@ -247,13 +238,13 @@ def local_collectives() -> Iterator[LocalAnswers]:
 
 @contextmanager
 def _replaced_kernels(answers: LocalAnswers) -> Iterator[None]:
-    with scoped_library("c10d") as library:
+    with torch.library._scoped_library("c10d", "IMPL") as library:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that a kernel is replaced
             for name in ANSWERS:
                 kernel = _kernel(name, answers)
                 for key in _KEYS:
-                    if has_kernel(f"c10d::{name}", key):
+                    if torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", key):
                         library.impl(name, kernel, key)
         yield
 
@@ -315,4 +306,4 @@ def _method_name(name: str) -> str:
 def _finished(result: Any) -> Any:
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(result)
-    return finished_work(future)
+    return torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]

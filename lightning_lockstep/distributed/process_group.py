@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store, TCPStore
 
-from lightning_lockstep._doors.torch_internals import default_store
 from lightning_lockstep._settings import HAS_MET, restore_variables
 from lightning_lockstep._text import first_line, say
 from lightning_lockstep.distributed.rendezvous import ANY, listening_address
@@ -87,7 +86,7 @@ def world_of_one() -> Iterator[None]:
 def _store() -> Store | None:
     # The store of the default group has no public accessor in torch 2.9 to 2.13.
     with suppress(RuntimeError, ValueError, AttributeError, AssertionError):
-        store: Store = default_store()
+        store: Store = dist.distributed_c10d._get_default_store()
         return store
     return None
 

@@ -19,11 +19,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_lockstep._doors.torch_internals import (
-    GET_LAYOUT,
-    set_versions_of_modules,
-    versions_of_modules,
-)
 from lightning_lockstep._text import first_line, ranks_in_words
 from lightning_lockstep.distributed.plain_data import TRUST, load_without_objects
 from lightning_lockstep.errors import ConfigurationError
@@ -72,10 +67,10 @@ def _mapped(tree: Any, change: Callable[[Any, Place], Any], place: Place = ()) -
     if not isinstance(tree, dict):
         return change(tree, place) if isinstance(tree, Tensor) else tree
     inner = {key: _mapped(value, change, (*place, key)) for key, value in tree.items()}
-    versions = versions_of_modules(tree)  # by which modules load what older ones have saved
+    versions = getattr(tree, "_metadata", None)  # by which modules load what older ones have saved
     if versions is not None:
         inner = OrderedDict(inner)  # which takes attributes
-        set_versions_of_modules(inner, versions)
+        inner._metadata = versions  # type: ignore[attr-defined]
     return inner
 
 
@@ -295,7 +290,11 @@ class _Table(pickle.Unpickler):
             is_record = isinstance(found, type) and (
                 dataclasses.is_dataclass(found) or issubclass(found, (enum.Enum, PurePath, torch.Size))
             )
-            if is_record or isinstance(found, torch.dtype) or (module, name) == GET_LAYOUT:
+            if (
+                is_record
+                or isinstance(found, torch.dtype)
+                or (module, name) == ("torch.serialization", "_get_layout")
+            ):
                 return found
         raise ConfigurationError(f"names {module}.{name}, which torch does not write there. {TRUST}")
 

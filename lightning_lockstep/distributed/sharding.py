@@ -24,7 +24,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import distribute_tensor
 
 from lightning_lockstep._doors.lightning import find_shared_parameters, set_shared_parameters
-from lightning_lockstep._doors.torch_internals import gathered_parameter, stay_in_forward, unreduced_holders
 from lightning_lockstep.distributed.process_group import broadcast_tensors
 from lightning_lockstep.distributed.sharded_state import is_divided
 from lightning_lockstep.errors import ConfigurationError
@@ -126,7 +125,10 @@ def _in_forward(module: FSDPModule, step: Callable[..., Any]) -> Callable[..., A
             output = step(*args, **kwargs)
         finally:
             module.set_reshard_after_backward(True)
-        stay_in_forward(module)
+        # It frees what is gathered at the end of a forward method that has called forward, whatever
+        # reshard_after_forward says, unless it is still in its forward pass.
+        for group in _groups(module):
+            group._training_state = type(group._training_state).FORWARD
         return output
 
     return whole
@@ -148,7 +150,7 @@ def check_written(module: nn.Module) -> None:
     """Raise where a parameter that is gathered was written to since, which this rank's part does not get."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     for one in _holders(module):
-        whole: Any = gathered_parameter(one)
+        whole: Any = _gathered(one)
         part = one.sharded_param
         if whole not in names:
             continue
@@ -172,7 +174,7 @@ def own_gradients(module: nn.Module) -> list[Tensor]:
     with torch.no_grad():
         parts: list[Tensor] = [g.to_local() if is_divided(g) else g for g in found if g is not None]
     for one in _holders(module):
-        whole = (one.unsharded_accumulated_grad, getattr(gathered_parameter(one), "grad", None))
+        whole = (one.unsharded_accumulated_grad, getattr(_gathered(one), "grad", None))
         parts += [gradient for gradient in whole if gradient is not None]
     return parts
 
@@ -187,14 +189,29 @@ def drop_step(module: nn.Module) -> None:
     parts: list[Any] = divided_parts(module)
     inner = {part for one in parts for part in divided_parts(one) if part is not one}
     for part in parts:
-        if part not in inner and any(gathered_parameter(one) is not None for one in _holders(part)):
+        if part not in inner and any(_gathered(one) is not None for one in _holders(part)):
             part.reset_iter_state()
     for one in _holders(module):
         one.unsharded_accumulated_grad = None
-        parameter = gathered_parameter(one)
+        parameter = _gathered(one)
         if parameter is not None:
             parameter.grad = None
 
 
 def _holders(module: nn.Module) -> list[Any]:
-    return [holder for part in divided_parts(module) for holder in unreduced_holders(part)]
+    # Gradients that accumulate without a reduction are kept there alone, whole ones on each rank.
+    return [
+        holder for part in divided_parts(module) for group in _groups(part) for holder in group.fsdp_params
+    ]
+
+
+def _groups(part: Any) -> list[Any]:
+    """Return the groups of parameters of a part of `fully_shard`; newer torch may have several."""
+    state = part._get_fsdp_state()
+    group = getattr(state, "_fsdp_param_group", None)
+    return list(getattr(state, "_fsdp_param_groups", [] if group is None else [group]))
+
+
+def _gathered(holder: Any) -> Any:
+    """Return the whole parameter; ``None`` before it is gathered for the first time, when its public name fails."""
+    return getattr(holder, "_unsharded_param", None)

@@ -20,7 +20,7 @@ from lightning_lockstep._doors.lightning import (
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
-from lightning_lockstep._settings import launcher_pid, started_by_rank_that_has_met
+from lightning_lockstep._settings import HAS_MET, launcher_pid
 from lightning_lockstep._text import plain_table, say
 from lightning_lockstep.distributed.failure.process_exit import end_now
 from lightning_lockstep.distributed.mpi.runtime import MPIRendezvous, agree_on_rendezvous
@@ -378,7 +378,7 @@ def check_has_device(
         )
     if not external:
         return
-    if connected is None and started_by_rank_that_has_met():
+    if connected is None and _started_by_rank_that_has_met():
         # Not raised: a program that caught it would go on here. Lightning ends its ranks for any other exit code.
         end_now(
             0,
@@ -393,3 +393,17 @@ def check_has_device(
         f"devices={num_devices}, but at least {environment.local_rank() + 1} ranks were started on this node: expected"
         " as many devices as ranks. Set devices in the Trainer to the number of ranks of a node, or start fewer."
     )
+
+
+def _started_by_rank_that_has_met() -> bool:
+    """Return whether the process that started this one is a rank that had met the others before, or was one."""
+    given = os.environ.get(HAS_MET)
+    if given is None or given == str(os.getppid()):
+        return given is not None
+    try:
+        os.kill(int(given), 0)
+    except ProcessLookupError:  # it has ended since
+        return True
+    except OSError:
+        return False
+    return False

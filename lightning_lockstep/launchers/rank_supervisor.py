@@ -22,11 +22,6 @@ from lightning_lockstep._doors.lightning import (
     TrainerFn,
     _TunerExitException,
 )
-from lightning_lockstep._doors.lightning_internals import (
-    call_before_each_batch,
-    call_on_sigterm,
-    mark_sigterm_received,
-)
 from lightning_lockstep._settings import Faults, is_whole, settings_of
 from lightning_lockstep._system import usable_cores
 from lightning_lockstep._text import say
@@ -34,7 +29,7 @@ from lightning_lockstep.distributed import Communicator, FailurePropagation, cur
 from lightning_lockstep.distributed.failure.exit_notes import (
     keep_failure,
     parent_reads_notes,
-    remove_earlier_reports,
+    remove_earlier_report,
 )
 from lightning_lockstep.distributed.failure.process_exit import outcome, outcome_of
 from lightning_lockstep.distributed.failure.propagation import propagation_on
@@ -42,7 +37,7 @@ from lightning_lockstep.distributed.failure.record import BATCHES, describe_erro
 from lightning_lockstep.distributed.guard.collective_call import tell_batch_by
 from lightning_lockstep.distributed.guard.guard import CollectiveGuard, guard_on
 from lightning_lockstep.distributed.guard.watch import GuardSettings
-from lightning_lockstep.distributed.side_channel.opening import side_channel_if_open
+from lightning_lockstep.distributed.side_channel.opening import side_channel_if_open, use_silence_limit
 from lightning_lockstep.errors import ConfigurationError, LockstepError
 
 # -- How many CPU threads a rank may use, and on which cores --
@@ -168,8 +163,10 @@ class RankSupervisor:
         self._trainer = weakref.ref(trainer)
         tell_place_by(self._where)
         # A rank that is told to end does so at its next batch; the others learn of it over the side channel.
-        call_before_each_batch(trainer, self.at_step_boundary)
-        call_on_sigterm(trainer, self._told_to_end)
+        # Lightning broadcasts a flag before each batch and another one in its signal handler, which then meets whatever
+        # the other ranks are sending.
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.at_step_boundary
+        trainer._signal_connector._sigterm_notifier_fn = self._told_to_end
 
     def apply_threads(self, *, local_rank: int, local_world_size: int) -> None:
         self.threads, self.cores = apply_threads(
@@ -182,11 +179,11 @@ class RankSupervisor:
     def ranks_have_met(self, *, prints_report: bool) -> Communicator:
         """Open the side channel and begin to listen for failures."""
         # All ranks come here together, right after they have met; each waits until rank 0 has come too.
+        use_silence_limit(self.settings.silence_limit)
         communicator = current_communicator()
         if communicator.is_main and (folder := self._folder()) is not None:
-            remove_earlier_reports(folder)
+            remove_earlier_report(folder)
         if communicator.world_size > 1:
-            communicator.side_channel.silence_limit = self.settings.silence_limit
             self.propagation = propagation_on(communicator.side_channel)
             self.propagation.begin_fit()
             self.propagation.grace_period = self.settings.grace_period
@@ -281,7 +278,7 @@ class RankSupervisor:
     def _told_to_end(self, signum: int, _: Any) -> None:
         trainer = self._trainer()
         if trainer is not None:
-            mark_sigterm_received(trainer)
+            trainer._signal_connector.received_sigterm = True  # trainer.received_sigterm can only be read
 
     def _folder(self) -> Path | None:
         trainer = self._trainer()

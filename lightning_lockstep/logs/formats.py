@@ -7,13 +7,12 @@ import logging
 import os
 import socket
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from lightning_lockstep._text import ranges, ranks_in_words
-from lightning_lockstep.logs.ordering import call_of, extra_of
-from lightning_lockstep.logs.sender import LineSender
+from lightning_lockstep._text import ranges
+from lightning_lockstep.logs.collector import WARNING
+from lightning_lockstep.logs.logger import LineSender, call_of, extra_of
 
 # -- How a log record looks: on the console, in a file, as a line of JSON --
 
@@ -87,12 +86,8 @@ def _origin(record: logging.LogRecord, own_rank: int) -> tuple[tuple[int, ...], 
 
 
 def _message(record: logging.LogRecord) -> str:
-    """Return the message without the ranks that an adapter has put before it."""
-    text = record.getMessage()
-    # A prefix that says more than the ranks ("late") stays.
-    prefix = getattr(record, "lockstep_prefix", "")
-    ranks = getattr(record, "lockstep_ranks", None)
-    return (text[len(prefix) :] if ranks and prefix == f"[{ranks_in_words(ranks)}] " else text).rstrip("\n")
+    """Return the message without the ranks that were put before it."""
+    return record.getMessage().removeprefix(getattr(record, "lockstep_prefix", "")).rstrip("\n")
 
 
 def _call_site(record: logging.LogRecord) -> str:
@@ -126,10 +121,6 @@ class ConsoleHandler(logging.Handler):
         except (OSError, ValueError):
             self.handleError(record)
 
-    def flush(self) -> None:
-        if sys.stderr is not None and not sys.stderr.closed:
-            sys.stderr.flush()
-
 
 class RankFile(logging.FileHandler):
     """One file per rank, with everything that rank logs; what was collected from ranks is in their files."""
@@ -143,36 +134,28 @@ class RankFile(logging.FileHandler):
 
 
 class WarningHandler(logging.Handler):
-    """Sends warnings to the collector on rank 0, so that one of the ranks' equal ones is printed."""
-
-    # Rank 0 prints its own at once, which the collector takes into account.
+    """Sends warnings to the collector on rank 0, which prints those that rank 0 does not give itself."""
 
     def __init__(self, sender: LineSender) -> None:
         super().__init__(logging.WARNING)
         self._sender = sender
-        self._repeats: Counter[tuple[str, int, str]] = Counter()
         # What names its ranks was collected, or is printed by every rank on its own console.
         self.addFilter(lambda record: not hasattr(record, "lockstep_ranks"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        call = call_of(record)
-        key = (record.name, record.levelno, call[1])
-        self._sender.send_once(call, repeat=self._repeats[key], printed=self._sender.channel.rank == 0)
-        self._repeats[key] += 1
+        self._sender.send(call_of(record), WARNING)
 
 
 class ConsoleTakeover:
-    """Puts handlers in the place of the console handlers of all loggers, and undoes it."""
+    """Puts handlers in the place of the console handlers of all loggers: the root's, Lightning's, any other's."""
 
     def __init__(self, handlers: list[logging.Handler]) -> None:
         self.handlers = handlers
         self._removed: list[tuple[logging.Logger, logging.Handler]] = []
         self._propagation: list[logging.Logger] = []
-
-    def begin(self) -> None:
-        """Take the console over: of the root logger, of Lightning's, of every other that has its own."""
         root = logging.getLogger()
-        for logger in [root, *_existing_loggers()]:
+        known = logging.Logger.manager.loggerDict.values()
+        for logger in [root, *(one for one in known if isinstance(one, logging.Logger))]:
             own = [handler for handler in logger.handlers if _writes_to_console(handler)]
             for handler in own:
                 logger.removeHandler(handler)
@@ -184,6 +167,7 @@ class ConsoleTakeover:
             root.addHandler(handler)
 
     def end(self) -> None:
+        """Undo it."""
         root = logging.getLogger()
         for handler in self.handlers:
             root.removeHandler(handler)
@@ -192,13 +176,6 @@ class ConsoleTakeover:
             logger.addHandler(handler)
         for logger in self._propagation:
             logger.propagate = False
-        self._removed.clear()
-        self._propagation.clear()
-
-
-def _existing_loggers() -> list[logging.Logger]:
-    known = logging.Logger.manager.loggerDict.values()
-    return [logger for logger in known if isinstance(logger, logging.Logger)]
 
 
 def _writes_to_console(handler: logging.Handler) -> bool:

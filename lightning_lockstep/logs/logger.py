@@ -1,24 +1,38 @@
-"""Loggers that know about ranks."""
+"""Loggers that know about ranks: what a rank logs, and how its lines get to rank 0."""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import socket
 import sys
 import threading
 import time
 import traceback
-import warnings
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 from lightning_lockstep import _settings
 from lightning_lockstep._doors.lightning import rank_zero_only
-from lightning_lockstep._settings import LEVELS, Faults, is_whole
-from lightning_lockstep.distributed.guard.collective_call import is_torch_or_lightning
-from lightning_lockstep.distributed.side_channel.opening import known_rank
-from lightning_lockstep.logs.ordering import LogCall, call_of, format_message
-from lightning_lockstep.logs.sender import STDERR, connected_sender, send_level, with_sender
+from lightning_lockstep._settings import LEVELS
+from lightning_lockstep.distributed import SideChannel
+from lightning_lockstep.distributed.failure.process_exit import at_exit, on_flush
+from lightning_lockstep.distributed.process_group import RankGroup, current_group
+from lightning_lockstep.distributed.side_channel.opening import known_rank, side_channel_if_open
+from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.logs.collector import (
+    LINE,
+    WARNING,
+    Collector,
+    Line,
+    LogCall,
+    record_of,
+    with_real_path,
+)
 
 _host = socket.gethostname()
 
@@ -31,7 +45,7 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
 
     Args:
         name: Name of the logger, usually ``__name__``.
-        log_level: Its level; by default ``LOCKSTEP_LOG_LEVEL``, and where that is not set the level is left
+        log_level: Its level; by default ``LOCKSTEP_LOG_LEVEL``, and if that is not set the level is left
             as it is. Only this logger's level is set, never the root logger's.
 
     Returns:
@@ -42,15 +56,19 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
 
     Ranks: any rank, at any time, with or without a distributed run; nothing is sent.
     """
-    level = _settings.log_level() if log_level is None else _checked(log_level)
+    level = _settings.log_level() if log_level is None else log_level
     logger = logging.getLogger(name)
-    if level is not None:
-        logger.setLevel(level)
+    try:
+        if level is not None:
+            logger.setLevel(level.upper() if isinstance(level, str) else level)
+    except (TypeError, ValueError) as error:
+        expected = f"expected one of {', '.join(LEVELS)}, or a number"
+        raise ConfigurationError(f"log_level={level!r}: {expected}.") from error
     return RankLogger(logger)
 
 
 class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
-    """An adapter over a standard logger, with three more keywords on every method.
+    """An adapter over a standard logger, with two more keywords on every method.
 
     ``main_process_only=True`` (the default) prints on the main rank only, ``main_process_only=False`` on
     every rank that makes the call. ``in_order=True`` prints the lines of all ranks in rank order, through
@@ -66,89 +84,47 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
 
     logger: logging.Logger
 
-    def __init__(self, logger: logging.Logger) -> None:
-        super().__init__(logger, {})
-
-    def debug(self, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log ``msg % args`` at level DEBUG; see the class for the keywords."""
-        self._emit(logging.DEBUG, msg, args, kwargs)
-
-    def info(self, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log ``msg % args`` at level INFO; see the class for the keywords."""
-        self._emit(logging.INFO, msg, args, kwargs)
-
-    def warning(self, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log ``msg % args`` at level WARNING; see the class for the keywords."""
-        self._emit(logging.WARNING, msg, args, kwargs)
-
-    def error(self, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log ``msg % args`` at level ERROR; see the class for the keywords."""
-        self._emit(logging.ERROR, msg, args, kwargs)
-
-    def critical(self, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log ``msg % args`` at level CRITICAL; see the class for the keywords."""
-        self._emit(logging.CRITICAL, msg, args, kwargs)
-
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log ``msg % args`` at ``level``; see the class for the keywords."""
-        self._emit(level, msg, args, kwargs)
-
-    def _emit(self, level: int, msg: object, args: Any, kwargs: dict[str, Any]) -> None:
+        """Log ``msg % args`` at ``level``; all other methods come here. See the class for the keywords."""
         logger = self.logger
         if not logger.isEnabledFor(level):
-            if kwargs.get("in_order"):
-                send_level(logger)
             return
         # The common case first: what a caller waits for is counted in microseconds.
         if len(kwargs) == 1 and kwargs.get("in_order") and not local_handlers and not logger.filters:
-            sender = connected_sender()
+            sender = _find_sender()
             if sender is not None:
-                frame = sys._getframe(2)
+                frame = sys._getframe(1)
+                while frame.f_code.co_filename in _SKIPPED_FILES and frame.f_back is not None:
+                    frame = frame.f_back
                 code = frame.f_code
-                if code.co_filename in _SKIPPED_FILES:
-                    frame = _caller(1)
-                    code = frame.f_code
-                site = (logger.name, level, code.co_filename, frame.f_lineno)
-                sender.send((site, format_message(msg, args), time.time(), code.co_name, "", {}))
+                text, now = format_message(msg, args), time.time()
+                path, number = code.co_filename, frame.f_lineno
+                sender.send((logger.name, level, path, number, text, now, code.co_name, "", {}))
                 return
         self._log_record(level, msg, args, kwargs)
 
     def _log_record(self, level: int, msg: object, args: Any, kwargs: dict[str, Any]) -> None:
         main_process_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
-        rank, world_size = _rank_and_world_size()
+        # Before there is a process group the rank is what the environment says.
+        rank, world_size = known_rank() or (int(getattr(rank_zero_only, "rank", 0) or 0), 1)
         plain = (main_process_only and not in_order) or (world_size == 1 and rank == 0)
         if plain and rank != 0:
             return
         record = self._record(level, msg, args, kwargs)
         if in_order and not plain:
-            self._send_in_order(rank, record)
-            return
+            passed = self.logger.filter(record)
+            if not passed:
+                return
+            record = passed if isinstance(passed, logging.LogRecord) else record
+            for handler in local_handlers:
+                if record.levelno >= handler.level:
+                    handler.handle(record)
+            if _send(call_of(record)):
+                return
+            record.lockstep_collected = True  # this rank's files have it already
         if not plain:
             _mark_rank(record, rank)
         self.logger.handle(record)
-
-    def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log a warning unless this logger has logged the same text before in this run.
-
-        With ``main_process_only=False`` one of all ranks' equal warnings is printed, as soon as the ranks are
-        connected.
-        """
-        text = format_message(msg, args)
-        with _once_lock:
-            if (self.logger.name, text) in _warned:
-                return
-            _warned.add((self.logger.name, text))
-        plain = kwargs.get("main_process_only", True) or kwargs.get("in_order", False)
-        rank, world_size = _rank_and_world_size()
-        if plain or world_size == 1 or not self.logger.isEnabledFor(logging.WARNING):
-            self.log(logging.WARNING, msg, *args, **kwargs)
-            return
-        kwargs.pop("main_process_only")
-        record = self._record(logging.WARNING, msg, args, kwargs)
-        to_local_files(record)
-        call = call_of(record)
-        if not with_sender(lambda sender: sender.send_once(call)):
-            self._print_here(rank, record)
 
     def _record(self, level: int, msg: object, args: Any, kwargs: dict[str, Any]) -> logging.LogRecord:
         exc_info = kwargs.pop("exc_info", None)
@@ -157,64 +133,17 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         elif exc_info and not isinstance(exc_info, tuple):
             exc_info = sys.exc_info()
         frame = _caller(kwargs.pop("stacklevel", 1))
-        stack = _stack(frame) if kwargs.pop("stack_info", False) else None
+        stack = None
+        if kwargs.pop("stack_info", False):
+            stack = "Stack (most recent call last):\n" + "".join(traceback.format_stack(frame)).rstrip()
         extra = kwargs.pop("extra", None)
         if kwargs:
             names = ", ".join(sorted(kwargs))
             raise TypeError(f"a logging call got keywords that it does not know: {names}")
-        code = frame.f_code
+        name, path, function = self.logger.name, frame.f_code.co_filename, frame.f_code.co_name
         return self.logger.makeRecord(
-            self.logger.name,
-            level,
-            code.co_filename,
-            frame.f_lineno,
-            msg,
-            args,
-            exc_info,
-            code.co_name,
-            extra,
-            stack,
+            name, level, path, frame.f_lineno, msg, args, exc_info, function, extra, stack
         )
-
-    def _send_in_order(self, rank: int, record: logging.LogRecord) -> None:
-        passed = self.logger.filter(record)
-        if not passed:
-            return
-        record = passed if isinstance(passed, logging.LogRecord) else record
-        to_local_files(record)
-        call = call_of(record)
-        if not with_sender(lambda sender: sender.send(call)):
-            self._print_here(rank, record)
-
-    def _print_here(self, rank: int, record: logging.LogRecord) -> None:
-        _mark_rank(record, rank)
-        record.lockstep_collected = True  # this rank's files have it already
-        self.logger.handle(record)
-
-
-def to_local_files(record: logging.LogRecord) -> None:
-    """Give a record that is printed elsewhere to this rank's own files."""
-    for handler in local_handlers:
-        if record.levelno >= handler.level:
-            handler.handle(record)
-
-
-def _checked(level: str | int) -> str | int:
-    if isinstance(level, str):
-        level = level.upper() if level.upper() in LEVELS else level
-    faults = Faults()
-    is_level = level in LEVELS or (is_whole(level) and int(level) >= 0)
-    faults.check(is_level, "log_level", level, f"one of {', '.join(LEVELS)}, or a number from 0")
-    faults.raise_all()
-    return level
-
-
-def _rank_and_world_size() -> tuple[int, int]:
-    """Return (rank, world size); before there is a process group the rank is what the environment says."""
-    known = known_rank()
-    if known is not None:
-        return known
-    return int(getattr(rank_zero_only, "rank", 0) or 0), 1
 
 
 def _mark_rank(record: logging.LogRecord, rank: int) -> None:
@@ -225,46 +154,171 @@ def _mark_rank(record: logging.LogRecord, rank: int) -> None:
 
 
 def _caller(stacklevel: int) -> FrameType:
-    frame: FrameType | None = sys._getframe(1)
-    last = sys._getframe(1)
-    while frame is not None:
-        last = frame
-        if frame.f_code.co_filename not in _SKIPPED_FILES:
-            stacklevel -= 1
-            if stacklevel <= 0:
-                return frame
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        stacklevel -= frame.f_code.co_filename not in _SKIPPED_FILES
+        if stacklevel <= 0:
+            break
         frame = frame.f_back
-    return last
-
-
-def _stack(frame: FrameType) -> str:
-    return "Stack (most recent call last):\n" + "".join(traceback.format_stack(frame)).rstrip()
+    return frame
 
 
 _SKIPPED_FILES = (logging.info.__code__.co_filename, _caller.__code__.co_filename)
-_warned: set[tuple[str, str]] = set()
-_once_lock = threading.Lock()
 
 
-# -- Warnings that libraries give on every rank --
+# -- A log record as data --
+
+# Attributes that every LogRecord has; whatever else a record carries came with `extra`.
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
-def fold_library_warnings() -> None:
-    """Show once what torch and Lightning warn of in their own files, also where a rank other than 0 alone does."""
-    usual = warnings.showwarning
-    if usual.__module__ != "warnings":
-        return  # whoever collects them does so on
+def format_message(msg: object, args: Any) -> str:
+    """Return the text as :meth:`logging.LogRecord.getMessage` would, and a text even if the arguments do not fit."""
+    try:
+        text = str(msg)
+        if args:
+            one_mapping = len(args) == 1 and isinstance(args[0], Mapping) and args[0]
+            text = text % (args[0] if one_mapping else args)
+    except Exception as error:  # as in `logging`, a faulty line must not end the program
+        return f"{msg!r} with {args!r}, which cannot be filled in: {type(error).__name__}: {error}"
+    return text
 
-    def show(
-        message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
-    ) -> None:
-        known = known_rank()
-        if file is None and known is not None and is_torch_or_lightning(filename):
-            text = warnings.formatwarning(message, category, filename, lineno, line).rstrip()
-            call: LogCall = ((STDERR, logging.WARNING, filename, lineno), text, time.time(), "", "", {})
-            sent = with_sender(lambda sender: sender.send_once(call, printed=known[0] == 0))
-            if sent and known[0] != 0:
-                return
-        usual(message, category, filename, lineno, file, line)
 
-    warnings.showwarning = show
+def call_of(record: logging.LogRecord) -> LogCall:
+    """Return the call that made a log record of this rank, with its arguments filled in."""
+    trace = ""
+    if record.exc_info:
+        trace = logging.Formatter().formatException(record.exc_info)
+    if record.stack_info:
+        trace = f"{trace}\n{record.stack_info}".strip()
+    text, function = format_message(record.msg, record.args), record.funcName or ""
+    place = record.name, record.levelno, record.pathname, record.lineno
+    return *place, text, record.created, function, trace, _as_json(extra_of(record))
+
+
+def extra_of(record: logging.LogRecord) -> dict[str, Any]:
+    """Return what the caller passed as ``extra``."""
+    return {k: v for k, v in vars(record).items() if k not in _STANDARD and not k.startswith("lockstep_")}
+
+
+def _as_json(extra: dict[str, Any]) -> dict[str, Any]:
+    if not extra:
+        return extra
+    try:
+        copy: dict[str, Any] = json.loads(json.dumps(extra, default=str))
+    except (TypeError, ValueError):  # keys that JSON cannot hold, a list that holds itself
+        copy = {name: str(value) for name, value in extra.items()}
+    return copy
+
+
+# -- From a rank to the collector on rank 0 --
+
+# How long a rank keeps a line to print it itself if rank 0 fails: the longest time for which rank 0 holds a
+# line back by default, and a margin [s].
+_KEPT_FOR = 7.0
+
+
+class LineSender:
+    """Sends this rank's lines to rank 0, and keeps the youngest in case rank 0 fails."""
+
+    def __init__(self, channel: SideChannel) -> None:
+        self.channel = channel
+        self.collector = Collector(channel) if channel.rank == 0 else None
+        self.process = os.getpid()
+        self._kept: deque[LogCall] = deque(maxlen=1_000)
+        self._posters = {t: channel.poster(t, to=0, make=with_real_path) for t in (LINE, WARNING)}
+        if self.collector is None:
+            # A channel that is closed has delivered its lines, and this object is not to be kept by what is called at
+            # the end of the process.
+            channel.at_close(on_flush(self.flush))
+
+    def send(self, call: LogCall, topic: str = LINE) -> None:
+        """Send a line; returns at once, and leaves all that can wait to other threads."""
+        if self.collector is not None:
+            self.collector.add(topic, call)
+            return
+        self._kept.append(call)
+        self._posters[topic](call)
+
+    def flush(self) -> None:
+        """Send what is queued; when rank 0 has failed, print here what it may not have printed."""
+        if self.channel.usable:
+            self.channel.flush(1.0)
+        oldest, why = time.time() - _KEPT_FOR, "printed here since rank 0 has failed"
+        while self._kept and self.channel.lost:
+            call = self._kept.popleft()
+            if call[5] >= oldest:
+                _print_here(call, self.channel.rank, f"[rank {self.channel.rank}, {why}] ")
+
+
+def sender_on(channel: SideChannel) -> LineSender:
+    """Return the sender of a side channel, made on the first call; on rank 0 the collector is made, too."""
+    return channel.get_or_create(LineSender)
+
+
+def _send(call: LogCall) -> bool:
+    """Send a line now, or once rank 0 has opened the channel; return whether that can happen."""
+    global _waiter
+    sender = _find_sender()
+    if sender is not None:
+        sender.send(call)
+        return True
+    known = known_rank()
+    if known is None or known[1] == 1 or side_channel_if_open() is not None:
+        return False
+    _kept_back.append(call)
+    if _waiter is None or not _waiter.is_alive():
+        _waiter = threading.Thread(target=_look_for_channel, name="lockstep-log-open", daemon=True)
+        with suppress(RuntimeError):  # Python is exiting, and prints what is kept back at the end
+            _waiter.start()
+    return True
+
+
+def _find_sender() -> LineSender | None:
+    """Return what takes this rank's lines, or ``None`` while the ranks are not connected."""
+    global _cached
+    group = current_group()
+    if group is None:
+        return None
+    if _cached[0] is not group:
+        # Rank 0 can open the channel by itself; another rank would have to ask the store first.
+        channel = side_channel_if_open(open_if_easy=group.rank == 0)
+        if channel is None:
+            return None
+        _cached = group, sender_on(channel)
+    sender = _cached[1]
+    # A forked worker has the object but not its threads.
+    if sender is None or not sender.channel.usable or sender.process != os.getpid():
+        return None
+    if _kept_back:
+        # In their order, and before whatever this thread logs next, whichever thread has come first.
+        with _releasing:
+            while _kept_back:
+                sender.send(_kept_back.popleft())
+    return sender
+
+
+def _look_for_channel() -> None:
+    while known_rank() is not None and side_channel_if_open(open_if_easy=True) is None:
+        time.sleep(0.05)
+    _find_sender()
+
+
+def _print_kept_back() -> None:
+    _find_sender()
+    while _kept_back:
+        _print_here(_kept_back.popleft(), (known_rank() or (0, 1))[0])
+
+
+def _print_here(call: LogCall, rank: int, prefix: str | None = None) -> None:
+    record = record_of(Line(*call, (rank,), (_host,)), prefix=prefix)
+    logging.getLogger(record.name).handle(record)
+
+
+# Lines logged while rank 0 had not opened the channel yet; they are sent with the first one after that.
+_kept_back: deque[LogCall] = deque(maxlen=10_000)
+_releasing = threading.RLock()
+_waiter: threading.Thread | None = None
+_cached: tuple[RankGroup | None, LineSender | None] = None, None
+on_flush(_print_kept_back)
+at_exit(_print_kept_back)

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from lightning_lockstep._doors.lightning import MixedPrecision, Precision, _convert_precision_to_unified_args
-from lightning_lockstep._doors.lightning_internals import given_to_trainer
-from lightning_lockstep._doors.torch_internals import tree_flatten, tree_map
+from lightning_lockstep._trainer import given_to_trainer
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.numerics.statistics import LOW_PRECISION
 
@@ -80,16 +80,16 @@ class _Float32Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._inner.inner
-        leaves, _ = tree_flatten((args, kwargs))
+        leaves, _ = pytree.tree_flatten((args, kwargs))
         given = next((x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()), None)
         example = given if given is not None else next(_floating(module), None)
         device = (example.device if example is not None else torch.device("cpu")).type
         with torch.autocast(device, enabled=False):
-            args, kwargs = tree_map(_widen, (args, kwargs))
+            args, kwargs = pytree.tree_map(_widen, (args, kwargs))
             output = self._compute(module, args, kwargs)
         if example is None or example.dtype not in LOW_PRECISION:
             return output
-        return tree_map(lambda x: _narrow(x, example.dtype), output)
+        return pytree.tree_map(lambda x: _narrow(x, example.dtype), output)
 
     def _compute(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         low = {

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_lockstep._doors.torch_internals import WRAPPED_MODULES, non_finite_check, stored_values
-
 # -- Names of modules, and of the values in their inputs and outputs --
 # Containers are walked here and not by ``tree_flatten_with_path`` or ``apply_to_collection``: the former
 # takes dataclasses and mappings of other classes (as Transformers' outputs are) for leaves unless they are
 # registered, the latter hands out no names.
 
+# What torch.compile and a wrapper for checkpointing call the module in them.
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 # Containers nested deeper are not looked into, which also ends cycles.
 _DEPTH = 5
 
@@ -53,7 +53,7 @@ def dotted(name: str) -> str:
 def module_names(root: nn.Module) -> dict[nn.Module, str]:
     """Return the name of every module, without the wrappers that ``torch.compile`` and checkpointing put in."""
     return {
-        module: ".".join(part for part in name.split(".") if part not in WRAPPED_MODULES)
+        module: ".".join(part for part in name.split(".") if part not in _WRAPPED)
         for name, module in root.named_modules()
     }
 
@@ -157,7 +157,7 @@ def plain_values(value: object) -> Tensor | None:  # None: no tensor, an empty o
         if tensor.is_quantized:
             tensor = tensor.dequantize()
         if tensor.layout is torch.sparse_coo:
-            tensor = stored_values(tensor)
+            tensor = tensor._values()  # values() refuses one that is not coalesced
         elif tensor.layout is not torch.strided:
             tensor = tensor.values()
         if tensor.numel() == 0:
@@ -192,7 +192,8 @@ def any_bad(tensors: Sequence[Tensor]) -> bool:
     if tensors and tensors[0].is_cpu:
         with suppress(RuntimeError, NotImplementedError, TypeError):
             found = torch.zeros(1)
-            non_finite_check()(tensors, found, torch.ones(()))
+            # One pass, which leaves the tensors as they are.
+            torch._amp_foreach_non_finite_check_and_unscale_([*tensors], found, torch.ones(()))
             flags.append(found)
         # Else a sparse tensor, a DTensor, one of another device or another that the operation refuses is among them.
     if not flags:

@@ -10,9 +10,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from lightning_lockstep._doors import torch_internals
 from lightning_lockstep._doors.lightning import Trainer
-from lightning_lockstep._doors.lightning_internals import averages_models, is_compiled
 from lightning_lockstep._settings import Faults, is_whole
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.numerics.statistics import NamePatterns
@@ -126,7 +124,7 @@ def refuse_strategy(trainer: Trainer, settings: OverflowSettings) -> None:
         )
     for why in missing_capabilities(trainer.strategy, "runs_at_once"):
         _refuse_early_answers(trainer, settings, name, why)
-    if averages_models(trainer.strategy):
+    if getattr(trainer.strategy, "_model_averaging_period", None):
         raise ConfigurationError(
             f"OverflowDetector does not work with model_averaging_period on {name}: between two averages each rank"
             " has its own gradients, so that one rank would act alone. Train without it to find the overflow."
@@ -152,9 +150,10 @@ def refuse_compiled(root: nn.Module) -> None:
     compiled = [
         name or type(root).__name__
         for name, module in root.named_modules()
-        if torch_internals.is_compiled(module)
+        # Wrapped by torch.compile, or compiled in place.
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
     ]
-    if is_compiled(root):
+    if getattr(root, "_compiler_ctx", None) is not None:  # of a LightningModule
         compiled.insert(0, type(root).__name__)
     if compiled:
         raise ConfigurationError(

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from lightning_lockstep._doors.lightning import LightningModule, Trainer
-from lightning_lockstep._doors.lightning_internals import averages_models
 from lightning_lockstep._text import counted, first_line, listed, plain_table, ranks_in_words
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import ConfigurationError
@@ -49,7 +48,7 @@ def refuse_audit(trainer: Trainer) -> None:
     """Raise where no rank alone can make the step of another one."""
     name = type(trainer.strategy).__name__
     missing = missing_capabilities(trainer.strategy, "whole_gradients", "step_alone", "runs_at_once")
-    if averages_models(trainer.strategy):
+    if getattr(trainer.strategy, "_model_averaging_period", None):
         missing.append(
             "it averages the models now and then, so that between two averages ranks hold other weights"
         )

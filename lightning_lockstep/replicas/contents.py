@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_lockstep._doors.lightning import PYTORCH, LightningModule, Trainer
-from lightning_lockstep._doors.lightning_internals import averages_models
 from lightning_lockstep.distributed.c10d_operators import parameters_in_words
 from lightning_lockstep.distributed.sharded_state import is_divided, ranks_of_part
 from lightning_lockstep.replicas.checksums import BitViews, Checksums, can_be_read
@@ -65,7 +64,7 @@ class Contents:
         self.sees_gradients = self._whole_steps or self.divided
         #: Which weights, and the state of optimizers for them, are not compared, and why; or nothing.
         self.left_out = ""
-        if averages_models(trainer.strategy):
+        if getattr(trainer.strategy, "_model_averaging_period", None):
             self.left_out = "weights are not compared: the strategy averages the models only now and then"
         elif _is_fsdp(trainer):
             self.left_out = "weights are not compared: the strategy divides them"

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
 
-from lightning_lockstep._doors.lightning_internals import divides_data, joins_batches, loaders_in_use
 from lightning_lockstep._text import ranks_in_words
+from lightning_lockstep._trainer import divides_data
 from lightning_lockstep.replicas.checksums import Checksums, can_be_read, folded
 
 #: Batches in a row that are looked at: the first of a fit and of its second epoch, the last before a check.
@@ -83,8 +83,9 @@ class BatchRecorder:
 
     def __init__(self, trainer: Any, every_n_steps: int) -> None:
         self._trainer, self._every = trainer, every_n_steps
-        loaders = loaders_in_use(trainer.fit_loop)
-        self._parts = len(loaders) if joins_batches(trainer.fit_loop) else 1
+        combined = trainer.fit_loop._combined_loader
+        loaders = combined.flattened
+        self._parts = 1 if combined._mode == "sequential" else len(loaders)
         self._row: list[list[BatchSum]] = [[] for _ in range(self._parts)]
         self._epochs: dict[int, list[list[BatchSum]]] = {}
         # Ranks that share one model, as in tensor parallelism, have the same batches too.
@@ -134,7 +135,7 @@ class BatchRecorder:
             # Of fewer batches the same order is no rarity.
             if before[number] != row or len(set(row)) < PROBED:
                 continue
-            if _shuffles(loader := loaders_in_use(self._trainer.fit_loop)[number]):
+            if _shuffles(loader := self._trainer.fit_loop._combined_loader.flattened[number]):
                 return (
                     f"ReplicaCheck: epoch {epoch} began with the same batches in the same order as epoch {epoch - 1},"
                     f" though {_named(number, self._parts)} shuffles. {_described(loader)} Call"
@@ -175,7 +176,7 @@ def same_batches_text(trainer: Any, number: int, ranks: Sequence[int]) -> str:
 
     Nothing where the data set has fewer samples than there are ranks, so that samplers repeat some.
     """
-    loaders = loaders_in_use(trainer.fit_loop)
+    loaders = trainer.fit_loop._combined_loader.flattened
     loader = loaders[number]
     dataset = getattr(loader, "dataset", None)
     with contextlib.suppress(TypeError, NotImplementedError):

@@ -12,8 +12,6 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_lockstep._doors.lightning import CombinedLoader, Trainer, TrainerFn
-from lightning_lockstep._doors.lightning_internals import data_source, joins_batches, loaders_in_use
-from lightning_lockstep._doors.torch_internals import forget_iterator
 from lightning_lockstep._text import say
 from lightning_lockstep.batch_size.loaders import with_batch_size
 from lightning_lockstep.distributed import current_communicator
@@ -70,7 +68,7 @@ def loader_that_drops(loader: DataLoader[Any]) -> DataLoader[Any]:
     # The class forbids to change these after its constructor, which a subclass may have changed.
     vars(made)["batch_sampler"] = BatchSampler(sampler.sampler, sampler.batch_size, drop_last=True)
     vars(made)["drop_last"] = True
-    forget_iterator(made)
+    vars(made)["_iterator"] = None  # the workers that the original keeps are not those of the copy
     return made
 
 
@@ -104,12 +102,13 @@ def stage_of(trainer: Trainer) -> str:
 
 def batch_size_in_use(trainer: Trainer, stage: str, dataloader_idx: int) -> int | None:
     """Return how many samples the batches of a loader of the run have, or ``None`` where it does not say."""
-    return size_of(loaders_in_use(_loop_of(trainer, stage))[dataloader_idx])
+    return size_of(_loop_of(trainer, stage)._combined_loader.flattened[dataloader_idx])
 
 
 def refuse_joined_batches(trainer: Trainer, stage: str, option: str) -> None:
     """Refuse to pad batches made of batches of several loaders, each with its own number of samples."""
-    if joins_batches(_loop_of(trainer, stage)):
+    combined = _loop_of(trainer, stage)._combined_loader
+    if len(combined.flattened) > 1 and combined._mode != "sequential":
         raise ConfigurationError(
             f"StaticShapes({option}='pad') with several loaders of {stage} at once: expected one, as there is one mask"
             f" for a batch, and its parts have different numbers of samples. Give {option}="
@@ -249,10 +248,11 @@ class ShapedStages:
 
     def _size_of_training(self, trainer: Trainer) -> int | None:
         """Return the batch size of training, also before its loader is made."""
-        if trainer.train_dataloader is not None:
-            return size_of(loaders_in_use(trainer.fit_loop)[0])
+        combined = trainer.fit_loop._combined_loader
+        if combined is not None:
+            return size_of(combined.flattened[0])
         if self.training_size is None and trainer.state.fn == TrainerFn.FITTING:
-            source = data_source(trainer.fit_loop)
+            source = trainer.fit_loop._data_source
             loaders = CombinedLoader(source.dataloader()).flattened if source.is_defined() else []
             self.training_size = size_of(loaders[0]) if loaders else None
         return self.training_size

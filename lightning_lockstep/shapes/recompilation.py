@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_lockstep._doors.torch_internals import compilation_records
 from lightning_lockstep._text import counted, listed
 from lightning_lockstep.batch_size.split_step import tensors_in
 from lightning_lockstep.xla.runtime import compilations_so_far
@@ -64,15 +64,22 @@ class Compilation(NamedTuple):
     graphs: int = 1
 
 
+def _records() -> list[Any]:
+    """Return torch's records of its last compilations; none before torch.compile is used."""
+    # Nothing public tells what was compiled, when, for how long and why again.
+    utils = sys.modules.get("torch._dynamo.utils")
+    return [] if utils is None else list(utils.get_compilation_metrics())
+
+
 class DynamoCompilations:
     """What ``torch.compile`` has compiled, with the reasons that it gives; on any device."""
 
     def __init__(self) -> None:
-        self._last = max(map(_begun, compilation_records()), default=0)
+        self._last = max(map(_begun, _records()), default=0)
 
     def take(self) -> Sequence[Compilation]:
         """Return what was compiled since the last call; of more than torch keeps (64), the last ones."""
-        records = compilation_records()
+        records = _records()
         new = [one for one in records if _begun(one) > self._last]
         self._last = max([self._last, *map(_begun, new)])
         # The backward of a graph has a separate record, without the function's name.

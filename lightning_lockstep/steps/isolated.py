@@ -9,6 +9,7 @@ parts on the module itself (:func:`on_plain_module`). What they change is put ba
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -27,13 +28,6 @@ from lightning_lockstep._doors.lightning import (
     _AutomaticOptimization,
     _ManualOptimization,
 )
-from lightning_lockstep._doors.lightning_internals import (
-    accumulating,
-    closure_parts,
-    no_model_averaging,
-    optimizer_step_hooks,
-)
-from lightning_lockstep._doors.torch_internals import exchange, hook_again, may_be_compiled
 from lightning_lockstep.distributed.c10d_operators import ddp_of
 from lightning_lockstep.distributed.local_collectives import LocalAnswers, local_collectives
 from lightning_lockstep.distributed.process_group import process_group_exists
@@ -69,9 +63,12 @@ def isolated(
         stack.enter_context(replaced(module, log=_nothing))
         # A toggled optimizer asks for it, and only a wrapper of DDP could give it.
         stack.enter_context(replaced(strategy, block_backward_sync=nullcontext))
-        stack.enter_context(replaced(strategy, **no_model_averaging(strategy)))
-        for optimizer, hooks in optimizer_step_hooks(strategy):
-            stack.enter_context(replaced(optimizer, **hooks))
+        if hasattr(strategy, "_model_averager"):  # of all ranks' parameters, after an optimizer step
+            stack.enter_context(replaced(strategy, _model_averager=None))
+        for one in strategy._lightning_optimizers:
+            # Manual optimization counts the steps of the run in these, and takes them away at the end of each.
+            hooks = {"_on_before_step": one._on_before_step, "_on_after_step": one._on_after_step}
+            stack.enter_context(replaced(one, **hooks))
         answers = LocalAnswers()
         if answer_collectives:
             stack.enter_context(replaced(strategy, **_local_answers(trainer.world_size)))
@@ -96,7 +93,7 @@ def from_a_state(
     """Keep the body apart as :func:`isolated` does, begin it from a state, and put back what it changes."""
     # Put back are gradients, buffers, random states, plain attributes of modules and ``requires_grad`` flags.
     with ExitStack() as stack:
-        if may_be_compiled():
+        if "torch._dynamo" in sys.modules:  # without it nothing is compiled, and importing it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         now = RandomState.capture()
         stack.enter_context(Snapshot(now, BufferCopies(module), ModuleAttributes(module), Gradients(module)))
@@ -134,8 +131,11 @@ def run_step(
     if not module.automatic_optimization:
         _ManualOptimization(trainer).run(kwargs)
         return
-    adds_only = accumulating((batch_idx + 1) % accumulate != 0)
-    with replaced(trainer, accumulate_grad_batches=accumulate), replaced(trainer.fit_loop, **adds_only):
+    adds_only = (batch_idx + 1) % accumulate != 0
+    with (
+        replaced(trainer, accumulate_grad_batches=accumulate),
+        replaced(trainer.fit_loop, _should_accumulate=lambda: adds_only),
+    ):
         _AutomaticOptimization(trainer).run(trainer.optimizers[0], batch_idx, kwargs)
 
 
@@ -177,7 +177,9 @@ def run_forward_backward(
     ):
         try:
             if module.automatic_optimization:
-                Closure(**closure_parts(_AutomaticOptimization(trainer), trainer.optimizers[0]))()
+                loop = _AutomaticOptimization(trainer)
+                # `training_step` above takes no arguments.
+                Closure(loop._make_step_fn(OrderedDict()), loop._make_backward_fn(trainer.optimizers[0]))()
             else:
                 _ManualOptimization(trainer).run(OrderedDict())
         except _Stopped:
@@ -194,11 +196,20 @@ def gradients_apart(parameters: Iterable[nn.Parameter], *, hooks: bool) -> Itera
     with ExitStack() as stack:
         for parameter in dict.fromkeys(parameters):
             other = parameter.detach().requires_grad_(parameter.requires_grad)
-            exchange(parameter, other)
-            stack.callback(exchange, parameter, other)
+            _exchange(parameter, other)
+            stack.callback(_exchange, parameter, other)
             if hooks:
-                hook_again(parameter)
+                parameter._backward_hooks = parameter._backward_hooks
+                held: Any = parameter
+                held._post_accumulate_grad_hooks = held._post_accumulate_grad_hooks
         yield
+
+
+def _exchange(one: Tensor, other: Tensor) -> None:
+    """Exchange what two tensors are: memory, gradients and the hooks that wait for them."""
+    # ``torch.utils.swap_tensors`` refuses a parameter that DDP knows.
+    torch.clear_autocast_cache()  # it refers to what is exchanged
+    torch._C._swap_tensor_impl(one, other)
 
 
 @contextmanager

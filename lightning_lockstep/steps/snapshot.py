@@ -20,18 +20,6 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_lockstep._doors.lightning_internals import untoggled_flags
-from lightning_lockstep._doors.torch_internals import (
-    BUFFERS,
-    MODULES,
-    PARAMETERS,
-    buffer_places,
-    buffers_at,
-    copy_each,
-    put_buffer,
-    version_getter,
-)
-
 # -- The state of every random number generator that a training step may draw from --
 
 
@@ -103,7 +91,7 @@ class ModuleAttributes:
     # Containers and tensors are put back in place, where others may hold them.
 
     # Parameters are never exchanged, buffers' values are kept separately, and the rest is Lightning's.
-    _OTHERS = frozenset({PARAMETERS, MODULES, "_trainer", "_fabric", "trainer"})
+    _OTHERS = frozenset({"_parameters", "_modules", "_trainer", "_fabric", "trainer"})
 
     def __init__(self, module: nn.Module) -> None:
         # An engine that divides them keeps them in containers too, and they may be whole or in parts by then.
@@ -114,7 +102,7 @@ class ModuleAttributes:
         ]
 
     def _kept_value(self, name: str, value: Any) -> Callable[[], Any]:
-        if name == BUFFERS:
+        if name == "_buffers":
             return partial(_refill, value, dict(value), {})
         return _kept(value, set(self._parameters))
 
@@ -258,7 +246,7 @@ class Gradients:
     # Where an optimizer of several is toggled, the flags become as they were before.
 
     def __init__(self, module: nn.Module) -> None:
-        untoggled = untoggled_flags(module)
+        untoggled = getattr(module, "_param_requires_grad_state", {})
         self._kept = [(p, p.grad, p.requires_grad) for p in module.parameters()]
         for parameter, _, flag in self._kept:
             parameter.grad = None
@@ -277,7 +265,8 @@ class BufferCopies:
     # they are copied when their version counter says that something wrote to them.
 
     def __init__(self, module: nn.Module) -> None:
-        self._places = buffer_places(module)
+        # Also those that are None, which named_buffers() leaves out.
+        self._places = [(part, name) for part in module.modules() for name in part._buffers]
         self._owners: list[tuple[nn.Module, str]] = []
         self._originals: list[Tensor] = []
         self._copies: list[Tensor] = []
@@ -288,7 +277,7 @@ class BufferCopies:
         """Make the copies equal to the buffers as they are now."""
         if not self._places:
             return
-        version, at_places = version_getter(), buffers_at(self._places)
+        at_places = [part._buffers.get(name) for part, name in self._places]
         now = [b for b in at_places if b is not None and not b.is_meta]
         if len(now) != len(self._originals) or any(
             a is not b for a, b in zip(now, self._originals, strict=True)
@@ -298,19 +287,18 @@ class BufferCopies:
             self._originals = now
             self._copies = [b.detach().clone() for b in now]
         else:
-            stale = [i for i, b in enumerate(now) if b.numel() <= _SMALL or version(b) != self._versions[i]]
+            stale = [i for i, b in enumerate(now) if b.numel() <= _SMALL or b._version != self._versions[i]]
             if stale:
                 with torch.no_grad():
-                    copy_each([self._copies[i] for i in stale], [now[i] for i in stale])
-        self._versions = [version(b) for b in now]
+                    torch._foreach_copy_([self._copies[i] for i in stale], [now[i] for i in stale])
+        self._versions = [b._version for b in now]
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Return each buffer that may have changed since the last refresh, and its copy."""
-        version_now = version_getter()
         return [
             (buffer, copied)
             for buffer, copied, version in zip(self._originals, self._copies, self._versions, strict=True)
-            if buffer.numel() <= _SMALL or version_now(buffer) != version
+            if buffer.numel() <= _SMALL or buffer._version != version
         ]
 
     def restore(self) -> None:
@@ -320,7 +308,7 @@ class BufferCopies:
                 self._owners, self._originals, self._copies, strict=True
             ):
                 buffer.copy_(values)
-                put_buffer(module, name, buffer)
+                module._buffers[name] = buffer  # whatever the module does with attributes
 
 
 class OptimizerState:

@@ -17,6 +17,15 @@ from lightning_lockstep.distributed.guard.records import Arrival
 # -- Where the time of a rank's own steps goes, and at which collectives the rank arrived during each --
 
 Part = Literal["data loading", "forward and backward", "callbacks"]
+
+
+def part_of_action(action: str) -> Part | None:
+    """Return what an action belongs to, by the name that Lightning's profilers know it by."""
+    if action.startswith("[Callback]"):  # such as "[Callback]ModelCheckpoint{...}.on_train_batch_end"
+        return "callbacks"
+    return "data loading" if action.endswith(".train_dataloader_next") else None
+
+
 #: Parts of a step; the second is all that the other two are not, optimizer and Lightning's own work included.
 PARTS: tuple[Part, ...] = ("data loading", "forward and backward", "callbacks")
 

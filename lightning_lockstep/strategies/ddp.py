@@ -53,7 +53,6 @@ class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
         guard: ``watch`` finds out why a collective does not complete, and all ranks raise the same error;
             ``verify`` also compares what the ranks call before each collective; ``off`` does neither.
         stall_timeout: How long a collective may take before the ranks compare where they are [s].
-        guard_history: Number of last collectives of each rank that an error of the guard lists.
         process_group_backend: ``gloo``, ``nccl`` or another registered one; by default the one for the device.
         ddp_comm_hook: Gradient compression: ``fp16_compress``, ``bf16_compress``, ``power_sgd``, or a
             communication hook as torch documents it.
@@ -87,7 +86,6 @@ class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
         timeout: float | timedelta = 1800.0,
         guard: Literal["off", "watch", "verify"] = "watch",
         stall_timeout: float = 60.0,
-        guard_history: int = 0,
         process_group_backend: str | None = None,
         ddp_comm_hook: Literal["fp16_compress", "bf16_compress", "power_sgd"]
         | Callable[..., Any]

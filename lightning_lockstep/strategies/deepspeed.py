@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -13,7 +13,6 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from lightning_lockstep._doors.deepspeed_internals import destroy
 from lightning_lockstep._doors.lightning import (
     ClusterEnvironment,
     DDPStrategy,
@@ -23,11 +22,11 @@ from lightning_lockstep._doors.lightning import (
     Precision,
     TrainerFn,
 )
-from lightning_lockstep._doors.lightning_internals import weights_only_of_run
 from lightning_lockstep._registry import public
 from lightning_lockstep._settings import settings_of
 from lightning_lockstep._text import say
-from lightning_lockstep.deepspeed.builds import prepare_ops, prepared_where_loaded
+from lightning_lockstep._trainer import weights_only_of_run
+from lightning_lockstep.deepspeed.builds import load_ops, needed_builders
 from lightning_lockstep.deepspeed.checkpoints.files import is_deepspeed_checkpoint
 from lightning_lockstep.deepspeed.checkpoints.resuming import (
     Load,
@@ -38,21 +37,17 @@ from lightning_lockstep.deepspeed.checkpoints.resuming import (
     without_trained_parts,
 )
 from lightning_lockstep.deepspeed.config import read_config, with_named_options
-from lightning_lockstep.deepspeed.config_checks import device_type_given
-from lightning_lockstep.deepspeed.config_completion import RunConfig
-from lightning_lockstep.deepspeed.device_support import needed_ops
 from lightning_lockstep.deepspeed.engine import (
-    GradientsOfEngine,
     adopt_process_group,
-    agreed,
-    configure_activation_checkpointing,
     divided_as_made,
     evaluation_config,
     make_engine,
 )
+from lightning_lockstep.deepspeed.engine_adapters import EngineAdapter, gradients_of
 from lightning_lockstep.deepspeed.engine_trials import EngineTrials, without_engine
 from lightning_lockstep.deepspeed.importing import import_deepspeed
 from lightning_lockstep.deepspeed.precision import resolve_deepspeed_precision
+from lightning_lockstep.deepspeed.run_config import RunConfig, device_type_given
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.checkpoint_folder import saved_at
 from lightning_lockstep.distributed.plain_data import load_without_objects
@@ -91,7 +86,6 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
             ends.
         adapt: Whether settings that DeepSpeed does not support on this device are replaced by supported ones,
             each replacement printed; otherwise they are refused.
-        remove_stale_locks: Whether to remove locks that a killed build of DeepSpeed's operations has left.
         exclude_frozen_parameters: Whether checkpoints leave out parameters without gradients.
         start_method: As for :class:`LockstepDDPStrategy`, like all that follows.
         grace_period: Time from learning of a failure until a rank is ended by force [s].
@@ -103,7 +97,6 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         timeout: Longest wait for another rank in a collective [s].
         guard: ``off``, ``watch`` or ``verify``.
         stall_timeout: How long a collective may take before the ranks compare where they are [s].
-        guard_history: How many of the last collectives of each rank an error of the guard lists.
         process_group_backend: ``gloo``, ``nccl`` or ``mpi4py``; by default that of the device.
         cluster_environment: Tells which rank this process is; by default the one among the Trainer's plugins, or else
             found by environment variables.
@@ -131,7 +124,6 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         nvme_path: str | Path | None = None,
         consolidate: bool = False,
         adapt: bool = False,
-        remove_stale_locks: bool = False,
         exclude_frozen_parameters: bool = False,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         grace_period: float = 10.0,
@@ -143,13 +135,13 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         timeout: float | timedelta = 1800.0,
         guard: Literal["off", "watch", "verify"] = "watch",
         stall_timeout: float = 60.0,
-        guard_history: int = 0,
         process_group_backend: str | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         **options: Unpack[OptionsOfLightning],
     ) -> None:
         self.settings = settings_of(DeepSpeedSettings, locals())
         reject_unknown(options, type(self), OptionsOfLightning.__optional_keys__)
+        import_deepspeed(device_type_given())  # it reads and parses the configuration
         given = with_named_options(
             read_config(config),
             stage=stage,
@@ -157,7 +149,6 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
             offload_param=offload_param,
             nvme_path=nvme_path,
         )
-        import_deepspeed(device_type_given())
         self._run_config = RunConfig(given, adapt=adapt, say=self._say)
         self.lifecycle = RankLifecycle(
             self,
@@ -183,7 +174,7 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         # Everything is checked while the Trainer is under construction, before any rank.
         device_type = self.device_type
         import_deepspeed(device_type)
-        self._run_config.check_trainer(self.parallel_devices or (), device_type)
+        self._run_config.check_trainer(self.parallel_devices or (), device_type, self.world_size)
         self.config = dict(self._run_config.given)
         super()._configure_launcher()
 
@@ -207,24 +198,9 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         """
         super().setup_distributed()
         self._add_consolidation()
-        self._let_go = adopt_process_group(
-            rank=self.global_rank,
-            local_rank=self.local_rank,
-            world_size=self.world_size,
-            address=self.cluster_environment.main_address,
-            port=self.cluster_environment.main_port,
-            timeout=self.settings.duration,
-        )
-        fits = self.lightning_module is None or self._fits
-        self._prepare_ops(needed_ops(self._run_config.given, self.root_device.type, fits=fits))
-
-    def _prepare_ops(self, names: Sequence[str]) -> None:
-        prepare_ops(
-            names,
-            current_communicator(),
-            remove_stale_locks=self.settings.remove_stale_locks,
-            timeout=self.settings.duration.total_seconds(),
-        )
+        self._let_go = adopt_process_group(self.local_rank, self.settings.duration)
+        if self.lightning_module is None or self._fits:
+            load_ops(needed_builders(self._run_config.given), self.settings.duration.total_seconds())
 
     def _add_consolidation(self) -> None:
         module, callback = self.lightning_module, public("ConsolidateCheckpoints")
@@ -239,10 +215,9 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         if self.lightning_module is None:
             return
         if self._fits:
-            with prepared_where_loaded(self._prepare_ops):  # the module may be asked for its optimizer
-                self.config = self._run_config.of_fit(
-                    self.lightning_module.trainer, precision=self._precision_name, world_size=self.world_size
-                )
+            self.config = self._run_config.of_fit(
+                self.lightning_module.trainer, precision=self._precision_name, world_size=self.world_size
+            )
         else:
             self.config = self._run_config.of_evaluation(self._precision_name)
 
@@ -263,8 +238,7 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
 
     def _init_optimizers(self) -> Any:
         try:
-            with prepared_where_loaded(self._prepare_ops):
-                return super()._init_optimizers()
+            return super()._init_optimizers()
         except MisconfigurationException as error:
             if "single optimizer" not in str(error):
                 raise
@@ -277,12 +251,6 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
     def _setup_model_and_optimizer(
         self, model: Any, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Any]:
-        if optimizer is not None:
-            kind = type(optimizer)
-            self.config = agreed(
-                current_communicator(),
-                lambda: self._run_config.adapted(self._complete_config, self.root_device.type, kind),
-            )
         return make_engine(
             model,
             self._complete_config,
@@ -292,7 +260,11 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         )
 
     def _set_deepspeed_activation_checkpointing(self) -> None:
-        configure_activation_checkpointing(self._complete_config)
+        # For all options, and those that this configuration does not have: they are global variables of DeepSpeed, and
+        # Lightning's own leaves what another fit has set.
+        import deepspeed
+
+        deepspeed.checkpointing.configure(None, deepspeed_config=self._complete_config)
 
     def _initialize_deepspeed_inference(self, model: Any) -> None:
         self.model, _ = make_engine(
@@ -310,7 +282,8 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         engine: Any = self.model
         super().teardown()
         self._let_go()
-        destroy(engine)  # or its hooks would run together with those of the next engine
+        if hasattr(engine, "destroy"):
+            engine.destroy()  # or its hooks would run together with those of the next engine
 
     # -- training steps, and what other features can do with them -------------------------------------
 
@@ -344,9 +317,9 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
             whole_gradients=False, step_alone=False, replays="together" if self.zero_stage_3 else "alone"
         )
 
-    def engine_gradients(self) -> GradientsOfEngine:
+    def engine_gradients(self) -> EngineAdapter:
         """Return what this rank holds of the gradients, once the engine is set up for a fit."""
-        return GradientsOfEngine(self.model, getattr(self.precision_plugin, "history", None))
+        return gradients_of(self.model, getattr(self.precision_plugin, "history", None))
 
     @property
     def engine_trials(self) -> EngineTrials:

@@ -23,12 +23,8 @@ from lightning_lockstep._doors.lightning import (
     Precision,
     TrainerFn,
 )
-from lightning_lockstep._doors.lightning_internals import (
-    give_device_mesh,
-    given_to_trainer,
-    weights_only_of_run,
-)
 from lightning_lockstep._settings import settings_of
+from lightning_lockstep._trainer import given_to_trainer, weights_only_of_run
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.checkpoint_folder import saved_at
 from lightning_lockstep.distributed.guard.verify import verify_parameters
@@ -108,7 +104,6 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         timeout: Longest wait for another rank in a collective [s].
         guard: ``off``, ``watch`` or ``verify``.
         stall_timeout: How long a collective may take before the ranks compare where they are [s].
-        guard_history: How many of the last collectives of each rank an error of the guard lists.
         process_group_backend: ``gloo``, ``nccl`` or ``mpi4py``; by default that of the device.
         cluster_environment: Tells which rank this process is; by default the one among the Trainer's plugins, or else
             found by environment variables.
@@ -146,7 +141,6 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         timeout: float | timedelta = 1800.0,
         guard: Literal["off", "watch", "verify"] = "watch",
         stall_timeout: float = 60.0,
-        guard_history: int = 0,
         process_group_backend: str | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         **options: Unpack[OptionsOfLightning],
@@ -221,7 +215,7 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         super().setup_distributed()
         shard, replicate = self._mesh_sizes()
         self._mesh = make_mesh(self.root_device.type, shard=shard, replicate=replicate)
-        give_device_mesh(self._module, self._mesh)
+        self._module._device_mesh = self._mesh  # what its configure_model reads as `self.device_mesh`
 
     # ``configure_model`` makes a module in the memory of the host: no device has to hold it whole.
     tensor_init_context = ModelParallelStrategy.tensor_init_context

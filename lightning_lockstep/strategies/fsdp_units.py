@@ -17,7 +17,6 @@ from lightning_lockstep._doors.lightning import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning_lockstep._doors.torch_internals import is_hooked
 from lightning_lockstep._registry import public
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.distributed.sharded_state import is_divided
@@ -114,7 +113,7 @@ def _look_at_parameters(module: nn.Module, faults: Faults) -> None:
             faults.add(
                 f"{name} is empty, and fully_shard cannot reduce its gradient: expected it to be frozen."
             )
-    hooked = [name for name, parameter in module.named_parameters() if is_hooked(parameter)]
+    hooked = [name for name, parameter in module.named_parameters() if _is_hooked(parameter)]
     if hooked:
         faults.add(_HOOKED.format(", ".join(hooked[:4])))
     for name, part in module.named_modules():
@@ -215,8 +214,13 @@ def check_trained(module: LightningModule) -> None:
                 f"{name} was made after the module was divided, and nothing reduces its gradient: expected all layers"
                 " made in __init__, setup or configure_model."
             )
-        if is_hooked(parameter):
+        if _is_hooked(parameter):
             raise ConfigurationError(_HOOKED.format(name))
+
+
+def _is_hooked(parameter: Any) -> bool:
+    """Return whether a program has hooks on it, which never act once fully_shard has put another in its place."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def check_optimizers(optimizers: Sequence[Any]) -> None:

@@ -58,14 +58,10 @@ from lightning_lockstep._doors.lightning import (
     rank_zero_only,
     reset_seed,
 )
-from lightning_lockstep._doors.lightning_internals import (
-    asks_for_training_loader,
-    given_to_trainer,
-    weights_only_of_run,
-)
 from lightning_lockstep._registry import public, strategy_repr
 from lightning_lockstep._settings import launcher_pid
 from lightning_lockstep._text import say
+from lightning_lockstep._trainer import asks_for_training_loader, given_to_trainer, weights_only_of_run
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.distributed.checkpoint_folder import whole_folder
 from lightning_lockstep.distributed.failure.process_exit import at_exit, outcome
@@ -94,7 +90,6 @@ from lightning_lockstep.loaders.evaluation import count_each_sample_once
 from lightning_lockstep.loaders.global_order import check_samples, divided, marked, samples_in
 from lightning_lockstep.loaders.streams import shared_stream
 from lightning_lockstep.loaders.weights import StepWeights, samples_of_batch
-from lightning_lockstep.logs.logger import fold_library_warnings
 from lightning_lockstep.numerics.precision import requested_precision, resolve_precision
 from lightning_lockstep.stopping.loader_position import LoaderPosition
 from lightning_lockstep.strategies.options import (
@@ -261,8 +256,6 @@ class RankLifecycle:
         is_new = self.startup.connect(self._strategy, self.settings.duration)
         outcome.install_excepthook()  # in front again: a process group of torch puts its own hook there
         communicator = self.supervisor.ranks_have_met(prints_report=self._prints_report())
-        if communicator.world_size > 1:
-            fold_library_warnings()
         if is_new and communicator.world_size > 1:
             self._show_placement(communicator)
         self.startup.after_connect(self.supervisor)

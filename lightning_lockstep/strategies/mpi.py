@@ -13,8 +13,8 @@ import torch
 from typing_extensions import Unpack
 
 from lightning_lockstep._doors.lightning import ClusterEnvironment, rank_zero_only
-from lightning_lockstep._doors.lightning_internals import given_to_trainer
 from lightning_lockstep._settings import Faults, settings_of
+from lightning_lockstep._trainer import given_to_trainer
 from lightning_lockstep.distributed.failure.exit_notes import note_orderly_end
 from lightning_lockstep.distributed.mpi import backend as mpi_backend
 from lightning_lockstep.distributed.mpi.progress import set_interruption
@@ -60,7 +60,6 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         timeout: Longest wait for another rank in a collective [s].
         guard: ``off``, ``watch`` or ``verify``.
         stall_timeout: How long a collective may take before the ranks compare where they are [s].
-        guard_history: How many of the last collectives of each rank an error of the guard lists.
         ddp_comm_hook: Gradient compression, by name or as a function.
         ddp_comm_state: State for a hook given as a function.
         gradient_as_bucket_view: Whether gradients live in the buckets that are reduced.
@@ -96,7 +95,6 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         timeout: float | timedelta = 1800.0,
         guard: Literal["off", "watch", "verify"] = "watch",
         stall_timeout: float = 60.0,
-        guard_history: int = 0,
         ddp_comm_hook: Literal["fp16_compress", "bf16_compress", "power_sgd"]
         | Callable[..., Any]
         | None = None,

@@ -80,14 +80,13 @@ class DeepSpeedSettings(LifecycleSettings):
 
     consolidate: bool = False
     adapt: bool = False
-    remove_stale_locks: bool = False
     exclude_frozen_parameters: bool = False
     process_group_backend: str | None = None
 
     def check(self, faults: Faults) -> None:
         super().check(faults)
         faults.choice("start_method", self.start_method, ("popen",))
-        for name in ("consolidate", "adapt", "remove_stale_locks", "exclude_frozen_parameters"):
+        for name in ("consolidate", "adapt", "exclude_frozen_parameters"):
             faults.flag(name, getattr(self, name))
 
 

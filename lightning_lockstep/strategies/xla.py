@@ -17,9 +17,9 @@ from lightning_lockstep._doors.lightning import (
     Precision,
     SingleDeviceStrategy,
 )
-from lightning_lockstep._doors.lightning_internals import given_to_trainer
 from lightning_lockstep._settings import Faults, settings_of
 from lightning_lockstep._text import say
+from lightning_lockstep._trainer import given_to_trainer
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.coordination.gather_uneven import (
     broadcast_object,
@@ -93,7 +93,6 @@ class LockstepXLAStrategy(XLASteps, LifecycleHooks):
         timeout: Longest wait for another rank between hosts [s].
         guard: ``off``, ``watch`` or ``verify``, for what travels between hosts.
         stall_timeout: How long that may take before the ranks compare where they are [s].
-        guard_history: How many of the last collectives of each rank an error of the guard lists.
         cluster_environment: Tells which rank this process is; by default found by environment variables.
         checkpoint_io: As in Lightning.
         precision_plugin: As in Lightning.
@@ -122,7 +121,6 @@ class LockstepXLAStrategy(XLASteps, LifecycleHooks):
         timeout: float | timedelta = 1800.0,
         guard: Literal["off", "watch", "verify"] = "watch",
         stall_timeout: float = 60.0,
-        guard_history: int = 0,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,

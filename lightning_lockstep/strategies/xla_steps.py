@@ -12,13 +12,14 @@ from lightning_lockstep._doors.lightning import (
     Strategy,
     TrainerFn,
     XLAAccelerator,
+    _AcceleratorConnector,
     find_shared_parameters,
     move_data_to_device,
     set_shared_parameters,
 )
-from lightning_lockstep._doors.lightning_internals import show_accelerator
 from lightning_lockstep._registry import strategy_repr
 from lightning_lockstep._text import say
+from lightning_lockstep._trainer import calls_under_way
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.xla.runtime import XLARuntime, check_accelerator, check_torch_xla
 from lightning_lockstep.xla.steps import DtypeReport, LazyRun, XLADevices, own_memory, resolve_xla_precision
@@ -60,7 +61,6 @@ class XLASteps(XLAPending, Strategy):
     downcast_bf16: bool = False  # with bf16-true: float64 becomes float32 rather than bfloat16
     _dtypes: DtypeReport | None = None
     _lazy_run: LazyRun | None = None
-    _steps_made = 0
     __repr__ = strategy_repr
 
     @property
@@ -86,7 +86,9 @@ class XLASteps(XLAPending, Strategy):
         check_accelerator(isinstance(self.accelerator, XLAAccelerator))
         devices = XLADevices()
         if isinstance(self.accelerator, XLAAccelerator):
-            show_accelerator(devices)
+            # Lightning's connector accepts its accelerator for TPU only with its own two strategies for it.
+            for variables in calls_under_way(_AcceleratorConnector.__init__):
+                variables["self"].accelerator = devices
         else:
             self.accelerator = devices
 
@@ -121,8 +123,11 @@ class XLASteps(XLAPending, Strategy):
         if is_fit and self.lightning_module is not None:
             self._dtypes = DtypeReport(self.lightning_module)
         self.sync()
-        self._steps_made = 0
-        self._lazy_run = LazyRun(trainer, lambda: self._steps_made)
+        self._lazy_run = LazyRun(trainer)
+        if is_fit and self.is_global_zero:
+            say(
+                "lightning-lockstep: torch-xla compiles the first two steps of a fit, which may take minutes."
+            )
 
     def sync(self) -> None:
         """Compile what is pending, if it is new, and begin to run it. Ranks: every process."""
@@ -166,7 +171,6 @@ class XLASteps(XLAPending, Strategy):
 
         result = super().optimizer_step(optimizer, with_gradients, model, **kwargs)
         self.sync()
-        self._steps_made += 1
         self._say_dtypes(optimizer)
         return result
 

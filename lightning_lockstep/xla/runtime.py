@@ -142,9 +142,6 @@ def become_xla_rank(rank: int, world_size: int) -> None:  # of this host
 
 # -- torch-xla as it works in this process: its devices, random numbers and compilations, and what runs
 # pending work
-#
-# The functions of ``torch_xla`` that have moved between its releases 2.5 and 2.9 are looked for here alone.
-# What can be asked before torch-xla has its devices is in ``availability.py``.
 
 
 class XLARuntime:
@@ -161,7 +158,6 @@ class XLARuntime:
             _set_cpu_devices(num_devices)
         self.torch_xla = importlib.import_module("torch_xla")
         self.runtime = importlib.import_module("torch_xla.runtime")
-        self._sync = getattr(self.torch_xla, "sync", None) or self._module("core.xla_model").mark_step
 
     @property
     def device_type(self) -> str:
@@ -251,7 +247,7 @@ class XLARuntime:
 
     def sync(self) -> None:
         """Compile what was called and is pending, if it is new, and begin to run it; on every process."""
-        self._sync()
+        self.torch_xla.sync()
 
     def seed(self) -> int:
         """Return the state of the devices' random numbers, which this process keeps."""
@@ -278,13 +274,6 @@ def compilations_so_far() -> tuple[int, float]:
     metrics = importlib.import_module("torch_xla.debug.metrics")
     took = metrics.metric_data("CompileTime")  # how often, and how long in all [ns]
     return int(metrics.counter_value("UncachedCompile") or 0), took[1] / 1e9 if took else 0.0
-
-
-def compilations_begun_and_done() -> tuple[int, int]:
-    """Return how many graphs torch-xla has begun to compile in this process, and how many compilations are done."""
-    metrics = importlib.import_module("torch_xla.debug.metrics")
-    took = metrics.metric_data("CompileTime")
-    return int(metrics.counter_value("UncachedCompile") or 0), int(took[0]) if took else 0
 
 
 def _set_cpu_devices(wanted: int) -> None:

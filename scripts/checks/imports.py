@@ -9,7 +9,7 @@ from pathlib import Path
 
 from repository import PACKAGE, ROOT, at, imports, module_name
 
-GROUND = {"errors", "_doors", "_registry", "_settings", "_system", "_text"}
+GROUND = {"errors", "_doors", "_registry", "_settings", "_system", "_text", "_trainer"}
 TALK = GROUND | {"distributed"}
 MIDDLE = TALK | {"launchers", "loaders", "numerics", "steps", "logs", "stopping"}
 FEATURES = MIDDLE | {"overflow", "batch_size", "stragglers", "replicas", "deepspeed", "xla", "shapes"}
@@ -18,10 +18,11 @@ PARTS = FEATURES | {"strategies", "callbacks", "demo", "components", "conf"}
 # room (folder or module at the top of the package) -> the rooms it may import; itself always
 ALLOWED: dict[str, set[str]] = {
     # at run time only these two; the public names for type checkers
-    "__init__": {"_registry"} | FEATURES | {"strategies", "callbacks", "tuner", "notebook"},
+    "__init__": {"_registry"} | FEATURES | {"strategies", "callbacks", "notebook"},
     "_registry": {"_doors", "errors"},
     "errors": set(),
     "_doors": {"errors"},
+    "_trainer": {"_doors", "errors"},
     "_settings": {"errors"},
     "_system": {"errors", "_text"},
     "_text": set(),
@@ -41,7 +42,6 @@ ALLOWED: dict[str, set[str]] = {
     "shapes": TALK | {"batch_size", "xla"},
     "strategies": MIDDLE | {"deepspeed", "xla"},
     "callbacks": FEATURES,
-    "tuner": FEATURES | {"callbacks"},
     "notebook": MIDDLE | {"xla"},
     # programs, what they build and what they train
     "conf": {"launchers"},  # names the resolver of run folders

@@ -17,7 +17,7 @@ KINDS = ("env", "threads", "process_group", "processes", "files", "cwd")
 
 _IGNORED_FILES = {".pytest_cache", "__pycache__", ".coverage", ".mypy_cache", ".ruff_cache"}
 # A fit without a logger that fails on purpose leaves its record here, as users are told.
-_IGNORED_FILES |= {"failure.json", "guard-report.json"}
+_IGNORED_FILES |= {"failure.json"}
 # pytest's own; PYTEST_CURRENT_TEST changes with every phase of a test.
 _IGNORED_VARIABLES = {
     "PYTEST_CURRENT_TEST",

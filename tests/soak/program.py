@@ -29,7 +29,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_lockstep as lockstep
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.distributed.side_channel.zeromq import ZeroMQSideChannel
 from lightning_lockstep.errors import BatchSizeError
 
 FOLDER = Path(sys.argv[1])
@@ -43,9 +42,6 @@ AWAITED += ("ctrl_c", "ctrl_c_twice")
 GOES_ON = ("term_parent", "usr1_parent", "ctrl_c", "ctrl_c_twice")
 
 tempfile.tempdir = None  # of this run, also where the interpreter is a fork
-# A host that does not answer is noticed within seconds.
-assert ZeroMQSideChannel.__init__.__kwdefaults__ is not None
-ZeroMQSideChannel.__init__.__kwdefaults__.update(heartbeat_interval=0.5, heartbeat_timeout=2.0)
 
 
 class Pruned(Exception):

@@ -92,13 +92,13 @@ _FAILURES = {
 _PRINTED = {
     "nan": ("OverflowDetectedError",),
     "uneven": ("ConfigurationError: The ranks have different numbers of training batches",),
-    "stop": ("does not run: it was stopped",),
+    "stop": ("was stopped for longer than silence_limit",),
     # Where rank 0 is gone, another one says so; mpirun ends the others before they could, and names it itself. MPICH's
     # mpiexec names its process, host and signal; with -disable-auto-cleanup the ranks can say which it was.
     "kill": (
-        r"killed by SIGKILL|nothing listens|signal 9 |SIGNAL: 9 |PID \d+ RUNNING AT (?s:.*)\(signal 9\)",
+        r"killed by SIGKILL|its connection has ended|signal 9 |SIGNAL: 9 |PID \d+ RUNNING AT (?s:.*)\(signal 9\)",
     ),
-    "usr1_rank": ("killed by SIGUSR1|nothing listens|signal 10 |SIGNAL: 10 ",),
+    "usr1_rank": ("killed by SIGUSR1|its connection has ended|signal 10 |SIGNAL: 10 ",),
     "term_rank": ("SIGTERMException",),
     "memory": ("DefaultCPUAllocator: can't allocate memory",),
 }

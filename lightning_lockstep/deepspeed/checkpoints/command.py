@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:  # exit code; 2: checkpoint 
             raise ConfigurationError(f"{output}: exists. Add --force to replace it, or name another file.")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", RuntimeWarning)
-            consolidate(folders, output, tag=arguments.tag, dtype=arguments.dtype)
+            consolidate(folders, output, dtype=arguments.dtype)
     except (ConfigurationError, OSError) as error:  # such as a folder that may not be read
         say(f"{_PROGRAM}: {error}")
         return 2
@@ -57,7 +57,6 @@ def _parser() -> argparse.ArgumentParser:
         help="the checkpoint folder, or a run folder with checkpoints/last.ckpt; where each node wrote to its own"
         " disk, the folders of all nodes. A last path that is not a folder is the file to write",
     )
-    parser.add_argument("--tag", help="which checkpoint, where the folder holds several")
     parser.add_argument(
         "--dtype",
         choices=("float32", "as_saved"),
@@ -102,7 +101,3 @@ def _summary(output: Path) -> str:
     dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
     size = output.stat().st_size
     return f"{output}: {len(tensors)} tensors with {sum(distinct.values()):,} values of {dtypes}, {size_in_words(size)}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

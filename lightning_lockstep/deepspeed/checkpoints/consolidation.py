@@ -20,12 +20,12 @@ from lightning_lockstep._doors.torch_internals import (
     versions_of_modules,
 )
 from lightning_lockstep._settings import Faults
+from lightning_lockstep._system import memory_left
 from lightning_lockstep.deepspeed.checkpoints.files import (
     Allocate,
     Checkpoint,
     Storage,
     in_memory,
-    memory_budget,
     read_checkpoint,
     read_file,
     replacing,
@@ -45,10 +45,6 @@ class Values:
     shape: Sequence[int]  # of the whole tensor
     dtype: torch.dtype  # in which it is to be written
     parts: Sequence[Tensor]  # of one dimension; one after the other they are the flat parameter
-
-    def of(self, dtype: torch.dtype) -> Values:
-        """Return the same values, to be written as ``dtype``."""
-        return replace(self, dtype=dtype)
 
     def copy_to(self, allocate: Allocate) -> Tensor:
         """Return the whole tensor in its own memory."""
@@ -92,66 +88,9 @@ def _cut(parts: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
     return found
 
 
-# -- Whose the float32 copies of stage 0 are, which DeepSpeed saves without names --
-
-_HALF = (torch.float16, torch.bfloat16)
-_MOST_TRIALS = 100_000  # in finding names; a model has some thousand parameters
-
-
-def _unnamed_copies(model_states: Mapping[str, Any], saved: Mapping[str, Tensor]) -> dict[str, Values]:
-    """Return the float32 copies of stage 0 by the names of their parameters, where they can be found out."""
-    optimizer = model_states.get("optimizer")
-    groups = (optimizer.get("fp32_groups_flat") or optimizer.get("fp32_groups")) if optimizer else None
-    buffers = set(model_states["buffer_names"])
-    left = {n: t for n, t in saved.items() if t.dtype in _HALF and t.numel() and n not in buffers}
-    masters: dict[str, Values] = {}
-    for group in groups or ():
-        parts = [_flat(group)] if isinstance(group, Tensor) else [_flat(tensor) for tensor in group]
-        found = _in_order(parts, left)
-        masters.update(found)
-        left = {name: tensor for name, tensor in left.items() if name not in found}
-    return masters
-
-
-def _in_order(parts: Sequence[Tensor], saved: Mapping[str, Tensor]) -> dict[str, Values]:
-    """Return whose values the parts are, or nothing if that cannot be found out."""
-    # They are those of some of the tensors, in order, and each is what was saved once it is rounded as that
-    # was. Small tensors may fit by chance: where it goes on with none, another one than the last one is
-    # tried.
-    names, total = list(saved), _count(parts)
-    chosen: list[tuple[int, int]] = []
-    begin = start = 0
-    for _ in range(_MOST_TRIALS):
-        if start == total:
-            return {names[i]: _copies(parts, at, saved[names[i]]) for i, at in chosen}
-        index = next((i for i in range(begin, len(names)) if _fits(parts, start, saved[names[i]])), None)
-        if index is not None:
-            chosen.append((index, start))
-            begin, start = index + 1, start + saved[names[index]].numel()
-        elif chosen:
-            begin, start = chosen.pop()
-            begin += 1
-        else:
-            break
-    return {}
-
-
-def _fits(parts: Sequence[Tensor], start: int, tensor: Tensor) -> bool:
-    for length in (min(16, tensor.numel()), tensor.numel()):  # most differ in their first values
-        found = _cut(parts, start, length)
-        if _count(found) < length or not torch.equal(
-            torch.cat(found).to(tensor.dtype), _flat(tensor)[:length]
-        ):
-            return False
-    return True
-
-
-def _copies(parts: Sequence[Tensor], start: int, tensor: Tensor) -> Values:
-    return Values(tensor.shape, torch.float32, _cut(parts, start, tensor.numel()))
-
-
 # -- Where the values of each parameter are, in the files of a checkpoint --
-# - Stage 0: whole, with the model; float32 copies of half-precision ones, in the same file, have no names.
+# - Stage 0: whole, with the model; float32 copies of half-precision ones, in the same file, have no names, so that they
+#   are not used.
 # - Stages 1 and 2: whole, with the model. The float32 copies of each parameter group are one flat vector, of which
 #   every rank has a part; the parts of all ranks, one after the other, are the vector.
 # - Stage 3: every rank has a part of each parameter, and its parts of all parameters, one after the other, are its
@@ -160,6 +99,8 @@ def _copies(parts: Sequence[Tensor], start: int, tensor: Tensor) -> Values:
 # What an optimizer keeps for each value, such as Adam's moments, lies as the float32 copies do.
 
 Dtype = Literal["float32", "as_saved"]
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 #: Which parameter each name in the weights of a checkpoint is, by its own name, where it was this package that saved.
@@ -176,7 +117,7 @@ def find_values(checkpoint: Checkpoint, dtype: Dtype) -> dict[str, Values]:
     """Return where the values of each tensor are; names of one tensor have the same object."""
     first, is_divided = checkpoint.model_states[0], checkpoint.is_divided
     saved = {name: value for name, value in first["module"].items() if isinstance(value, Tensor)}
-    known = values_of_parameters(checkpoint) if checkpoint.optimizer_states else _unnamed_copies(first, saved)
+    known = values_of_parameters(checkpoint) if checkpoint.optimizer_states else {}
     frozen = first["frozen_param_shapes"] or {}
     names = first.get(NAMES) if checkpoint.optimizer_states else None
     if names is None:
@@ -188,7 +129,7 @@ def find_values(checkpoint: Checkpoint, dtype: Dtype) -> dict[str, Values]:
         if parameter in known and (dtype == "float32" or is_divided):
             found = known[parameter]
             written = _written(found.parts[0].dtype if parameter in frozen else tensor.dtype, dtype)
-            values[name] = of_parameters.setdefault(parameter, found.of(written))
+            values[name] = of_parameters.setdefault(parameter, replace(found, dtype=written))
         elif not is_divided or tensor.numel() > 0 or not parameter:
             values[name] = Values(tensor.shape, _written(tensor.dtype, dtype), [_flat(tensor)])
     aliases = _aliases(first, saved, values, known)
@@ -325,8 +266,6 @@ OWN_KEYS = frozenset(
 
 def consolidated(
     folder: str | Path | Sequence[Path],  # several: of nodes that wrote to their own disks
-    *,
-    tag: str | None = None,  # which checkpoint, where the folder holds several
 ) -> dict[str, Any]:
     """Return what a DeepSpeed checkpoint folder holds, as Lightning's own checkpoint of one file would."""
     # ``state_dict`` has whole tensors of float32, taken from the optimizer's float32 copies where there are
@@ -338,14 +277,13 @@ def consolidated(
     #
     # Memory: the weights once. Files are memory-mapped, so that what is read of them need not stay in memory;
     # the dictionary refers to none.
-    return _lightning_checkpoint(read_checkpoint(_paths(folder), tag), "float32", in_memory)
+    return _lightning_checkpoint(read_checkpoint(folder), "float32", in_memory)
 
 
 def consolidate(
     folder: str | Path | Sequence[Path],  # as for consolidated
     output: str | Path,
     *,
-    tag: str | None = None,
     dtype: Dtype = "float32",  # as_saved: each tensor as the model had it; float32: widens halves
 ) -> Path:
     """Write what a checkpoint folder holds into one file: of DeepSpeed as :func:`consolidated` describes it."""
@@ -360,16 +298,15 @@ def consolidate(
     output = Path(output)
     faults.check(not output.is_dir(), "output", str(output), "a file to write, not a folder")
     faults.raise_all()
-    paths = _paths(folder)
-    first = paths if isinstance(paths, Path) else paths[0]
+    first = Path(folder) if isinstance(folder, (str, Path)) else folder[0]
     of_parts = is_parts_folder(first)
-    checkpoint = None if of_parts else read_checkpoint(paths, tag)
+    checkpoint = None if of_parts else read_checkpoint(folder)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         if checkpoint is None:
             content = _of_parts(first, dtype)
         else:
-            content = _lightning_checkpoint(checkpoint, dtype, Storage(output.parent, memory_budget()))
+            content = _lightning_checkpoint(checkpoint, dtype, Storage(output.parent, memory_left() // 2))
         with replacing(output) as file:
             save(content, file)
     except OSError as error:
@@ -396,10 +333,6 @@ def _warn_of(folder: Path, dropped: Sequence[str]) -> None:
         warnings.warn(
             f"{folder}: left out what is not plain data: {', '.join(dropped)}.", RuntimeWarning, stacklevel=4
         )
-
-
-def _paths(folder: str | Path | Sequence[Path]) -> Path | Sequence[Path]:
-    return Path(folder) if isinstance(folder, (str, Path)) else folder
 
 
 def _lightning_checkpoint(checkpoint: Checkpoint, dtype: Dtype, allocate: Allocate) -> dict[str, Any]:

@@ -82,8 +82,7 @@ class CheckpointFolder:
         model = [f"{start}mp_rank_00_model_states.pt" for start in starts]
         if model_states.get("param_shapes") is None:  # in stage 0 the optimizer is with the model
             return model, []
-        found = self._only({match["prefix"] for match in self._matches(_OPTIMIZER_FILE)})
-        start = _usual_prefix(model_states) if found is None else found
+        start = self._only({match["prefix"] for match in self._matches(_OPTIMIZER_FILE)}) or ""
         return model, [f"{start}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(ranks)]
 
     def check_complete(self, model: Sequence[str], optimizer: Sequence[str]) -> None:
@@ -111,9 +110,3 @@ class CheckpointFolder:
 
     def _matches(self, pattern: re.Pattern[str]) -> list[re.Match[str]]:
         return [match for name in self.files if (match := pattern.fullmatch(name)) is not None]
-
-
-def _usual_prefix(model_states: Mapping[str, Any]) -> str:
-    config = model_states.get("ds_config")
-    parts = [config.get(name) for name in ("bf16", "bfloat16")] if isinstance(config, dict) else []
-    return "bf16_" if any(isinstance(part, dict) and part.get("enabled") for part in parts) else ""

@@ -15,8 +15,6 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from lightning_lockstep._settings import did_you_mean
-from lightning_lockstep._system import memory_left
 from lightning_lockstep.deepspeed.checkpoints.file_names import CheckpointFolder, is_state_file
 from lightning_lockstep.distributed.plain_data import UNREADABLE, read_plain
 from lightning_lockstep.distributed.sharded_state import is_parts_folder
@@ -67,20 +65,8 @@ class Storage:
             self._budget -= size
             return in_memory(shape, dtype)
         with tempfile.NamedTemporaryFile(prefix=".consolidate.", dir=self._folder) as file:
-            _reserve(file.fileno(), size)
+            os.posix_fallocate(file.fileno(), 0, size)  # a mapped file that does not fit ends the process
             return torch.from_file(file.name, shared=True, size=numel, dtype=dtype).view(tuple(shape))
-
-
-def _reserve(file: int, size: int) -> None:
-    """Claim space on the disk: a mapped file that does not fit ends the process."""
-    reserve = getattr(os, "posix_fallocate", None)  # not on macOS
-    if reserve is not None:
-        reserve(file, 0, size)
-
-
-def memory_budget() -> int:
-    """Return how much memory a checkpoint may take here: half of what is available [bytes]."""
-    return memory_left() // 2
 
 
 def save(content: dict[str, Any], file: IO[bytes]) -> None:
@@ -143,12 +129,9 @@ def is_checkpoint_folder(path: str | Path) -> bool:
     return is_parts_folder(path) or is_deepspeed_checkpoint(path)
 
 
-def read_checkpoint(
-    folders: Path | Sequence[Path],  # of a checkpoint, or of one tag in it; several: of nodes
-    tag: str | None = None,  # by default the one that the file "latest" names
-) -> Checkpoint:
-    """Open all files of a checkpoint."""
-    folder = find_folder(folders, tag)
+def read_checkpoint(folders: str | Path | Sequence[Path]) -> Checkpoint:
+    """Open all files of a checkpoint, by its folder or that of a tag in it, or the folders of several nodes."""
+    folder = find_folder(folders)
     folder.check_kind()
     models, optimizers = folder.expected_names(read_file(folder.model_file()))
     folder.check_complete(models, optimizers)
@@ -159,9 +142,11 @@ def read_checkpoint(
     return Checkpoint(folder.path, model_states, states)
 
 
-def find_folder(folders: Path | Sequence[Path], tag: str | None = None) -> CheckpointFolder:
+def find_folder(folders: str | Path | Sequence[Path]) -> CheckpointFolder:
     """Return where the files of a checkpoint are."""
-    found = [_tag_folder(folder, tag) for folder in ([folders] if isinstance(folders, Path) else folders)]
+    found = [
+        _tag_folder(folder) for folder in ([Path(folders)] if isinstance(folders, (str, Path)) else folders)
+    ]
     files: dict[str, Path] = {}
     for path in (path for folder in found for path in folder.iterdir()):
         before = files.setdefault(path.name, path)
@@ -173,18 +158,11 @@ def find_folder(folders: Path | Sequence[Path], tag: str | None = None) -> Check
     return CheckpointFolder(found[0], files)
 
 
-def _tag_folder(folder: Path, tag: str | None) -> Path:
+def _tag_folder(folder: Path) -> Path:
     if not folder.is_dir():
         what = "is a file, which needs no consolidation" if folder.exists() else "does not exist"
         raise ConfigurationError(f"{folder}: {what}. Expected the folder of a DeepSpeed checkpoint.")
     tags = sorted(found.name for found in _folders(folder) if _holds_files(found))
-    if tag is not None:
-        if tag not in tags:
-            raise ConfigurationError(
-                f"tag={tag!r}: expected a checkpoint in {folder}, which has {', '.join(tags) or 'none'}."
-                + did_you_mean(tag, tags)
-            )
-        return folder / tag
     if _holds_files(folder):
         return folder
     for candidate in (_latest(folder), _LIGHTNING_TAG):
@@ -194,7 +172,7 @@ def _tag_folder(folder: Path, tag: str | None) -> Path:
         return folder / tags[0]
     if tags:
         raise ConfigurationError(
-            f"{folder}: holds several checkpoints. Say which, by tag={tags[-1]!r}: {tags}."
+            f"{folder}: holds several checkpoints. Name the folder of one: {', '.join(tags)}."
         )
     raise ConfigurationError(
         f"{folder}: is not a DeepSpeed checkpoint. Expected a folder such as epoch=1-step=100.ckpt, with a folder"

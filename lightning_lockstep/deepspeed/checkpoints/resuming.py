@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_lockstep._doors.deepspeed_engines import adapter_of
 from lightning_lockstep._doors.lightning import LightningDataModule, LightningModule
 from lightning_lockstep._doors.torch_internals import (
     LOAD_OWN_VALUES,
@@ -39,6 +38,7 @@ from lightning_lockstep.deepspeed.checkpoints.files import (
 )
 from lightning_lockstep.deepspeed.checkpoints.redivision import SavedOptimizer
 from lightning_lockstep.deepspeed.engine import agreed
+from lightning_lockstep.deepspeed.engine_adapters import adapter_of
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.plain_data import is_plain, plain_entries
 from lightning_lockstep.errors import ConfigurationError
@@ -55,31 +55,19 @@ def without_trained_parts(
     kept, names = dict(checkpoint), []
     for key in (module.CHECKPOINT_HYPER_PARAMS_KEY, LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY):
         values = checkpoint.get(key) or {}
-        held = [name for name, value in values.items() if _Finder(parts).finds(value)]
+        held = [name for name, value in values.items() if _holds(value, parts)]
         if held:
             kept[key] = {name: value for name, value in values.items() if name not in held}
             names += held
     return kept, names
 
 
-class _Finder(pickle.Pickler):
-    """Goes through an object as a pickle of it would, writes nothing and copies no tensor."""
-
-    def __init__(self, sought: Collection[int]) -> None:
-        super().__init__(self)
-        self._sought, self._found = sought, False
-
-    def write(self, data: Any) -> None:
-        """Drop what would be written."""
-
-    def finds(self, value: object) -> bool:
-        with suppress(Exception):  # where it cannot be pickled for another reason, torch.save says so
-            self.dump(value)
-        return self._found
-
-    def persistent_id(self, value: Any) -> Any:
-        self._found = self._found or id(value) in self._sought
-        return "" if self._found or isinstance(value, torch.UntypedStorage | torch.TypedStorage) else None
+def _holds(value: object, parts: Collection[int]) -> bool:
+    found: list[bool] = []
+    apply_to_collection(
+        value, (nn.Module, Tensor), lambda part: found.append(id(part) in parts), allow_frozen=True
+    )
+    return any(found)
 
 
 #: How the name of a plain checkpoint ends that was made of a folder.
@@ -108,10 +96,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 @contextmanager
 def saving_as(
-    module: nn.Module,
-    checkpoint: Mapping[str, Any],
-    *,
-    exclude_frozen: bool,
+    module: nn.Module, checkpoint: Mapping[str, Any], *, exclude_frozen: bool
 ) -> Iterator[dict[str, Any]]:
     """Let DeepSpeed save the weights that a checkpoint has, as ``on_save_checkpoint`` left them, in the body."""
     # Gives what else DeepSpeed is to save. Until it asks for the weights, it divides those that are whole for now.
@@ -264,13 +249,7 @@ def _unpickled(folder: Path) -> dict[str, Any]:
     return dict(torch.load(path, map_location="cpu", weights_only=False, mmap=True))
 
 
-def writers_differ(
-    folder: Path,
-    communicator: Communicator,
-    *,
-    stage: int,
-    half: str | None,
-) -> bool:
+def writers_differ(folder: Path, communicator: Communicator, *, stage: int, half: str | None) -> bool:
     """Return whether a checkpoint folder was written by another number of ranks, or laid out in another way."""
     # If not, DeepSpeed itself resumes it; each rank then reads its own files, which are looked for here.
 

@@ -3,216 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import compress
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning_utilities import apply_to_collection
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
 
-from lightning_lockstep._doors.torch_internals import tree_flatten_with_names, tree_unflatten
+from lightning_lockstep._text import listed
 from lightning_lockstep.distributed.coordination.communicator import Communicator, ReduceOperation
 from lightning_lockstep.distributed.guard.collective_call import CollectiveCall, call_site, mismatch_report
 from lightning_lockstep.distributed.process_group import current_group, process_group_exists
 from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
 
-# -- Tensors of any dtype and shape, side by side in one row of bytes, and the two collectives that move
-# such rows
-#
-# Bytes go through every backend unchanged, whatever it knows of bfloat16, bool or complex numbers, and one
-# collective moves any number of tensors.
-
-# Each tensor begins at a multiple of it, so that its bytes can be viewed as its dtype [bytes].
-_ALIGNMENT = 16
-# Torch 2.13 has a new name for it.
-_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where tensors lie in a row of bytes."""
-
-    dtypes: Sequence[torch.dtype]
-    shapes: Sequence[tuple[int, ...]]
-
-    @property
-    def nbytes(self) -> int:
-        """Length of the row [bytes]."""
-        return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in self._sizes())
-
-    def pack(self, tensors: Sequence[Tensor | None], row: Tensor) -> None:
-        """Copy tensors into a row, ``(nbytes,)`` or longer; ``None`` leaves its place as it is."""
-        for tensor, place in zip(tensors, self.unpack(row), strict=True):
-            if tensor is not None:
-                place.copy_(tensor)
-
-    def unpack(self, rows: Tensor) -> list[Tensor]:
-        """Return each tensor as a view of a row, ``(nbytes,)`` or longer; of ``n`` rows ``(n, *shape)``."""
-        return list(self._views(rows))
-
-    def _views(self, rows: Tensor) -> Iterator[Tensor]:
-        start = 0
-        for dtype, shape, size in zip(self.dtypes, self.shapes, self._sizes(), strict=True):
-            whole = (*rows.shape[:-1], *shape)
-            if size:
-                yield rows[..., start : start + size].view(dtype).view(whole)
-            else:
-                yield rows.new_empty(whole, dtype=dtype)
-            start += -(-size // _ALIGNMENT) * _ALIGNMENT
-
-    def _sizes(self) -> list[int]:
-        return [prod(shape) * dtype.itemsize for dtype, shape in zip(self.dtypes, self.shapes, strict=True)]
-
-
-def carrying_device(group: dist.ProcessGroup, tensors: Sequence[Tensor] = ()) -> torch.device:
-    """Return the device on which a group carries tensors: that of one of them, else the CPU, if it can."""
-    # Their kinds of device are the same on every rank.
-    carried = [entry.partition(":")[0] for entry in str(dist.get_backend_config(group)).split(",")]
-    for tensor in tensors:
-        if tensor.device.type != "cpu" and tensor.device.type in carried:
-            return tensor.device
-    if "cpu" in carried:
-        return torch.device("cpu")
-    return torch.device(carried[0], torch.get_device_module(carried[0]).current_device())
-
-
-def all_gather_rows(row: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the rows of all ranks, ``(group size, n)``, each of ``n`` bytes."""
-    size = dist.get_world_size(group)
-    rows = row.new_empty(size * len(row))
-    if len(row):
-        _all_gather_single(rows, row, group=group)
-    return rows.view(size, len(row))
-
-
-def exchange_rows(
-    rows: Tensor,  # one after another, rank 0's first
-    lengths: Sequence[int],  # of each rank's row, the same on every rank
-    group: dist.ProcessGroup,
-) -> Tensor:
-    """Send each rank a row, of any length, and return what each rank has sent to this one."""
-    size, own = dist.get_world_size(group), lengths[dist.get_rank(group)]
-    received = rows.new_empty(size * own)
-    if any(lengths):
-        dist.all_to_all_single(received, rows, [own] * size, list(lengths), group=group)
-    return received.view(size, own)
-
-
-# -- What each rank gives to a collective whose shapes may differ, brought together and compared before data
-# moves
-
-# What every rank sends at first: the length of its description, and as much of it as fits [bytes].
-_FIRST, _LENGTH = 1024, 8
-_SHOWN_PLACES = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arguments:
-    """The arguments of one rank."""
-
-    call: CollectiveCall  # its note is what is wrong with the arguments, if anything is
-    places: tuple[str, ...]  # of the tensors in the containers, such as ``['logits'][0]``
-    requires_grad: tuple[bool, ...]
-    grad_enabled: bool  # autograd records
-
-    def encoded(self) -> bytes:
-        data = [self.call.to_data(), self.places, self.requires_grad, self.grad_enabled]
-        return json.dumps(data).encode()
-
-    @classmethod
-    def decoded(cls, data: bytes) -> Arguments:
-        call, places, requires_grad, grad_enabled = json.loads(data)
-        return cls(
-            call=CollectiveCall.from_data(call),
-            places=tuple(places),
-            requires_grad=tuple(requires_grad),
-            grad_enabled=grad_enabled,
-        )
-
-
-def compared_arguments(own: Arguments, group: dist.ProcessGroup) -> list[Arguments]:
-    """Return the arguments of every rank of the group; raises the same on all where they do not fit together."""
-    everyone = [Arguments.decoded(data) for data in _gathered(own.encoded(), group)]
-    if all(arguments.call.note for arguments in everyone):
-        raise ConfigurationError(own.call.note)
-    ranks = dist.get_process_group_ranks(group)
-    calls = _differing(dict(zip(ranks, everyone, strict=True)))
-    if calls:
-        raise CollectiveMismatchError(mismatch_report(calls))
-    return everyone
-
-
-def _gathered(data: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    rows = _gathered_rows(data, _FIRST, group)
-    lengths = [int.from_bytes(row[:_LENGTH], "little") for row in rows]
-    if max(lengths) > _FIRST - _LENGTH:
-        rows = _gathered_rows(data, _LENGTH + max(lengths), group)
-    return [row[_LENGTH : _LENGTH + length] for row, length in zip(rows, lengths, strict=True)]
-
-
-def _gathered_rows(data: bytes, width: int, group: dist.ProcessGroup) -> list[bytes]:
-    framed = bytearray((len(data).to_bytes(_LENGTH, "little") + data)[:width].ljust(width, b"\0"))
-    row = torch.frombuffer(framed, dtype=torch.uint8).to(carrying_device(group))
-    rows: list[bytes] = [one.tobytes() for one in all_gather_rows(row, group).cpu().numpy()]
-    return rows
-
-
-def _differing(everyone: Mapping[int, Arguments]) -> dict[int, CollectiveCall]:
-    """Return the calls to show where the arguments do not fit together, else nothing."""
-    calls = {rank: arguments.call for rank, arguments in everyone.items()}
-    if any(call.note for call in calls.values()):
-        return calls
-    if len({arguments.places for arguments in everyone.values()}) > 1:
-        return _noted(everyone, {rank: _in_words(arguments.places) for rank, arguments in everyone.items()})
-    modes = {rank: arguments.grad_enabled for rank, arguments in everyone.items()}
-    wanted = any(any(arguments.requires_grad) for arguments in everyone.values() if arguments.grad_enabled)
-    if wanted and not all(modes.values()):
-        words = {True: "autograd records", False: "autograd is off (torch.no_grad)"}
-        return _noted(everyone, {rank: words[mode] for rank, mode in modes.items()})
-    return _unlike(calls, next(iter(everyone.values())).places)
-
-
-def _unlike(calls: Mapping[int, CollectiveCall], places: Sequence[str]) -> dict[int, CollectiveCall]:
-    """Return the calls with those tensors alone whose dtypes or numbers of dimensions differ, else nothing."""
-    kinds = [list(zip(call.dtypes, map(len, call.shapes), strict=True)) for call in calls.values()]
-    wrong = [i for i, of_ranks in enumerate(zip(*kinds, strict=True)) if len(set(of_ranks)) > 1]
-    where = _listed([places[i] for i in wrong])
-    return {
-        rank: replace(
-            call,
-            operation=f"{call.operation} at {where}" if where else call.operation,
-            dtypes=tuple(call.dtypes[i] for i in wrong),
-            shapes=tuple(call.shapes[i] for i in wrong),
-        )
-        for rank, call in calls.items()
-        if wrong
-    }
-
-
-def _noted(everyone: Mapping[int, Arguments], notes: Mapping[int, str]) -> dict[int, CollectiveCall]:
-    return {rank: replace(arguments.call, note=notes[rank]) for rank, arguments in everyone.items()}
-
-
-def _in_words(places: Sequence[str]) -> str:
-    if not places:
-        return "no tensors"
-    return f"tensors at {_listed(places)}" if _listed(places) else "a tensor"
-
-
-def _listed(places: Sequence[str]) -> str:
-    return ", ".join(places[:_SHOWN_PLACES]) + (", ..." if len(places) > _SHOWN_PLACES else "")
-
-
-# -- Tensors whose shapes differ between the ranks, gathered on every rank, with gradients --
 # The ranks first compare what they give and learn each other's shapes. Then one all-gather moves all
-# tensors of all ranks, as rows of bytes padded to the longest. In backward, one all-to-all sends each rank
-# the gradients of its own tensors, which it sums: half precision is added up in float32 and rounded once,
-# in rank order on every backend.
+# tensors of all ranks, as rows of bytes padded to the longest: bytes go through every backend unchanged,
+# whatever it knows of bfloat16, bool or complex numbers. In backward, one all-to-all sends each rank the
+# gradients of its own tensors, which it sums.
 
 _Tensors = TypeVar("_Tensors")  # a tensor, or containers of tensors
 
@@ -251,16 +65,18 @@ def gather_uneven(tensor: _Tensors, *, group: dist.ProcessGroup | None = None) -
         if given.fault:
             raise ConfigurationError(given.fault)
         return [tensor]
-    everyone = compared_arguments(_described(given, ours), ours)
-    plan = _Plan.of(given.tensors, everyone, ours)
-    if any(plan.differentiable):
-        # The anchor makes every rank take part in backward, whichever of them requires gradients.
-        parts = _GatherUneven.apply(plan, torch.empty(0, requires_grad=True), *given.tensors)  # type: ignore[no-untyped-call]
+    everyone = _compared(_Arguments.of(given, ours), ours)
+    shapes = [arguments.call.shapes for arguments in everyone]
+    wanted = [
+        any(wishes) for wishes in zip(*(arguments.requires_grad for arguments in everyone), strict=True)
+    ]
+    # The anchor makes every rank take part in backward, whichever of them requires gradients.
+    anchor = torch.empty(0, requires_grad=any(wanted))
+    parts = _GatherUneven.apply(ours, shapes, wanted, anchor, *given.tensors)  # type: ignore[no-untyped-call]
+    if any(wanted):
         for entries in _asked:
-            entries.append(parts[plan.differentiable.index(True)])
-    else:
-        parts = plan.gather(given.tensors)
-    count = len(given.tensors)
+            entries.append(parts[wanted.index(True)])
+    count = len(wanted)
     return [given.rebuilt(parts[rank * count : (rank + 1) * count]) for rank in range(len(everyone))]
 
 
@@ -280,26 +96,25 @@ class _Given:
     """The tensors of an argument, ordered by their places, which are the same on every rank."""
 
     tensors: list[Tensor]
-    places: tuple[str, ...]
+    places: list[str]  # such as ``['logits'][0]``
     order: list[int]  # the position of each in the containers
     spec: Any  # how to put them back into the containers
     fault: str
 
     @classmethod
     def of(cls, value: Any) -> _Given:
-        entries, spec = tree_flatten_with_names(value)
-        places = [place for place, _ in entries]
+        entries, spec = pytree.tree_flatten_with_path(value)
+        places = [pytree.keystr(path) for path, _ in entries]
         # Dicts may differ in order.
         order = sorted(range(len(places)), key=lambda i: (len(places[i]), places[i]))
-        leaves = [entries[i][1] for i in order]
-        faults = [_fault(places[i], entries[i][1]) for i in order]
-        dense = [leaf for leaf, fault in zip(leaves, faults, strict=True) if not fault]
-        return cls(dense, tuple(places[i] for i in order), order, spec, next(filter(None, faults), ""))
+        places, leaves = [places[i] for i in order], [entries[i][1] for i in order]
+        fault = next(filter(None, map(_fault, places, leaves)), "")
+        return cls([] if fault else leaves, places, order, spec, fault)
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
         """Return tensors in the containers of the argument."""
         by_position = dict(zip(self.order, tensors, strict=True))
-        return tree_unflatten([by_position[i] for i in range(len(tensors))], self.spec)
+        return pytree.tree_unflatten([by_position[i] for i in range(len(tensors))], self.spec)
 
 
 def _fault(place: str, leaf: object) -> str:
@@ -329,22 +144,35 @@ def _process_group(group: Any) -> dist.ProcessGroup | None:
     return None
 
 
-def _described(given: _Given, group: dist.ProcessGroup) -> Arguments:
-    call = CollectiveCall(
-        operation="gather_uneven",
-        group="world" if group is dist.group.WORLD else group.group_name,
-        dtypes=tuple(_dtype(tensor) for tensor in given.tensors),
-        shapes=tuple(tuple(tensor.shape) for tensor in given.tensors),
-        site=call_site(),
-        note=given.fault,
-        uneven=True,
-    )
-    return Arguments(
-        call=call,
-        places=given.places,
-        requires_grad=tuple(tensor.requires_grad for tensor in given.tensors),
-        grad_enabled=torch.is_grad_enabled(),
-    )
+# -- What each rank gives, brought together and compared before data moves
+
+# What every rank sends at first: the length of its description, and as much of it as fits [bytes].
+_FIRST, _LENGTH = 1024, 8
+
+
+class _Arguments(NamedTuple):
+    """The arguments of one rank."""
+
+    call: CollectiveCall  # its note is what is wrong with the arguments, if anything is
+    places: list[str]
+    requires_grad: list[bool]
+    autograd: str  # whether it records, in words
+
+    @classmethod
+    def of(cls, given: _Given, group: dist.ProcessGroup) -> _Arguments:
+        records = torch.is_grad_enabled()
+        call = CollectiveCall(
+            operation="gather_uneven",
+            group="world" if group is dist.group.WORLD else group.group_name,
+            dtypes=tuple(_dtype(tensor) for tensor in given.tensors),
+            shapes=tuple(tuple(tensor.shape) for tensor in given.tensors),
+            site=call_site(),
+            note=given.fault,
+            uneven=True,
+        )
+        wishes = [records and tensor.requires_grad for tensor in given.tensors]
+        words = "autograd records" if records else "autograd is off (torch.no_grad)"
+        return cls(call, given.places, wishes, words)
 
 
 def _dtype(tensor: Tensor) -> str:
@@ -352,84 +180,166 @@ def _dtype(tensor: Tensor) -> str:
     return name if device == "cpu" else f"{name} on {device}"
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What all ranks give, and who gets which gradients."""
+def _compared(own: _Arguments, group: dist.ProcessGroup) -> list[_Arguments]:
+    """Return the arguments of every rank of the group; raises the same on all if they do not fit together."""
+    sent = json.dumps([own.call.to_data(), *own[1:]]).encode()
+    received = [json.loads(data) for data in _gathered(sent, group)]
+    everyone = [_Arguments(CollectiveCall.from_data(call), *rest) for call, *rest in received]
+    if all(arguments.call.note for arguments in everyone):
+        raise ConfigurationError(own.call.note)
+    calls = _differing(everyone)
+    if calls:
+        ranks = dist.get_process_group_ranks(group)
+        raise CollectiveMismatchError(mismatch_report(dict(zip(ranks, calls, strict=True))))
+    return everyone
 
-    group: dist.ProcessGroup
-    layouts: list[Layout]  # of each rank
-    gradients: list[Layout]  # of each rank, of those that are differentiable
-    differentiable: list[bool]  # the same on every rank
-    carrier: torch.device
-    devices: list[torch.device]
 
-    @classmethod
-    def of(cls, own: Sequence[Tensor], everyone: Sequence[Arguments], group: dist.ProcessGroup) -> _Plan:
-        dtypes = [tensor.dtype for tensor in own]
-        differentiable = [
-            any(arguments.requires_grad[i] and arguments.grad_enabled for arguments in everyone)
-            for i in range(len(own))
-        ]
-        return cls(
-            group=group,
-            layouts=[Layout(dtypes, arguments.call.shapes) for arguments in everyone],
-            gradients=[
-                Layout(_where(differentiable, dtypes), _where(differentiable, arguments.call.shapes))
-                for arguments in everyone
-            ],
-            differentiable=differentiable,
-            carrier=carrying_device(group, own),
-            devices=[tensor.device for tensor in own],
+def _gathered(data: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """Return the bytes of every rank: by one collective if they are few, else by two."""
+    framed, width, lengths = len(data).to_bytes(_LENGTH, "little") + data, _FIRST, [0]
+    while True:
+        padded = bytearray(framed[:width].ljust(width, b"\0"))
+        row = torch.frombuffer(padded, dtype=torch.uint8).to(_carrying_device(group))
+        rows = [one.tobytes() for one in _all_gather(row, group).cpu().numpy()]
+        lengths = [_LENGTH + int.from_bytes(one[:_LENGTH], "little") for one in rows]
+        if max(lengths) <= width:
+            return [one[_LENGTH:length] for one, length in zip(rows, lengths, strict=True)]
+        width = max(lengths)
+
+
+def _differing(everyone: Sequence[_Arguments]) -> list[CollectiveCall]:
+    """Return the calls to show if the arguments do not fit together, else nothing."""
+    calls = [arguments.call for arguments in everyone]
+    if any(call.note for call in calls):
+        return calls
+    notes: list[str] = []
+    if any(arguments.places != everyone[0].places for arguments in everyone):
+        notes = [_in_words(arguments.places) for arguments in everyone]
+    elif any(any(arguments.requires_grad) for arguments in everyone):
+        notes = [arguments.autograd for arguments in everyone]
+    if len(set(notes)) > 1:
+        return [replace(call, note=note) for call, note in zip(calls, notes, strict=True)]
+    # Those tensors alone whose dtypes or numbers of dimensions differ.
+    kinds = zip(*(zip(call.dtypes, map(len, call.shapes), strict=True) for call in calls), strict=True)
+    wrong = [len(set(of_ranks)) > 1 for of_ranks in kinds]
+    where = listed(list(filter(None, compress(everyone[0].places, wrong))), 8)
+    return [
+        replace(
+            call,
+            operation=f"gather_uneven at {where}" if where else "gather_uneven",
+            dtypes=tuple(compress(call.dtypes, wrong)),
+            shapes=tuple(compress(call.shapes, wrong)),
         )
+        for call in calls
+        if any(wrong)
+    ]
 
-    def gather(self, own: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the tensors of rank 0, then those of rank 1, and so on, each with its own memory."""
-        longest = max(layout.nbytes for layout in self.layouts)
-        row = torch.zeros(longest, dtype=torch.uint8, device=self.carrier)
-        self.layouts[dist.get_rank(self.group)].pack(own, row)
-        rows = all_gather_rows(row, self.group)
-        return tuple(
-            torch.empty_like(part, device=device).copy_(part)
-            for layout, received in zip(self.layouts, rows, strict=True)
-            for part, device in zip(layout.unpack(received), self.devices, strict=True)
-        )
 
-    def summed(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the sum over the ranks of each own tensor's gradients, from those of what `gather` gave."""
-        lengths = [layout.nbytes for layout in self.gradients]
-        rows = torch.zeros(sum(lengths), dtype=torch.uint8, device=self.carrier)
-        count = len(self.differentiable)
-        for rank, (layout, row) in enumerate(zip(self.gradients, torch.split(rows, lengths), strict=True)):
-            layout.pack(_where(self.differentiable, gradients[rank * count : (rank + 1) * count]), row)
-        received = exchange_rows(rows, lengths, self.group)
-        sums = iter(part.sum(0) for part in self.gradients[dist.get_rank(self.group)].unpack(received))
-        return [
-            next(sums).to(device) if wanted else None
-            for wanted, device in zip(self.differentiable, self.devices, strict=True)
-        ]
+def _in_words(places: Sequence[str]) -> str:
+    if not places:
+        return "no tensors"
+    return f"{len(places)} tensors at {listed(places, 8)}" if any(places) else "a tensor"
+
+
+# -- Rows of bytes, and the two collectives that move them --
+
+# Torch 2.13 has a new name for it.
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class _GatherUneven(torch.autograd.Function):
-    """The gather of a plan as one node of autograd, so that all tensors share one collective in backward too."""
+    """The gather as one node of autograd, so that all tensors share one collective in backward too."""
 
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, anchor: Tensor, *own: Tensor) -> tuple[Tensor, ...]:
-        ctx.plan = plan
+    def forward(
+        ctx: Any,
+        group: dist.ProcessGroup,
+        shapes: Sequence[Sequence[tuple[int, ...]]],  # of each rank's tensors
+        wanted: Sequence[bool],  # which of the tensors some rank needs gradients of
+        anchor: Tensor,
+        *own: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.shapes, ctx.wanted = group, shapes, wanted
+        ctx.like = [tensor.new_empty(0) for tensor in own]
         ctx.set_materialize_grads(False)
-        parts = plan.gather(own)
-        ctx.mark_non_differentiable(
-            *_where([not one for one in plan.differentiable] * len(plan.layouts), parts)
-        )
-        return parts
+        longest = max(sum(_sizes(ctx.like, of_rank)) for of_rank in shapes)
+        rows = _all_gather(_row(own, _carrying_device(group, own), longest), group)
+        parts = [
+            part
+            for row, of_rank in zip(rows, shapes, strict=True)
+            for part in _tensors(row, ctx.like, of_rank)
+        ]
+        ctx.mark_non_differentiable(*compress(parts, [not one for one in wanted] * len(shapes)))
+        return tuple(parts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.plan.summed(gradients)
+        like = list(compress(ctx.like, ctx.wanted))
+        device, rank, size = _carrying_device(ctx.group, like), dist.get_rank(ctx.group), len(ctx.shapes)
+        shapes = [list(compress(of_rank, ctx.wanted)) for of_rank in ctx.shapes]
+        given = iter(compress(gradients, ctx.wanted * size))
+        rows = []  # for each rank
+        for of_rank in shapes:
+            of_parts = [(next(given), one, shape) for one, shape in zip(like, of_rank, strict=True)]
+            rows.append(
+                _row([one.new_zeros(shape) if g is None else g for g, one, shape in of_parts], device)
+            )
+        lengths = [len(row) for row in rows]
+        received = rows[0].new_empty(size * lengths[rank])
+        if any(lengths):
+            dist.all_to_all_single(
+                received, torch.cat(rows), [lengths[rank]] * size, lengths, group=ctx.group
+            )
+        of_ranks = [_tensors(row, like, shapes[rank]) for row in received.view(size, -1)]
+        # Half precision is added up in float32 and rounded once, in rank order on every backend.
+        sums = iter([torch.stack(parts).sum(0) for parts in zip(*of_ranks, strict=True)])
+        return None, None, None, None, *(next(sums) if wanted else None for wanted in ctx.wanted)
 
 
-def _where(wanted: Sequence[bool], values: Sequence[Any]) -> list[Any]:
-    return [value for keep, value in zip(wanted, values, strict=True) if keep]
+def _sizes(like: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[int]:
+    return [prod(shape) * one.dtype.itemsize for one, shape in zip(like, shapes, strict=True)]
+
+
+def _row(tensors: Sequence[Tensor], device: torch.device, length: int = 0) -> Tensor:
+    """Return the values of tensors, one after the other, as bytes, with zeros up to a length behind them."""
+    plain = [tensor.detach().to(device).resolve_conj().resolve_neg() for tensor in tensors]
+    # A tensor of one value is contiguous whatever its strides are, but is viewed as bytes only with those of a row.
+    flat = [tensor.contiguous().as_strided((tensor.numel(),), (1,)) for tensor in plain]
+    rows = [values.view(torch.uint8) for values in flat]
+    rest = max(0, length - sum(map(len, rows)))
+    return torch.cat([*rows, torch.zeros(rest, dtype=torch.uint8, device=device)])
+
+
+def _tensors(row: Tensor, like: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Return the tensors of a row, each with its own memory, with the dtypes and devices of others."""
+    sizes = _sizes(like, shapes)
+    parts = torch.split(row[: sum(sizes)], sizes)
+    return [
+        part.clone().view(one.dtype).view(shape).to(one.device)
+        for part, one, shape in zip(parts, like, shapes, strict=True)
+    ]
+
+
+def _carrying_device(group: dist.ProcessGroup, tensors: Sequence[Tensor] = ()) -> torch.device:
+    """Return the device on which a group carries tensors: that of one of them, else the CPU, if it can."""
+    # Their kinds of device are the same on every rank.
+    carried = [entry.partition(":")[0] for entry in str(dist.get_backend_config(group)).split(",")]
+    for tensor in tensors:
+        if tensor.device.type != "cpu" and tensor.device.type in carried:
+            return tensor.device
+    if "cpu" in carried:
+        return torch.device("cpu")
+    return torch.device(carried[0], torch.get_device_module(carried[0]).current_device())
+
+
+def _all_gather(row: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the rows of all ranks, ``(group size, n)``, each of ``n`` bytes."""
+    size = dist.get_world_size(group)
+    rows = row.new_empty(size * len(row))
+    if len(row):
+        _all_gather_single(rows, row, group=group)
+    return rows.view(size, len(row))
 
 
 # -- Tensors that travel between hosts: copied to the CPU, sent as the bytes they are, and copied back --

@@ -26,7 +26,7 @@ from pathlib import Path
 from lightning_lockstep._settings import ended_folder
 from lightning_lockstep._system import write_report, write_whole
 from lightning_lockstep.distributed.failure.process_exit import at_exit, outcome, outcome_of
-from lightning_lockstep.distributed.failure.record import FAILURE_FILE, REPORTS, FailureRecord
+from lightning_lockstep.distributed.failure.record import FAILURE_FILE, FailureRecord
 from lightning_lockstep.errors import Preempted
 
 _folder: Path | None = None
@@ -50,12 +50,11 @@ def keep_failure(record: FailureRecord) -> FailureRecord:
     return replace(record, file="")
 
 
-def remove_earlier_reports(folder: Path) -> None:
-    """Remove what an earlier run has left in a folder in which a run begins; ``failure.json`` of others stays."""
+def remove_earlier_report(folder: Path) -> None:
+    """Remove the report of an earlier run from a folder in which a run begins; ``failure.json`` of others stays."""
     with suppress(OSError, ValueError):
         FailureRecord.from_json((folder / FAILURE_FILE).read_text(encoding="utf-8"))
-        for name in REPORTS:
-            (folder / name).unlink(missing_ok=True)
+        (folder / FAILURE_FILE).unlink(missing_ok=True)
 
 
 def note_for_parent(record: FailureRecord) -> None:

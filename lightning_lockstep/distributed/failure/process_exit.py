@@ -356,17 +356,6 @@ def show_plainly(error: RankFailedError, exit_code: int | None = None) -> None:
     print_instead(error, f"\nlightning-lockstep: {error}\n", exit_code)
 
 
-@contextmanager
-def keep_hook() -> Iterator[None]:
-    """In this context another library may set a hook that prints by itself; one of ours or torch's is put back."""
-    before = sys.excepthook
-    try:
-        yield
-    finally:
-        if before is not sys.__excepthook__:
-            sys.excepthook = before
-
-
 def error_to_bytes(error: BaseException) -> bytes:
     """Return ``error`` for another process that this one works for, which then prints what this one would."""
     own: ErrorOutcome | None = getattr(error, _ATTRIBUTE, None)

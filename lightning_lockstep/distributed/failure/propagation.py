@@ -69,14 +69,18 @@ from lightning_lockstep.distributed.failure.record import (
     is_broken_collective,
     own_place,
 )
-from lightning_lockstep.distributed.side_channel.channel import Message, SideChannel
+from lightning_lockstep.distributed.side_channel.channel import BACK_WITHIN, Message, SideChannel
 from lightning_lockstep.errors import LockstepError, RankFailedError
 
 _REPORT, _FIRST, _CAUGHT = "failure/report", "failure/first", "failure/caught"
 # How much longer than the grace period, in which it waits for the ranks it has started, a rank may take to exit [s].
 _CHILDREN_END = 2.0
-# How long the process that started a rank may take to say how it ended [s].
-_BETTER_REPORT = 2.0
+# How long a message may take that is on its way already [s].
+_ON_ITS_WAY = 1.0
+_VANISHED = (
+    "its connection has ended without a report: its process was killed, or was stopped for longer than silence_limit,"
+    " or its host cannot be reached"
+)
 # How long a report that is being written holds a forced end [s].
 _REPORT_LIMIT = 60.0
 
@@ -116,11 +120,11 @@ class FailurePropagation:
         self._raised_in: int | None = None  # the failed fit for which this rank has raised
         self._told: Failure | None = None  # the latest that rank 0 has decided on
         self._dead: FailureRecord | None = None  # of the first process that has ended
-        self._peer_lost = self._rank_missing = False
+        self._rank_missing = False  # a rank is lost and that was reported
         self._alone = False  # rank 0 does not answer
         self._keeps: type[BaseException] | None = None  # of an own error, by which this rank ends in time
         self._news = threading.Condition()
-        channel.watch_peers(on_lost=self._lost, on_silent=self._silent)
+        channel.watch_peers(self._lost)
         channel.on(_FIRST, self._take_first)
         channel.on(_CAUGHT, self._take_caught)
         if channel.rank == 0:
@@ -331,9 +335,8 @@ class FailurePropagation:
     def _wait_for_cause(self) -> None:
         """Wait for the message of the failure that broke a collective here."""
         with self._news:
-            self._wait_for_record(self.grace_period / 3)
-            if self._peer_lost:  # perhaps only since then
-                self._wait_for_record(_BETTER_REPORT)
+            # A rank that was killed is known to be lost only when it has not come back.
+            self._wait_for_record(max(self.grace_period / 3, BACK_WITHIN + _ON_ITS_WAY))
             told = self._told
             if self.record is None and told is not None and told.fit > self._over:
                 # An error that all should raise, or the failure of a fit that this rank has not begun.
@@ -343,25 +346,16 @@ class FailurePropagation:
     def _wait_for_record(self, seconds: float) -> None:
         self.channel.wait_for(self._news, lambda: self.record is not None, seconds, needs_main=False)
 
-    # -- processes that have ended, ranks that are silent -----------------------------------------------
+    # -- processes that have ended -----------------------------------------------------------------------
 
-    def _lost(self, rank: int, reason: str) -> None:
-        self._peer_lost = True
-        # Whoever started it knows its signal or exit code, and gets a moment to send it.
-        patience = min(_BETTER_REPORT, self.grace_period / 4)
-        self._vanished(rank, f"its process has ended without reporting an error ({reason})", patience)
-
-    def _silent(self, rank: int, seconds: float, reason: str) -> None:
-        self._vanished(rank, f"no heartbeat for {seconds:.0f} s: {reason}", 0.0)
-
-    def _vanished(self, rank: int, summary: str, patience: float) -> None:
+    def _lost(self, rank: int) -> None:
         host, pid = self.channel.process_of(rank)
-        record = FailureRecord(rank, self.channel.world_size, host, pid, "vanished", summary)
+        record = FailureRecord(rank, self.channel.world_size, host, pid, "vanished", _VANISHED)
         failure = Failure(self._fit, record)
         if rank != 0:
-            # Not here: the thread that probes must not wait. The first one counts, of a thousand perhaps.
+            # Not on this thread, which must not wait. The first one counts, of a thousand perhaps.
             if not self._rank_missing:
-                self._later(patience, self._report, failure)
+                self._later(0.0, self._report, failure)
                 self._rank_missing = True
             return
         with self._news:

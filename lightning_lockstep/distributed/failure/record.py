@@ -20,8 +20,11 @@ from torch.distributed import DistError
 
 from lightning_lockstep._doors.lightning import SIGTERMException
 from lightning_lockstep._settings import full_traceback
-from lightning_lockstep._text import SAVED, exit_in_words, first_lines, ranks_in_words, without_escapes
+from lightning_lockstep._text import SAVED, exit_in_words, ranks_in_words
 from lightning_lockstep.errors import FailedRank, FailureKind, LockstepError, RankFailedError
+
+# Codes of ECMA-48 that colour, move or link: ``ESC [ ... letter``, ``ESC ] ... BEL``, ``ESC letter``.
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~])")
 
 # -- Tracebacks that show the user's own frames, and of torch, Lightning, Hydra and this package how many
 # there were
@@ -121,11 +124,8 @@ def _package_of(filename: str) -> str | None:
 
 # -- What is known of the rank that failed first, and the text that reports it --
 
-#: The file in which rank 0 keeps the record of a failure, and all reports that a run may leave in its folder.
+#: The file in which rank 0 keeps the record of a failure.
 FAILURE_FILE = "failure.json"
-#: What each rank has said of itself when the guard was asked about a collective.
-GUARD_REPORT = "guard-report.json"
-REPORTS = (FAILURE_FILE, GUARD_REPORT)
 
 # How the backends report that a peer has exited. Such an error is a consequence, seldom the cause.
 _BROKEN = (
@@ -229,9 +229,9 @@ class FailureRecord(FailedRank):
                 raise ValueError(f"{name} of a failure record is {given[name]!r}")
         if given["kind"] not in get_args(FailureKind):
             raise ValueError(f"kind of a failure record is {given['kind']!r}")
-        texts = {name: without_escapes(given[name]) for name, kind in _FIELDS.items() if kind is str}
+        texts = {name: _without_escapes(given[name]) for name, kind in _FIELDS.items() if kind is str}
         where = {
-            without_escapes(key): value if isinstance(value, int) else without_escapes(str(value))
+            _without_escapes(key): value if isinstance(value, int) else _without_escapes(str(value))
             for key, value in given["where"].items()
         }
         return cls(**{**given, **texts, "where": where})
@@ -331,7 +331,7 @@ def describe_error(
         os.getpid(),
         kind,
         _summary(error),
-        without_escapes(format_error(error)),
+        _without_escapes(format_error(error)),
         place,
         code,
     )
@@ -340,8 +340,19 @@ def describe_error(
 def _summary(error: BaseException) -> str:
     if isinstance(error, SIGTERMException):
         return "SIGTERMException: it received SIGTERM"
-    name, text = type(error).__name__, first_lines(without_escapes(str(error)))
+    name, text = type(error).__name__, _first_lines(_without_escapes(str(error)))
     return f"{name}: {text}" if text else name
+
+
+def _without_escapes(text: str) -> str:
+    """Return a text without the codes that colour it or steer a terminal, and without other invisible characters."""
+    return "".join(one for one in _ESCAPES.sub("", text) if one.isprintable() or one in "\n\t")
+
+
+def _first_lines(text: str) -> str:
+    """Return the first line of a text that is not blank, and the next one too if the first ends with a colon."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
 
 
 def is_alike(error: BaseException, record: FailureRecord) -> bool:

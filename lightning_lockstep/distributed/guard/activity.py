@@ -15,7 +15,6 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from lightning_lockstep._doors.torch_internals import backend_of, stores_of_groups
 from lightning_lockstep.distributed.process_group import process_group_exists
 from lightning_lockstep.distributed.side_channel.channel import SideChannel
 
@@ -158,11 +157,6 @@ class UnresponsiveRank(NamedTuple):
     is_moving: bool = False
     connections: tuple[Connection, ...] = ()  # as far as this rank can see them
 
-    @property
-    def is_frozen(self) -> bool:
-        """Whether its process is there, as far as is known, and does not move."""
-        return not (self.has_ended or self.has_left or self.is_moving)
-
 
 def probe_unresponsive(
     channel: SideChannel,
@@ -262,10 +256,12 @@ def abort_devices() -> None:
     """Abort what nccl does in any process group, which ends every wait for it, and the use of the group."""
     if not process_group_exists():
         return
-    for group in stores_of_groups():
+    # Torch has no public list of the process groups. A copy: the main thread may be making one.
+    for group in list(dist.distributed_c10d._world.pg_map):
         if type(group) is dist.ProcessGroup:
             with suppress(RuntimeError):
-                backend_of(group, torch.device("cuda")).abort()
+                backend: Any = group._get_backend(torch.device("cuda"))
+                backend.abort()
 
 
 def _text(address: Any) -> str:

@@ -14,7 +14,7 @@ from math import prod
 from types import FrameType
 from typing import Any
 
-from lightning_lockstep._text import listed, plain_table, ranks_in_words
+from lightning_lockstep._text import plain_table, ranks_in_words
 from lightning_lockstep.distributed.failure.record import BATCHES, places_in_words
 
 # -- What one rank called --
@@ -35,10 +35,9 @@ class CollectiveCall:
     dtypes: tuple[str, ...] = ()  # such as ``("float32",)``
     shapes: tuple[tuple[int, ...], ...] = ()
     reduce_op: str | None = None  # such as ``sum``; None: it does not reduce
-    root: int | None = None  # sends to all or receives from all, or the peer of a send or receive
+    root: int | None = None  # sends to all or receives from all
     site: str = ""  # where it was called from, such as ``train.py:88 in training_step``
     note: str = ""  # shown instead of the shapes, such as what is wrong with the arguments
-    parameters: tuple[str, ...] = ()  # whose gradients DDP reduces with it, where that is known
     uneven: bool = False  # shapes may differ between ranks, but for their numbers of dimensions
     batch: str = ""  # of a fit, such as ``epoch 0, batch 3``, in which it was called
     # Epoch, step, batch and stage of this rank's Trainer; no part of the call.
@@ -53,8 +52,7 @@ class CollectiveCall:
         """Return the call that :meth:`to_data` has described, also after a way through JSON."""
         known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
         shapes = tuple(tuple(shape) for shape in known.get("shapes", ()))
-        names = {name: tuple(known.get(name, ())) for name in ("dtypes", "parameters")}
-        return cls(**{**known, **names, "shapes": shapes})
+        return cls(**{**known, "dtypes": tuple(known.get("dtypes", ())), "shapes": shapes})
 
     @property
     def title(self) -> str:
@@ -74,7 +72,7 @@ class CollectiveCall:
 
 def call_title(operation: str, reduce_op: str | None, root: int | None) -> str:
     """Return how messages name a call, such as ``broadcast from 1``."""
-    way = "to" if operation in ("reduce", "gather", "send") else "from"
+    way = "to" if operation in ("reduce", "gather") else "from"
     return (
         operation + (f"({reduce_op})" if reduce_op else "") + (f" {way} {root}" if root is not None else "")
     )
@@ -87,9 +85,6 @@ def fingerprint(signature: Hashable) -> int:
 
 
 # -- The report where ranks called different things: a table of them, and what to do --
-
-# Different sets of gradients that a report lists.
-_GROUPS = 4
 
 
 def mismatch_report(calls: Mapping[int, CollectiveCall]) -> str:
@@ -109,27 +104,10 @@ def mismatch_report(calls: Mapping[int, CollectiveCall]) -> str:
     paragraphs = (
         f"ranks disagree on {_which(calls.values())}",
         table,
-        _gradients(calls),
         places_in_words(places),
         _uneven_evaluation(calls, places) or _remedy(calls),
     )
     return "\n\n".join(filter(None, paragraphs))
-
-
-def _gradients(calls: Mapping[int, CollectiveCall]) -> str:
-    """Return which gradients the ranks reduce in this call, where they are not the same ones."""
-    ranks_of: dict[tuple[str, ...], list[int]] = {}
-    for rank, call in calls.items():
-        ranks_of.setdefault(call.parameters, []).append(rank)
-    if len(ranks_of) == 1:
-        return ""
-    lines = []
-    for names, ranks in sorted(ranks_of.items(), key=lambda item: item[1]):
-        others = {name for other in ranks_of if other != names for name in other}
-        only = [name for name in names if name not in others]
-        text = f"  {ranks_in_words(ranks)}: gradients of {listed(names, 4)}" if names else ""
-        lines.append(text + (f"; only there {listed(only, 4)}" if 0 < len(only) < len(names) else ""))
-    return "\n".join(filter(None, lines[:_GROUPS]))
 
 
 def odd_ones(calls: Mapping[int, CollectiveCall]) -> tuple[int, ...]:
@@ -148,8 +126,6 @@ def _compared_in_group(call: CollectiveCall) -> Hashable:
 
 def _which(calls: Collection[CollectiveCall]) -> str:
     groups, number = {call.group for call in calls}, min(call.number for call in calls)
-    if not any(groups):
-        return "what they send and receive"
     if len(groups) > 1:
         return "which operation comes next"
     which = f"collective #{number}" if number else "a collective"
@@ -229,7 +205,7 @@ def _remedy(calls: Mapping[int, CollectiveCall]) -> str:
     if shape and not dtype and first.operation in ALL_TO_ALL:
         return (
             "Let what each rank sends to another be as much as that expects from it (input_split_sizes here,"
-            " output_split_sizes there); guard='verify' shows both."
+            " output_split_sizes there)."
         )
     kinds = (("dtypes", dtype), ("numbers of dimensions" if first.uneven else "shapes", shape))
     what = " and ".join(name for name, differs in kinds if differs)
@@ -245,7 +221,6 @@ _SAME = "Every rank must call the same collectives in the same order"
 _DIVIDED = (
     "FSDP has divided the model, so each call of a layer is an all_gather, and so is its backward: call the model"
     " equally often and in the same order on all ranks, also if only one of them logs, samples or saves."
-    " guard_history=20 shows where each rank has called it."
 )
 
 
@@ -381,11 +356,6 @@ def _is_library_file(path: str, folders: tuple[str, ...]) -> bool:
     return is_standard or is_wrapper or path.startswith((*folders, "<frozen"))
 
 
-def is_torch_or_lightning(path: str) -> bool:
-    """Return whether a file is torch's or Lightning's own."""
-    return path.startswith(_library_folders(("torch", *_LIGHTNING)))
-
-
 def _library_folders(packages: Collection[str]) -> tuple[str, ...]:
     """Return the folders of those packages that are loaded."""
     return _folders(tuple(name for name in packages if name in sys.modules))  # more may be loaded later
@@ -400,7 +370,7 @@ def _folders(loaded: tuple[str, ...]) -> tuple[str, ...]:
 # -- What calls of ranks must have in common, as far as their records tell --
 
 # Operations whose shapes may differ between ranks, by the names that backends give them.
-_OWN_SHAPES = {*ALL_TO_ALL, "scatter", "send", "recv"}
+_OWN_SHAPES = {*ALL_TO_ALL, "scatter"}
 
 
 def as_far_as_known(calls: Mapping[int, CollectiveCall]) -> dict[int, CollectiveCall]:

@@ -18,8 +18,7 @@
 # one is answered at once. A rank that does not answer is left out once that is known to be in vain, or after
 # `ANSWERS_WITHIN`.
 #
-# Where rank 0 itself does not answer (stopped, ended, frozen, its host gone), the rank that waits decides alone, from
-# its own state: it raises that of rank 0 if it waits for that. A rank 0 whose process moves is waited for.
+# A rank whose rank 0 does not answer is told nothing: rank 0 is lost after the silence limit of the side channel.
 
 from __future__ import annotations
 
@@ -38,7 +37,6 @@ from lightning_lockstep.distributed.guard.activity import (
     abort_devices,
     connections_between_ranks,
     end_connections,
-    ports_of,
     probe_unresponsive,
 )
 from lightning_lockstep.distributed.guard.rank_state import (
@@ -102,26 +100,22 @@ class StallDiagnosis:
         *,
         stall_timeout: float,  # how long a collective may take that all ranks have called [s]
         window: float,  # how long before that a request about it comes [s]
-        history: int,  # how many of the last calls of each rank a report lists
         verifies: bool = False,  # whether the ranks compare their calls before they make them
     ) -> None:
         self._channel, self._own, self._propagation = channel, own, propagation
-        self._stall_timeout, self._window, self._history = stall_timeout, window, history
+        self._stall_timeout, self._window = stall_timeout, window
         self._verifies = verifies
         self.error: CollectiveError | None = None  # that all ranks raise, once there is one
         self.diagnosis: Diagnosis | None = None  # that says so
-        self.states: Mapping[int, RankState] = {}  # where the ranks were, on the one that has decided
         self.answered = threading.Condition()
         self.answers = 0  # how many diagnoses of errors of the backend have come, or errors for all
         self._ends: set[Connection] = set()  # to be ended so that no wait is left
         self._count = 0
         self._look: _Look | None = None
         self._open: list[_Open] = []
-        self._unanswered: DiagnosisRequest | None = None  # of this rank
-        self._heard = 0.0  # when rank 0 has said something since
         self._activities: dict[int, Activity] = {}  # of ranks that do not answer
         # When a remark was made about a wait, and how long that was [s].
-        self._remarks: dict[Outstanding | int, tuple[float, float]] = {}
+        self._remarks: dict[Outstanding | None, tuple[float, float]] = {}
 
         def on(topic: str, handler: Callable[[Message], None]) -> Callable[[], None]:
             return channel.on(topic, lambda message: to_do.put(lambda: handler(message)))
@@ -142,15 +136,12 @@ class StallDiagnosis:
         """Ask why a collective does not complete."""
         if self._channel.rank == 0:
             self._take_request(request)
-            return
-        if self._unanswered is None or request.raised:
-            self._activities.clear()
-            self._unanswered, self._heard = request, time.monotonic()
-        self._channel.post(_REQUEST, asdict(request), to=0)
+        else:
+            self._channel.post(_REQUEST, asdict(request), to=0)
 
     def forget(self) -> None:
         """Let go of all requests: this process was stopped for a while, perhaps all of them."""
-        self._look, self._unanswered = None, None
+        self._look = None
         dropped, self._open = self._open, []
         for one in dropped:
             self._answer(one.request)
@@ -158,7 +149,7 @@ class StallDiagnosis:
     @property
     def is_busy(self) -> bool:
         """Whether :meth:`work` has to be called soon."""
-        return bool(self._open) or self._unanswered is not None
+        return bool(self._open)
 
     def work(self) -> None:
         """Go on with what has waited long enough; to be called now and then."""
@@ -167,8 +158,6 @@ class StallDiagnosis:
             self._begin_look(now)
         elif self._look is not None and self._is_in_vain(self._look, now - self._look.began):
             self._end_look(self._look)
-        if self._unanswered is not None:
-            self._wait_for_main(self._unanswered, now - self._heard)
 
     def end_waits(self) -> None:
         """End what this rank waits in with the others; it raises the error."""
@@ -184,8 +173,8 @@ class StallDiagnosis:
 
     def _take_request(self, request: DiagnosisRequest) -> None:
         now = time.monotonic()
-        waits = [one.request.wait for one in self._open if not one.request.raised]
-        if self.error is not None or (request.wait in waits and not request.raised):
+        waits = [one.request.outstanding for one in self._open if not one.request.raised]
+        if self.error is not None or (request.outstanding in waits and not request.raised):
             self._answer(request)
         else:
             self._open.append(_Open(request, now, now))
@@ -229,9 +218,7 @@ class StallDiagnosis:
         for one in [one for one in self._open if one.due <= look.began]:
             one.looks += 1
             request = replace(one.request, seconds=one.request.seconds + now - one.came)
-            found = diagnose(
-                request, states, silent, stall_timeout=self._stall_timeout, history=self._history
-            )
+            found = diagnose(request, states, silent, stall_timeout=self._stall_timeout)
             again = self._looked_at_again(one, found, silent)
             if again is None:
                 self._open.remove(one)
@@ -275,7 +262,6 @@ class StallDiagnosis:
             return
         if found.verify_finds_it and not self._verifies:
             found = replace(found, text=f"{found.text}\n\n{_VERIFY}")
-        self.states = states
         # Before the others hear of it: theirs is no failure that explains that of this rank.
         self._take(found)
         to_end = self._connections_to_end(states, silent)
@@ -290,9 +276,6 @@ class StallDiagnosis:
         self, states: Mapping[int, RankState], silent: Mapping[int, UnresponsiveRank]
     ) -> dict[int, list[Connection]]:
         kept = {port for state in states.values() for port in state.ports}
-        if 0 in silent:  # this rank has decided alone, and does not know which connections lead to ranks
-            own = states[self._channel.rank]
-            return {own.rank: [end for end in own.connections if not ports_of(end) & kept]}
         ends = {rank: state.connections for rank, state in states.items()}
         ends |= {rank: one.connections for rank, one in silent.items()}
         hosts = {one.host for one in silent.values() if one.host and not one.connections}
@@ -300,16 +283,15 @@ class StallDiagnosis:
 
     def _is_news(self, request: DiagnosisRequest) -> bool:
         """Return whether a remark about a wait is to be made: again once that is about twice as long as at the last."""
-        at, seconds = self._remarks.get(request.wait, (0.0, 0.0))
+        at, seconds = self._remarks.get(request.outstanding, (0.0, 0.0))
         now = time.monotonic()
         if now - request.seconds < at and request.seconds < 1.9 * seconds:
             return False
-        self._remarks[request.wait] = now, request.seconds
+        self._remarks[request.outstanding] = now, request.seconds
         return True
 
     def _answer(self, request: DiagnosisRequest) -> None:
         if request.rank == self._channel.rank:
-            self._unanswered = None
             if request.raised:
                 self._note_answer()
         else:
@@ -320,7 +302,6 @@ class StallDiagnosis:
 
     def _send_state(self, message: Message) -> None:
         number, loads, sites = message.body
-        self._heard = time.monotonic()
         self._channel.post(_STATE, [number, self._state(loads, sites).to_data()], to=0)
 
     def _state(self, loads: bool, sites: bool) -> RankState:
@@ -330,9 +311,6 @@ class StallDiagnosis:
 
     def _take_diagnosis(self, message: Message) -> None:
         found, ends, is_of_error = message.body
-        # That of a wait that is over may come while an error of the backend is still to be explained.
-        if is_of_error or (self._unanswered is not None and not self._unanswered.raised):
-            self._unanswered = None
         if found is not None:
             self._take(from_plain(Diagnosis, found), [(here, there) for here, there in ends])
         if is_of_error:
@@ -348,22 +326,3 @@ class StallDiagnosis:
         with self.answered:
             self.answers += 1
             self.answered.notify_all()
-
-    def _wait_for_main(self, request: DiagnosisRequest, seconds: float) -> None:
-        """Decide alone once rank 0 has said nothing for too long, and it is clear that it will not for a while."""
-        least = 0.0 if request.raised else self._window  # until the wait is too long
-        if seconds < least:
-            return
-        main = self._probe(0)
-        stopped = main.is_stopped and seconds > _STOPPED_WITHIN
-        late = seconds > max(ANSWERS_WITHIN, least) + _STOPPED_WITHIN
-        if not (main.has_ended or main.has_left or stopped or late):
-            return
-        self._unanswered = None
-        others = UnresponsiveRank("rank 0, which passes on what ranks say, does not answer", is_moving=True)
-        silent = dict.fromkeys(range(self._channel.world_size), others) | {0: main}
-        own = self._own.state(sites=True)
-        del silent[own.rank]
-        request = replace(request, seconds=request.seconds + seconds)
-        found = diagnose(request, {own.rank: own}, silent, history=self._history)
-        self._conclude(request, found, {own.rank: own}, silent)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import sys
@@ -14,12 +13,11 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from lightning_lockstep._system import write_report
 from lightning_lockstep.distributed.failure.propagation import FailurePropagation
-from lightning_lockstep.distributed.failure.record import GUARD_REPORT, is_broken_collective
+from lightning_lockstep.distributed.failure.record import is_broken_collective
 from lightning_lockstep.distributed.guard.rank_state import position_of_error
 from lightning_lockstep.distributed.guard.records import FlightRecorder, GroupRecorders
-from lightning_lockstep.distributed.guard.verify import CallVerifier, MessageRecorder
+from lightning_lockstep.distributed.guard.verify import CallVerifier
 from lightning_lockstep.distributed.guard.watch import CollectiveWatch, GuardSettings
 from lightning_lockstep.distributed.side_channel.channel import SideChannel
 from lightning_lockstep.errors import CollectiveError, ConfigurationError, LockstepError
@@ -167,14 +165,12 @@ class CollectiveGuard:
     ) -> None:
         self.settings, self._propagation = settings, propagation
         self._verifier = CallVerifier() if settings.guard == "verify" else None
-        self._messages = self._verifier or MessageRecorder()
         self._errors = MainThreadErrors()
         self.watch = CollectiveWatch(
             channel,
             [self._verifier or FlightRecorder(), GroupRecorders()],
             settings,
             propagation,
-            messages=self._messages.messages,
             store_port=int(os.environ.get("MASTER_PORT") or 0),
         )
         self._thread = threading.Thread(target=self._run, name="lockstep-guard", daemon=True)
@@ -186,7 +182,8 @@ class CollectiveGuard:
 
     def start(self) -> None:
         """Begin to watch, and to verify if that is wanted; on all ranks between the same two collectives."""
-        self._messages.start()
+        if self._verifier is not None:
+            self._verifier.start()
         self.follow()
         self._thread.start()
         self._propagation.explain = self.explain
@@ -199,7 +196,8 @@ class CollectiveGuard:
 
     def stop(self) -> None:
         """Stop watching and verifying; on all ranks between the same two collectives."""
-        self._messages.stop()
+        if self._verifier is not None:
+            self._verifier.stop()
         self.watch.stop()
         self.watch.rank.stop(_ENDS_WITHIN)
         # One that is inside of torch when Python ends is ended there, which C++ answers with an abort.
@@ -226,7 +224,6 @@ class CollectiveGuard:
 
     def _run(self) -> None:
         for error in self.watch.errors():  # one at most
-            self._write_report()
             self._errors.raise_soon(error)
             threading.Thread(
                 target=self._end_if_stuck, args=(error,), name="lockstep-guard-end", daemon=True
@@ -248,17 +245,6 @@ class CollectiveGuard:
         # The other ranks raise it now; those that print nothing themselves ask this one first.
         time.sleep(min(2.5, self._propagation.grace_period / 4))
         self._propagation.end_now(self._propagation.describe(error))
-
-    def _write_report(self) -> None:
-        """Write what each rank has said, on the one that has asked them."""
-        folder, states = self._propagation.folder(), self.watch.stall.states
-        if folder is not None and states:
-            content = {
-                "error": type(self.error).__name__,
-                "text": str(self.error),
-                "ranks": [state.to_data() for state in states.values()],
-            }
-            write_report(folder / GUARD_REPORT, json.dumps(content, indent=1))
 
 
 class _GuardOfChannel:

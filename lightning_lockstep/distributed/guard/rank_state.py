@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import linecache
 import os
-import re
 import socket
 import sys
 import threading
@@ -37,9 +35,6 @@ from lightning_lockstep.distributed.side_channel.channel import SideChannel
 # -- What the thread that trains is doing, asked from another thread --
 # That is the main thread of the process, unless the fit was started in another one, as Ray Train does.
 
-#: Stands for the function of a main thread that waits by a handle.
-WAIT = "wait"
-_WAITS = re.compile(r"\bwait\(")
 # Modules of Python inside of which nobody says from outside whether a thread moves: data may, and an import may wait
 # for the one by which torch finds call sites for us.
 _UNKNOWN = ("socket", "ssl", "importlib._bootstrap")
@@ -51,7 +46,7 @@ class Position(NamedTuple):
 
     site: str  # nearest place in the user's own program
     stack: tuple[str, ...]  # lines, the innermost frame last, as in a traceback
-    # Of torch.distributed, such as ``broadcast``; ``wait``: it waits by a handle; empty: it is in none.
+    # Of torch.distributed, such as ``broadcast``; empty: it is in none.
     function: str = ""
     arguments: Mapping[str, str] = {}  # of that function, what reports show: ``op``, ``src``, ``dst``
     group: str = ""  # what reports call the process group it was given; empty: not known
@@ -77,13 +72,9 @@ def _position(places: Sequence[tuple[FrameType, int]]) -> Position:
     stack = tuple(folded_stack(named[::-1]))
     site = nearest_site(named, site_text(*named[0]) if named else "")
     inside = [frame for frame, _ in places if frame.f_globals.get("__name__") == _C10D]
-    if inside:
-        # Functions that send and receive objects do so by others, which tell more.
-        frame = next((one for one in inside if one.f_code.co_name in ("send", "recv")), inside[-1])
-        return Position(site, stack, frame.f_code.co_name, _arguments(frame), _group(frame))
-    # The line alone tells that it is in a call of C by that name, such as that of a work handle.
-    waits = bool(named) and _WAITS.search(linecache.getline(*named[0][:2]))
-    return Position(site, stack, WAIT if waits else "")
+    if not inside:
+        return Position(site, stack)
+    return Position(site, stack, inside[-1].f_code.co_name, _arguments(inside[-1]), _group(inside[-1]))
 
 
 def _frame_of(thread: threading.Thread) -> FrameType | None:
@@ -97,7 +88,7 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _arguments(frame: FrameType) -> dict[str, str]:
-    found = {name: frame.f_locals.get(name) for name in ("op", "src", "dst", "group_src", "group_dst")}
+    found = {name: frame.f_locals.get(name) for name in ("op", "src", "dst")}
     return {name: str(value).lower().rpartition(".")[2] for name, value in found.items() if value is not None}
 
 
@@ -122,8 +113,6 @@ def _may_move_unseen() -> bool:
 
 # -- What a rank asks whose collective does not complete, and what each rank says of itself then --
 
-#: Functions of torch.distributed by which one rank waits for one other.
-MESSAGES = ("send", "recv")
 # Calls of each rank that are compared.
 _COMPARED = 100
 
@@ -133,14 +122,9 @@ class DiagnosisRequest:
     """Why a rank asks where the others are."""
 
     rank: int  # that asks
-    outstanding: Outstanding | None  # what it waits in; None: a send or receive
+    outstanding: Outstanding | None  # what it waits in; None: the backend has raised, and nothing is open
     seconds: float  # how long it has waited
     raised: str = ""  # by the backend, if it has
-
-    @property
-    def wait(self) -> Outstanding | int:
-        """What is waited for, the same on all ranks; of sends and receives the rank that waits."""
-        return self.outstanding or self.rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,8 +140,6 @@ class RankState:
     seconds_since_call: float | None = None  # since the last one, by this host's clock; None: there is none
     position: Position = field(default_factory=lambda: Position("", ()))  # of its main thread
     where: Mapping[str, Any] = field(default_factory=dict)  # epoch, step, batch and stage of its Trainer
-    # Sends and receives of which its main thread waits for one, by a handle; their roots are the peers.
-    awaited: tuple[CollectiveCall, ...] = ()
     moves: bool = False  # its process computes, reads or writes, rather than waits or sleeps
     raised: bool = False  # its last collective has raised an error, at ``position``
     connections: tuple[Connection, ...] = ()
@@ -174,7 +156,7 @@ class RankState:
         return state
 
     def calls_of(self, group: str) -> dict[int, CollectiveCall]:
-        """Return the last collectives of a group by their numbers; sends and receives have none."""
+        """Return the last collectives of a group by their numbers."""
         return self._calls_by_group.get(group, {})
 
     @functools.cached_property  # asked for once for each pair of ranks
@@ -196,22 +178,6 @@ class RankState:
         last = self.last_call(wanted.group)
         return last is not None and last.number >= wanted.number
 
-    def peers(self) -> set[int]:
-        """Return the ranks with one of which this one is in the middle of sending or receiving, if it is."""
-        if self.position.function not in MESSAGES:
-            return {call.root for call in self.awaited if call.root is not None}
-        name = "dst" if self.position.function == "send" else "src"
-        given = self.position.arguments.get(name, "")
-        if given.isdecimal():
-            return {int(given)}
-        in_group = self.position.arguments.get(f"group_{name}", "")
-        ranks = self.groups.get(self.position.group, ())
-        return {ranks[int(in_group)]} if in_group.isdecimal() and int(in_group) < len(ranks) else set()
-
-    def is_in_message(self) -> bool:
-        """Return whether this rank is in the middle of sending or receiving."""
-        return self.position.function in MESSAGES or bool(self.awaited)
-
     def call(self, wanted: Outstanding) -> CollectiveCall:
         """Return what this rank has called as a collective, with what its main thread knows of it."""
         recorded = self.calls_of(wanted.group).get(wanted.number)
@@ -232,21 +198,6 @@ class RankState:
     def _is_last(self, wanted: Outstanding) -> bool:
         last = self.last_call(wanted.group)
         return last is not None and last.number == wanted.number
-
-    def message(self) -> CollectiveCall:
-        """Return the send or receive that this rank is in."""
-        if self.position.function in MESSAGES:
-            peer = next(iter(self.peers()), None)
-            titles = [_message_title(self.position.function, peer)]
-        else:
-            titles = [_message_title(call.operation, call.root) for call in self.awaited]
-        operation = " or ".join(dict.fromkeys(titles))
-        return CollectiveCall(operation=operation, group="", site=self.position.site, where=self.where)
-
-
-def _message_title(operation: str, peer: int | None) -> str:
-    whom = "any rank" if peer is None else str(peer)
-    return f"send to {whom}" if operation == "send" else f"receive from {whom}"
 
 
 def _with_arguments(call: CollectiveCall, arguments: Mapping[str, str], *, site: str) -> CollectiveCall:
@@ -308,11 +259,10 @@ class RankObserver:
         channel: SideChannel,
         recorders: Sequence[CallRecorder],
         *,
-        messages: Callable[[], Sequence[RecordedCall]],  # open sends and receives, not known to be complete
         window: float,  # how far back it counts that the process moves [s]
         store_port: int,  # of the store at which the ranks have met
     ) -> None:
-        self._channel, self._recorders, self.messages = channel, tuple(recorders), messages
+        self._channel, self._recorders = channel, tuple(recorders)
         self.activity = Activity(window, is_rank_of(channel))
         self._ports = (channel.port, store_port)  # of connections that are not the backend's
         self.trains = threading.current_thread()
@@ -331,7 +281,7 @@ class RankObserver:
     def outstanding(self) -> list[Outstanding]:
         return [one for recorder in self._recorders for one in recorder.outstanding()]
 
-    def ages(self, longest: float) -> dict[Outstanding | None, float]:
+    def ages(self, longest: float) -> dict[Outstanding, float]:
         """Return how long ago each incomplete collective was called [s], at most ``longest`` whatever the clock did."""
         now = time.time()
         return {
@@ -373,7 +323,6 @@ class RankObserver:
             seconds_since_call=time.time() - max(call.started for call in calls) if calls else None,
             position=place,
             where=own_place(batches=True),
-            awaited=tuple(one.call for one in self.messages()) if place.function == WAIT else (),
             raised=self.raised_at is not None,
             moves=self.activity.moves or _may_move_unseen(),
             connections=tuple(connections()),
@@ -392,9 +341,8 @@ class WaitingRanks:
         self._missing = functools.cache(self._ranks_that_have_not_called)  # as a rule all wait in the same
 
     def is_waiting(self, rank: int) -> bool:
-        """Return whether a rank is in a collective that is not complete, or in a send or receive."""
-        state = self._states.get(rank)
-        return state is not None and (bool(state.outstanding) or state.is_in_message())
+        """Return whether a rank is in a collective that is not complete."""
+        return rank in self._states and bool(self._states[rank].outstanding)
 
     def waiting(self) -> list[int]:
         return [rank for rank in sorted(self._states) if self.is_waiting(rank)]
@@ -407,8 +355,6 @@ class WaitingRanks:
         missing: set[int] = set()
         for outstanding in state.outstanding:
             missing |= self._missing(outstanding) - {rank}
-        if not state.outstanding and state.is_in_message():
-            missing |= state.peers()
         return missing
 
     def reached_from(self, rank: int) -> list[int]:
@@ -434,8 +380,6 @@ class WaitingRanks:
     def _follows(self, rank: int, going_on: set[int]) -> bool:
         """Return whether a rank that waits goes on once others do."""
         waits = self.waits_for(rank)
-        if not self._states[rank].outstanding:
-            return bool(waits & going_on)  # which of several sends and receives it waits for is not known
         return bool(waits) and waits <= going_on
 
     def _ranks_that_have_not_called(self, wanted: Outstanding) -> set[int]:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 import pickle
-import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 
-from lightning_lockstep._doors.torch_internals import flight_recorders, ranks_of_groups, stores_of_groups
 from lightning_lockstep.distributed.guard.collective_call import (
     BACKWARD,
     CollectiveCall,
-    call_site,
     nearest_site,
 )
 from lightning_lockstep.distributed.process_group import process_group_exists
@@ -43,7 +39,7 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedCall:
-    """One collective that this rank has called, or a send or receive, whose number is 0."""
+    """One collective that this rank has called."""
 
     call: CollectiveCall
     started: float  # [s since 1970, by this host's clock]
@@ -71,9 +67,6 @@ class CallRecorder(Protocol):
     # The last calls of all groups, oldest first; ``sites``: with call sites, even if slow.
     def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]: ...
 
-    # When this rank has called its last collectives, oldest first, from ``since`` on [s since 1970].
-    def arrivals(self, since: float) -> Sequence[Arrival]: ...
-
 
 # -- What process groups are called in reports, the same on all of their ranks --
 
@@ -92,7 +85,7 @@ def group_titles() -> dict[str, tuple[str, tuple[int, ...]]]:
         return {}
     world = dist.group.WORLD
     titles: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for group, ranks_of in ranks_of_groups().items():
+    for group, ranks_of in dict(dist.distributed_c10d._world.pg_group_ranks).items():
         if not isinstance(group, dist.ProcessGroup):
             continue
         ranks = tuple(sorted(ranks_of, key=ranks_of.__getitem__))
@@ -211,8 +204,10 @@ class FlightRecorder:
 
 def _dumps(**options: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     # Torch keeps one ring for process groups of the CPU and, in a build with CUDA, another for nccl.
-    for name, dump in flight_recorders():
-        yield name, pickle.loads(dump(**options))
+    for name in ("_dump_fr_trace", "_dump_nccl_trace"):
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        if dump is not None:
+            yield name, pickle.loads(dump(**options))
 
 
 def _is_done(entry: Mapping[str, Any]) -> bool:
@@ -254,17 +249,18 @@ class GroupRecorders:
         return sorted(arrivals, key=lambda one: one.time)
 
 
-def _group_recorders() -> list[CallRecorder]:
+def _group_recorders() -> list[Any]:
     if not process_group_exists():
         return []
-    return [group.call_recorder for group in stores_of_groups() if hasattr(group, "call_recorder")]
+    groups = list(dist.distributed_c10d._world.pg_map)  # a copy: another thread may be making a group
+    return [group.call_recorder for group in groups if hasattr(group, "call_recorder")]
 
 
 class ArrivalReader:
     """Reads when this rank calls its collectives from now on, over whatever backend."""
 
     def __init__(self) -> None:
-        self._recorders: Sequence[CallRecorder] = (FlightRecorder(), GroupRecorders())
+        self._recorders = (FlightRecorder(), GroupRecorders())
         self.seconds = 0.0  # how long the last `read` took
 
     def read(self, since: float) -> Sequence[Arrival]:
@@ -274,125 +270,3 @@ class ArrivalReader:
         found.sort(key=lambda arrival: arrival.time)
         self.seconds = time.perf_counter() - began
         return found
-
-
-# -- What this package notes itself: the calls that it sees at torch's dispatcher --
-
-# Sends and receives whose handles are kept though nobody has waited for them: a handle holds the tensor.
-_OPEN_MESSAGES = 64
-
-
-class NotedCall:
-    """One call of a :class:`CallHistory`, and its work handle until it is complete."""
-
-    __slots__ = ("_called", "_site", "_work", "call", "done", "number")
-
-    def __init__(self, call: CollectiveCall, number: int) -> None:
-        self.call, self.number = call, number  # which of its group, from 1; 0: a send or receive
-        self._called, self._site = time.time(), call_site()
-        self._work: Any = None
-        self.done = False
-
-    def recorded(self) -> RecordedCall:
-        call = replace(self.call, number=self.number, site=self._site)
-        return RecordedCall(call=call, started=self._called, done=self.done)
-
-    def started(self, work: Any) -> None:
-        """Note that the backend has it; ``work`` is ``None`` where there is nothing to wait for."""
-        if work is None or work.is_completed() or (self.number and not _tells_completion(work)):
-            self.done = True
-        else:
-            self._work = work
-
-    def settle(self) -> bool:
-        """Return whether it is complete; lets go of the work handle, and so of the tensors, once it is."""
-        if self._work is not None and self._work.is_completed():
-            self.done, self._work = True, None
-        return self.done
-
-
-def _tells_completion(work: Any) -> bool:
-    """Return whether the handle of a collective ever says that it is complete."""
-    # Gloo's reduce-scatter is an all-reduce whose result is copied by the ``wait`` of a handle that never does.
-    try:
-        work.get_future()
-    except RuntimeError:
-        return False
-    return True
-
-
-class CallHistory:
-    """The last calls of each group, noted while this rank calls on, and read from any thread."""
-
-    # A work handle, which holds the tensors of its operation, is kept until the operation is complete and the
-    # history is next written or read.
-
-    def __init__(self, length: int) -> None:
-        self.length = length  # calls per group
-        self._lock = threading.Lock()  # never held while anything is waited for
-        self._groups: weakref.WeakSet[GroupHistory] = weakref.WeakSet()
-        self._open: list[NotedCall] = []  # oldest first
-
-    def add(self, group: GroupHistory) -> None:
-        """Take the calls of one more group among those; they are forgotten with it."""
-        with self._lock:
-            self._groups.add(group)
-
-    def append(self, one: NotedCall, calls: deque[NotedCall]) -> NotedCall:
-        """Add a call to those of a group."""
-        with self._lock:
-            self._settle()
-            calls.append(one)
-            self._open.append(one)
-            messages = [other for other in self._open if not other.number]
-            if len(messages) > _OPEN_MESSAGES:
-                self._open.remove(messages[0])
-        return one
-
-    def outstanding(self) -> Sequence[Outstanding]:
-        with self._lock:
-            self._settle()
-            oldest: dict[str, Outstanding] = {}
-            for one in self._open:
-                if one.number:
-                    oldest.setdefault(one.call.group, Outstanding(one.call.group, one.number))
-        return list(oldest.values())
-
-    def messages(self) -> Sequence[RecordedCall]:
-        """Return the sends and receives that are not known to be complete, oldest first."""
-        # The handles of gloo say so only once they have been waited for.
-        with self._lock:
-            self._settle()
-            return [one.recorded() for one in self._open if not one.number]
-
-    def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
-        # Sends and receives are among them.
-        with self._lock:
-            self._settle()
-            found = [one.recorded() for group in self._groups for one in group.calls]
-        return sorted(found, key=lambda one: one.started)
-
-    def arrivals(self, since: float) -> Sequence[Arrival]:
-        calls = [one for one in self.calls() if one.call.number and one.started >= since]
-        return [Arrival(one.call.group, one.call.number, one.started) for one in calls]
-
-    def _settle(self) -> None:
-        self._open = [one for one in self._open if not one.settle()]
-
-
-class GroupHistory:
-    """The last calls of one group, and how many collectives it has called."""
-
-    def __init__(self, history: CallHistory) -> None:
-        self._history = history
-        self.calls: deque[NotedCall] = deque(maxlen=history.length)
-        self.count = 0  # collectives so far
-        history.add(self)
-
-    def collective(self, call: CollectiveCall) -> NotedCall:
-        self.count += 1
-        return self._history.append(NotedCall(call, self.count), self.calls)
-
-    def uncounted(self, call: CollectiveCall) -> NotedCall:
-        """Note an operation that not all ranks take part in."""
-        return self._history.append(NotedCall(call, 0), self.calls)

@@ -70,11 +70,8 @@ class StallReport:
         elif self._request.raised:
             reason = first_line(self._request.raised)
             waited = f"the wait of rank {self._request.rank} was ended by {reason}"
-        did = "never came to"
-        asked = self._asked()
-        if 0 in self._silent and asked and 0 not in members(self._states, asked.group):
-            did = "does not answer, and no other rank can say what is wrong with"
-        text = f"{ranks_in_words(causes)} {did} {self._what()}: {waited}\n\n{self._table(causes)}{self._places()}"
+        text = f"{ranks_in_words(causes)} never came to {self._what()}: {waited}"
+        text += f"\n\n{self._table(causes)}{self._places()}"
         for rank in causes:
             if rank in self._states and self._states[rank].position.stack:
                 stack = "\n".join(f"      {place}" for place in self._states[rank].position.stack)
@@ -112,8 +109,6 @@ class StallReport:
     def current(self, rank: int) -> CollectiveCall:
         """Return the call in which a rank waits."""
         state = self._states[rank]
-        if not state.outstanding:
-            return state.message()
         asked = self._request.outstanding
         return state.call(asked if asked and asked in state.outstanding else state.outstanding[0])
 
@@ -123,7 +118,7 @@ class StallReport:
         return f"rank {rank} cannot say where it is: {self._silent[rank].reason}"
 
     def _asked(self) -> Outstanding | None:
-        """Return the collective that the request is about; ``None``: a send or receive."""
+        """Return the collective that the request is about, if any is known."""
         asker = self._states[self._request.rank]
         if self._request.outstanding is None and self._request.raised and asker.calls:
             last = asker.calls[-1].call
@@ -133,7 +128,7 @@ class StallReport:
     def _what(self) -> str:
         asked = self._asked()
         if asked is None:
-            return "a send or receive"
+            return "a collective"
         call = self._states[self._request.rank].call(asked)
         return f"collective #{asked.number} of group {asked.group!r} ({call.title})"
 
@@ -167,24 +162,6 @@ class StallReport:
             return place
         site = f" at {last.site}" if last.site else ""
         return f"{place}, after #{last.number} {last.title}{site}"
-
-
-def histories(states: Mapping[int, RankState], history: int) -> str:
-    """Return a table of the last ``history`` calls of each rank."""
-    rows = [
-        (
-            rank,
-            f"#{one.call.number}",
-            one.call.group,
-            *one.call.columns(),
-            one.call.site,
-            "" if one.done else "not complete",
-        )
-        for rank, state in sorted(states.items())
-        for one in state.calls[-history:]
-    ]
-    table = plain_table(("rank", "", "group", "operation", "dtype", "shape", "called from", ""), rows)
-    return f"The last {history} collectives of each rank:\n\n{table}"
 
 
 # -- The decision, from what all ranks have said --
@@ -222,7 +199,6 @@ def diagnose(
     silent: Mapping[int, UnresponsiveRank],  # the ranks that have not answered
     *,
     stall_timeout: float = 0.0,  # how long a collective may take that all ranks have called [s]
-    history: int = 0,  # how many of the last calls of each rank the report lists
 ) -> Diagnosis | None:
     """Return why a collective does not complete; ``None``: the records do not say, or it has completed."""
     if request.rank not in states:
@@ -230,9 +206,7 @@ def diagnose(
     found = _Case(request, states, silent, stall_timeout).diagnosis()
     if found is None or any(rank in silent and silent[rank].has_ended for rank in found.ranks):
         return None  # what has ended is a failure, which is reported as such
-    if not history or found.kind == "slow":
-        return found
-    return replace(found, text=f"{found.text}\n\n{histories(states, history)}")
+    return found
 
 
 class _Case:
@@ -257,30 +231,20 @@ class _Case:
         if differing is not None:
             return differing
         if self.request.raised:
-            # The backend's own error, unless a rank that has left has broken the connections, or one has that waits for
-            # a frozen rank 0: with that nobody can say more.
-            gone = [
-                rank for rank, one in self.silent.items() if one.has_left or (rank == 0 and one.is_frozen)
-            ]
+            # The backend's own error, unless a rank that has left has broken the connections.
+            gone = [rank for rank, one in self.silent.items() if one.has_left]
             return self._stall(sorted(gone)) if gone else None
-        if not self._waits():
+        if self.request.outstanding not in self.asker.outstanding:
             return None  # it has gone on meanwhile
         stuck, reached = self.waiting.stuck(), self.waiting.reached_from(self.asker.rank)
         if self.asker.rank not in stuck:
             late = [rank for rank in reached if not self.waiting.is_waiting(rank)]
-            if 0 in self.silent and 0 in late:
-                late = [0]  # nobody has asked the others
             return Diagnosis(kind="slow", text=self.report.slow(late), ranks=tuple(late))
         causes = [rank for rank in reached if rank in stuck]
         idle = [rank for rank in causes if not self.waiting.waits_for(rank)]
         if any(rank in self.states and self.states[rank].raised for rank in idle):
             return None  # the backend has raised an error there, about which that rank asks itself
         return self._stall(idle) if idle else self._cycle(causes)
-
-    def _waits(self) -> bool:
-        if self.request.outstanding is None:
-            return self.asker.is_in_message()
-        return self.request.outstanding in self.asker.outstanding
 
     def _stall(self, causes: Sequence[int]) -> Diagnosis:
         may_pass = not self.request.raised and not set(causes) <= set(self.silent)

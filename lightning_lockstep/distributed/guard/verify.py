@@ -15,96 +15,38 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_lockstep._doors.torch_internals import stores_of_groups, timeout_of
 from lightning_lockstep._text import plain_table, ranks_in_words, say
 from lightning_lockstep.distributed.c10d_operators import (
     OPERATIONS,
-    parameters_in_bucket,
     parameters_in_words,
 )
 from lightning_lockstep.distributed.failure.record import own_place
 from lightning_lockstep.distributed.guard.call_description import (
-    POINT_TO_POINT,
-    Description,
     DispatchedCall,
     Finish,
     GroupIdentity,
     Hook,
     description,
     signature,
-    uncompared,
 )
 from lightning_lockstep.distributed.guard.collective_call import (
-    BACKWARD,
     CollectiveCall,
     batch_number,
     batch_of_call,
+    call_site,
     fingerprint,
     mismatch_report,
 )
 from lightning_lockstep.distributed.guard.records import (
-    CallHistory,
-    GroupHistory,
+    Outstanding,
+    RecordedCall,
     compares_calls,
     group_titles,
 )
 from lightning_lockstep.distributed.process_group import process_group_exists
-from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
-
-# -- The sends and receives of this rank, which torch's flight recorder does not have over gloo --
-
-
-class MessageRecorder(CallHistory):
-    """Notes sends and receives with their handles, until they have been waited for."""
-
-    operators: Sequence[str] = POINT_TO_POINT
-
-    def __init__(self, history: int = 1) -> None:
-        super().__init__(history)
-        self._known: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupMessages | None] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._making = threading.Lock()
-        self._hook: Hook | None = None
-
-    def start(self) -> None:
-        """Note them from now on; a second call is harmless."""
-        if self._hook is None:
-            self._hook = Hook(self._before, operators=self.operators)
-
-    def stop(self) -> None:
-        """Note nothing more; a second call is harmless."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-            self._known.clear()
-
-    def _before(self, call: DispatchedCall) -> Finish | None:
-        try:
-            group = self._known[call.group]
-        except KeyError:
-            with self._making:
-                if call.group not in self._known:
-                    self._known[call.group] = self._made(call.group)
-                group = self._known[call.group]
-        return None if group is None else group.called(call)
-
-    def _made(self, group: dist.ProcessGroup) -> GroupMessages | None:
-        return GroupMessages(self, _identity(group))
-
-
-class GroupMessages(GroupHistory):
-    """The sends and receives of one group."""
-
-    def __init__(self, history: CallHistory, identity: GroupIdentity) -> None:
-        super().__init__(history)
-        self._identity = identity
-
-    def called(self, call: DispatchedCall) -> Finish:
-        """Note a call; return what to call once the backend has it."""
-        return self.uncounted(uncompared(call, self._identity)).started
+from lightning_lockstep.errors import CollectiveMismatchError
 
 
 def _identity(group: dist.ProcessGroup) -> GroupIdentity:
@@ -152,14 +94,6 @@ class ComparisonGroup:
         self._gloo.allreduce(self._tensors, self._greatest).wait()
         return memory[0] == -memory[1]
 
-    def fits(self, sent: Sequence[int], expected: Sequence[int], timeout: float) -> bool:
-        """Return whether each rank sends every other one as many elements as that expects from it."""
-        own, coming = (torch.zeros(self._size, dtype=torch.int64, device="cpu") for _ in range(2))
-        own[: len(sent)] = torch.tensor(sent[: self._size], device="cpu")
-        self._gloo.alltoall_base(coming, own, [], []).wait()
-        is_wrong = len(sent) != self._size or coming.tolist() != list(expected)
-        return self.all_equal(self._rank + 1 if is_wrong else 0, timeout)
-
     def exchange(self, data: bytes) -> list[bytes]:
         """Return the data of every rank, in the order of the group."""
         lengths = [int.from_bytes(row, "little") for row in self._gathered(len(data).to_bytes(8, "little"))]
@@ -196,60 +130,86 @@ def _wait_for_all(store: dist.Store, size: int, timeout: float) -> int:
 
 # -- Compares what the ranks of a group call, before each collective runs --
 
-# A monitored barrier finds out by itself, and sooner than a comparison would, who has not arrived.
-_RECORDED_ONLY = {*POINT_TO_POINT, "monitored_barrier_"}
+#: The operators that are compared. Only two ranks take part in sends and receives; a monitored barrier finds out by
+#: itself, and sooner than a comparison would, who has not arrived.
+COMPARED = tuple(set(OPERATIONS) - {"send", "recv_", "recv_any_source_", "monitored_barrier_"})
 _CACHED = 10_000
 _SHOWN = 8  # tensors of one call, and rows of parameters
 
 
-class CallVerifier(MessageRecorder):
+class CallVerifier:
     """Raises on every rank of a group where its ranks are about to call different collectives."""
 
-    # Compared are operation, reduction, root, dtypes, shapes, the batch of a fit, and for an all-to-all what each rank
-    # sends with what the receiver expects. After an error the group can be used as before. Sends, receives and
-    # monitored barriers are recorded only. It also is a
-    # :class:`~lightning_lockstep.distributed.guard.records.CallRecorder`.
+    # Compared are operation, reduction, root, dtypes, shapes of what this rank gives or gets, and the batch of a fit.
+    # After an error the group can be used as before. It also is a
+    # :class:`~lightning_lockstep.distributed.guard.records.CallRecorder` that knows the last call of each group: which
+    # of its ranks have made an earlier one alike has been compared.
     #
     # Each collective waits until all ranks of its group have called it, asynchronous ones too. So ranks that
     # call asynchronous collectives of several groups in different orders, or that are to send or receive
     # between two collectives that others have called already, wait for each other until the group's timeout.
 
-    operators = tuple(OPERATIONS)
-
-    def __init__(self, *, history: int = 64) -> None:
-        if history < 1:
-            raise ConfigurationError(f"history={history}: expected the number of calls to keep, at least 1.")
-        super().__init__(history)
+    def __init__(self) -> None:
+        self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupVerifier | None] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._making = threading.Lock()
+        self._hook: Hook | None = None
         self._said: set[str] = set()
 
     def start(self) -> None:
         """Compare from now on; on all ranks between the same two collectives, as :meth:`stop`."""
         # One that compares waits for one that does not.
-        super().start()
+        if self._hook is None:
+            self._hook = Hook(self._before, operators=COMPARED)
         self._look_for_unseen_groups()
+
+    def stop(self) -> None:
+        """Compare nothing more; a second call is harmless."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+            self._groups.clear()
 
     @property
     def is_recording(self) -> bool:
         return self._hook is not None
 
-    def _made(self, group: dist.ProcessGroup) -> GroupMessages | None:
+    def outstanding(self) -> Sequence[Outstanding]:
+        calls = [one.call for one in self.calls() if not one.done]
+        return [Outstanding(call.group, call.number) for call in calls]
+
+    def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
+        found = [group.last for group in list(self._groups.values()) if group is not None]
+        return sorted((one.recorded() for one in found if one is not None), key=lambda one: one.started)
+
+    def _before(self, call: DispatchedCall) -> Finish | None:
+        with self._making:
+            if call.group not in self._groups:
+                self._groups[call.group] = self._made(call.group)
+            group = self._groups[call.group]
+        return None if group is None else group.called(call)
+
+    def _made(self, group: dist.ProcessGroup) -> _GroupVerifier | None:
         self._look_for_unseen_groups()
         if group.size() < 2 or compares_calls(group):
             return None
-        store = stores_of_groups().get(group)
+        _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
         if store is None:
             self._cannot_see(group, "torch.distributed has no store for this group")
             return None
         if dist.get_backend(group) == "fake":
             self._cannot_see(group, "the backend 'fake' has no other ranks")
             return None
-        timeout = timeout_of(group) or dist.default_pg_timeout
-        return _GroupVerifier(self, _identity(group), store, timeout.total_seconds())
+        # Only the backends of a group know its timeout.
+        timeouts = (getattr(group._get_backend(one).options, "_timeout", None) for one in group._device_types)
+        timeout = next(filter(None, timeouts), dist.default_pg_timeout)
+        return _GroupVerifier(_identity(group), store, timeout.total_seconds())
 
     def _look_for_unseen_groups(self) -> None:
         if not process_group_exists():
             return
-        for group in stores_of_groups():
+        for group in list(dist.distributed_c10d._world.pg_map):
             foreign = isinstance(group, dist.ProcessGroup) and type(group) is not dist.ProcessGroup
             if foreign and group.size() > 1 and not compares_calls(group):
                 self._cannot_see(group, f"its class {type(group).__name__} is written in Python")
@@ -265,76 +225,98 @@ class CallVerifier(MessageRecorder):
                 )
 
 
-class _GroupVerifier(GroupMessages):
+class _LastCall:
+    """The last call of a group, which it may wait in."""
+
+    def __init__(self, call: CollectiveCall, number: int) -> None:
+        self._call = replace(call, number=number, site=call_site())
+        self._called = time.time()
+        self._work: dist.Work | None = None
+        self._done = False
+
+    def recorded(self) -> RecordedCall:
+        work = self._work
+        if work is not None and work.is_completed():
+            self._done, self._work = True, None  # the handle holds the tensors
+        return RecordedCall(call=self._call, started=self._called, done=self._done)
+
+    def started(self, work: dist.Work | None) -> None:
+        """Note that the backend has it; ``work`` is ``None`` if there is nothing to wait for."""
+        if work is None or work.is_completed() or not _tells_completion(work):
+            self._done = True
+        else:
+            self._work = work
+
+
+def _tells_completion(work: dist.Work) -> bool:
+    """Return whether the handle of a collective ever says that it is complete."""
+    # Gloo's reduce-scatter is an all-reduce whose result is copied by the ``wait`` of a handle that never does.
+    try:
+        work.get_future()
+    except RuntimeError:
+        return False
+    return True
+
+
+class _GroupVerifier:
     """Compares the calls of one group."""
 
     def __init__(
         self,
-        history: CallHistory,
         identity: GroupIdentity,
         store: dist.Store,
         timeout: float,  # how long operations of the group wait for other ranks [s]
     ) -> None:
-        super().__init__(history, identity)
-        self._store, self._timeout = store, timeout
+        self._identity, self._store, self._timeout = identity, store, timeout
+        self._count = 0  # of calls so far
+        self.last: _LastCall | None = None
         # What was worked out for a call, for the next one like it: its description, and a number for it.
-        self._known: dict[Hashable, tuple[Description, int]] = {}
+        self._known: dict[Hashable, tuple[CollectiveCall, int]] = {}
         self._comparison: ComparisonGroup | None = None
         # Held until the backend has the operation: threads must give it those of one group as they were compared.
         self._lock = threading.RLock()
 
     def called(self, call: DispatchedCall) -> Finish:
         """Compare a call; return what to call once the backend has it."""
-        if call.operator.name in _RECORDED_ONLY:
-            return super().called(call)
         self._lock.acquire()
-        noted = None
+        last = None
         try:
             described, number = self._looked_up(call)
             batch = batch_of_call()
-            noted = self.collective(described.call)
-            why = self._difference(described, number ^ batch_number(batch), call.timeout or self._timeout)
-            if why is not None:
-                noted_call = replace(noted.recorded().call, note=why, batch=batch)
-                raise self._mismatch(noted_call, call.flat_tensors())
+            self._count += 1
+            self.last = last = _LastCall(described, self._count)
+            if not self._agree(number ^ batch_number(batch), call.timeout or self._timeout):
+                raise self._mismatch(replace(last.recorded().call, batch=batch))
         except BaseException:
-            if noted is not None:
-                noted.done = True
+            if last is not None:
+                last.started(None)
             self._lock.release()
             raise
 
         def finish(work: dist.Work | None) -> None:
-            noted.started(work)
+            last.started(work)
             self._lock.release()
 
         return finish
 
-    def _looked_up(self, call: DispatchedCall) -> tuple[Description, int]:
+    def _looked_up(self, call: DispatchedCall) -> tuple[CollectiveCall, int]:
         key = signature(call)
         known = self._known.get(key)
         if known is None:
             if len(self._known) > _CACHED:
                 self._known.clear()
             described = description(call, self._identity)
-            known = self._known[key] = described, fingerprint(described.call.compared())
+            known = self._known[key] = described, fingerprint(described.compared())
         return known
 
-    def _difference(self, described: Description, number: int, timeout: float) -> str | None:
-        """Return what else than the call itself is wrong where the ranks disagree, ``None`` where they agree."""
+    def _agree(self, number: int, timeout: float) -> bool:
         if self._comparison is None:
             size = len(self._identity.ranks)
             self._comparison = ComparisonGroup(self._store, self._identity.rank, size, timeout=timeout)
-        if not self._comparison.all_equal(number, timeout):
-            return ""
-        sent, expected = described.sent, described.expected
-        if sent and not self._comparison.fits(sent, expected, timeout):
-            return f"sends {list(sent)}, expects {list(expected)} elements"
-        return None
+        return self._comparison.all_equal(number, timeout)
 
-    def _mismatch(self, call: CollectiveCall, tensors: Sequence[Tensor]) -> CollectiveMismatchError:
+    def _mismatch(self, call: CollectiveCall) -> CollectiveMismatchError:
         assert self._comparison is not None
-        if call.site == BACKWARD and len(tensors) == 1:
-            call = replace(call, parameters=tuple(parameters_in_bucket(tensors[0])))
         call = replace(call, where=own_place(batches=True))
         texts = self._comparison.exchange(json.dumps(call.to_data()).encode())
         calls = [CollectiveCall.from_data(json.loads(text)) for text in texts]

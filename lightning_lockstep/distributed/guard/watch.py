@@ -19,14 +19,12 @@ from lightning_lockstep.distributed.c10d_operators import OPERATIONS
 from lightning_lockstep.distributed.failure.propagation import FailurePropagation
 from lightning_lockstep.distributed.guard.diagnosis import ANSWERS_WITHIN, StallDiagnosis
 from lightning_lockstep.distributed.guard.rank_state import (
-    MESSAGES,
-    WAIT,
     DiagnosisRequest,
     Position,
     RankObserver,
     RankState,
 )
-from lightning_lockstep.distributed.guard.records import CallRecorder, Outstanding, RecordedCall
+from lightning_lockstep.distributed.guard.records import CallRecorder, Outstanding
 from lightning_lockstep.distributed.side_channel.channel import SideChannel
 from lightning_lockstep.errors import CollectiveError
 
@@ -40,7 +38,6 @@ class GuardSettings:
     # watch: find out why a collective does not complete.
     guard: Literal["off", "watch", "verify"] = "watch"  # verify: also compare before each collective
     stall_timeout: float = 60.0  # how long one may take before the ranks compare where they are [s]
-    guard_history: int = 0  # how many of the last calls of each rank a report lists
 
     def __post_init__(self) -> None:
         faults = Faults()
@@ -51,25 +48,24 @@ class GuardSettings:
         """Add to ``faults`` what is wrong; a class with further settings checks those too."""
         faults.choice("guard", self.guard, ("off", "watch", "verify"))
         faults.number("stall_timeout", self.stall_timeout, what="seconds", above=0, such_as=60)
-        faults.whole("guard_history", self.guard_history, least=0)
 
 
 # -- How long this rank has waited in each of its incomplete collectives, and when it asks about one --
 
 
 class Waits:
-    """The waits of this rank; ``None`` stands for a send or receive."""
+    """The waits of this rank."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout  # when a wait is asked about, and after how long again [s]
-        self._since: dict[Outstanding | None, float] = {}
-        self._next_question: dict[Outstanding | None, float] = {}
+        self._since: dict[Outstanding, float] = {}
+        self._next_question: dict[Outstanding, float] = {}
 
     def update(
         self,
-        outstanding: Sequence[Outstanding | None],
+        outstanding: Sequence[Outstanding],
         now: float,
-        ages: Callable[[], Mapping[Outstanding | None, float]],  # how long ago each was called [s]
+        ages: Callable[[], Mapping[Outstanding, float]],  # how long ago each was called [s]
     ) -> None:
         """Take note of what is incomplete now."""
         known = ages() if any(one not in self._since for one in outstanding) else {}
@@ -80,7 +76,7 @@ class Waits:
         """Leave out of all waits a time in which this process was stopped [s]."""
         self._since = {one: since + seconds for one, since in self._since.items()}
 
-    def due(self, now: float) -> list[tuple[Outstanding | None, float]]:
+    def due(self, now: float) -> list[tuple[Outstanding, float]]:
         """Return what is to be asked about now, each with how long this rank has waited [s]; once in each timeout."""
         due = [one for one in self._since if self._due_at(one) <= now]
         self._next_question |= dict.fromkeys(due, now + self._timeout)
@@ -90,7 +86,7 @@ class Waits:
         """Return how long until something is to be asked about [s]; infinity where nothing waits."""
         return min((self._due_at(one) - now for one in self._since), default=float("inf"))
 
-    def _due_at(self, one: Outstanding | None) -> float:
+    def _due_at(self, one: Outstanding) -> float:
         return max(self._since[one] + self._timeout, self._next_question.get(one, 0.0))
 
 
@@ -123,7 +119,6 @@ class CollectiveWatch:
         settings: GuardSettings,
         propagation: FailurePropagation,
         *,
-        messages: Callable[[], Sequence[RecordedCall]] = tuple,  # not known to be complete
         store_port: int = 0,  # of the store at which the ranks have met
     ) -> None:
         self.channel, self.settings = channel, settings
@@ -132,7 +127,6 @@ class CollectiveWatch:
         self.rank = RankObserver(
             channel,
             recorders,
-            messages=messages,
             window=self._window + ANSWERS_WITHIN,
             store_port=store_port,
         )
@@ -144,11 +138,9 @@ class CollectiveWatch:
             self._to_do,
             stall_timeout=settings.stall_timeout,
             window=self._window,
-            history=settings.guard_history,
             verifies=settings.guard == "verify",
         )
         self._waits = Waits(settings.stall_timeout - self._window)
-        self._open_messages = tuple[RecordedCall, ...]()
         self._sees, self._unseen = False, Position("", ())
 
     def follow(self, thread: threading.Thread) -> None:
@@ -188,7 +180,6 @@ class CollectiveWatch:
                 stall.answered,
                 lambda: stall.answers > before or stall.error is not None or unless(),
                 timeout,
-                needs_main=False,  # without rank 0 this one decides alone
             )
         return stall.error
 
@@ -235,20 +226,9 @@ class CollectiveWatch:
             return
         now = time.monotonic()
         self._sees = self._sees or self._has_seen()
-        waits: list[Outstanding | None] = list(self.rank.outstanding())
-        is_in_message = self._is_in_same_message()
-        if not waits and is_in_message:
-            waits = [None]
-        self._waits.update(waits, now, lambda: self.rank.ages(2 * self._period))
+        self._waits.update(self.rank.outstanding(), now, lambda: self.rank.ages(2 * self._period))
         for one, waited in self._waits.due(now):
             self.stall.request(DiagnosisRequest(rank=self.channel.rank, outstanding=one, seconds=waited))
-
-    def _is_in_same_message(self) -> bool:
-        """Return whether the main thread is in a send or receive, and has been in no other since the last look."""
-        before, self._open_messages = self._open_messages, tuple(self.rank.messages())
-        function = self.rank.position.function
-        is_in_one = function in MESSAGES or (function == WAIT and bool(self._open_messages))
-        return is_in_one and before == self._open_messages
 
     def _has_seen(self) -> bool:
         """Return whether it is settled that the recorders see this rank's collectives; says so where they do not."""
@@ -261,6 +241,6 @@ class CollectiveWatch:
             say(
                 f"lightning-lockstep: guard='watch' does not see the {self._unseen.function} that rank 0 waits in:"
                 f" torch's flight recorder has no collective (TORCH_FR_BUFFER_SIZE={size}, torch {torch.__version__})."
-                " It could not say why one hangs: unset that variable, or use guard='verify', which has its own record."
+                " It could not say why one hangs: unset that variable, or use guard='verify', which needs no recorder."
             )
         return waits

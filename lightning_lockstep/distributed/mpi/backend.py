@@ -22,7 +22,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_lockstep._doors.torch_internals import note_self_recording
 from lightning_lockstep._text import plain_table
 from lightning_lockstep.distributed.guard.records import WORLD, group_title
 from lightning_lockstep.distributed.mpi.runtime import MPIRuntime, start_runtime
@@ -60,7 +59,9 @@ def register_mpi_backend() -> None:
     """
     if not dist.is_backend_available(NAME):
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
-        note_self_recording(NAME)
+        # From 2.15 on torch attaches its recorder, which fails for one in Python, to all that are not in this set.
+        recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+        recording.add(NAME)
 
 
 def _create(given: Any, options: MPIBackendOptions | None = None) -> dist.ProcessGroup:

@@ -14,9 +14,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-from lightning_lockstep.distributed.c10d_operators import parameters_in_bucket
 from lightning_lockstep.distributed.guard.collective_call import (
-    BACKWARD,
     CollectiveCall,
     batch_of_call,
     call_site,
@@ -304,7 +302,6 @@ class GroupEngine:
             raise self._failed(error, title) from error
 
     def _described(self, call: Call, number: int, site: str) -> CollectiveCall:
-        is_bucket = site == BACKWARD and len(call.shown) == 1
         return CollectiveCall(
             operation=call.operation,
             group=self.settings.name,
@@ -315,7 +312,6 @@ class GroupEngine:
             root=self._root(call),
             site=site,
             note=call.note,
-            parameters=tuple(parameters_in_bucket(call.shown[0])) if is_bucket else (),
         )
 
     def _root(self, call: Call) -> int | None:

@@ -15,6 +15,8 @@ _log = logging.getLogger(__name__)
 
 # Messages that arrived before their topic had a handler; older ones are dropped beyond this number.
 _KEPT_UNREAD = 10_000
+#: How long a rank whose connection has ended has to connect again before it is lost [s].
+BACK_WITHIN = 2.0
 # How often a waiting rank looks whether the channel can still deliver [s].
 _LOOK_EVERY = 0.5
 # How long a rank waits for rank 0's answer to a claim [s].
@@ -47,7 +49,6 @@ class SideChannel(ABC):
 
     rank: int
     world_size: int
-    silence_limit: float = 120.0  # how long a peer may be frozen or unreachable [s]
     port: int = 0  # at which rank 0 listens, if it does
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -65,21 +66,14 @@ class SideChannel(ABC):
         # Held while what ranks have said or done is noted, and notified of it.
         self._news = threading.Condition()
         self._claims: dict[str, str] = {}
-        self._on_lost: Callable[[int, str], None] | None = None
-        self._on_silent: Callable[[int, float, str], None] | None = None
+        self._on_lost: Callable[[int], None] | None = None
         self.on(_CLAIM, self._take_claim)
 
-    def watch_peers(
-        self,
-        *,
-        on_lost: Callable[[int, str], None] | None = None,
-        on_silent: Callable[[int, float, str], None] | None = None,
-    ) -> None:
-        """Say who learns, on a thread of the channel, of a peer that is gone; replaces an earlier call."""
-        # `on_lost(rank, reason)`: its process has ended and has not closed its channel. `on_silent(rank, seconds,
-        # reason)`: it has been frozen, or its host unreachable, for too long. Rank 0 watches all others, every rank
-        # watches rank 0.
-        self._on_lost, self._on_silent = on_lost, on_silent
+    def watch_peers(self, on_lost: Callable[[int], None]) -> None:
+        """Say who learns, on a thread of the channel, of a peer that is lost; replaces an earlier call."""
+        # Its connection has ended, it has not closed its channel and has not come back. Rank 0 watches all others,
+        # every rank watches rank 0.
+        self._on_lost = on_lost
 
     def process_of(self, rank: int) -> tuple[str, int]:
         """Return host name and process id of a rank; ``("", 0)`` where they are not known here."""
@@ -156,8 +150,7 @@ class SideChannel(ABC):
     ) -> None:
         """Send a message and return at once; ``to=None`` is every rank but this one. Ranks: any, alone."""
         # `make` makes what is sent out of `body`, which JSON can hold, off the caller's thread and in the order of the
-        # posts. A message to a rank that has exited is lost. So can be what a rank posts just when it goes on after a
-        # stop longer than the timeout of heartbeats: its old connection may take it.
+        # posts. A message to a rank that has exited is lost.
         self._put(Post(topic, body, to if to is None or isinstance(to, int) else tuple(to), make))
 
     @abstractmethod

@@ -24,10 +24,8 @@ from lightning_lockstep._text import first_line
 from lightning_lockstep.distributed.process_group import RankGroup, current_group
 from lightning_lockstep.distributed.rendezvous import (
     ANY,
-    address_towards,
     channel_keys,
     fingerprint,
-    host_of,
     known_job_token,
     new_job_token,
     own_address,
@@ -41,6 +39,13 @@ _KEY = "lockstep/side_channel"
 _CONNECT_FOR = 60.0
 _lock = threading.Lock()
 _open: tuple[RankGroup, SideChannel] | None = None
+_silence_limit = 120.0
+
+
+def use_silence_limit(seconds: float) -> None:
+    """Let channels that are opened from now on bear so long a silence of a rank [s]."""
+    global _silence_limit
+    _silence_limit = seconds
 
 
 def known_rank() -> tuple[int, int] | None:
@@ -112,6 +117,7 @@ def _open_on(group: RankGroup, timeout: float, broadcast: Callable[[Any], Any] |
             host=host,
             known_as=name if host == ANY else None,
             keys=channel_keys(made),
+            silence_limit=_silence_limit,
         )
         # A token that came with the environment is known to all ranks and stays out of the store.
         offer = [channel.address, None if token else made, fingerprint(made)]
@@ -123,13 +129,12 @@ def _open_on(group: RankGroup, timeout: float, broadcast: Callable[[Any], Any] |
             f"Rank {group.rank} of {group.world_size} has another {JOB_TOKEN} than rank 0, or none. Give every rank of"
             " the job the same, or none, and every job a different MASTER_PORT."
         )
-    main_host = host_of(address)
     channel = ZeroMQSideChannel(
         group.rank,
         group.world_size,
-        host=address_towards(main_host),
         keys=channel_keys(given or token or ""),
         main_address=address,
+        silence_limit=_silence_limit,
     )
     if not channel.wait_for_main(_CONNECT_FOR):
         channel.close(0.0)

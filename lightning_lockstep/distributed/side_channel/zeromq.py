@@ -3,8 +3,7 @@
 =========== ====================== ===================================================================================
 frame 1     frame 3                what it says
 =========== ====================== ===================================================================================
-``hello``   host, process id       first message of a connection, in both directions; to rank 0 also the address at
-                                   which its sender can be probed
+``hello``   host, process id       first message of a connection, in both directions
 ``post``    topic and body         frame 2 names its receivers on the way to rank 0 (none: all others), and its sender
                                    on the way from there
 ``flush``   a number               asks for ``arrived`` with that number
@@ -18,8 +17,11 @@ connection, not by a frame. Messages from one rank to another keep their order.
 
 Two threads do everything. One owns the sockets: it turns what was posted into JSON, sends, receives and routes. The
 other one calls the handlers, so that one that blocks (rank 0 prints log lines in one) keeps nothing from being routed.
-Nobody polls, and a post returns at once. Heartbeats, reconnection, authentication and encryption are ZeroMQ's (ZMTP 3.1
-with CURVE), on a thread in C that needs no GIL.
+A post returns at once. Heartbeats, reconnection, authentication and encryption are ZeroMQ's (ZMTP 3.1 with CURVE), on a
+thread in C that needs no GIL: a rank that holds the GIL for minutes, or stands in ``pdb``, keeps answering.
+
+A rank is lost if its connection has ended (its process did, or no heartbeat came for the silence limit) and it neither
+says goodbye nor connects again within two seconds.
 
 For more than a few thousand ranks a tree would do: the first rank of each node listens, too, and where `_route` finds a
 receiver on another node, it sends the post up.
@@ -41,7 +43,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -49,8 +50,14 @@ import psutil
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from lightning_lockstep.distributed.rendezvous import ChannelKeys, host_of
-from lightning_lockstep.distributed.side_channel.channel import Message, Post, SideChannel, receivers_of
+from lightning_lockstep.distributed.rendezvous import ChannelKeys
+from lightning_lockstep.distributed.side_channel.channel import (
+    BACK_WITHIN,
+    Message,
+    Post,
+    SideChannel,
+    receivers_of,
+)
 from lightning_lockstep.errors import LaunchError
 
 HELLO, POST, FLUSH, ARRIVED, CLOSING = b"hello", b"post", b"flush", b"arrived", b"closing"
@@ -63,14 +70,12 @@ _SPARE_DESCRIPTORS = 200
 _RECEIVED_AT_ONCE = 100
 # How long what was sent last may still take to leave when the connection is closed [ms].
 _LINGER = 1000
-# How often a peer whose connection has ended is probed, and how long one probe takes at most [s]; a peer that is there,
-# or whose host is gone, is probed less often once that has lasted.
-_PROBE_EVERY, _PROBE_FOR, _PROBE_AGAIN = 0.1, 0.3, 1.0
-_STOPPED = "its process is there and does not run: it was stopped, or its host has no memory left"
+# How often the sockets' thread looks at ranks whose connection has ended [s].
+_LOOK_AT_ABSENT = 0.1
 # How long the handlers may take over what a rank has sent before it ended [s].
 _HANDLED_FOR = 1.0
-# So often in a row a connection is refused before that counts: a full queue of the listener refuses, too.
-_REFUSALS = 2
+# How often a heartbeat is sent at most [s].
+_HEARTBEAT_EVERY = 5.0
 # Contexts of channels whose end took too long: collected as garbage, one would wait for its sockets forever.
 _unfinished: list[Any] = []
 
@@ -79,39 +84,24 @@ _encode = json.JSONEncoder(default=str).encode
 _Work = Callable[[], None]
 
 
-@dataclass
-class _Suspect:
-    """A rank whose connection has ended."""
-
-    since: float
-    probe_at: float = 0.0
-    refused: int = 0
-    has_accepted: bool = False
-    is_told: bool = False
-
-
 class ZeroMQSideChannel(SideChannel):
     """The side channel of a run with several ranks."""
 
-    # `host`: where rank 0 listens for all others, another rank for probes alone. `known_as`: how the others find that
-    # of rank 0. `main_address`: of rank 0's channel, `None` there. A connection whose last heartbeat is older than
-    # `heartbeat_timeout` [s] counts as ended; a peer may be frozen or unreachable for `silence_limit` [s].
+    # `host`: where rank 0 listens. `known_as`: how the others find it. `main_address`: of rank 0's channel; rank 0 has
+    # none. `silence_limit`: how long a peer may be stopped or unreachable before its connection counts as ended [s].
 
     def __init__(
         self,
         rank: int,
         world_size: int,
         *,
-        host: str,
         keys: ChannelKeys,
+        host: str = "127.0.0.1",
         known_as: str | None = None,
         main_address: str | None = None,
-        heartbeat_interval: float = 5.0,
-        heartbeat_timeout: float = 20.0,
         silence_limit: float = 120.0,
     ) -> None:
         super().__init__(rank, world_size)
-        self.silence_limit = silence_limit
         self._process = os.getpid()
         self._numbers = itertools.count()
         self._unconfirmed: dict[int, set[int]] = {}  # ranks that each flush waits for, once they are asked
@@ -123,13 +113,9 @@ class ZeroMQSideChannel(SideChannel):
         self._unsent: dict[int, deque[tuple[Any, ...]]] = defaultdict(lambda: deque(maxlen=_KEPT_UNSENT))
         self._connections: dict[int, int | None] = {}  # on rank 0: descriptor -> rank that has said hello
         self._standing: set[int] = set()  # ranks whose connection stands
-        self._leaving: set[int] = (
-            set()
-        )  # ranks that have closed their channel: what they do is their own affair
-        self._dropped: set[int] = set()  # whose connection has ended, with messages still to be read perhaps
-        self._suspects: dict[int, _Suspect] = {}  # ranks that are probed
-        self._is_probing = False
-        self._probe_at: dict[int, tuple[str, int]] = {}
+        self._left: set[int] = set()  # ranks that have closed their channel: what they do is their own affair
+        self._absent: dict[int, float] = {}  # ranks whose connection has ended -> until when they may be back
+        self._lost_soon: set[int] = set()  # those that are lost once the handlers have had what they sent
 
         reads, writes = os.pipe()  # of all that can be polled, nearly the cheapest to the poster
         os.set_blocking(writes, False)
@@ -137,18 +123,18 @@ class ZeroMQSideChannel(SideChannel):
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER if rank == 0 else zmq.DEALER)
         self._socket.linger, self._socket.sndhwm, self._socket.rcvhwm, self._socket.ipv6 = 0, 0, 0, True
-        self._socket.heartbeat_ivl = int(1000 * heartbeat_interval)
-        self._socket.heartbeat_timeout = int(1000 * heartbeat_timeout)
+        self._socket.heartbeat_ivl = int(1000 * min(_HEARTBEAT_EVERY, silence_limit / 4))
+        self._socket.heartbeat_timeout = min(int(1000 * silence_limit), 2**31 - 1)
+        self._hello = _encode([socket.gethostname(), os.getpid()]).encode()
         self._monitor = self._context.socket(zmq.PAIR)
         # Without a limit: at one, ZeroMQ's own thread would wait for the reader, and keep no heartbeat.
         self._monitor.linger = self._monitor.rcvhwm = 0
         self._socket.monitor("inproc://monitor", _WATCHED)
         self._monitor.connect("inproc://monitor")
-        self._probed: socket.socket | None = None
         if main_address is None:
             self._listen(host, known_as or host, keys)
         else:
-            self._connect(main_address, host, keys)
+            self._connect(main_address, keys)
         self._sockets = threading.Thread(target=self._run_sockets, name="lockstep-channel", daemon=True)
         self._calls = threading.Thread(target=self._call_handlers, name="lockstep-handlers", daemon=True)
         self._sockets.start()
@@ -163,25 +149,16 @@ class ZeroMQSideChannel(SideChannel):
         self._socket.backlog = max(100, self.world_size)  # they all come at once
         self.port = self._socket.bind_to_random_port(_endpoint(host))
         self.address = f"{_endpoint(known_as)}:{self.port}"
-        self._hello = _encode([socket.gethostname(), os.getpid()]).encode()
 
-    def _connect(self, main_address: str, host: str, keys: ChannelKeys) -> None:
+    def _connect(self, main_address: str, keys: ChannelKeys) -> None:
         self._socket.identity = str(self.rank).encode()
         self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
         self._socket.curve_serverkey = keys.public
         self.port = int(main_address.rpartition(":")[2])
-        self._probe_at[0] = host_of(main_address), self.port
-        # Nothing is read from it. It tells whether this process is still there.
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._probed = socket.create_server((host, 0), family=family)
-        self._probed.setblocking(False)
-        port = self._probed.getsockname()[1]
-        self.address = f"{_endpoint(host)}:{port}"
-        self._hello = _encode([socket.gethostname(), os.getpid(), host, port]).encode()
         self._socket.connect(main_address)
 
     def answers(self, rank: int) -> bool:
-        """See :meth:`SideChannel.answers`; a rank that is stopped does until the timeout of its heartbeats."""
+        """See :meth:`SideChannel.answers`; a rank that is stopped does until the silence limit."""
         return rank in self._standing
 
     def _put(self, item: Post | _Work) -> None:
@@ -217,13 +194,12 @@ class ZeroMQSideChannel(SideChannel):
         if self._closing or self._process != os.getpid():
             return
         self._begins_to_close()
-        with self._news:
-            if not self._is_probing:
-                # At exit Python 3.12 and later start no thread that would find out what has become of these.
-                self._lost_ranks.update(self._suspects)
         if self.rank == 0 and timeout:
             with self._news:
-                self._news.wait_for(lambda: len(self._ended_ranks) >= self.world_size - 1, timeout)
+                # One whose connection has ended is not waited for, though it might come back.
+                self._news.wait_for(
+                    lambda: len(self._ended_ranks.union(self._absent)) >= self.world_size - 1, timeout
+                )
         self._closing = True
         self._put(self._say_goodbye)
         self.flush(timeout)
@@ -242,21 +218,19 @@ class ZeroMQSideChannel(SideChannel):
     def _run_sockets(self) -> None:
         _yield_to_poster()
         poller = zmq.Poller()
-        for one in (self._socket, self._monitor, self._woken, self._probed):
-            if one is not None:
-                poller.register(one, zmq.POLLIN)
+        for one in (self._socket, self._monitor, self._woken):
+            poller.register(one, zmq.POLLIN)
         try:
             while not self._ended:
                 self._asleep = True
-                ready = dict(poller.poll(0 if self._outbox else None))
+                at_most = int(1000 * _LOOK_AT_ABSENT) if self._absent else None
+                ready = dict(poller.poll(0 if self._outbox else at_most))
                 self._asleep = False
                 if self._woken.fileno() in ready:
                     self._woken.read(4096)
-                if self._probed is not None and self._probed.fileno() in ready:
-                    with suppress(OSError):
-                        self._probed.accept()[0].close()
                 self._send_posted()
                 self._receive()
+                self._look_at_absent()
         except zmq.ZMQError:
             _log.exception("the side channel can neither send nor receive any more")
         finally:
@@ -264,9 +238,8 @@ class ZeroMQSideChannel(SideChannel):
             self._socket.disable_monitor()
             self._monitor.close()
             self._socket.close(_LINGER)
-            for one in (self._wakes, self._woken, self._probed):
-                if one is not None:
-                    one.close()
+            self._wakes.close()
+            self._woken.close()
             self._context.term()
 
     def _send_posted(self) -> None:
@@ -343,9 +316,6 @@ class ZeroMQSideChannel(SideChannel):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                # Only now is all read that a rank has sent before its connection ended: a goodbye, perhaps.
-                self._suspect(self._dropped - self._leaving)
-                self._dropped.clear()
                 return
             try:
                 self._take(*frames)
@@ -364,10 +334,10 @@ class ZeroMQSideChannel(SideChannel):
         elif kind == POST:
             self._read_soon(sender, content.bytes)
         elif kind == HELLO:
-            host, pid, *probe_at = json.loads(content.bytes)
+            host, pid = json.loads(content.bytes)
             self._processes[sender] = str(host), int(pid)
             if self.rank == 0 and not connection[0].bytes.startswith(b"\0"):  # that has been replaced already
-                self._welcome(sender, connection[0].get(zmq.SRCFD), *probe_at)
+                self._welcome(sender, connection[0].get(zmq.SRCFD))
         elif kind == FLUSH:
             # The answer comes after the handlers have had what came before.
             answer = partial(self._send, sender, ARRIVED, content=content.bytes)
@@ -377,9 +347,9 @@ class ZeroMQSideChannel(SideChannel):
                 self._unconfirmed.get(int(content.bytes), set()).discard(sender)
                 self._news.notify_all()
         elif kind == CLOSING:
-            self._leaving.add(sender)
             self._standing.discard(sender)
-            self._suspects.pop(sender, None)
+            self._absent.pop(sender, None)
+            self._left.add(sender)
             self._arrived.put(partial(self._note_end, self._closed_ranks, sender))
         else:
             raise ValueError(f"its kind is {kind[:20]!r}")
@@ -412,9 +382,8 @@ class ZeroMQSideChannel(SideChannel):
         elif event == zmq.EVENT_DISCONNECTED:
             self._drop(0)
 
-    def _welcome(self, rank: int, descriptor: int, host: str, port: int) -> None:
+    def _welcome(self, rank: int, descriptor: int) -> None:
         """On rank 0: a rank has said hello on the connection with that descriptor."""
-        self._probe_at[rank] = str(host), int(port)
         # The descriptor may have been that of another connection, whose end can be read by now; and this one's, too.
         self._read_monitor()
         if descriptor not in self._connections:
@@ -434,87 +403,39 @@ class ZeroMQSideChannel(SideChannel):
             self._send(rank, *message)
 
     def _stands(self, rank: int) -> None:
-        self._dropped.discard(rank)
-        self._suspects.pop(rank, None)
+        self._absent.pop(rank, None)
         with self._news:
             self._standing.add(rank)
             self._news.notify_all()
 
     def _drop(self, rank: int | None) -> None:
-        if rank is not None:
-            self._dropped.add(rank)
-
-    def _suspect(self, ranks: set[int]) -> None:
-        self._standing -= ranks
-        with self._news:
-            for rank in ranks:
-                self._suspects.setdefault(rank, _Suspect(time.monotonic()))
-            if self._suspects and not self._is_probing:
-                probing = threading.Thread(target=self._probe_suspects, name="lockstep-probe", daemon=True)
-                with suppress(
-                    RuntimeError
-                ):  # Python is exiting, or no memory is left for a thread: later, perhaps
-                    probing.start()
-                    self._is_probing = True
-
-    # ---------------------------------------------------------------- a thread while there are ranks that do not answer
-
-    # ZeroMQ's own thread exchanges heartbeats, whatever Python does: a rank that holds the GIL for minutes, or stands
-    # in ``pdb``, keeps answering. When a connection ends nevertheless, a probe tells three things apart:
-    #
-    # =============== ===========================================================================================
-    # refused         nobody listens there any more: the process has ended
-    # accepted        the process is there and does not run: stopped (SIGSTOP, a debugger) or swapped out
-    # no answer       its host, or the network between, is gone
-    # =============== ===========================================================================================
-    #
-    # The first is a loss at once. The others may pass, and count only after ``silence_limit``.
-
-    def _probe_suspects(self) -> None:
-        """Find out what has become of ranks whose connection has ended, as long as there are any."""
-        while not self._closing:
+        """Note that the connection of a rank has ended."""
+        if rank is not None and rank not in self._left:
             with self._news:
-                suspects = self._suspects.copy()
-                self._is_probing = bool(suspects)
-            if not suspects:
-                return
-            if gone := [rank for rank, suspect in suspects.items() if self._is_gone(rank, suspect)]:
-                # What they have sent before they ended is to be told first, unless a handler blocks.
-                handled = threading.Event()
-                self._arrived.put(handled.set)
-                handled.wait(_HANDLED_FOR)
-            for rank in gone:
-                if self._suspects.pop(rank, None) is suspects[rank]:
-                    self._note_end(self._lost_ranks, rank)
-                    host, port = self._probe_at[rank]
-                    self._tell(self._on_lost, rank, f"nothing listens at {host} port {port} any more")
-            time.sleep(_PROBE_EVERY)
+                self._standing.discard(rank)
+                self._absent.setdefault(rank, time.monotonic() + BACK_WITHIN)
+                self._news.notify_all()
 
-    def _is_gone(self, rank: int, suspect: _Suspect) -> bool:
-        """Probe a rank, if it is time to, and return whether its process has ended."""
-        if self._suspects.get(rank) is not suspect or time.monotonic() < suspect.probe_at:
-            return False
-        state = probe(*self._probe_at[rank])
+    def _look_at_absent(self) -> None:
         now = time.monotonic()
-        seconds = now - suspect.since
-        suspect.refused = suspect.refused + 1 if state is None else 0
-        suspect.has_accepted |= state == _STOPPED
-        if (
-            state is not None and seconds > _PROBE_AGAIN
-        ):  # one that is being killed still answers for a moment
-            suspect.probe_at = now + _PROBE_AGAIN
-        if state is not None and seconds > self.silence_limit and not suspect.is_told:
-            suspect.is_told = True
-            # A process that does not run accepts no more once its listener's queue is full of probes.
-            self._tell(self._on_silent, rank, seconds, _STOPPED if suspect.has_accepted else state)
-        return suspect.refused >= _REFUSALS
+        for rank, until in list(self._absent.items()):
+            if now >= until + _HANDLED_FOR:
+                self._lose(rank)  # a handler blocks
+            elif now >= until and rank not in self._lost_soon:
+                # What it has sent before it ended is handled first.
+                self._lost_soon.add(rank)
+                self._arrived.put(partial(self._lose, rank))
 
-    def _tell(self, function: Callable[..., None] | None, *args: Any) -> None:
-        if function is not None and not self._closing:
+    def _lose(self, rank: int) -> None:
+        self._lost_soon.discard(rank)
+        if self._absent.pop(rank, None) is None or self._closing:
+            return  # it is back, or this was said already
+        self._note_end(self._lost_ranks, rank)
+        if self._on_lost is not None:
             try:
-                function(*args)
+                self._on_lost(rank)
             except Exception:
-                _log.exception("what is to be done about rank %d, which does not answer, failed", args[0])
+                _log.exception("what is to be done about rank %d, which is lost, failed", rank)
 
     @property
     def _ended_ranks(self) -> set[int]:
@@ -561,17 +482,6 @@ def need_descriptors(world_size: int) -> None:
             f" once: it needs {needed}. Raise the hard limit on its host: `ulimit -Hn`, `LimitNOFILE=` of systemd, or"
             " `nofile` in /etc/security/limits.conf."
         ) from error
-
-
-def probe(host: str, port: int) -> str | None:
-    """Return what a process that does not answer does, or ``None`` where nobody listens at its port any more."""
-    try:
-        socket.create_connection((host, port), timeout=_PROBE_FOR).close()
-    except ConnectionRefusedError:
-        return None
-    except OSError as error:
-        return f"its host does not answer ({error.strerror or error})"
-    return _STOPPED
 
 
 def sender_of(identity: Any) -> bytes:

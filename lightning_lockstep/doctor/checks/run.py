@@ -23,8 +23,8 @@ from lightning_lockstep.doctor.registry import (
 )
 
 WHY = """
-When a run has failed, its folder contains the record of the first failure, the report of the collective guard (which
-rank did not arrive, and where it was), those of the overflow detector (which module made the first nan, and the
+When a run has failed, its folder contains the record of the first failure (of a collective that did not complete: which
+rank did not arrive, and where it was), the reports of the overflow detector (which module made the first nan, and the
 remedy), the result of a search for a batch size, the summary, the logged metrics and the checkpoints. This check quotes
 those that matter, and gives the command that resumes from the newest complete checkpoint.
 """
@@ -59,7 +59,7 @@ def _folder(folder: RunFolder) -> Iterable[Finding]:
         )
         return [problem(what, evidence, search)]
     without = [run for run in below if not run.has("summary.json")]
-    failed = [run for run in without if run.has("failure.json") or run.has("guard-report.json")]
+    failed = [run for run in without if run.has("failure.json")]
     open_ones = [run for run in without if run in failed or run.is_of_lockstep_train]
     if not open_ones:
         return [ok(what, f"{len(below)} run folders below it; none of these runs has failed")]
@@ -78,7 +78,7 @@ def _run(folder: RunFolder) -> Iterator[Finding]:
     if summary is not None and failure is not None:
         is_newer = folder.age("failure.json") < folder.age("summary.json")
         summary, failure = (None, failure) if is_newer else (summary, None)
-    found = [*_guard(folder), *_overflow(folder)]
+    found = list(_overflow(folder))
     if summary is not None:
         found += _finished(summary)
     elif failure is not None and not _has_problem(found):
@@ -98,20 +98,6 @@ def _run(folder: RunFolder) -> Iterator[Finding]:
 
 def _has_problem(found: Iterable[Finding]) -> bool:
     return any(finding.status is Status.PROBLEM for finding in found)
-
-
-def _guard(folder: RunFolder) -> Iterator[Finding]:
-    name = "guard-report.json"
-    report = folder.record(name)
-    if report is None:
-        return
-    if folder.has("summary.json") and folder.age(name) > folder.age("summary.json"):
-        evidence = f"{name} is older than the summary: of an earlier attempt, or of a wait that has ended"
-        yield not_applicable("collective guard", evidence)
-        return
-    text = str(report.get("text", "")).partition("Stack of rank")[0]
-    evidence = f"{_quoted(text)}\n(the stacks of all ranks: {name})"
-    yield problem("collective guard", evidence, "lockstep-doctor network  # is it the network?")
 
 
 def _overflow(folder: RunFolder) -> Iterator[Finding]:
@@ -144,7 +130,11 @@ def _failed(failure: Mapping[str, Any]) -> Finding:
     # The innermost frames are last; those of libraries were left out when it was written.
     shown = traceback.removeprefix("lightning_lockstep.errors.").partition("Stack of rank")[0].strip()
     told = _quoted(shown) if not traceback.startswith("Traceback") else f"{summary}\n{shown[-_LONGEST:]}"
-    return problem("failure", f"{who}: {told or _quoted(summary)}")
+    is_of_guard = summary.startswith("Collective")
+    fix = ("lockstep-doctor network  # is it the network?",) if is_of_guard else ()
+    return problem(
+        "collective guard" if is_of_guard else "failure", f"{who}: {told or _quoted(summary)}", *fix
+    )
 
 
 def _finished(summary: Mapping[str, Any]) -> Iterator[Finding]:

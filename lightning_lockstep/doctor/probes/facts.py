@@ -60,11 +60,8 @@ def _add(rank: int, memory: Any, barrier: Any, wrong: Any) -> None:
 def build_tools() -> dict[str, Any]:
     """Return which tools are missing, and which locks there are."""
     return {
-        "missing": missing_tools(["cpu_adam"]),
-        "locks": [
-            {"text": str(lock), "path": str(lock.path), "is_stale": lock.is_stale}
-            for lock in find_build_locks(_extensions())
-        ],
+        "missing": missing_tools(),
+        "locks": find_build_locks(_extensions()),
     }
 
 
@@ -127,7 +124,6 @@ def xla_devices() -> dict[str, Any]:
 
 def deepspeed_import() -> dict[str, Any]:
     """Return its accelerator, and the operations: those that have a builder, are built, or can be."""
-    from lightning_lockstep._doors.deepspeed_internals import is_installed, make_op_builder, op_name
     from lightning_lockstep.deepspeed.build_tools import OPS
     from lightning_lockstep.deepspeed.importing import import_deepspeed
     from lightning_lockstep.errors import LockstepError
@@ -137,14 +133,15 @@ def deepspeed_import() -> dict[str, Any]:
     except LockstepError as error:
         sys.exit(f"{error}")
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.git_version_info import installed_ops  # those that were built ahead of time
 
-    builders = {name: make_op_builder(builder) for name, builder in OPS.items()}
+    builders = {name: get_accelerator().create_op_builder(builder) for name, builder in OPS.items()}
     # Where an accelerator lacks an operation, that of the CPU gives a builder of nothing.
-    known = [name for name, builder in builders.items() if builder is not None and op_name(builder) == name]
+    known = [name for name, builder in builders.items() if builder is not None and builder.name == name]
     return {
         "accelerator": get_accelerator().device_name(),
         "operations": known,
-        "built": [name for name in known if is_installed(name)],
+        "built": [name for name in known if installed_ops.get(name)],
         "buildable": [name for name in known if _can_be_built(builders[name])],
     }
 

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+#: Whether this CPU computes in float16, as DeepSpeed asks; private in torch.
+HAS_FLOAT16 = bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
 #: Facts of https://www.deepspeed.ai/docs/config-json and of the tutorials beside it.
 OF_DEEPSPEED: dict[str, dict[str, Any]] = {
     "getting-started": {

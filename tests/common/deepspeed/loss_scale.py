@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lightning_lockstep._doors.deepspeed_engines import adapter_of
+from lightning_lockstep.deepspeed.engine_adapters import adapter_of
 from lightning_lockstep.deepspeed.importing import import_deepspeed
 from lightning_lockstep.deepspeed.precision import LossScaleHistory
 
@@ -70,7 +70,6 @@ def train(
         "changed": changed,
         "skipped_steps": engine.skipped_steps,
         "verdict": history.verdict(),
-        "counts": (history.steps, history.skips, history.skips_in_a_row),
     }
 
 

@@ -164,16 +164,8 @@ def true_masters(engine: Any) -> dict[Tensor, Tensor]:
     if trained[0].dtype == torch.float32:
         return {}
     if hasattr(engine.optimizer, "fp32_groups"):
-        return unsplit_masters(engine.optimizer)
+        return {}  # stage 0, which saves its copies without names
     return {parameter: safe_get_full_fp32_param(parameter).detach().clone() for parameter in trained}
-
-
-def unsplit_masters(optimizer: Any) -> dict[Tensor, Tensor]:
-    """The float32 copies of stage 0."""
-    pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
-    return {
-        p: copy.detach().clone() for group, copies in pairs for p, copy in zip(group, copies, strict=True)
-    }
 
 
 def truth(folder: Path, dtype: str = "float32") -> dict[str, Tensor]:

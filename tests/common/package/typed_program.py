@@ -29,7 +29,6 @@ from lightning_lockstep import (
     LockstepError,
     LockstepFSDPStrategy,
     LockstepMPIStrategy,
-    LockstepTuner,
     LockstepXLASPMDStrategy,
     LockstepXLAStrategy,
     MetricMissingError,
@@ -103,7 +102,7 @@ def train(module: LightningModule) -> int | None:
     decision = check_breakpoint(reset=True)
     if decision is not None:
         assert_type(decision.reason, str)
-    return LockstepTuner(trainer).scale_batch_size(module, mode="power")
+    return AutoBatchSize().optimal_batch_size
 
 
 # -- Functions: a decorated function keeps its arguments, what goes in comes out as the same type --
@@ -132,7 +131,6 @@ def functions(layer: nn.Linear, outputs: dict[str, Tensor]) -> None:
         assert_type(rank, int)
     log = get_logger(__name__, "INFO")
     log.info("a line of %s", "every rank", main_process_only=False)
-    log.warning_once("said once")
     communicator = current_communicator()
     assert_type(communicator.rank, int)
     assert_type(communicator.gather("a name"), list[str])

@@ -65,7 +65,8 @@ def test_weights_are_those_of_the_optimizer_or_as_saved(name: str, two: Path, tm
     check_consolidated(folder, tmp_path / "whole.ckpt")
     # Otherwise the comparison would not show which were taken.
     half = truth(folder, "as_saved")["hidden.weight"]
-    assert half.dtype == torch.float32 or not torch.equal(half.float(), truth(folder)["hidden.weight"])
+    of_optimizer = name in ("stage_2_bf16", "stage_3_bf16")
+    assert torch.equal(half.float(), truth(folder)["hidden.weight"]) is not of_optimizer
 
 
 def test_model_loads_it_where_deepspeed_cannot_be_imported(two: Path, tmp_path: Path) -> None:
@@ -110,7 +111,7 @@ def test_entries_of_lightning_come_through(two: Path, tmp_path: Path) -> None:
 def test_weights_that_do_not_fit_into_memory_go_through_files(
     two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(consolidation, "memory_budget", lambda: 100)
+    monkeypatch.setattr(consolidation, "memory_left", lambda: 200)
     output = consolidate(two / "stage_3_bf16.ckpt", tmp_path / "whole.ckpt")
     assert list(tmp_path.iterdir()) == [output]
     found = torch.load(output, weights_only=True)["state_dict"]
@@ -226,7 +227,7 @@ def test_missing_file_is_named(two: Path, tmp_path: Path, name: str, lacking: st
         consolidated(folder)
     for file in (folder / "checkpoint").glob("*optim*"):
         file.unlink()
-    with pytest.raises(ConfigurationError, match=r"0 of 2 ranks' files are there; missing: .*bf16_zero_pp_"):
+    with pytest.raises(ConfigurationError, match=r"0 of 2 ranks' files are there; missing: .*zero_pp_"):
         consolidated(folder)
 
 
@@ -445,7 +446,7 @@ def test_command_replaces_a_file_only_if_told(
 ) -> None:
     output = tmp_path / "whole.ckpt"
     output.write_text("older")
-    arguments = [str(two / "stage_3_bf16.ckpt"), str(output), "--dtype", "as_saved", "--tag", "checkpoint"]
+    arguments = [str(two / "stage_3_bf16.ckpt"), str(output), "--dtype", "as_saved"]
     assert main(arguments) == 2
     assert capsys.readouterr().err == (
         f"lockstep-consolidate: {output}: exists. Add --force to replace it, or name another file.\n"

@@ -170,15 +170,16 @@ def test_a_rank_that_was_killed_is_not_said_to_be_out_of_memory(tmp_path: Path) 
     assert "sacct -j JOB" in killed.fix[0]
 
 
-def test_a_long_report_is_read_whole_and_one_cut_short_is_named(tmp_path: Path) -> None:
-    report = {
-        "error": "CollectiveTimeoutError",
-        "text": "rank 1 never came to collective 7\n" + "x" * 1_100_000,
-    }
-    (tmp_path / "guard-report.json").write_text(json.dumps(report))
+def test_a_collective_that_did_not_complete_is_quoted_and_a_record_cut_short_is_named(tmp_path: Path) -> None:
+    text = "rank 1 never came to collective 7"
+    record = {"rank": 0, "world_size": 2, "host": "h", "summary": f"CollectiveStallError: {text}"}
+    record["traceback"] = (
+        f"lightning_lockstep.errors.CollectiveStallError: {text}\nStack of rank 0:\n" + "x" * 1_100_000
+    )
+    (tmp_path / "failure.json").write_text(json.dumps(record))
     [guard] = [finding for finding in findings(tmp_path) if finding.status is Status.PROBLEM]
-    assert guard.subject == "collective guard" and "rank 1 never came to collective 7" in guard.evidence
-    (tmp_path / "guard-report.json").unlink()
+    assert guard.subject == "collective guard" and guard.evidence.endswith(f"CollectiveStallError: {text}")
+    assert guard.fix == ("lockstep-doctor network  # is it the network?",)
     (tmp_path / "failure.json").write_text('{"rank": 1, "summary": "RuntimeErr')
     [cut] = [finding for finding in findings(tmp_path) if finding.status is Status.PROBLEM]
     assert cut.subject == "records" and "failure.json cannot be read" in cut.evidence
@@ -189,7 +190,6 @@ def test_reports_of_an_earlier_attempt_do_not_count_for_a_run_that_finished(tmp_
     (tmp_path / ".hydra").mkdir()
     (tmp_path / "overflow").mkdir()
     written = {
-        "guard-report.json": {"error": "CollectiveTimeoutError", "text": "rank 1 never came to collective 7"},
         "overflow/batch-1.json": {"ranks": [{"rank": 0, "producer": {"module": "block.1"}}]},
         "failure.json": {"rank": 1, "summary": "RuntimeError"},
         ".hydra/overrides.yaml": [],
@@ -199,10 +199,7 @@ def test_reports_of_an_earlier_attempt_do_not_count_for_a_run_that_finished(tmp_
         (tmp_path / name).write_text(json.dumps(content))
         os.utime(tmp_path / name, (number, number))
     found = findings(tmp_path)
-    assert {(finding.status, finding.subject) for finding in found} == {
-        (Status.OK, "run"),
-        (Status.NOT_APPLICABLE, "collective guard"),
-    }
+    assert {(finding.status, finding.subject) for finding in found} == {(Status.OK, "run")}
     os.utime(tmp_path / "failure.json")  # and that of a later one does
     assert (Status.PROBLEM, "failure") in {(f.status, f.subject) for f in findings(tmp_path)}
 
@@ -253,7 +250,6 @@ def test_damaged_files_are_read_without_an_error(content: str, tmp_path: Path) -
     for name in (
         "failure.json",
         "summary.json",
-        "guard-report.json",
         "batch_size.json",
         "overflow/batch-1.json",
     ):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -38,9 +37,6 @@ def test_ranks_that_gather_different_shapes_get_one_report(tmp_path: Path) -> No
     assert "Ranks 0-1 are at epoch 0, step 3, batch 3, stage train." in outcome.stderr
     assert 'With guard="verify" (or LOCKSTEP_DEBUG=1) the ranks compare' in outcome.stderr
     check_kept(outcome, tmp_path, "CollectiveMismatchError: ranks disagree on collective #")
-    report = json.loads((tmp_path / "guard-report.json").read_text())
-    assert report["error"] == "CollectiveMismatchError"
-    assert report["text"] in outcome.stderr and [rank["rank"] for rank in report["ranks"]] == [0, 1]
 
 
 def test_a_rank_that_leaves_a_layer_out_under_fsdp_gathers_one_part_less(tmp_path: Path) -> None:
@@ -48,12 +44,10 @@ def test_a_rank_that_leaves_a_layer_out_under_fsdp_gathers_one_part_less(tmp_pat
     check_different(tmp_path, "unused", "fsdp", expected)
 
 
-def test_a_rank_that_never_comes_is_named_with_its_place_and_the_history_on_request(tmp_path: Path) -> None:
-    outcome = run(tmp_path, "sleep", "popen", "guard_history=3")
+def test_a_rank_that_never_comes_is_named_with_its_place(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "sleep", "popen")
     check_stall(outcome, r"guard_script.py:\d+ in keep_waiting")
     check_kept(outcome, tmp_path, "CollectiveStallError: rank 1 never came to collective #")
-    assert "The last 3 collectives of each rank" in outcome.stderr
-    assert len(re.findall(r"^ +[01] +#\d+ +world +[a-z_]+ ", outcome.stderr, re.MULTILINE)) == 6
 
 
 def test_a_stopped_process_is_named(tmp_path: Path) -> None:
@@ -75,7 +69,7 @@ def test_a_rank_that_works_is_a_remark_and_no_error(tmp_path: Path) -> None:
         (tmp_path / "go").touch()
         outcome = ended(script.finish(LIMIT))
     assert outcome.returncode == 0, outcome.output
-    assert not (tmp_path / "guard-report.json").exists()
+    assert not (tmp_path / "failure.json").exists()
 
 
 def test_the_report_goes_to_the_run_folder_of_hydra_where_that_is_the_current_one(

@@ -9,10 +9,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_lockstep import AutoBatchSize, BatchSizeError, LockstepTuner, find_executable_batch_size
+from lightning_lockstep import AutoBatchSize, BatchSizeError, find_executable_batch_size
 from lightning_lockstep.distributed import current_communicator
 from tests.common.batch_size.models import FULL, Mid, PassedIn, Walled, largest, trainer
 from tests.common.batch_size.same_run import strategy_for
@@ -239,21 +240,10 @@ class WithRate(Walled):
     lr = 0.1
 
 
-def tunes(ranks: int, folder: str) -> dict[str, Any]:
-    rates = LockstepTuner(on(ranks, folder)).lr_find(WithRate(), num_training=5, update_attr=False)
-    assert len(rates.results["lr"]) >= 4, "Lightning's search of a learning rate ends its run in the same way"
-    module, run = Walled(100, on_rank=ranks - 1), on(ranks, folder)
-    before = list(run.callbacks)
-    size = LockstepTuner(run).scale_batch_size(module, mode="power", steps_per_trial=1)
-    # Those that a strategy of ours adds to any run stay.
-    steps, callbacks_kept = run.global_step, run.callbacks[: len(before)] == before
-    run.fit(module)
-    tested = LockstepTuner(run).scale_batch_size(module, method="test", mode="binsearch", margin=0.0)
-    assert all(part.training for part in module.modules()), "a fit after it would train in eval mode"
-    return {
-        "run": (size, steps, callbacks_kept, module.sizes[:2], run.global_step),
-        "tested": (tested, module.batch_size),
-    }
+def finds_a_rate(ranks: int, folder: str) -> int:
+    """Lightning's search of a learning rate ends its run with an exception that is no failure."""
+    rates = Tuner(on(ranks, folder)).lr_find(WithRate(), num_training=5, update_attr=False)
+    return len(rates.results["lr"])
 
 
 def decorated(ranks: int) -> tuple[list[int], str, str]:
@@ -284,7 +274,7 @@ def cases(ranks: int, folder: str) -> dict[str, Any]:
         **(gathers(folder) if ranks == 2 else {}),
         **attributes(ranks, folder),
         "milestones": milestones(ranks, folder),
-        "tuner": tunes(ranks, folder),
+        "rates": finds_a_rate(ranks, folder),
         "decorator": decorated(ranks),
     }
 
@@ -338,11 +328,8 @@ def test_a_subclass_searches_again_at_epochs_of_its_own(found: list[dict[str, An
         assert sorted(rows) == list(range(256)), "each sample once an epoch"
 
 
-def test_the_tuner_scales_and_the_run_goes_on_with_the_size(found: list[dict[str, Any]]) -> None:
-    for told in [each["tuner"] for each in found]:
-        assert told["run"] == (64, 0, True, [64, 64], 2)
-        tested, now = told["tested"]
-        assert 98 <= tested <= 100 and now == tested == found[0]["tuner"]["tested"][0]
+def test_lightnings_search_of_a_learning_rate_is_no_failure(found: list[dict[str, Any]]) -> None:
+    assert all(told["rates"] >= 4 for told in found)
 
 
 def test_the_decorator_tries_the_same_sizes_on_every_rank(found: list[dict[str, Any]]) -> None:

@@ -1,6 +1,6 @@
 """AutoBatchSize under real DeepSpeed on two CPU ranks: the size, its memory, and a run that is as without a search.
 
-Other stages and options are in ``tests/variants``.
+Other stages and options, and real limits of memory, are in ``tests/variants``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from lightning_lockstep.errors import BatchSizeError
 from tests.common.deepspeed.batch_size import (
     RUNS,
     Walled,
-    check_limits,
     check_runs,
     engine,
     other_loops,
-    real_limits,
     trainer,
     with_and_without,
 )
@@ -69,7 +67,3 @@ def test_a_search_is_exact_keeps_the_global_batch_or_is_refused(tmp_path: Path) 
         assert "sets the accumulation, and gradient_accumulation_steps=2 in the config" in accumulated
         assert "on_oom='split'" in split and "on_oom='skip'" in skip and "on_oom='raise'" in skip
         assert "flops_profiler" in profiler
-
-
-def test_a_real_limit_is_found_and_kept_to_by_the_steps_that_follow(tmp_path: Path) -> None:
-    check_limits(run_ranks(2, real_limits, str(tmp_path), (1,), 110, backend=None, timeout=120))

@@ -30,7 +30,10 @@ def catch(crash: FailurePropagation, error: Exception) -> None:
 
 
 def hold_reports(put: Callable[[Any], None], held: list[Any], post: Any) -> None:
-    (held.append if isinstance(post, Post) and post.topic == "failure/report" else put)(post)
+    if isinstance(post, Post) and post.topic == "failure/report":
+        held.append(post)
+        post = Post("has reported", None, 0, None)
+    put(post)
 
 
 def raise_and_go_on() -> list[str]:
@@ -38,13 +41,17 @@ def raise_and_go_on() -> list[str]:
     crash, ended = propagation(GRACE), []
     channel = crash.channel
     put, held = channel._put, list[Any]()
-    arrived = threading.Event()
+    reported, arrived = threading.Event(), threading.Event()
+    channel.on("has reported", lambda message: reported.set())
     channel.on("after the report", lambda message: arrived.set())
     for error in (ValueError("no"), ConfigurationError("no")):
         crash.begin_fit()
         dist.barrier()
         if channel.rank == 1:
             channel._put = partial(hold_reports, put, held)  # type: ignore[method-assign]
+        else:
+            assert reported.wait(20)  # else rank 1 may hear of this rank's error first, and report none
+            reported.clear()
         catch(crash, error)
         crash.begin_fit()
         dist.barrier()

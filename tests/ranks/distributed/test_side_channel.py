@@ -108,7 +108,7 @@ def faulty_handler() -> list[str]:
 def open_with(**options: Any) -> ZeroMQSideChannel:
     """A channel beside that of the communicator, with other limits."""
     communicator = current_communicator()
-    keys, given = channel_keys("of this test"), {"host": "127.0.0.1", "heartbeat_interval": 0.2, **options}
+    keys, given = channel_keys("of this test"), {"host": "127.0.0.1", **options}
     address = None
     if communicator.is_main:
         channel = ZeroMQSideChannel(0, communicator.world_size, keys=keys, **given)
@@ -150,25 +150,20 @@ def strangers_and_large_messages() -> tuple[list[str], list[int]]:
     return got, sizes
 
 
-def stopped_for_a_while(frozen: int) -> list[Any]:
+def stopped_for_a_while(frozen: int) -> list[int]:
     """One rank is stopped; another process lets it go on. What the others notice, none of it that it was lost."""
     communicator = current_communicator()
-    channel = open_with(heartbeat_timeout=0.6, silence_limit=10.0)
-    noticed: list[Any] = []
+    channel = open_with(silence_limit=10.0)
+    noticed: list[int] = []
     heard = threading.Event()
-    channel.watch_peers(
-        on_silent=lambda *given: noticed.append(given), on_lost=lambda *given: noticed.append(given)
-    )
+    channel.watch_peers(noticed.append)
     channel.on("awake", lambda message: heard.set())
     communicator.barrier()
     if communicator.rank == frozen:
         goes_on = subprocess.Popen(["sh", "-c", f"sleep 1.2; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
         goes_on.wait()
-        for _ in range(3):  # what it posts before it has seen that its connection has ended may be lost
-            channel.post("awake")
-            channel.flush()
-            time.sleep(0.3)
+        channel.post("awake")
     else:
         assert heard.wait(20)
     communicator.barrier()  # a channel that is closed without waiting may leave before its goodbye
@@ -176,13 +171,11 @@ def stopped_for_a_while(frozen: int) -> list[Any]:
     return noticed
 
 
-def holds_the_gil() -> list[Any]:
+def holds_the_gil() -> list[int]:
     communicator = current_communicator()
-    channel = open_with(heartbeat_timeout=0.6, silence_limit=1.0)
-    noticed: list[Any] = []
-    channel.watch_peers(
-        on_silent=lambda *given: noticed.append(given), on_lost=lambda *given: noticed.append(given)
-    )
+    channel = open_with(silence_limit=0.6)
+    noticed: list[int] = []
+    channel.watch_peers(noticed.append)
     communicator.barrier()
     if communicator.rank == 1:
         ctypes.PyDLL(None).usleep(2_000_000)  # with the GIL held
@@ -191,15 +184,15 @@ def holds_the_gil() -> list[Any]:
     return noticed
 
 
-def rank_0_leaves_first() -> tuple[list[str], list[str]]:
+def rank_0_leaves_first() -> tuple[list[int], list[str]]:
     """Rank 0 closes its channel, though it hosts the store; nothing is lost, and no thread is left."""
-    channel, reasons = watched_channel()
+    channel, lost = watched_channel()
     if channel.rank != 0:
         assert wait_until(lambda: channel.has_closed(0))
     # As at the exit of Python 3.12 and later, which start no thread any more.
     with patch.object(threading.Thread, "start", side_effect=RuntimeError("interpreter shutdown")):
         shut_down(1.0)
-    return reasons, [thread.name for thread in threading.enumerate() if thread.name.startswith("lockstep")]
+    return lost, [thread.name for thread in threading.enumerate() if thread.name.startswith("lockstep")]
 
 
 def cases() -> dict[str, Any]:
@@ -251,46 +244,42 @@ def test_a_rank_that_is_stopped_for_a_while_or_holds_the_gil_is_not_lost() -> No
     assert run_ranks(3, silent_for_a_while, timeout=90) == [{"stopped": [[], []], "gil": []}] * 3
 
 
-def watched_channel() -> tuple[SideChannel, list[str]]:
-    """The channel, and why it was lost: filled when it is; no rank goes on before all watch theirs."""
+def watched_channel() -> tuple[SideChannel, list[int]]:
+    """The channel, and who is lost; no rank goes on before all watch theirs."""
     communicator = current_communicator()
     channel = communicator.side_channel
-    reasons: list[str] = []
-    channel.watch_peers(on_lost=lambda rank, reason: reasons.append(f"{rank}: {reason}"))
+    lost: list[int] = []
+    channel.watch_peers(lost.append)
     known = range(channel.world_size) if channel.rank == 0 else (0,)
     assert wait_until(lambda: all(channel.process_of(r)[1] for r in known if r != channel.rank))
     communicator.barrier()
-    return channel, reasons
+    return channel, lost
 
 
-def lose_rank_zero() -> list[str]:
-    channel, reasons = watched_channel()
+def lose_rank_zero() -> list[int]:
+    channel, lost = watched_channel()
     if channel.rank == 0:
         os._exit(7)
-    assert wait_until(lambda: bool(reasons))
+    assert wait_until(lambda: bool(lost))
     assert channel.claim("key", "mine") == "mine", "without rank 0 everybody's own word stands"
     assert not channel.usable and channel.lost
     shut_down(0.0)
-    return reasons
+    return lost
 
 
-def test_the_end_of_rank_zero_is_noticed_at_once() -> None:
+def test_the_end_of_rank_zero_is_noticed() -> None:
     outcomes = run_ranks_raw(3, lose_rank_zero)
     assert outcomes[0].returncode == 7
     for outcome in outcomes[1:]:
         assert outcome.ok, outcome.traceback
-        (reason,) = outcome.value
-        assert reason.startswith("0: nothing listens at 127.0.0.1"), reason
+        assert outcome.value == [0]
 
 
-def stopped_for_good(frozen: int, folder: Path) -> list[Any]:
+def stopped_for_good(frozen: int, folder: Path) -> list[int]:
     communicator = current_communicator()
-    channel = open_with(heartbeat_timeout=0.6, silence_limit=1.0)
-    noticed: list[Any] = []
-    channel.watch_peers(
-        on_silent=lambda rank, seconds, reason: noticed.append([rank, seconds > 1.0, reason]),
-        on_lost=lambda rank, reason: noticed.append([rank, "lost", reason]),
-    )
+    channel = open_with(silence_limit=1.0)
+    noticed: list[int] = []
+    channel.watch_peers(noticed.append)
     pids, watchers = communicator.gather(os.getpid()), watchers_of(frozen)
     communicator.barrier()
     if communicator.rank == frozen:
@@ -315,5 +304,4 @@ def watchers_of(rank: int) -> set[int]:
 def test_a_rank_that_is_stopped_for_good_is_named(frozen: int, tmp_path: Path) -> None:
     outcomes = run_ranks_raw(3, stopped_for_good, frozen, tmp_path)
     for watcher in watchers_of(frozen):
-        (noticed,) = outcomes[watcher].value
-        assert noticed[:2] == [frozen, True] and "it was stopped" in noticed[2]
+        assert outcomes[watcher].value == [frozen]

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import logging
-import logging.config
 import os
 import signal
 import time
-import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from lightning_lockstep import CollectiveStallError, RankFailedError, get_logger, in_rank_order
 from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.logs.logger import sender_on
 from tests.helpers import run_ranks, run_ranks_raw
 
 
@@ -35,9 +30,6 @@ class Kept(logging.Handler):
 
 def prepared(name: str, timeout: float = 60.0):
     """A logger of this rank, what its handlers print here, and a way to wait for lines."""
-    from lightning_lockstep.distributed import current_communicator
-    from lightning_lockstep.logs.sender import sender_on
-
     kept = Kept()
     logger = logging.getLogger(name)
     logger.addHandler(kept)
@@ -55,12 +47,6 @@ def until(kept: Kept, count: int, limit: float = 20.0) -> list[str]:
     return kept.lines
 
 
-def until_last(kept: Kept, limit: float = 20.0) -> None:
-    deadline = time.monotonic() + limit
-    while not any(line.endswith("last") for line in kept.lines) and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-
 def cases() -> dict[str, Any]:
     return {
         "late channel": late_channel(),  # the first: it opens the channel
@@ -68,56 +54,13 @@ def cases() -> dict[str, Any]:
         "odd": odd_calls(),
         "sections": rank_ordered_sections(),
         "broken handler": broken_handler(),
-        "warnings": library_warnings(),  # the last: it changes the loggers that there are
+        "skipped": one_call_is_skipped(),
     }
 
 
 @pytest.fixture(scope="module")
 def seen() -> list[dict[str, Any]]:
     return run_ranks(3, cases, timeout=90)
-
-
-def library_warnings() -> list[str]:
-    """What this rank shows of warnings that both ranks and rank 1 alone give, from libraries and the user's file."""
-    from lightning_lockstep.logs import logger
-
-    logging.config.dictConfig(
-        {"version": 1, "root": {"level": "ERROR"}}
-    )  # disables the loggers that there are
-    printed: list[str] = []
-    stream = io.StringIO()
-
-    def show(message: Warning | str, *_: object) -> None:
-        printed.append(str(message))
-
-    show.__module__ = "warnings"  # as outside of pytest, which collects warnings itself
-    with warnings.catch_warnings(), contextlib.redirect_stderr(stream):
-        warnings.simplefilter("always")
-        warnings.showwarning = show
-        logger.fold_library_warnings()
-        logger.fold_library_warnings()
-        current_communicator()
-        for file in (torch.optim.__file__, "/home/me/train.py", os.__file__):
-            warnings.warn_explicit(f"both in {Path(file).name}", UserWarning, file, 3)
-            if dist.get_rank() == 1:
-                warnings.warn_explicit(f"rank 1 in {Path(file).name}", UserWarning, file, 3)
-        if dist.get_rank() == 1:
-            warnings.warn_explicit("the last one", UserWarning, torch.optim.__file__, 3)
-        end = time.monotonic() + 20
-        while dist.get_rank() == 0 and "the last one" not in stream.getvalue() and time.monotonic() < end:
-            time.sleep(0.01)  # what was given before it comes before it
-        dist.barrier()
-    return printed + stream.getvalue().splitlines()
-
-
-def test_warnings_of_libraries_are_shown_once_and_none_is_lost(seen: list[dict[str, Any]]) -> None:
-    zero, one = (of_rank["warnings"] for of_rank in seen[:2])
-    # Rank 0 shows its own and what rank 1 alone has said of a library; the user's stay where they are given.
-    assert zero[:3] == ["both in __init__.py", "both in train.py", "both in os.py"]
-    alone, last = zero[3:]
-    assert "the last one" in last
-    assert alone.startswith("[rank 1] ") and alone.endswith("UserWarning: rank 1 in __init__.py")
-    assert one == [f"{who} in {file}" for file in ("train.py", "os.py") for who in ("both", "rank 1")]
 
 
 def ordinary_calls() -> dict[str, list]:
@@ -131,11 +74,8 @@ def ordinary_calls() -> dict[str, list]:
     numbers = [1]
     log.info("now %s", numbers, in_order=True)
     numbers.append(2)  # too late for the line above
-    log.warning_once("careful", main_process_only=False)
-    log.warning_once("careful", main_process_only=False)
-    log.warning_once("last", main_process_only=False)
     if rank == 0:
-        until_last(kept)  # a second warning would have come by then
+        until(kept, 7)
     dist.barrier()
     return {"lines": kept.lines, "places": kept.places}
 
@@ -149,8 +89,6 @@ def test_who_prints_what(seen):
             "[ranks 0-2] same words",
             "[ranks 0-2] now [1]",
             *[f"[rank {r}] mine is {r}" for r in range(3)],
-            "[ranks 0-2] careful",
-            "[ranks 0-2] last",
         ]
     )
     mine = [line for line in lines if "mine" in line]
@@ -159,31 +97,49 @@ def test_who_prints_what(seen):
     assert [v["lines"] for v in values[1:]] == [[f"[rank {r}] all"] for r in (1, 2)]
 
 
+def one_call_is_skipped() -> list[str]:
+    rank = dist.get_rank()
+    log, kept = prepared("skipped", timeout=1.0)
+    for count in range(4):
+        if rank != 1 or count:
+            log.info("call %d", count, in_order=True)
+        if rank == 0:
+            until(kept, count + 2)  # with the note of the first call
+        dist.barrier()
+    return kept.lines
+
+
+def test_a_skipped_call_shifts_no_later_line(seen):
+    first, note, *others = seen[0]["skipped"]
+    assert first == "[ranks 0,2] call 0" and note.startswith("rank 1 did not log this line within")
+    assert others == [f"[ranks 0-2] call {count}" for count in (1, 2, 3)]
+
+
 def odd_calls() -> list[str]:
     rank = dist.get_rank()
     log, kept = prepared("odd", timeout=1.0)
     if rank == 1:
         logging.getLogger("odd").setLevel(logging.WARNING)
     log.info("rank 1 has another level", in_order=True)
-    if rank != 1:
-        log.warning("rank 1 is silent", in_order=True)
-    for count in range(2 if rank == 2 else 1):
-        log.warning("rank 2 says it twice, %d", count, in_order=True)
+    for count in range(2):
+        if rank == 2 or count == 0:
+            log.warning("rank 2 says it twice, %d", count, in_order=True)
+        current_communicator().side_channel.flush()
+        dist.barrier()
     if rank == 0:
-        until(kept, 6)
+        until(kept, 5)
     dist.barrier()
     return kept.lines
 
 
-def test_ranks_with_other_levels_silent_ranks_and_double_calls(seen):
-    lines = seen[0]["odd"]
-    assert "[ranks 0,2] rank 1 has another level" in lines
-    assert "[ranks 0,2] rank 1 is silent" in lines
-    assert "[ranks 0-2] rank 2 says it twice, 0" in lines
-    assert "[rank 2] rank 2 says it twice, 1" in lines
-    missing = sorted(line.split(" did not log")[0] for line in lines if "did not log this line" in line)
-    assert missing == ["rank 1", "ranks 0-1"]
-    assert len(lines) == 6
+def test_a_rank_with_another_level_and_one_that_calls_twice(seen):
+    assert sorted(line.split(" within")[0] for line in seen[0]["odd"]) == [
+        "[rank 2] rank 2 says it twice, 1",
+        "[ranks 0,2] rank 1 has another level",
+        "[ranks 0-2] rank 2 says it twice, 0",
+        "rank 1 did not log this line",
+        "ranks 0-1 did not log this line",
+    ]
 
 
 def one_dies() -> list[str]:
@@ -193,8 +149,6 @@ def one_dies() -> list[str]:
     dist.barrier()
     if rank == 2:
         log.info("last line", in_order=True)
-        from lightning_lockstep.distributed import current_communicator
-
         current_communicator().side_channel.flush()
         os.kill(os.getpid(), signal.SIGKILL)
     log.info("still here", in_order=True)
@@ -235,7 +189,6 @@ def rank_0_goes_first() -> list[str]:
     dist.barrier()
     if dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    from lightning_lockstep.distributed import current_communicator
     from lightning_lockstep.distributed.failure.process_exit import run_flushers
 
     log.info("after the failure", in_order=True)
@@ -309,7 +262,7 @@ def test_in_rank_order(seen):
     assert [("body" in v) for v in values] == [True, True, False], "ranks after the failure skip the body"
     assert all(v["after"] for v in values), "and the next block works again"
     for value in values[:2]:
-        assert "rank 2 never entered it" in value["stall"]
+        assert "for rank 2: never entered the block, or still in it" in value["stall"]
 
 
 def broken_handler() -> list[str]:
@@ -327,9 +280,6 @@ def broken_handler() -> list[str]:
     log.info("second", in_order=True)
     if dist.get_rank() == 0:
         until(kept, 2)
-        from lightning_lockstep.distributed import current_communicator
-        from lightning_lockstep.logs.sender import sender_on
-
         sender_on(current_communicator().side_channel).collector.configure(timeout=0.3, merging=True)
         for lines in (4, 6):
             log.info("alone", in_order=True)

@@ -1,9 +1,7 @@
-"""Values are read from XLA devices where they are logged only, and compilations are announced."""
+"""Values are read from XLA devices where they are logged only."""
 
 from __future__ import annotations
 
-import threading
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +9,8 @@ import pytest
 import torch
 
 from lightning_lockstep.xla import steps as lazy_run
-from lightning_lockstep.xla.steps import CompilationAnnouncer, CompilationWatch, where_in_run
 from tests.sites.xla.counters import compilations
-from tests.sites.xla.digits import Classifier, fitted, loaders, spmd, trainer
+from tests.sites.xla.digits import Classifier, fitted, spmd
 
 
 class Shows(Classifier):
@@ -63,7 +60,7 @@ def test_values_of_the_progress_bar_are_read_where_they_are_logged(
     assert "shown" not in net.shown[6] and net.shown[8]["shown"] == pytest.approx(net.losses[7])
     assert net.shown[13]["shown"] == net.shown[12]["shown"], "in between it stays"
     assert vars(net.trainer.fit_loop.epoch_loop._results).get("metrics") is None
-    monkeypatch.setattr(lazy_run, "read_progress_values_when", lambda *_: lambda: None)
+    monkeypatch.setattr(lazy_run, "_reading", lambda results, _: results.metrics)
     each, before = reads_in_training(tmp_path, log_every_n_steps=8)
     assert min(each.values()) >= 1, "as Lightning does it, at every step"
     assert sum(each.values()) > 2 * sum(found.values())
@@ -101,108 +98,22 @@ def test_a_new_epoch_does_not_compile_the_step_anew(tmp_path: Path, monkeypatch:
         "reset": None,
     }
     # As Lightning does it, once; with a graph of its own, since torch-xla keeps those of before.
-    monkeypatch.setattr(lazy_run, "keep_counts_of_step_values", lambda trainer: lambda: None)
+    monkeypatch.setattr(lazy_run, "_resetting", lambda results: results.reset)
     before = CountsCompilations(137)
     fitted(tmp_path, spmd(), module=before, **options)
     assert before.compiled[4] == 1 and sum(before.compiled[2:]) == 1, before.compiled
 
 
-def test_a_run_leaves_no_thread_also_after_an_error(tmp_path: Path) -> None:
+def test_an_error_leaves_no_patch_and_the_fit_says_what_takes_long(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Fails(Shows):
         def on_train_batch_end(self, *args: Any) -> None:
-            assert "lockstep-compilations" in [thread.name for thread in threading.enumerate()]
+            assert {"metrics", "reset"} <= {*vars(self.trainer.fit_loop.epoch_loop._results)}
             raise RuntimeError("of the user")
 
+    net = Fails()
     with pytest.raises(RuntimeError, match="of the user"):
-        fitted(tmp_path, spmd(), module=Fails())
-    assert "lockstep-compilations" not in [thread.name for thread in threading.enumerate()]
-
-
-def test_real_compilations_are_announced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    at_once = partial(CompilationAnnouncer, after=0.0, interval=0.01)
-    monkeypatch.setattr(lazy_run, "CompilationAnnouncer", at_once)
-    fitted(tmp_path, spmd(), module=Shows(151), max_steps=1)
-    said = capsys.readouterr().err
-    begun = "torch-xla is compiling training step 1 of the first 2 of this fit, which always compile."
-    assert said.count(begun) == 1
-    assert "lightning-lockstep: compiled in " in said.partition(begun)[2]
-
-
-def test_what_is_said_of_a_compilation() -> None:
-    watch, where = CompilationWatch(after=1.0), lambda: "training step 1"
-    times = [
-        (0, 0, 0.0),
-        (1, 0, 1.0),
-        (1, 0, 1.9),
-        (1, 0, 2.1),
-        (1, 0, 3.0),
-        (1, 0, 62.2),
-        (1, 1, 70.0),
-        (1, 1, 71.0),
-    ]
-    assert [watch.look(*counts, where) for counts in times] == [
-        None,
-        None,
-        None,
-        "torch-xla is compiling training step 1",
-        None,
-        "torch-xla is still compiling, for 61 s now",
-        "compiled in 69 s",
-        None,
-    ]
-    # One that is done at the next look, or soon after, is not worth a line; nor what was begun before the first look.
-    watch = CompilationWatch(after=1.0)
-    assert [
-        watch.look(*counts, where) for counts in [(5, 4, 0.0), (6, 6, 1.0), (7, 6, 2.0), (7, 7, 2.5)]
-    ] == [None] * 4
-    # A long one may begin, and short ones end, between two looks.
-    watch = CompilationWatch(after=1.0)
-    counts_at = [(0, 0, 0.0), (3, 2, 0.2), (3, 2, 1.3), (4, 3, 9.2), (4, 3, 10.3), (4, 4, 12.0)]
-    said = [watch.look(*counts, where) for counts in counts_at]
-    compiling = "torch-xla is compiling training step 1"
-    assert said == [None, None, compiling, "compiled in 9 s", compiling, "compiled in 3 s"]
-
-
-@pytest.mark.filterwarnings("ignore:The dirpath has changed")
-def test_the_first_steps_are_those_of_the_fit_also_when_it_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = []
-
-    class Says(CompilationAnnouncer):
-        def __init__(self, made: Any, steps_made: Any) -> None:
-            super().__init__(made, steps_made, interval=0.01)
-            self.where = lambda: where_in_run(made, steps_made())
-            announcers.append(self)
-
-    class Notes(Shows):
-        def training_step(self, *args: Any) -> torch.Tensor:
-            found.append(announcers[-1].where())
-            return super().training_step(*args)
-
-    announcers: list[Says] = []
-    monkeypatch.setattr(lazy_run, "CompilationAnnouncer", Says)
-    first, _ = fitted(tmp_path, spmd(), module=Notes(), max_epochs=1, enable_checkpointing=True)
-    path = first.checkpoint_callback.best_model_path  # type: ignore[union-attr]
-    found.clear()
-    again = trainer(tmp_path / "resumed", spmd(), max_epochs=2, enable_checkpointing=True)
-    again.fit(Notes(), *loaders(), ckpt_path=path)
-    assert found[:3] == [
-        "training step 1 of the first 2 of this fit, which always compile",
-        "training step 2 of the first 2 of this fit, which always compile",
-        "training step 8; the callback RecompileMonitor shows why",
-    ]
-
-
-def test_evaluation_is_named_too(tmp_path: Path) -> None:
-    found = []
-
-    class Notes(Shows):
-        def test_step(self, *args: Any) -> None:
-            found.append(where_in_run(self.trainer, 0))
-
-    made = trainer(tmp_path, spmd())
-    made.test(Notes(), loaders()[1], verbose=False)
-    assert set(found) == {"a batch of test"}
+        fitted(tmp_path, spmd(), module=net)
+    assert not {"metrics", "reset"} & {*vars(net.trainer.fit_loop.epoch_loop._results)}
+    assert capsys.readouterr().err.count("torch-xla compiles the first two steps of a fit") == 1

@@ -15,6 +15,7 @@ import torch
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 from lightning_lockstep.strategies import LockstepXLAStrategy, xla
 from lightning_lockstep.xla.runtime import XLARuntime
+from tests.common.package.private_names import is_there, names
 from tests.sites.xla.digits import Classifier, loaders, trainer
 
 ROOT = Path(__file__).parents[3]
@@ -153,3 +154,8 @@ def test_settings_that_cannot_be_used() -> None:
         LockstepXLAStrategy(grace_period=-1)
     with pytest.raises(ConfigurationError, match="downcast_bf16='yes'"):
         LockstepXLAStrategy(downcast_bf16="yes")  # type: ignore[arg-type]
+
+
+def test_torch_xla_has_every_private_name() -> None:
+    found = sorted(name for name in names() if name.startswith("torch_xla."))
+    assert len(found) > 3 and [name for name in found if not is_there(name)] == []

@@ -1,4 +1,4 @@
-"""AutoBatchSize and LockstepTuner in programs that were written for Lightning's BatchSizeFinder and Tuner."""
+"""AutoBatchSize in programs that were written for Lightning's BatchSizeFinder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import BatchSizeFinder
 
-from lightning_lockstep import AutoBatchSize, ConfigurationError, LockstepTuner
+from lightning_lockstep import AutoBatchSize, ConfigurationError
 from tests.common.batch_size.models import Walled, largest, trainer
 
 pytestmark = [
@@ -59,18 +59,3 @@ def test_what_is_missing_is_caught_as_lightnings(tmp_path):
     for kind in (BatchSizeFinder, largest):
         with pytest.raises(MisconfigurationException, match="micro"):
             trainer(tmp_path, kind(batch_arg_name="micro")).fit(Walled())
-
-
-def test_the_tuner_names_what_it_cannot_use(tmp_path):
-    tuner = LockstepTuner(trainer(tmp_path, AutoBatchSize()))
-    with pytest.raises(MisconfigurationException) as caught:
-        tuner.scale_batch_size(Walled(), train_dataloaders=[], method="tst", mode="off")
-    assert isinstance(caught.value, ConfigurationError) and len(caught.value.faults) == 4
-    spawned = trainer(tmp_path, strategy="lockstep_ddp_spawn", devices=2)
-    with pytest.raises(ConfigurationError, match="ranks that run the whole program"):
-        LockstepTuner(spawned).scale_batch_size(Walled())
-    failing, run = Walled(0), trainer(tmp_path)
-    before = list(run.callbacks)
-    with pytest.raises(RuntimeError, match="1 does not fit"):
-        LockstepTuner(run).scale_batch_size(failing)
-    assert run.callbacks == before and failing.batch_size == 4

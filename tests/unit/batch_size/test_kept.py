@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from lightning_lockstep import AutoBatchSize, BatchSizeError, EffectiveBatchSize, LockstepTuner
+from lightning_lockstep import AutoBatchSize, BatchSizeError, EffectiveBatchSize
 from tests.common.batch_size.models import Walled, largest, trainer
 
 pytestmark = [
@@ -27,18 +27,11 @@ def test_the_largest_is_taken_where_it_is_asked_for_with_a_warning(tmp_path):
     said = (
         r"batch size 64 per rank instead of 4: an epoch has 4 optimizer steps instead of 60, .*size=4\) keeps"
     )
-    for search in ("callback", "tuner"):
-        net, run = (
-            Walled(100, rows=ROWS),
-            trainer(tmp_path, *([largest("power")] if search == "callback" else [])),
-        )
-        warnings.simplefilter("always")
-        with pytest.warns(UserWarning, match=said):
-            if search == "tuner":
-                LockstepTuner(run).scale_batch_size(net, mode="power")
-            else:
-                run.fit(net)
-        assert net.batch_size == 64, search
+    net, run = Walled(100, rows=ROWS), trainer(tmp_path, largest("power"))
+    warnings.simplefilter("always")
+    with pytest.warns(UserWarning, match=said):
+        run.fit(net)
+    assert net.batch_size == 64
     with pytest.raises(BatchSizeError, match=r"'largest'.* ask for global batches of 16 and largest"):
         trainer(tmp_path, largest(), EffectiveBatchSize(16)).fit(Walled())
 

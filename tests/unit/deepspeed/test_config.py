@@ -1,210 +1,303 @@
-"""The config as the user has written it, and the options of the strategy that join it."""
+"""The configuration as it is read, joined with options, completed from the Trainer and parsed by DeepSpeed."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_lockstep.deepspeed.config import modern_spelling, read_config, with_named_options
+from lightning_lockstep._settings import Faults
+from lightning_lockstep.deepspeed.config import (
+    TrainerValues,
+    check_against_trainer,
+    completed,
+    precision_of,
+    read_config,
+    with_named_options,
+)
 from lightning_lockstep.errors import ConfigurationError
 from tests.common.deepspeed.example_configs import EXAMPLES
+
+ZERO = {"zero_optimization": {"stage": 2}}
 
 
 def joined(config: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
     named = {"stage": None, "offload_optimizer": None, "offload_param": None, "nvme_path": None}
-    return with_named_options(config or {}, **(named | options))
+    return with_named_options(read_config(config), **(named | options))
 
 
-def faults_of(config: dict[str, Any] | None = None, **options: Any) -> tuple[str, ...]:
+def full(config: dict[str, Any], **values: Any) -> dict[str, Any]:
+    return completed(config, TrainerValues(**values), world_size=2)
+
+
+def faults_of(work: Any, *args: Any, **options: Any) -> tuple[str, ...]:
     with pytest.raises(ConfigurationError) as caught:
-        joined(config, **options)
+        work(*args, **options)
     return caught.value.faults
 
 
-def written(tmp_path: Path, text: str) -> Path:
-    path = tmp_path / "ds.json"
-    path.write_text(text)
-    return path
+# -- read ------------------------------------------------------------------------------------------------
 
 
-def test_a_config_is_copied_down_to_the_last_level() -> None:
+def test_a_config_is_copied_in_plain_containers_without_nulls() -> None:
     group = object()
-    given = {"optimizer": {"params": {"betas": [0.9, 0.99]}}, "tensor_parallel": {"tp": {"tp_group": group}}}
+    given = {
+        "optimizer": {"params": {"betas": (0.9, 0.99), "foreach": None}},
+        "tensor_parallel": {"tp": {"tp_group": group}},
+        "fp16": None,
+        "bfloat16": {"enabled": True},
+    }
     config = read_config(given)
-    assert config == given
+    assert config == {
+        "optimizer": {"params": {"betas": [0.9, 0.99], "foreach": None}},
+        "tensor_parallel": {"tp": {"tp_group": group}},
+        "bf16": {"enabled": True},
+    }
     config["optimizer"]["params"]["betas"].append(0)
-    assert given["optimizer"]["params"]["betas"] == [0.9, 0.99]
-    assert config["tensor_parallel"]["tp"]["tp_group"] is group, "a process group cannot be copied"
+    assert given["optimizer"]["params"]["betas"] == (0.9, 0.99)  # type: ignore[index, call-overload]
+    of_hydra = OmegaConf.create({"n": 3, "zero_optimization": {"stage": "${n}", "sizes": [1, "${n}"]}})
+    zero = read_config(of_hydra)["zero_optimization"]
+    assert zero == {"stage": 3, "sizes": [1, 3]} and type(zero) is dict and type(zero["sizes"]) is list
 
 
-def test_a_config_of_omegaconf_is_resolved_to_plain_containers() -> None:
-    given = OmegaConf.create({"n": 3, "zero_optimization": {"stage": "${n}"}, "aio": {"sizes": [1, "${n}"]}})
-    config = read_config(given)
-    assert config == {"n": 3, "zero_optimization": {"stage": 3}, "aio": {"sizes": [1, 3]}}
-    assert type(config["zero_optimization"]) is dict and type(config["aio"]["sizes"]) is list
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{\n  // which stage\n  "zero_optimization": {"stage": 2,},  # the last\n}', ""),
+        ('{"zero_optimization": {"stage": 3},\n "bf16": }', "line 2 column"),
+        ('{"bf16": {}, "bf16": {}}', "Duplicate keys in DeepSpeed config: ['bf16']"),
+        ("[1]", "expected a mapping"),
+        (None, "No such file or directory"),
+    ],
+)
+def test_a_file_is_read_as_deepspeed_reads_it(tmp_path: Path, text: str | None, expected: str) -> None:
+    path = tmp_path / "ds.json"
+    if text is not None:
+        path.write_text(text)
+    if not expected:
+        assert read_config(path) == read_config(str(path)) == ZERO
+        return
+    assert expected in faults_of(read_config, path)[0]
 
 
-def test_a_value_that_omegaconf_misses_is_a_fault() -> None:
-    with pytest.raises(ConfigurationError, match=r"stage.*every value is given"):
-        read_config(OmegaConf.create({"zero_optimization": {"stage": "???"}}))
-
-
-def test_a_file_is_read_by_its_path_or_its_name(tmp_path: Path) -> None:
-    path = written(tmp_path, json.dumps({"zero_optimization": {"stage": 3}}))
-    assert read_config(path) == read_config(str(path)) == {"zero_optimization": {"stage": 3}}
-
-
-def test_comments_in_a_file_are_right_where_hjson_is_installed(tmp_path: Path) -> None:
-    path = written(tmp_path, '{\n  // which stage\n  "zero_optimization": {"stage": 3,},  # the last\n}')
-    assert read_config(path) == {"zero_optimization": {"stage": 3}}
-
-
-def test_without_hjson_a_comment_is_a_fault_that_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "hjson", None)
-    path = written(tmp_path, '{\n  // which stage\n  "zero_optimization": {"stage": 3}\n}')
-    with pytest.raises(ConfigurationError, match=r"line 2, column 3.*the package hjson"):
-        read_config(path)
-
-
-@pytest.mark.parametrize("with_hjson", [True, False])
-def test_what_is_not_json_is_shown_with_its_line_and_column(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_hjson: bool
-) -> None:
-    if not with_hjson:
-        monkeypatch.setitem(sys.modules, "hjson", None)
-    path = written(tmp_path, '{"zero_optimization": {"stage": 3},\n "bf16": }')
-    with pytest.raises(ConfigurationError, match=r"ds\.json': not JSON at line 2, column \d+: "):
-        read_config(path)
-
-
-@pytest.mark.parametrize("comment", ["", "# a comment\n"])
-def test_a_key_that_stands_there_twice_is_a_fault(tmp_path: Path, comment: str) -> None:
-    twice = '{"fp16": {"enabled": true, "enabled": false}, "bf16": {}, "bf16": {}}'
-    path = written(tmp_path, comment + twice)
-    with pytest.raises(ConfigurationError, match="'enabled', 'bf16'"):
-        read_config(path)
-
-
-def test_a_file_that_is_not_there_is_named_with_the_folder_it_was_looked_for_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigurationError) as caught:
-        read_config("conf/ds.json")
-    assert "config='conf/ds.json': there is no such file" in str(caught.value)
-    assert str(tmp_path) in str(caught.value)
-
-
-@pytest.mark.parametrize("given", [42, ["zero_optimization"]])
-def test_what_is_no_mapping_is_refused(given: Any) -> None:
-    with pytest.raises(ConfigurationError, match="expected a mapping"):
-        read_config(given)
+# -- joined with options ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
-def test_documented_configs_are_joined_without_a_fault(name: str) -> None:
+def test_documented_configs_are_completed_and_parsed(name: str) -> None:
     before = json.dumps(EXAMPLES[name])
     config = joined(EXAMPLES[name])
+    whole = full(config, precision=precision_of(config) or "32-true")
     assert json.dumps(EXAMPLES[name]) == before, "the given config is left alone"
-    given = EXAMPLES[name].get("zero_optimization", {"stage": 2})
-    assert config["zero_optimization"]["stage"] == (1 if given is True else given["stage"])
+    given = EXAMPLES[name].get("zero_optimization", ZERO["zero_optimization"])
+    assert whole["zero_optimization"]["stage"] == (1 if given is True else given["stage"])
+    sizes = [whole[key] for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
+    assert whole["train_batch_size"] == 2 * sizes[0] * sizes[1]
 
 
 @pytest.mark.parametrize("config", [{}, {"zero_optimization": {}}, {"zero_optimization": {"stage": "auto"}}])
 def test_the_stage_is_2_if_nobody_says_one(config: dict[str, Any]) -> None:
-    assert joined(config)["zero_optimization"]["stage"] == 2
+    assert joined(config) == ZERO
     assert joined(config, stage=3)["zero_optimization"]["stage"] == 3
 
 
-def test_option_and_config_may_say_the_same() -> None:
-    config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": False}}}
-    assert joined(config, stage=3, offload_param="cpu") == config
-
-
-def test_every_contradiction_is_shown_at_once_with_both_values() -> None:
-    config = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
-    stage, device = faults_of(config, stage=2, offload_optimizer="none")
-    assert stage.startswith("stage=2 and zero_optimization.stage=3 in the config: expected the same")
-    assert "offload_optimizer='none' and zero_optimization.offload_optimizer.device='cpu'" in device
-
-
-def test_offloading_is_added_to_the_sections_that_are_there() -> None:
-    config = {"zero_optimization": {"stage": 3, "offload_optimizer": {"ratio": 0.5, "device": "auto"}}}
-    zero = joined(config, offload_optimizer="cpu", offload_param="cpu")["zero_optimization"]
-    assert zero["offload_optimizer"] == {"ratio": 0.5, "device": "cpu"}
+def test_options_are_added_to_the_sections_that_are_there(tmp_path: Path) -> None:
+    given = {"zero_optimization": {"stage": 3, "offload_optimizer": {"pin_memory": True, "device": "auto"}}}
+    options = {"stage": 3, "offload_optimizer": "nvme", "offload_param": "cpu", "nvme_path": tmp_path}
+    zero = joined(given, **options)["zero_optimization"]
+    assert zero["offload_optimizer"] == {"pin_memory": True, "device": "nvme", "nvme_path": str(tmp_path)}
     assert zero["offload_param"] == {"device": "cpu"}
 
 
 @pytest.mark.parametrize(
     ("config", "options", "expected"),
     [
-        ({}, {"stage": 4}, "stage=4: expected one of 0, 1, 2, 3"),
-        ({}, {"offload_optimizer": "gpu"}, "offload_optimizer='gpu': expected one of 'none', 'cpu', 'nvme'"),
         (
-            {"zero_optimization": {"offload_optimizer": {"device": "nvm"}}},
-            {},
-            "zero_optimization.offload_optimizer.device='nvm': expected one of 'none', 'cpu', 'nvme'. Did you mean"
-            " 'nvme'?",
+            {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+            {"stage": 2, "offload_optimizer": "none"},
+            (
+                "zero_optimization.stage=3 in the config and stage=2 of the strategy: expected one of the two",
+                "zero_optimization.offload_optimizer.device='cpu' in the config and offload_optimizer='none'",
+            ),
         ),
         (
-            {"zero_optimization": {"offload_optimizer": "cpu"}},
-            {},
-            "zero_optimization.offload_optimizer='cpu': expected a section such as {'device': 'cpu'}",
+            {"stage": 3},
+            {"offload_param": "nvme"},
+            ("nvme_path=None: expected a folder, because offload_param",),
         ),
-        ({}, {"offload_param": "cpu"}, "offload_param='cpu' with stage=2: expected stage 3"),
-        (
-            {},
-            {"offload_optimizer": "nvme", "stage": 3},
-            "zero_optimization.offload_optimizer.nvme_path=None: expected the path of a folder",
-        ),
-        ({}, {"nvme_path": "/nvme"}, "nvme_path='/nvme': expected None"),
-        (
-            {
-                "zero_optimization": {
-                    "cpu_offload": True,
-                    "offload_optimizer": {"device": "cpu"},
-                }
-            },
-            {},
-            "zero_optimization.cpu_offload=True and zero_optimization.offload_optimizer={'device': 'cpu'}",
-        ),
+        ({}, {"nvme_path": "/nvme"}, ("nvme_path='/nvme': expected None, because neither",)),
+        (2, {}, ("zero_optimization=2: expected a section",)),
     ],
 )
-def test_what_cannot_be(config: dict[str, Any], options: dict[str, Any], expected: str) -> None:
-    (fault,) = faults_of(config, **options)
-    assert fault.startswith(expected)
+def test_what_options_contradict(config: Any, options: dict[str, Any], expected: tuple[str, ...]) -> None:
+    found = faults_of(joined, {"zero_optimization": config}, **options)
+    assert len(found) == len(expected)
+    assert all(map(str.startswith, found, expected)), found
 
 
-def test_the_folder_on_nvme_goes_where_the_device_is_nvme(tmp_path: Path) -> None:
-    zero = joined(stage=3, offload_optimizer="nvme", offload_param="cpu", nvme_path=tmp_path)[
-        "zero_optimization"
-    ]
-    assert zero["offload_optimizer"] == {"device": "nvme", "nvme_path": str(tmp_path)}
-    assert zero["offload_param"] == {"device": "cpu"}
+# -- parsed by DeepSpeed ---------------------------------------------------------------------------------
 
 
-def test_two_folders_on_nvme_are_a_contradiction() -> None:
-    config = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/a"}}}
-    assert joined(config, nvme_path="/a/") == config
-    (fault,) = faults_of(config, nvme_path="/b")
-    assert "nvme_path='/b' and zero_optimization.offload_optimizer.nvme_path='/a'" in fault
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            {"zero_optimisation": {}, "fp61": {}, "bf16": {"enbled": True}},
+            (
+                "bf16.enbled=True: DeepSpeed refuses it: Extra inputs are not permitted.",
+                "zero_optimisation: DeepSpeed has no such key. Did you mean 'zero_optimization'?",
+                "fp61: DeepSpeed has no such key. Did you mean 'fp16'",
+            ),
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "gpu"}, "overlap": True}},
+            (
+                "zero_optimization.offload_param.device='gpu': DeepSpeed refuses it: Input should be 'none', 'cpu'",
+                "zero_optimization.overlap=True: DeepSpeed refuses it: Extra inputs",
+            ),
+        ),
+        (
+            {"elasticity": {}},
+            ("config: DeepSpeed refuses it (DeepSpeedConfigError): Elastic training has been",),
+        ),
+        ({"fp16": True}, ("config: DeepSpeed refuses it (TypeError): ",)),
+        (
+            {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
+            ("config: DeepSpeed refuses it (AssertionError): bfloat16 and fp16 modes cannot be",),
+        ),
+        ({"train_batch_size": 7}, ("config: DeepSpeed refuses it (AssertionError): Check batch related",)),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}},
+            ("config: DeepSpeed refuses it: Assertion failed, Partial offloading only supported for",),
+        ),
+    ],
+    ids=lambda value: str(value)[:50] if isinstance(value, dict) else "",
+)
+def test_what_deepspeed_refuses_or_ignores(config: dict[str, Any], expected: tuple[str, ...]) -> None:
+    found = faults_of(full, ZERO | config)
+    assert len(found) == len(expected), found
+    assert all(map(str.startswith, found, expected)), found
 
 
-def test_former_spellings_are_what_deepspeed_takes_them_for() -> None:
-    assert modern_spelling({"zero_optimization": True, "allgather_size": 5}) == {
-        "zero_optimization": {"stage": 1, "allgather_bucket_size": 5}
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"_comment": "why"},
+        {"optimizer": {"type": "SGD", "params": {"anything": 1}}},
+        {"scheduler": {"type": "StepLR", "params": {"anything": 1}}},
+        {"datastates_ckpt": {"host_cache_size": 16}},
+        {"sequence_parallel_size": 1, "vocabulary_size": 64, "torch_autocast": {"enabled": False}},
+        {"train_batch_size": "auto", "wall_clock_breakdown": "auto", "zero_optimization": {"stage": "auto"}},
+    ],
+    ids=str,
+)
+def test_what_is_not_flagged(config: dict[str, Any]) -> None:
+    assert set(config) - set(full(ZERO | config)) <= {"train_batch_size", "wall_clock_breakdown"}
+
+
+# -- completed from the Trainer --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "values", "expected"),
+    [
+        (
+            {"fp16": {"enabled": True}},
+            {"precision": "bf16-mixed"},
+            "fp16.enabled=True in the config and precision='bf16-mixed' of the Trainer: expected one of the two, or the"
+            " same in both.",
+        ),
+        (
+            {"torch_autocast": {"enabled": True}},
+            {"precision": "bf16-mixed"},
+            "torch_autocast.enabled=True in the config and precision='bf16-mixed'",
+        ),
+        (
+            {"gradient_accumulation_steps": 4},
+            {"accumulate_grad_batches": 2},
+            "gradient_accumulation_steps=4 in the config and accumulate_grad_batches=2 of the Trainer",
+        ),
+        (
+            {"gradient_clipping": 1.0},
+            {"gradient_clip_val": 0.5},
+            "gradient_clipping=1.0 in the config and gradient_clip_val=0.5 of the Trainer",
+        ),
+        (
+            {"train_micro_batch_size_per_gpu": 4},
+            {"batch_size": 8},
+            "train_micro_batch_size_per_gpu=4 in the config and batch_size=8 of the training loader",
+        ),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": False}}, {"precision": "16-true"}, ""),
+        ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, {"precision": "bf16-mixed"}, ""),
+        ({"torch_autocast": {"enabled": True}}, {"precision": "32-true"}, ""),
+        ({"gradient_clipping": "auto"}, {"gradient_clip_val": 1.0, "batch_size": 3}, ""),
+    ],
+    ids=str,
+)
+def test_a_contradiction_shows_both_values(
+    config: dict[str, Any], values: dict[str, Any], expected: str
+) -> None:
+    faults = Faults()
+    check_against_trainer(ZERO | config, TrainerValues(**values), faults)
+    assert [text[: len(expected)] for text in faults.texts] == ([expected] if expected else [])
+
+
+@pytest.mark.parametrize(
+    ("config", "precision"),
+    [
+        ({}, None),
+        ({"fp16": {"enabled": True}}, "16-mixed"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": False}}, "bf16-mixed"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, None),
+    ],
+    ids=str,
+)
+def test_the_precision_that_a_config_asks_for(config: dict[str, Any], precision: str | None) -> None:
+    assert precision_of(config) == precision
+
+
+def test_what_deepspeed_would_choose_otherwise_is_what_the_trainer_does() -> None:
+    config = full(ZERO)
+    assert config.pop("steps_per_print") > 10**9
+    of_nobody = {
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "train_batch_size": 2,
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
     }
-    assert modern_spelling({"zero_optimization": False}) == {"zero_optimization": {"stage": 0}}
-    assert modern_spelling({"bfloat16": {"enabled": True}}) == {"bf16": {"enabled": True}}
-    assert modern_spelling({"bfloat16": {"enabled": True}, "bf16": {}}) == {"bf16": {}}
-    zero = {"stage": 3, "cpu_offload": True, "cpu_offload_param": False}
-    assert modern_spelling({"zero_optimization": zero}) == {
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    assert config == ZERO | of_nobody
+    values = {
+        "accumulate_grad_batches": 4,
+        "gradient_clip_val": 0.5,
+        "batch_size": 3,
+        "precision": "bf16-true",
     }
+    config = full(ZERO | {"bf16": {"enabled": "auto"}}, **values)
+    assert config.items() >= {
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.5,
+        "train_batch_size": 24,
+        "train_micro_batch_size_per_gpu": 3,
+        "bf16": {"enabled": True},
+    }.items()  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "batch_size", "sizes"),  # micro, accumulation
+    [
+        ({"train_batch_size": 32}, 4, (4, 4)),
+        ({"train_batch_size": 32}, None, (16, 1)),
+        ({"train_batch_size": 32, "gradient_accumulation_steps": 4}, None, (4, 4)),
+        ({"train_batch_size": "auto"}, 4, (4, 1)),
+    ],
+    ids=str,
+)
+def test_the_sizes_that_follow_from_the_whole_batch(
+    config: dict[str, Any], batch_size: int | None, sizes: tuple[int, int]
+) -> None:
+    found = full(ZERO | config, batch_size=batch_size)
+    assert (found["train_micro_batch_size_per_gpu"], found["gradient_accumulation_steps"]) == sizes

@@ -1,245 +1,131 @@
-"""What DeepSpeed cannot do on this device is refused by name before any rank starts, or replaced."""
+"""What cannot be done is refused by name before any rank starts, or replaced, each replacement with a line."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import torch
 
-from lightning_lockstep.deepspeed import device_support
-from lightning_lockstep.deepspeed.device_support import (
-    limits,
-    needed_ops,
-    refuse_or_adapt,
-)
+from lightning_lockstep._doors.lightning import Precision
+from lightning_lockstep.deepspeed.builds import needed_builders
+from lightning_lockstep.deepspeed.device_support import refuse_or_adapt
+from lightning_lockstep.deepspeed.importing import import_deepspeed
+from lightning_lockstep.deepspeed.precision import resolve_deepspeed_precision
 from lightning_lockstep.errors import ConfigurationError
 from tests.common.deepspeed.example_configs import NVME, OFFLOADED, PARTLY_OFFLOADED, RATIO, optimizer, zero
 
-
-def nothing(op: str) -> bool:
-    return False
+OF_STAGE_2 = {"zero_optimization": {"stage": 2}}
 
 
-def everything(op: str) -> bool:
-    return True
+@pytest.fixture(autouse=True)
+def without_float16_and_aio(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = import_deepspeed("cpu").get_accelerator()
+    monkeypatch.setattr(accelerator, "is_fp16_supported", lambda: False)
+    monkeypatch.setattr("lightning_lockstep.deepspeed.device_support._has_async_io", lambda: False)
 
 
 @pytest.mark.parametrize(
-    ("config", "ops"),
+    ("config", "builders"),
     [
         ({}, []),
-        (optimizer("Adam"), ["fused_adam"]),
+        (optimizer("Adam"), ["FusedAdamBuilder"]),
         (optimizer("AdamW", torch_adam=True), []),
-        (optimizer("Adam") | OFFLOADED, ["cpu_adam"]),
-        (optimizer("AdamW", torch_adam=True) | OFFLOADED, []),
-        (optimizer("Lamb"), ["fused_lamb"]),
-        (zero(offload_param=NVME), ["async_io"]),
-        (optimizer("Adam") | zero(offload_optimizer=NVME), ["cpu_adam", "async_io"]),
-        (zero(zero_quantized_gradients=True), ["quantizer"]),
-        ({"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}}, []),
+        (optimizer("Adam") | OFFLOADED, ["CPUAdamBuilder"]),
+        (zero(offload_param=NVME), ["AsyncIOBuilder"]),
+        (optimizer("Adam") | zero(offload_optimizer=NVME), ["CPUAdamBuilder", "AsyncIOBuilder"]),
     ],
     ids=str,
 )
-def test_the_ops_that_a_config_needs(config: dict[str, Any], ops: list[str]) -> None:
-    assert needed_ops(config, "cuda") == ops
-    assert limits(config, "cuda", can_build_ops=everything) == []
+def test_the_ops_that_a_config_needs(config: dict[str, Any], builders: list[str]) -> None:
+    assert needed_builders(config) == builders
 
 
-@pytest.mark.parametrize(
-    ("config", "path", "instead"),
-    [
-        (optimizer("Adam"), "optimizer.params.torch_adam", True),
-        (optimizer("AdamW", torch_adam=False) | OFFLOADED, "optimizer.params.torch_adam", True),
-        (optimizer("AdamW") | PARTLY_OFFLOADED, "optimizer.params.torch_adam", True),
-        (optimizer("Adam", bias_correction=True), "optimizer.params.torch_adam", None),
-        (optimizer("Lamb"), "optimizer.type", None),
-        (zero(offload_param=NVME), "zero_optimization.offload_param.device", "cpu"),
-        (zero(offload_optimizer=NVME), "zero_optimization.offload_optimizer.device", "cpu"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_without_a_compiler(config: dict[str, Any], path: str, instead: Any, device_type: str) -> None:
-    (limit,) = limits(config, device_type, can_build_ops=nothing)
-    assert (limit.path, limit.instead) == (path, instead)
+#: Config, path of what cannot be done, what adapt writes instead, and whether on a CPU alone.
+ROWS: list[tuple[dict[str, Any], str, Any, bool]] = [
+    ({"fp16": {"enabled": True, "loss_scale": 0}}, "fp16.enabled", False, True),
+    (zero(zero_quantized_weights=True), "zero_optimization.zero_quantized_weights", False, True),
+    (zero(zenflow={"topk_ratio": 0.1}), "zero_optimization.zenflow", None, True),
+    (PARTLY_OFFLOADED, RATIO, 1.0, True),
+    (optimizer("Lamb"), "optimizer.type", None, True),
+    (optimizer("Lion"), "optimizer.type", None, True),
+    ({"aio": {"use_gds": True}}, "aio.use_gds", False, True),
+    (
+        {"activation_checkpointing": {"cpu_checkpointing": True}},
+        "activation_checkpointing.cpu_checkpointing",
+        False,
+        True,
+    ),
+    ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation", True, False),
+    ({"compile": {"deepcompile": True}}, "compile.deepcompile", False, False),
+    ({"pipeline": {"stages": 2}}, "pipeline", None, False),
+    ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size", None, False),
+    ({"sequence_parallel_size": 2}, "sequence_parallel_size", None, False),
+    ({"checkpoint": {"writer": {"type": "FAST"}}}, "checkpoint.writer", None, False),
+    (
+        {"data_efficiency": {"data_sampling": {"enabled": True}}},
+        "data_efficiency.data_sampling.enabled",
+        False,
+        False,
+    ),
+    ({"torch_autocast": {"enabled": True, "dtype": "half"}}, "torch_autocast.dtype", "bfloat16", False),
+    (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": NVME}},
+        "zero_optimization.offload_optimizer.device",
+        "none",
+        False,
+    ),
+    (zero(offload_param=NVME), "zero_optimization.offload_param.device", "cpu", False),
+]
+
+
+@pytest.mark.parametrize(("config", "path", "instead", "on_cpu_alone"), ROWS, ids=lambda row: str(row)[:40])
+def test_what_cannot_be_done(config: dict[str, Any], path: str, instead: Any, on_cpu_alone: bool) -> None:
+    config = OF_STAGE_2 | config
+    if on_cpu_alone:
+        assert refuse_or_adapt(config, "cuda", False) == (config, [])
+    for adapt in (False, True) if instead is None else (False,):
+        with pytest.raises(ConfigurationError, match=rf"^{path}=") as caught:
+            refuse_or_adapt(config, "cpu", adapt)
+        assert ("adapt=True" in str(caught.value)) is (instead is not None)
     if instead is not None:
-        assert limits(refuse_or_adapt(config, [limit], True)[0], device_type, can_build_ops=nothing) == []
+        adapted, (line,) = refuse_or_adapt(config, "cpu", True)
+        assert line.startswith(f"{path}={instead!r}") and f" instead of {path}=" in line
+        assert refuse_or_adapt(adapted, "cpu", False) == (adapted, [])
 
 
-@pytest.mark.parametrize("has_float16", [True, False])
-def test_float16_is_refused_on_a_cpu_without_it(monkeypatch: pytest.MonkeyPatch, has_float16: bool) -> None:
-    monkeypatch.setattr(device_support, "cpu_has_float16", lambda: has_float16)
-    config = {"fp16": {"enabled": True, "loss_scale": 0}}
-    assert limits(config, "cuda") == []
-    found = limits(config, "cpu")
-    assert [limit.path for limit in found] == ([] if has_float16 else ["fp16.enabled"])
-    adapted, lines = refuse_or_adapt(config, found, True)
-    if not has_float16:
-        with pytest.raises(ConfigurationError, match=r"writes fp16\.enabled=False and bf16\.enabled=True\."):
-            refuse_or_adapt(config, found, False)
-        assert adapted == {"fp16": {"enabled": False, "loss_scale": 0}, "bf16": {"enabled": True}}
-        assert lines[0].startswith("fp16.enabled=False and bf16.enabled=True instead of fp16.enabled=True: ")
+def test_a_replacement_may_set_another_key_and_leaves_the_given_config() -> None:
+    given = OF_STAGE_2 | {"fp16": {"enabled": True, "loss_scale": 0}}
+    adapted, (line,) = refuse_or_adapt(given, "cpu", True)
+    assert adapted == OF_STAGE_2 | {"fp16": {"enabled": False, "loss_scale": 0}, "bf16": {"enabled": True}}
+    assert line.startswith("fp16.enabled=False and bf16.enabled=True instead of fp16.enabled=True: this CPU")
+    assert given["fp16"]["enabled"] is True
 
 
-class DeepSpeedCPUAdam(torch.optim.SGD):
-    """By its name the one of DeepSpeed, which is not made without its op."""
+@pytest.mark.parametrize("config", [OFFLOADED, zero(overlap_comm=True), optimizer("Lion") | OFFLOADED])
+def test_what_can_be_done(config: dict[str, Any]) -> None:
+    config = OF_STAGE_2 | config
+    assert refuse_or_adapt(config, "cpu", False) == (config, [])
 
 
 @pytest.mark.parametrize(
-    ("config", "made", "is_limit"),
+    ("config", "requested", "device_type", "expected"),
     [
-        (OFFLOADED, torch.optim.AdamW, True),
-        (OFFLOADED | {"zero_force_ds_cpu_optimizer": False}, torch.optim.AdamW, False),
-        (OFFLOADED, DeepSpeedCPUAdam, False),
-        (OFFLOADED, None, False),
-        (zero(offload_param={"device": "cpu"}), torch.optim.AdamW, False),
+        ({}, "16-true", "cuda", "stage=0 with precision='16-true': expected stage 1"),
+        ({"fp16": {"enabled": True}}, None, "cuda", "stage=0 with precision='16-mixed'"),
+        ({"fp16": {"enabled": True, "loss_scale": 1}}, None, "cuda", ""),
+        ({"bf16": {"enabled": True}}, None, "cpu", ""),
+        ({}, "16-mixed", "cpu", "precision='16-mixed': expected '32-true', 'bf16-mixed' or 'bf16-true'"),
+        ({}, "64-true", "cpu", "`Trainer(strategy='deepspeed', precision='64-true')` is not supported"),
     ],
     ids=str,
 )
-def test_an_optimizer_that_deepspeed_does_not_take_for_offloading(
-    config: dict[str, Any], made: type | None, is_limit: bool
+def test_float16_without_zero_or_on_such_a_cpu(
+    config: dict[str, Any], requested: str | None, device_type: str, expected: str
 ) -> None:
-    found = limits(config, "cpu", can_build_ops=everything, client_optimizer=made)
-    assert [limit.path for limit in found] == (["zero_force_ds_cpu_optimizer"] if is_limit else [])
-    adapted, _ = refuse_or_adapt(config, found, True)
-    assert adapted.get("zero_force_ds_cpu_optimizer") is (
-        False if is_limit else config.get("zero_force_ds_cpu_optimizer")
-    )
-
-
-@pytest.mark.parametrize(
-    ("config", "made", "why"),
-    [
-        (PARTLY_OFFLOADED, torch.optim.AdamW, "only with its own Adam for the CPU"),
-        (PARTLY_OFFLOADED, DeepSpeedCPUAdam, ""),
-        (PARTLY_OFFLOADED, None, ""),
-        (OFFLOADED, torch.optim.AdamW, ""),
-        (PARTLY_OFFLOADED | optimizer("AdamW", torch_adam=True), None, "only with its own Adam for the CPU"),
-        (PARTLY_OFFLOADED | optimizer("SGD"), DeepSpeedCPUAdam, "only with its own Adam for the CPU"),
-        (
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}},
-            None,
-            "in stage 3 only",
-        ),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_a_part_is_offloaded_with_deepspeeds_own_adam_only(
-    config: dict[str, Any], made: type | None, why: str, device_type: str
-) -> None:
-    config = {"zero_force_ds_cpu_optimizer": False} | config
-    found = limits(config, device_type, can_build_ops=everything, client_optimizer=made)
-    assert [limit.path for limit in found] == ([RATIO] if why else [])
-    if why:
-        with pytest.raises(ConfigurationError, match=rf"^{RATIO}=0\.3: DeepSpeed .* {why}\. Write 1\.0"):
-            refuse_or_adapt(config, found, False)
-        adapted, (line,) = refuse_or_adapt(config, found, True)
-        assert line.startswith(f"{RATIO}=1.0 instead of {RATIO}=0.3: ")
-        assert limits(adapted, device_type, can_build_ops=everything, client_optimizer=made) == []
-
-
-def test_everything_is_refused_at_once_by_name_and_with_what_would_work() -> None:
-    config = optimizer("Lamb") | zero(offload_param=NVME)
-    with pytest.raises(ConfigurationError) as caught:
-        refuse_or_adapt(config, limits(config, "cpu", can_build_ops=nothing), False)
-    of_lamb, of_nvme = caught.value.faults
-    assert of_lamb.startswith("optimizer.type='Lamb': DeepSpeed's Lamb needs its op fused_lamb")
-    assert of_lamb.endswith("Choose another type, or let configure_optimizers return the optimizer.")
-    assert of_nvme.startswith("zero_optimization.offload_param.device='nvme': DeepSpeed's op async_io")
-    assert of_nvme.endswith("adapt=True of the strategy writes zero_optimization.offload_param.device='cpu'.")
-
-
-def test_what_is_replaced_is_said_and_the_given_config_is_left_alone() -> None:
-    config = optimizer("Adam") | zero(offload_param=NVME)
-    adapted, lines = refuse_or_adapt(config, limits(config, "cpu", can_build_ops=nothing), True)
-    assert adapted["optimizer"]["params"] == {"lr": 0.1, "torch_adam": True}
-    assert adapted["zero_optimization"]["offload_param"] == {"device": "cpu", "nvme_path": "/nvme"}
-    assert config == optimizer("Adam") | zero(offload_param=NVME)
-    assert [line.partition(":")[0] for line in lines] == [
-        "optimizer.params.torch_adam=True instead of optimizer.params.torch_adam=False",
-        "zero_optimization.offload_param.device='cpu' instead of zero_optimization.offload_param.device='nvme'",
-    ]
-    assert limits(adapted, "cpu", can_build_ops=nothing) == []
-
-
-@pytest.mark.parametrize(
-    ("config", "paths"),
-    [
-        (zero(zero_quantized_weights=True), ["zero_optimization.zero_quantized_weights"]),
-        (
-            zero(zero_quantized_nontrainable_weights=True),
-            ["zero_optimization.zero_quantized_nontrainable_weights"],
-        ),
-        (zero(zero_quantized_gradients=True), ["zero_optimization.zero_quantized_gradients"]),
-        ({"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}}, []),
-        (
-            zero(offload_optimizer={"device": "cpu", "super_offload": True}),
-            ["zero_optimization.offload_optimizer.super_offload"],
-        ),
-        ({"aio": {"use_gds": True}}, ["aio.use_gds"]),
-        (
-            {"activation_checkpointing": {"cpu_checkpointing": True}},
-            ["activation_checkpointing.cpu_checkpointing"],
-        ),
-    ],
-    ids=str,
-)
-def test_what_only_cuda_has(config: dict[str, Any], paths: list[str]) -> None:
-    assert limits(config, "cuda") == []
-    found = limits(config, "cpu")
-    assert [limit.path for limit in found] == paths
-    assert limits(refuse_or_adapt(config, found, True)[0], "cpu") == []
-
-
-@pytest.mark.parametrize(
-    ("config", "path", "instead"),
-    [
-        ({"checkpoint": {"writer": {"type": "fast"}}}, "checkpoint.writer", None),
-        (
-            zero() | {"torch_autocast": {"enabled": True, "dtype": "float16"}},
-            "torch_autocast.dtype",
-            "bfloat16",
-        ),
-        (
-            {"activation_checkpointing": {"contiguous_memory_optimization": True}},
-            "activation_checkpointing.contiguous_memory_optimization",
-            False,
-        ),
-        ({"compile": {"deepcompile": True, "double_buffer": True}}, "compile.deepcompile", False),
-        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation", True),
-        (
-            {"data_efficiency": {"data_sampling": {"enabled": True}}},
-            "data_efficiency.data_sampling.enabled",
-            False,
-        ),
-        ({"pipeline": {"stages": 2}}, "pipeline", None),
-        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size", None),
-        ({"sequence_parallel_size": 2, "data_parallel_size": 1}, "sequence_parallel_size", None),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_what_no_device_can_do(config: dict[str, Any], path: str, instead: Any, device_type: str) -> None:
-    (limit,) = limits(config, device_type)
-    assert (limit.path, limit.instead) == (path, instead)
-    with pytest.raises(ConfigurationError, match=rf"^{path}="):
-        refuse_or_adapt(config, [limit], adapt=False)
-    if instead is not None:
-        adapted, (line,) = refuse_or_adapt(config, [limit], adapt=True)
-        assert limits(adapted, device_type) == []
-        assert line.startswith(f"{path}={instead!r} instead of {path}=")
-
-
-def test_what_only_looks_like_it_is_accepted() -> None:
-    for config in (
-        {"checkpoint": {"tag_validation": "Fail"}},
-        zero() | {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-        zero() | {"torch_autocast": {"enabled": False, "dtype": "float16"}},
-        {"zero_optimization": {"stage": 0}, "torch_autocast": {"enabled": True, "dtype": "float16"}},
-        {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True}},
-        {"managed_gradient_accumulation": True, "pipeline": {}, "sequence_parallel_size": 1},
-        {"tensor_parallel": {"autotp_size": 1}, "compile": {"deepcompile": False}},
-    ):
-        assert limits(config, "cpu") == [], config
+    said = ""
+    try:
+        of_stage_0 = {"zero_optimization": {"stage": 0}, **config}
+        resolve_deepspeed_precision(of_stage_0, Precision(), requested, device_type)
+    except (ConfigurationError, ValueError) as error:
+        said = str(error)
+    assert said.startswith(expected) and bool(said) is bool(expected)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from lightning_lockstep import ConfigurationError
-from lightning_lockstep._doors.deepspeed_engines import adapter_of
-from lightning_lockstep.deepspeed.engine import GradientsOfEngine
+from lightning_lockstep.deepspeed.engine_adapters import adapter_of, gradients_of
 from lightning_lockstep.overflow.diagnose import Counters, Response
 from lightning_lockstep.overflow.settings import OverflowSettings
 
@@ -55,7 +54,7 @@ def test_an_ordinary_skip_of_a_loss_scale_is_no_alarm(engine: Any, loss: float, 
 
 def test_an_unknown_optimizer_of_deepspeed_is_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match="where SimpleNamespace of this DeepSpeed keeps gradients"):
-        GradientsOfEngine(SimpleNamespace(optimizer=SimpleNamespace()))
+        gradients_of(SimpleNamespace(optimizer=SimpleNamespace()))
 
 
 def test_a_skipped_step_of_bf16_is_no_overflow_for_ever_where_the_optimizer_does_not_look_for_one() -> None:
@@ -73,7 +72,7 @@ def test_a_skipped_step_of_bf16_is_no_overflow_for_ever_where_the_optimizer_does
         def clear_lp_grads(self) -> None: ...
 
     engine: Any = SimpleNamespace(optimizer=Optimizer())
-    GradientsOfEngine(engine).skip_step()
+    gradients_of(engine).skip_step()
     engine.optimizer.step()
     assert engine.optimizer.steps == 0
     engine.optimizer.step()

@@ -50,8 +50,7 @@ def test_file_line_and_function_are_the_callers(name):
     here = sys._getframe().f_lineno + 1
     log.info("here")
     log.log(logging.INFO, "and here", in_order=True)
-    log.warning_once("once")
-    assert [r.lineno for r in records] == [here, here + 1, here + 2]
+    assert [r.lineno for r in records] == [here, here + 1]
     assert {r.filename for r in records} == {"test_get_logger.py"}
     assert {r.funcName for r in records} == {"test_file_line_and_function_are_the_callers"}
 
@@ -102,15 +101,6 @@ def test_a_level_that_does_not_exist_is_refused(name, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_LOG_LEVEL", "verbose")
     with pytest.raises(ConfigurationError, match="LOCKSTEP_LOG_LEVEL is 'verbose'"):
         get_logger(name)
-
-
-def test_warning_once(name):
-    records = kept_on(name)
-    log = get_logger(name)
-    for _ in range(3):
-        log.warning_once("careful %d", 1)
-        log.warning_once("careful %d", 2, main_process_only=False)
-    assert [r.getMessage() for r in records] == ["careful 1", "careful 2"]
 
 
 def test_a_rank_known_only_from_the_environment_says_nothing_for_the_main_rank(name, monkeypatch):

@@ -34,7 +34,6 @@ LIFE_CYCLE = {
     "timeout": 90.0,
     "guard": "off",
     "stall_timeout": 30.0,
-    "guard_history": 2,
 }
 DDP = {
     **LIFE_CYCLE,
@@ -82,7 +81,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "nvme_path": "scratch",
         "consolidate": True,
         "adapt": True,
-        "remove_stale_locks": True,
         "exclude_frozen_parameters": True,
         "start_method": "popen",
         "process_group_backend": "gloo",
@@ -167,7 +165,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "folder": "logs",
         "fold": False,
         "order_timeout": 1.0,
-        "warnings_once": False,
         "colour": True,
     },
     "RecompileMonitor": {"expected_batches": 3},

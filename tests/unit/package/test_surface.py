@@ -34,7 +34,6 @@ CALLBACKS = [
 SURFACE = [
     *STRATEGIES,
     *CALLBACKS,
-    "LockstepTuner",
     # functions
     "check_breakpoint",
     "detect_overflow",

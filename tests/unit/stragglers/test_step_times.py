@@ -7,11 +7,17 @@ from typing import Any
 
 import pytest
 
-from lightning_lockstep._doors.lightning_internals import part_of_action
 from lightning_lockstep.distributed.guard.records import Arrival
 from lightning_lockstep.stragglers.exchange import Collection
 from lightning_lockstep.stragglers.report import StragglerTracker
-from lightning_lockstep.stragglers.verdict import OwnStep, RankStep, StepTimer, _Span, described
+from lightning_lockstep.stragglers.verdict import (
+    OwnStep,
+    RankStep,
+    StepTimer,
+    _Span,
+    described,
+    part_of_action,
+)
 from tests.common.stragglers.fits import ALL, fit
 
 

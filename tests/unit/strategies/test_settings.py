@@ -7,12 +7,11 @@ import warnings
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_lockstep
 from lightning_lockstep import ConfigurationError, LockstepDDPStrategy, LockstepMPIStrategy
-from lightning_lockstep._doors.lightning import STRATEGY_REGISTRY, StrategyRegistry, Trainer
+from lightning_lockstep._doors.lightning import Trainer
 from lightning_lockstep.numerics.precision import resolve_precision, supported_precisions
 from lightning_lockstep.strategies.options import (
     OptionsOfDDP,
@@ -59,7 +58,6 @@ def test_unknown_options_of_a_strategy_on_top_of_another_are_compared_with_the_o
         ({"bind_cores": "yes"}, "bind_cores='yes': expected true or false"),
         ({"guard": "verfy"}, "guard='verfy': expected one of 'off', 'watch', 'verify'"),
         ({"stall_timeout": 0}, "stall_timeout=0: expected seconds, more than 0"),
-        ({"guard_history": -1}, "guard_history=-1: expected"),
     ],
 )
 def test_values_out_of_range_say_what_was_expected(options: dict[str, object], text: str) -> None:
@@ -117,48 +115,11 @@ def test_the_registry_knows_every_start_method() -> None:
         assert strategy.settings.start_method == method
 
 
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [
-        ("lockstep_ddp", "ddp"),
-        ("lockstep_ddp_spawn", "ddp_spawn"),
-        ("lockstep_deepspeed_stage_3", "deepspeed_stage_3"),
-        ("lockstep_mpi", "auto"),
-        ("lockstep_xla_spmd", "auto"),
-    ],
-)
-def test_fabric_is_told_what_to_use(name: str, near: str) -> None:
-    with pytest.raises(ConfigurationError, match="was given to Fabric") as caught:
-        Fabric(accelerator="cpu", devices=1, strategy=name)
-    assert f"Use Trainer(strategy='{name}'), or Fabric(strategy='{near}')" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [
-        ("LockstepDDPStrategy", "ddp"),
-        ("LockstepMPIStrategy", "auto"),
-        ("LockstepDeepSpeedStrategy", "deepspeed"),
-        ("LockstepXLASPMDStrategy", "auto"),
-    ],
-)
-def test_fabric_refuses_the_object_and_says_what_to_use(name: str, near: str) -> None:
-    strategy = getattr(lightning_lockstep, name)()
-    with pytest.raises(ValueError, match="drives the loops of a Trainer: use Trainer") as caught:
-        Fabric(accelerator="cpu", devices=2, strategy=strategy)
-    assert f"<{name} drives" in str(caught.value)
-    assert f"or Fabric(strategy='{near}') without" in str(caught.value)
-
-
 def test_a_strategy_says_what_it_is() -> None:
     assert repr(LockstepDDPStrategy()) == "LockstepDDPStrategy()"
     given = LockstepMPIStrategy(uneven_inputs="join", bind_cores=True)
     assert repr(given) == "LockstepMPIStrategy(bind_cores=True, uneven_inputs='join')"
     assert repr(lightning_lockstep.LockstepXLASPMDStrategy()) == "LockstepXLASPMDStrategy()"
-
-
-def test_fabric_is_told_so_for_every_name() -> None:
-    assert {name for name in StrategyRegistry if name.startswith("lockstep")} <= set(STRATEGY_REGISTRY)
 
 
 def test_a_default_of_torch_is_handed_on_only_where_it_was_given() -> None:

@@ -22,8 +22,8 @@ from tests.ranks.batch_size.test_search import (  # noqa: F401
     test_a_subclass_searches_again_at_epochs_of_its_own,
     test_all_ranks_find_the_same_size_whoever_runs_out,
     test_attributes_follow_the_search_and_come_back_after_a_failure,
+    test_lightnings_search_of_a_learning_rate_is_no_failure,
     test_the_decorator_tries_the_same_sizes_on_every_rank,
-    test_the_tuner_scales_and_the_run_goes_on_with_the_size,
 )
 from tests.ranks.batch_size.test_split import (  # noqa: F401
     test_every_argument_of_log_is_kept,

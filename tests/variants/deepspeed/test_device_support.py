@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 
-from lightning_lockstep.deepspeed.config_checks import TrainerValues
-from lightning_lockstep.deepspeed.config_completion import completed
-from lightning_lockstep.deepspeed.device_support import can_build_op, limits, refuse_or_adapt
+from lightning_lockstep.deepspeed.config import TrainerValues, completed
+from lightning_lockstep.deepspeed.device_support import refuse_or_adapt
 from lightning_lockstep.deepspeed.engine import adopt_process_group
 from lightning_lockstep.deepspeed.importing import import_deepspeed
+from lightning_lockstep.errors import ConfigurationError
 from tests.common.deepspeed.example_configs import PARTLY_OFFLOADED, optimizer, zero
 from tests.helpers import run_ranks
 
@@ -23,13 +24,8 @@ REFUSED = {
     "quantized frozen weights": zero(zero_quantized_nontrainable_weights=True),
     "quantized gradients": zero(zero_quantized_gradients=True),
     "GPUDirect Storage": zero() | {"aio": {"use_gds": True}},
-    "client optimizer": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
-    "client optimizer, offloaded in part": PARTLY_OFFLOADED | {"zero_force_ds_cpu_optimizer": False},
+    "client optimizer, offloaded in part": PARTLY_OFFLOADED,
     "offloaded in part": PARTLY_OFFLOADED | optimizer("AdamW", torch_adam=True),
-    "offloaded in part in stage 2": {
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.3}},
-        "zero_force_ds_cpu_optimizer": False,
-    },
     "SuperOffload": zero(offload_optimizer={"device": "cpu", "super_offload": True})
     | optimizer("AdamW", torch_adam=True),
     "Lamb": optimizer("Lamb") | zero(),
@@ -37,6 +33,7 @@ REFUSED = {
 }
 ACCEPTED = {
     "overlapping": zero(overlap_comm=True),
+    "client optimizer": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
     "16 bits on the way": {"communication_data_type": "fp16", "zero_optimization": {"stage": 2}},
     "gradients that stage 2 would not quantize": {
         "zero_optimization": {"stage": 2, "zero_quantized_gradients": True}
@@ -54,19 +51,8 @@ ACCEPTED = {
 def try_on_a_rank(configs: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     """Train two steps with each config; returns what DeepSpeed said against it, an empty text if nothing."""
     deepspeed = import_deepspeed("cpu")
-    adopt_process_group(
-        rank=int(os.environ["RANK"]),
-        local_rank=int(os.environ["LOCAL_RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        address=os.environ["MASTER_ADDR"],
-        port=int(os.environ["MASTER_PORT"]),
-        timeout=timedelta(seconds=60),
-    )
-    found = {name: try_one(deepspeed, config) for name, config in configs.items()}
-    found["ops of CUDA"] = ", ".join(op for op in ("fused_lamb", "fused_lion") if can_build_op(op, "cpu"))
-    os.environ["CXX"] = "no-such-compiler"
-    found["no compiler"] = ", ".join(op for op in ("fused_adam", "cpu_adam") if can_build_op(op, "cpu"))
-    return found
+    adopt_process_group(int(os.environ["LOCAL_RANK"]), timedelta(seconds=60))
+    return {name: try_one(deepspeed, config) for name, config in configs.items()}
 
 
 def try_one(deepspeed: Any, config: dict[str, Any]) -> str:
@@ -77,7 +63,9 @@ def try_one(deepspeed: Any, config: dict[str, Any]) -> str:
             model=model,
             optimizer=made,
             model_parameters=model.parameters() if made is None else None,
-            config=completed(config, TrainerValues(batch_size=2)),
+            config=completed(
+                {**config, "zero_force_ds_cpu_optimizer": False}, TrainerValues(batch_size=2), 2
+            ),
         )
         for _ in range(2):
             batch = torch.ones(2, 16, dtype=torch.bfloat16 if engine.bfloat16_enabled() else torch.float32)
@@ -89,17 +77,13 @@ def try_one(deepspeed: Any, config: dict[str, Any]) -> str:
 
 
 def test_deepspeed_refuses_what_is_listed_and_nothing_else() -> None:
-    configs = REFUSED | ACCEPTED
-    found = {
-        name: limits(config, "cpu", client_optimizer=torch.optim.AdamW) for name, config in configs.items()
-    }
-    assert {name for name, limit in found.items() if limit} == set(REFUSED)
-    adapted = {
-        f"{name}, adapted": refuse_or_adapt(config, found[name], True)[0]
-        for name, config in REFUSED.items()
-        if all(limit.instead is not None for limit in found[name])
-    }
-    assert len(adapted) == 9
+    configs, adapted = REFUSED | ACCEPTED, {}
+    for name, config in REFUSED.items():
+        with pytest.raises(ConfigurationError):
+            refuse_or_adapt(config, "cpu", False)
+        if name not in ("Lamb", "Lion"):  # there is nothing to put in its place
+            adapted[f"{name}, adapted"] = refuse_or_adapt(config, "cpu", True)[0]
+    assert all(refuse_or_adapt(config, "cpu", False) for config in ACCEPTED.values())
     said, of_the_other = run_ranks(2, try_on_a_rank, {**configs, **adapted}, timeout=300)
     assert {name for name, text in said.items() if text} == set(REFUSED), said
     assert {name for name, text in of_the_other.items() if text} == set(REFUSED), of_the_other

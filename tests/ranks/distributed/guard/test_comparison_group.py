@@ -25,16 +25,11 @@ def made(timeout: float = 30.0) -> ComparisonGroup:
 def compares() -> list[object]:
     group, rank, size = made(), dist.get_rank(), dist.get_world_size()
     others_differ = [group.all_equal(8 if rank == other else 7, 20.0) for other in range(size)]
-    sent, expected = [rank + other for other in range(size)], [rank + other for other in range(size)]
     return [
         group.all_equal(2**63 - 1, 20.0),
         group.all_equal(0, 20.0),
         any(others_differ),
         group.all_equal(rank, 20.0),
-        group.fits(sent, expected, 20.0),
-        group.fits(sent, [*expected[:-1], 0], 20.0),
-        group.fits(sent if rank else sent[:-1], expected, 20.0),
-        group.fits([0, *sent], [0, *expected], 20.0),
         group.exchange(bytes(rank)),
     ]
 
@@ -57,7 +52,7 @@ def both() -> tuple[list[object], list[bool]]:
 @pytest.mark.parametrize("size", [2, 5])
 def test_ranks_find_out_together_whether_they_agree(size: int) -> None:
     texts = [bytes(rank) for rank in range(size)]
-    agree = [True, True, False, False, True, False, False, False, texts]
+    agree = [True, True, False, False, texts]
     in_turn = [bool(number % 5) for number in range(30)]
     assert run_ranks(size, both, timeout=60) == [(agree, in_turn)] * size
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.guard.verify import CallVerifier, verify_parameters
-from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
+from lightning_lockstep.errors import CollectiveMismatchError
 from tests.helpers import run_ranks
 
 Case = Callable[[int], Any]
@@ -62,24 +62,10 @@ def other_destination(rank: int) -> None:
     dist.gather(torch.ones(3), empty(3), dst=rank)
 
 
-def wrong_list_of_root(rank: int) -> None:
-    dist.scatter(torch.empty(2), None if rank else [torch.ones(2), torch.ones(3)], src=0)
-
-
-def wrong_whole(rank: int) -> None:
-    dist.all_gather_into_tensor(torch.empty(5 if rank else 4), torch.ones(2))
-
-
 def one_of_many(rank: int) -> None:
     with dist._coalescing_manager():
         for i in range(12):
             dist.all_reduce(torch.ones(3 if rank and i == 10 else 2))
-
-
-def wrong_splits(rank: int) -> None:
-    """Rank 0 sends 3 values to rank 1, which expects 2."""
-    splits = ([1, 2], [1, 1]) if rank else ([1, 1], [1, 3])
-    dist.all_to_all_single(torch.empty(sum(splits[0])), torch.ones(sum(splits[1])), *splits)
 
 
 def asynchronous(rank: int) -> None:
@@ -150,19 +136,6 @@ CASES: dict[str, tuple[Case, list[list[str]], str]] = {
         [["gather to 0", "float32", "(3,)"], ["gather to 1", "float32", "(3,)"]],
         EQUAL_CALLS,
     ),
-    "list of the root": (
-        wrong_list_of_root,
-        [["scatter from 0", "float32", "(2,), (3,)"], ["scatter from 0", "float32", "(2,)"]],
-        "Make the shapes equal on all ranks before the call.",
-    ),
-    "whole": (
-        wrong_whole,
-        [
-            ["all_gather_into_tensor", "float32", "(2,)"],
-            ["all_gather_into_tensor", "float32", "(5,), (2,)"],
-        ],
-        "Make the shapes equal on all ranks before the call, or use lightning_lockstep.gather_uneven().",
-    ),
     "one of many": (
         one_of_many,
         [
@@ -170,14 +143,6 @@ CASES: dict[str, tuple[Case, list[list[str]], str]] = {
             ["all_reduce_coalesced(sum) of 12 tensors, at 10", "float32", "(3,)"],
         ],
         "Make the shapes equal on all ranks before the call.",
-    ),
-    "splits": (
-        wrong_splits,
-        [
-            ["all_to_all_single", "float32", "sends [1, 3], expects [1, 1] elements"],
-            ["all_to_all_single", "float32", "sends [1, 1], expects [1, 2] elements"],
-        ],
-        "Make the arguments of the ranks fit together before the call.",
     ),
     "asynchronous": (
         asynchronous,
@@ -252,15 +217,6 @@ def test_every_rank_raises_the_same_error_and_the_group_goes_on(
     assert re.match(re.escape(remedy).replace(re.escape("..."), ".*"), lines[-1]), lines[-1]
 
 
-def test_of_buckets_that_differ_the_parameters_are_named(found: list[dict[str, tuple[str, float]]]) -> None:
-    message = found[0]["buckets"][0]
-    assert "\n  rank 0: gradients of two.bias\n" in message
-    assert (
-        "\n  rank 1: gradients of one.weight, one.bias, two.weight, two.bias; only there one.weight"
-        in message
-    )
-
-
 def sub_groups() -> Any:
     """Four ranks: 1 and 3 disagree in their group while 0 and 2 agree in theirs."""
     verifier, rank = CallVerifier(), dist.get_rank()
@@ -288,13 +244,12 @@ def test_a_sub_group_is_compared_by_itself() -> None:
     assert re.match(r"  3     broadcast from 1  float32  \(4,\).*<- differs", second)
     assert remedy == "Make the shapes equal on all ranks before the call."
     assert "  1     reduce(sum) to 1" in four[1][1] and "  3     reduce(sum) to 3" in four[1][1]
-    numbers = [number for group, number in four[1][3] if group != "world"]
-    assert numbers == [1, 2, 3, 4] and ("world", 1) in four[1][3]
+    assert sorted(number for _, number in four[1][3]) == [1, 4], "the last call of each group"
 
 
 def seen_by_another_thread() -> Any:
     """Rank 1 comes only once a thread of rank 0 has seen what rank 0 waits in; so at the first collective, too."""
-    verifier, rank, seen = CallVerifier(history=2), dist.get_rank(), []
+    verifier, rank, seen = CallVerifier(), dist.get_rank(), []
     store = dist.distributed_c10d._get_default_store()
     verifier.start()
 
@@ -321,9 +276,9 @@ def seen_by_another_thread() -> Any:
 def test_a_collective_that_waits_for_the_others_is_outstanding(two: list[Any]) -> None:
     assert two[0][1] == [
         ([("world", 1)], [False]),
-        ([("world", 2)], [True, False]),
-        ([("world", 3)], [True, False]),
-        ([], [(2, True), (3, True)]),
+        ([("world", 2)], [False]),
+        ([("world", 3)], [False]),
+        ([], [(3, True)]),
     ]
 
 
@@ -351,10 +306,3 @@ def test_parameters_of_the_same_shapes_in_another_order_are_named_before_ddp_red
     assert ["0", "rank 0", "one.weight (2, 2) float32 trained"] in rows
     assert ["0", "rank 1", "two.weight (2, 2) float32 trained"] in rows
     assert "rank 1  one.weight (2, 2) float32 frozen" in re.sub("  +", "  ", found[1])
-
-
-def test_no_history_is_refused() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"history=0: expected the number of calls to keep, at least 1\."
-    ):
-        CallVerifier(history=0)

@@ -105,7 +105,7 @@ def test_what_may_move_unseen_is_taken_to_move(tmp_path: Path, monkeypatch: pyte
     """Inside of an import, perhaps of what torch loads for the guard, and inside of Python's own sockets."""
     (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(0.8)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    observer = RankObserver(LocalSideChannel(), [], messages=list, window=60.0, store_port=0)
+    observer = RankObserver(LocalSideChannel(), [], window=60.0, store_port=0)
     assert comes_to_rest(observer)
     seen = list[bool]()
 

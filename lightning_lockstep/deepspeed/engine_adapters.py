@@ -1,6 +1,7 @@
 """What DeepSpeed's engines keep private: one class for each way in which an optimizer keeps gradients and state.
 
-`adapter_of` finds the class for an engine. The names that a class touches stand above it, each with its reason.
+`adapter_of` finds the class for an engine. DeepSpeed has public functions for whole gradients, which gather them from
+all ranks, and none for its loss scale, for a skipped step or for the state that other ranks have saved.
 """
 
 from __future__ import annotations
@@ -11,19 +12,11 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from lightning_lockstep._doors.deepspeed_internals import DEEPSPEED
+from lightning_lockstep.errors import ConfigurationError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-_ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
-_ZERO_12 = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
-_ZERO_3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
-_BF16 = "deepspeed.runtime.bf16_optimizer.BF16_Optimizer"
-_FP16 = "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer"
-_UNFUSED = "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer"
-_SCALER = "deepspeed.runtime.fp16.loss_scaler"
 
 
 @dataclass(frozen=True)
@@ -32,58 +25,9 @@ class StepOutcome:
 
     skipped: bool | None  # weights stayed; None: only a scale that falls can tell (torch's scaler)
     scale: float | None = None  # after the step; None: none is used (bf16)
-    is_dynamic: bool = False  # whether the scale adapts itself
-    floor: float | None = None  # smallest scale (min_loss_scale)
-    window: int | None = None  # good steps until a dynamic scale is doubled (loss_scale_window)
-    hysteresis: int = 1  # skips until a dynamic scale is halved
-    ends_at_floor: bool = False  # whether an overflow at the floor ends the run
+    floor: float | None = None  # smallest scale (min_loss_scale) of a scale that adapts itself
 
 
-_WHY_AUTOCAST = "the autocast that the engine enters around a forward, for one that it does not notice"
-_WHY_SIZES = "a run goes on with the sizes that a search has found, by which the engine counts samples"
-_WHY_COUNTERS = "the counters of a run that goes on, as load_checkpoint sets them"
-_WHY_SKIP = "where an optimizer looks for an overflow, by which it skips a step"
-_WHY_GRADIENTS = "this rank's part of all gradients in stages 1 and 2, before and after they are reduced"
-_WHY_GIVEN = "a loss scale that the program sets itself"
-_OF_ALL = {
-    "overflow": "whether the last optimizer step was skipped; it is part of a checkpoint too",
-    "refresh_fp32_params": "the float32 copies of weights that were loaded",
-    "optimizer": "torch's optimizer inside of DeepSpeed's, which has the options and the state",
-}
-_OF_ZERO = {
-    "loss_scaler": "the scaler of ZeRO, part of a checkpoint",
-    "dtype": "the loss scale of ZeRO is in use in float16 alone",
-    "gradient_accumulation_steps": "ZeRO's optimizer divides gradients by it",
-    "reduce_bucket_size": "memory that a small model does not touch",
-    "torch_autocast_gradscaler": "torch's loss scaler under ZeRO, which knows the scale",
-    "custom_loss_scaler": _WHY_GIVEN,
-    "external_loss_scale": _WHY_GIVEN,
-}
-
-
-@DEEPSPEED.adapts(
-    _ENGINE,
-    zero_optimization_partition_weights="whether parameters are divided among the ranks, as in stage 3",
-    global_steps="how many optimizer steps there were, to tell one from an accumulated batch",
-    skipped_steps=_WHY_COUNTERS,
-    global_samples=_WHY_COUNTERS,
-    loaded_checkpoint_dp_world_size=_WHY_COUNTERS,
-    torch_autocast_enabled=_WHY_AUTOCAST,
-    torch_autocast_dtype=_WHY_AUTOCAST,
-    torch_autocast_z0_gradscaler="torch's loss scaler in stage 0, which has to see bad gradients",
-    micro_steps="trials begin with the first of the batches that are accumulated",
-    dp_world_size=_WHY_SIZES,
-    train_batch_size=_WHY_SIZES,
-    set_train_batch_size=_WHY_SIZES,
-    set_train_micro_batch_size=_WHY_SIZES,
-    zero_nvme_offload_optimizer="a state on NVMe cannot be redivided",
-    param_names="the names by which a checkpoint knows parameters",
-)
-@DEEPSPEED.adapts(
-    "deepspeed.runtime.zenflow.engine.configure_zenflow",
-    zenflow="ZenFlow has its own boundaries of accumulation",
-)
-@DEEPSPEED.adapts("deepspeed.runtime.zero.utils", dist="the comparison of the order of modules with rank 0's")
 class EngineAdapter:
     """An engine whose optimizer is none that is known here: one that does not train, for example."""
 
@@ -92,6 +36,7 @@ class EngineAdapter:
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.optimizer = engine, engine.optimizer
+        self.history: Any = None  # of the loss scale, if somebody keeps it
 
     def divides_parameters(self) -> bool:
         """Return whether the engine divides parameters among the ranks."""
@@ -126,35 +71,52 @@ class EngineAdapter:
         scaler = getattr(self.engine, "torch_autocast_z0_gradscaler", None)
         scaler = scaler or getattr(self.optimizer, "torch_autocast_gradscaler", None)
         if scaler is not None:  # it keeps the outcome of a step to itself; ZeRO may have skipped it before
-            return StepOutcome(
-                True if overflow else None,
-                float(scaler.get_scale()),
-                is_dynamic=True,
-                window=int(scaler.get_growth_interval()),
-            )
+            return StepOutcome(True if overflow else None, float(scaler.get_scale()))
         if overflow is None:
             return None
         if getattr(self.optimizer, "custom_loss_scaler", False):
             return StepOutcome(bool(overflow), float(self.optimizer.external_loss_scale))
-        return StepOutcome(bool(overflow), **self.scale())
+        return StepOutcome(bool(overflow), *self.scale_and_floor())
 
-    def scale(self) -> dict[str, Any]:
-        """Return the loss scale, and how it changes, as fields of the outcome."""
-        return {}
+    def scale_and_floor(self) -> tuple[float | None, float | None]:
+        """Return the loss scale and the smallest that it falls to; ``None`` if there is none."""
+        return None, None
 
-    # gradients of this rank, and steps that are skipped
+    # gradients of this rank, and steps that are skipped, as OverflowDetector needs them
 
-    def gradients(self) -> Iterable[Tensor]:
-        """Return what this rank holds of the gradients accumulated so far."""
+    def steps_now(self) -> bool:
+        """Return whether the engine's next ``step()`` changes weights, and not only counts an accumulated batch."""
+        return bool(self.engine.is_gradient_accumulation_boundary())
+
+    def gradients(self) -> list[Tensor]:
+        """Return what this rank holds of the gradients accumulated so far; the same tensors at every step if it can."""
+        return list(self.own_gradients())
+
+    def own_gradients(self) -> Iterable[Tensor]:
         return ()
 
-    def has_local_overflow(self) -> bool:
-        """Return whether the optimizer itself has found a bad value in this rank's part."""
+    def known_bad(self) -> bool:
+        """Return whether the optimizer itself has found a bad value in this rank's part, as it does when offloading."""
         return False
 
-    def skip_step(self) -> None:
-        """Let the next step, and that one alone, be skipped."""
+    def skip_step(self, optimizer: Any = None) -> None:
+        """Have the engine skip its next optimizer step as after an overflow that it found itself."""
+        # Weights and the optimizer's state stay, gradients are let go, the skip is counted, a dynamic loss scale falls.
+        if self.history is not None:
+            self.history.expect_skip()
+        self.skip_once()
+
+    def skip_once(self) -> None:
         raise NotImplementedError
+
+    def loss_scale(self) -> tuple[float, float] | None:
+        """Return the loss scale and its floor (``min_loss_scale``, else 0); ``None`` if the loss is not scaled."""
+        outcome = self.outcome()
+        return None if outcome is None or outcome.scale is None else (outcome.scale, outcome.floor or 0.0)
+
+    def why_skips_are_too_many(self) -> str | None:
+        """Return what is not ordinary about the steps skipped so far; the same on every rank."""
+        return None if self.history is None else self.history.verdict()
 
     # the sizes of a batch, and trials of others
 
@@ -181,10 +143,12 @@ class EngineAdapter:
         self, passes: int, largest_bucket: int | None
     ) -> list[tuple[Any, dict[str, Any]]]:  # objects and attributes of theirs
         """Return what the engine needs for steps on this rank alone, with as many batches in each."""
-        # It compares the order of the modules with rank 0's, which is not there.
+        from deepspeed.runtime.zero import utils
+
+        # DeepSpeed compares the order of the modules with rank 0's, which does not take part.
         alone = SimpleNamespace(get_rank=lambda: 0, broadcast=lambda *a, **k: None)
         return [
-            (DEEPSPEED.find("deepspeed.runtime.zero.utils"), {"dist": alone}),
+            (utils, {"dist": alone}),
             (self.engine, {"micro_steps": 0}),
         ]
 
@@ -217,10 +181,10 @@ class WholeFloat32(EngineAdapter):
 
     keeps_gradients = True
 
-    def gradients(self) -> Iterable[Tensor]:
+    def own_gradients(self) -> Iterable[Tensor]:
         return _gradients_of(group["params"] for group in self.optimizer.param_groups)
 
-    def skip_step(self) -> None:
+    def skip_once(self) -> None:
         """Take the gradients away, without which nothing changes; torch's loss scaler needs to see bad ones."""
         scaled = getattr(self.engine, "torch_autocast_z0_gradscaler", None) is not None
         for group in self.optimizer.param_groups:
@@ -231,90 +195,37 @@ class WholeFloat32(EngineAdapter):
                     parameter.grad.detach().fill_(float("nan"))
 
 
-_OF_WHOLE_16 = {
-    **_OF_ALL,
-    "fp16_groups": "the parameters that an optimizer has, by groups",
-    "overflow_checker": _WHY_SKIP,
-    "loss_scale_config": "the loss scale without ZeRO, and how it changes",
-}
-
-
-@DEEPSPEED.adapts(_FP16, **_OF_WHOLE_16, custom_loss_scaler=_WHY_GIVEN, external_loss_scale=_WHY_GIVEN)
-@DEEPSPEED.adapts(_UNFUSED, **_OF_WHOLE_16)
-@DEEPSPEED.adapts(
-    f"{_SCALER}.LossScaleConfig",
-    **dict.fromkeys(
-        ("use_grad_scaling", "dynamic_loss_scale", "cur_scale", "min_loss_scale", "scale_window"),
-        "the loss scale without ZeRO, and how it changes",
-    ),
-)
-@DEEPSPEED.adapts(
-    "deepspeed.runtime.utils.CheckOverflow",
-    has_overflow=_WHY_SKIP,
-    check=_WHY_SKIP,
-    check_using_norm=_WHY_SKIP,
-)
 class Whole16(EngineAdapter):
     """Stage 0 in 16 bits."""
 
     mark = "overflow_checker"
     keeps_gradients = True
 
-    def scale(self) -> dict[str, Any]:
+    def scale_and_floor(self) -> tuple[float | None, float | None]:
         config = self.optimizer.loss_scale_config
         if not config.use_grad_scaling:
-            return {}
-        if not config.dynamic_loss_scale:
-            return {"scale": float(config.cur_scale)}
-        return {
-            "scale": float(config.cur_scale),
-            "is_dynamic": True,
-            "floor": float(config.min_loss_scale),
-            "window": int(config.scale_window),
-        }
+            return None, None
+        return float(config.cur_scale), float(config.min_loss_scale) if config.dynamic_loss_scale else None
 
-    def gradients(self) -> Iterable[Tensor]:
+    def own_gradients(self) -> Iterable[Tensor]:
         return _gradients_of(self.optimizer.fp16_groups)
 
-    def skip_step(self) -> None:
+    def skip_once(self) -> None:
         _find_overflow_once(self.optimizer.overflow_checker, "has_overflow", "check", "check_using_norm")
 
 
-@DEEPSPEED.adapts(_ZERO_12, **_OF_ALL, **_OF_ZERO)
-@DEEPSPEED.adapts(_ZERO_3, **_OF_ALL, **_OF_ZERO)
-@DEEPSPEED.adapts(
-    f"{_SCALER}.DynamicLossScaler",
-    **dict.fromkeys(
-        ("min_scale", "scale_window", "delayed_shift", "raise_error_at_min_scale"),
-        "the loss scale of ZeRO in stages 1 to 3, and how it changes",
-    ),
-)
-@DEEPSPEED.adapts(
-    f"{_SCALER}.LossScalerBase",
-    dynamic="whether a loss scale adapts itself",
-    cur_scale="the loss scale of ZeRO",
-)
 class Zero(EngineAdapter):
     """What the optimizers of stages 1 to 3 have in common."""
 
     mark = "loss_scaler"
 
-    def scale(self) -> dict[str, Any]:
+    def scale_and_floor(self) -> tuple[float | None, float | None]:
         import torch
 
         scaler = self.optimizer.loss_scaler
         if self.optimizer.dtype != torch.float16:
-            return {}  # the scaler that is there does nothing
-        if not scaler.dynamic:
-            return {"scale": float(scaler.cur_scale)}
-        return {
-            "scale": float(scaler.cur_scale),
-            "is_dynamic": True,
-            "floor": float(scaler.min_scale),
-            "window": int(scaler.scale_window),
-            "hysteresis": int(scaler.delayed_shift),
-            "ends_at_floor": bool(scaler.raise_error_at_min_scale),
-        }
+            return None, None  # the scaler that is there does nothing
+        return float(scaler.cur_scale), float(scaler.min_scale) if scaler.dynamic else None
 
     def set_sizes(self, *, batch_size: int, accumulate: int) -> None:
         super().set_sizes(batch_size=batch_size, accumulate=accumulate)
@@ -333,9 +244,6 @@ class Zero(EngineAdapter):
         ]
 
 
-@DEEPSPEED.adapts(
-    "deepspeed.utils.link_hp_params", _hp_mapping="whether a part of a parameter is on this rank"
-)
 class FlatGroups(EngineAdapter):
     """Each group of parameters is one vector, of which every rank has a part."""
 
@@ -350,9 +258,10 @@ class FlatGroups(EngineAdapter):
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Load the state of torch's optimizer, and let each parameter find its own, as after a first step."""
+        from deepspeed.utils import lazy_init_hp_params_optimizer_state as link
+
         optimizer = self.optimizer.optimizer
         optimizer.load_state_dict(state)
-        link = DEEPSPEED.find("deepspeed.utils.lazy_init_hp_params_optimizer_state")
         for parameters, (vector,) in zip(self.parameter_groups(), self.vectors(), strict=True):
             link(parameters, vector, optimizer.state)
 
@@ -370,17 +279,6 @@ class FlatGroups(EngineAdapter):
             safe_set_full_optimizer_state(parameter, values, key)
 
 
-@DEEPSPEED.adapts(
-    _BF16,
-    **_OF_ALL,
-    bf16_groups="the parameters that an optimizer of bfloat16 has, by groups",
-    fp32_groups_gradients="gradients in float32 of an optimizer of bfloat16",
-    clear_hp_grads="a step that is skipped lets its gradients go",
-    clear_lp_grads="a step that is skipped lets its gradients go",
-    torch_autocast_gradscaler="torch's loss scaler, which knows the scale",
-    custom_loss_scaler=_WHY_GIVEN,
-    external_loss_scale=_WHY_GIVEN,
-)
 class Bf16(FlatGroups):
     """Stage 1 in bfloat16 with gradients in float32."""
 
@@ -388,10 +286,10 @@ class Bf16(FlatGroups):
     groups_name = "bf16_groups"
     keeps_gradients = True
 
-    def gradients(self) -> Iterable[Tensor]:
+    def own_gradients(self) -> Iterable[Tensor]:
         return (gradient for group in self.optimizer.fp32_groups_gradients for gradient in group)
 
-    def skip_step(self) -> None:
+    def skip_once(self) -> None:
         optimizer = self.optimizer
 
         def step(*args: Any, **kwargs: Any) -> None:
@@ -404,21 +302,6 @@ class Bf16(FlatGroups):
         optimizer.step = step
 
 
-@DEEPSPEED.adapts(
-    _ZERO_12,
-    bit16_groups="the parameters of stages 1 and 2 that an optimizer has, by groups",
-    check_overflow=_WHY_SKIP,
-    check_grad_overflow=_WHY_SKIP,
-    local_overflow="a bad value that the optimizer found itself, as with offload",
-    round_robin_gradients="vectors then have another order than their groups",
-    round_robin_bit16_padding="0.19.8 has the right places only where it is padded",
-    _link_all_hp_params="tells each parameter where its part is in a vector",
-    **dict.fromkeys(("cpu_offload", "averaged_gradients", "all_grad_tensors"), _WHY_GRADIENTS),
-)
-@DEEPSPEED.adapts(f"{_ZERO_12}._fill_param_grad_accum_attribute", grad_accum=_WHY_GRADIENTS)
-@DEEPSPEED.adapts(
-    "deepspeed.runtime.zero.stage_1_and_2.GradPartitionBufferGroup", flat_partition=_WHY_GRADIENTS
-)
 class Stages1And2(FlatGroups, Zero):
     """Stages 1 and 2."""
 
@@ -426,7 +309,7 @@ class Stages1And2(FlatGroups, Zero):
     groups_name = "bit16_groups"
     keeps_gradients = True
 
-    def gradients(self) -> Iterator[Tensor]:
+    def own_gradients(self) -> Iterator[Tensor]:
         """Yield the gradients as reduced before a step, else as accumulated so far."""
         # With offload the optimizer looks at them itself before a step, on their way to the host.
         if self.optimizer.cpu_offload:
@@ -443,10 +326,10 @@ class Stages1And2(FlatGroups, Zero):
             gradients = (getattr(parameter, name, None) for name in ("grad", "grad_accum"))
             yield from (g for g in gradients if g is not None)
 
-    def has_local_overflow(self) -> bool:
+    def known_bad(self) -> bool:
         return bool(getattr(self.optimizer, "local_overflow", False))  # only with offload
 
-    def skip_step(self) -> None:
+    def skip_once(self) -> None:
         looks = self.optimizer.check_grad_overflow
         self.optimizer.check_grad_overflow = True
         _find_overflow_once(self.optimizer, "check_overflow", overflow=True, check_grad_overflow=looks)
@@ -465,25 +348,16 @@ class Stages1And2(FlatGroups, Zero):
         super().load_state(state)
 
 
-@DEEPSPEED.adapts(
-    _ZERO_3,
-    grad_partitions_flat_buffer="this rank's part of all gradients in stage 3, in one vector",
-    _overflow_check_and_loss_scale_update=_WHY_SKIP,
-    fp16_groups="the parameters that an optimizer has, by groups",
-    sub_group_to_group_id="stage 3 divides the groups of parameters further",
-    _set_fp32_optimizer_param_groups="torch's optimizer has no parameters in stage 3 but while it steps or is saved",
-    _clear_fp32_optimizer_param_groups="torch's optimizer has no parameters in stage 3 but while it steps or is saved",
-)
 class Stage3(Zero):
     """Stage 3: each parameter is divided among the ranks."""
 
     mark = "grad_partitions_flat_buffer"
     keeps_gradients = True
 
-    def gradients(self) -> Iterable[Tensor]:
+    def own_gradients(self) -> Iterable[Tensor]:
         return [self.optimizer.grad_partitions_flat_buffer]
 
-    def skip_step(self) -> None:
+    def skip_once(self) -> None:
         _find_overflow_once(self.optimizer, "_overflow_check_and_loss_scale_update", overflow=True)
 
     def parameter_groups(self) -> list[list[Any]]:
@@ -532,6 +406,18 @@ def adapter_of(engine: Any) -> EngineAdapter:
     return (WholeFloat32 if isinstance(engine.optimizer, torch.optim.Optimizer) else EngineAdapter)(engine)
 
 
+def gradients_of(engine: Any, history: Any = None) -> EngineAdapter:
+    """Return what an engine is seen through by OverflowDetector, with the history of its loss scale."""
+    adapter = adapter_of(engine)
+    adapter.history = history
+    if not adapter.keeps_gradients:
+        raise ConfigurationError(
+            f"OverflowDetector does not know where {type(engine.optimizer).__name__} of this DeepSpeed keeps gradients."
+            " Use DeepSpeed 0.19, another stage of ZeRO, or strategy='lockstep_ddp' to find the overflow."
+        )
+    return adapter
+
+
 def _gradients_of(groups: Iterable[Iterable[Any]]) -> Iterator[Tensor]:
     return (parameter.grad for group in groups for parameter in group if parameter.grad is not None)
 
@@ -548,13 +434,3 @@ def _find_overflow_once(owner: Any, *methods: str, **then: Any) -> None:
 
     for name in methods:
         setattr(owner, name, found)
-
-
-#: Attributes of the engine's objects whose values are no state of a step.
-WITHOUT_STATE = frozenset({"buffer"})
-
-
-def modules_in_forward() -> list[Any]:
-    """Return the modules of which a forward is under way, as far as DeepSpeed knows."""
-    modules: list[Any] = DEEPSPEED.find("deepspeed.runtime.zero.parameter_offload.FWD_MODULE_STACK")
-    return modules
