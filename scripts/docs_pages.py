@@ -183,7 +183,6 @@ def reference() -> Iterator[tuple[str, str]]:
         ("strategies", "For a strategy of yours"),
         ("launchers", "Which rank a process is"),
         ("demo", "Models and data of `lockstep-train`"),
-        ("doctor", "For a check of yours"),
     ):
         stub = "__init__.pyi" if (PACKAGE / package / "__init__.pyi").exists() else "__init__.py"
         found = {name: path for name, path in definitions(f"{package}/{stub}").items() if name not in classes}

@@ -14,7 +14,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_lockstep._application.config_channel import ExternalRanks, external_ranks
 from lightning_lockstep._application.run import component_keys
 from lightning_lockstep._application.values import Fault, TargetChecks, mismatch, target_of
 from lightning_lockstep._doors.lightning import LightningEnvironment
@@ -24,11 +23,12 @@ from lightning_lockstep.deepspeed.checkpoints.files import is_checkpoint_folder,
 from lightning_lockstep.deepspeed.checkpoints.resuming import CONSOLIDATED
 from lightning_lockstep.distributed.checkpoint_folder import BEFORE, saved_at
 from lightning_lockstep.doctor.check_runner import Checks
+from lightning_lockstep.doctor.network import backends_of
 from lightning_lockstep.doctor.registry import CheckOptions, CheckResult, Status
 from lightning_lockstep.doctor.table import console, print_fixes, print_heading, print_result, print_verdict
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 from lightning_lockstep.launchers.environments import SlurmStepEnvironment
-from lightning_lockstep.launchers.rank_variables import find_slurm_step
+from lightning_lockstep.launchers.rank_variables import ExternalRanks, external_ranks, find_slurm_step
 
 # -- Which checkpoint `ckpt_path` means --
 
@@ -137,14 +137,15 @@ def preflight_faults(config: DictConfig) -> list[Fault]:
 def checks_for(config: DictConfig) -> tuple[tuple[str, ...], CheckOptions]:
     """Return the checks that matter for a configuration, and their options."""
     strategy = str(OmegaConf.select(config, "hydra.runtime.choices.strategy") or "")
+    accelerator = str(OmegaConf.select(config, "trainer.accelerator"))
     names: list[str] = ["packages", "kernel"]
-    if str(OmegaConf.select(config, "trainer.accelerator")) not in _WITHOUT_GPUS:
+    if accelerator not in _WITHOUT_GPUS:
         names += _ON_GPUS
     names += [name for name in ("deepspeed", "mpi", "xla") if strategy.startswith(name)]
     if find_slurm_step() is not None:
         names.append("slurm")
-    ranks = _ranks_here(config)
-    if strategy.startswith(("ddp", "mpi", "deepspeed")) and ranks > 1 and external_ranks() is None:
+    ranks, backends = _ranks_here(config), backends_of(strategy, accelerator)
+    if backends and ranks > 1 and external_ranks() is None:
         names.append("network")
     hostfile = OmegaConf.select(config, "strategy.hostfile")
     ssh_args = OmegaConf.select(config, "strategy.ssh_args") or ()
@@ -153,6 +154,7 @@ def checks_for(config: DictConfig) -> tuple[tuple[str, ...], CheckOptions]:
         hostfile=str(hostfile) if hostfile else None,
         ssh_args=tuple(map(str, ssh_args)),
         strategy=strategy,
+        backends=backends,
     )
     return tuple(names), options
 

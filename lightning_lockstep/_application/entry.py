@@ -28,7 +28,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf, flag_override
 
 import lightning_lockstep
-from lightning_lockstep._application.config_channel import ConfigChannel, Message, external_ranks
+from lightning_lockstep._application.config_channel import ConfigChannel, Message
 from lightning_lockstep._application.overrides import (
     REFUSED,
     JobCheck,
@@ -56,6 +56,7 @@ from lightning_lockstep.launchers.hydra import (
     without_claiming,
     without_hydra,
 )
+from lightning_lockstep.launchers.rank_variables import external_ranks
 
 # -- How an error of the program gets past Hydra, and out of the process of a job, to the program that
 # prints it

@@ -45,11 +45,10 @@ from lightning_lockstep._doors.lightning import (
 )
 from lightning_lockstep._doors.lightning_internals import restore_data_classes, weights_as_they_are
 from lightning_lockstep._registry import register_strategies
+from lightning_lockstep._run_folder import RunFolder
 from lightning_lockstep._settings import did_you_mean
 from lightning_lockstep._text import listed, say
 from lightning_lockstep.distributed.failure.exit_notes import remove_earlier_report
-from lightning_lockstep.doctor.checks.run import RunFolder
-from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.environments import hide_srun_hint
 from lightning_lockstep.launchers.mpirun import MPIRunLauncher, ran_under_mpirun
@@ -246,7 +245,7 @@ def _say_interrupted(trainer: Any, record: RunRecord) -> None:
         f"after optimizer step {record.steps}" if record.steps else "before its first optimizer step ended"
     )
     # Whole paths: with hydra.job.chdir the run is in another folder than the shell.
-    folder = RunFolder(Machine(), str(Path(trainer.default_root_dir).absolute()))
+    folder = RunFolder(str(Path(trainer.default_root_dir).absolute()))
     kept = folder.checkpoints()
     lines = [f"lightning-lockstep: interrupted {place}."]
     if kept:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import json
 import os
 import re
@@ -14,60 +15,35 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
 
-from lightning_lockstep._system import end_group, end_programs, memory_file, text_of
+from lightning_lockstep._system import end_group, end_programs, memory_file, text_of, usable_cores
 from lightning_lockstep._text import exit_in_words
 from lightning_lockstep.doctor.machine import Machine
-from lightning_lockstep.doctor.registry import Check, CheckOptions, CheckResult, Finding, load_check, problem
+from lightning_lockstep.doctor.registry import CHECKS, CheckOptions, CheckResult, Finding, problem
 
-# -- The process in which one check runs: ``python -m lightning_lockstep.doctor.check_runner CHECK OPTIONS`` --
-# It answers on standard output with a line of JSON: what the check needs. A check that needs ranks then waits for
-# a line on standard input. Each finding is a line, written as it comes, and a last one says that there are no
-# more. What the check prints goes to standard error. Standard input stays open as long as the doctor lives; when
+# -- The process in which one check runs: ``python -m lightning_lockstep.doctor.check_runner MODULE LIMIT OPTIONS`` --
+# It answers on standard output with a line of JSON for each finding, as it comes, and a last one says that there are
+# no more. What the check prints goes to standard error. Standard input stays open as long as the doctor lives; when
 # it closes, this process and all it has started end.
-
-# Checks of others are not imported by the doctor, but in their own process: so long that may take [s].
-_TO_LOAD = 60.0
 
 
 def main() -> None:
     """Run the check that the command line names, and write what it finds."""
-    options = CheckOptions.from_json(json.loads(sys.argv[2]))
+    module, limit, options = sys.argv[1:]
+    # A check that hangs prints its stacks just before the doctor ends it.
+    faulthandler.dump_traceback_later(float(limit))
     results = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    # A check that hangs prints its stacks just before the doctor ends it.
-    faulthandler.dump_traceback_later(options.timeout or _TO_LOAD)
-    check = load_check(sys.argv[1])
-    faulthandler.cancel_dump_traceback_later()
-    limit = options.timeout or check.timeout
-    _write(results, {"limit": limit, "needs_ranks": check.needs_ranks})
-    if check.needs_ranks and not sys.stdin.readline():
-        return  # the doctor has ended
     threading.Thread(target=_end_with_the_doctor, daemon=True).start()
-    faulthandler.dump_traceback_later(limit)
+    check = importlib.import_module(module).check
     with results:
-        for finding in found_by(check, Machine(), options):
-            _write(results, finding.to_json())
-        _write(results, None)
-
-
-def found_by(check: Check, machine: Machine, options: CheckOptions) -> Iterator[Finding]:
-    """Run a check in this process, and yield what it finds."""
-    is_empty = True
-    for finding in check.function(machine, options):
-        is_empty = False
-        yield finding
-    if is_empty:
-        yield problem("the check itself", "The check returned no finding; a check must return at least one.")
-
-
-def _write(results: IO[str], what: object) -> None:
-    results.write(json.dumps(what) + "\n")
+        for finding in check(Machine(), CheckOptions.from_json(json.loads(options))):
+            results.write(json.dumps(finding.to_json()) + "\n")
+        results.write("null\n")
 
 
 def _end_with_the_doctor() -> None:
-    os.read(sys.stdin.fileno(), 1)  # nothing more is ever sent: it returns when the doctor has ended
+    os.read(sys.stdin.fileno(), 1)  # nothing is ever sent: it returns when the doctor has ended
     end_programs()
     os.killpg(0, signal.SIGKILL)
 
@@ -105,27 +81,22 @@ class Checks:
 
     def results(self, tick: Callable[[], None] = lambda: None) -> Iterator[CheckResult]:
         """Run the checks and yield each result when it is there; ``tick`` is called several times a second."""
-        most = max(2, os.cpu_count() or 1)
-        waiting = list(self.names)
-        alone: list[_Child] = []  # those that start ranks or measure speed run one by one after the others
+        most = max(2, len(usable_cores()))
+        alone = [name for name in self.names if CHECKS[name].runs_alone]
+        waiting = [name for name in self.names if name not in alone]
         try:
-            while waiting or self._running or alone:
+            while waiting or alone or self._running:
                 while waiting and len(self._running) < most:
                     self._running.append(_Child(waiting.pop(0), self._options))
                 if not self._running:
-                    self._running.append(alone.pop(0))
-                    self._running[0].go_on()
-                for child in list(self._running):
-                    if child.is_over():
-                        self._running.remove(child)
-                        yield child.result()
-                    elif child.waits_to_be_alone:
-                        self._running.remove(child)
-                        alone.append(child)
+                    self._running.append(_Child(alone.pop(0), self._options))
+                for child in [child for child in self._running if child.is_over()]:
+                    self._running.remove(child)
+                    yield child.result()
                 tick()
                 time.sleep(_LOOK_EVERY)
         finally:
-            for child in [*self._running, *alone]:
+            for child in self._running:
                 child.result()  # nobody takes it any more
             self._running.clear()
 
@@ -134,52 +105,40 @@ class _Child:
     """The process of one check."""
 
     def __init__(self, name: str, options: CheckOptions) -> None:
-        self.name = name
-        self.began = time.monotonic()
-        self.waits_to_be_alone = False  # known when the check is loaded
-        self._limit = options.timeout or _TO_LOAD  # until then [s]
-        self._is_loaded = self._is_late = False
+        self.name, self.began = name, time.monotonic()
+        self._limit = options.timeout or CHECKS[name].timeout
         self._results, self._output = memory_file(), memory_file()
-        module = "lightning_lockstep.doctor.check_runner"
+        module, given = "lightning_lockstep.doctor.check_runner", json.dumps(options.to_json())
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, name, json.dumps(options.to_json())],
+            [sys.executable, "-m", module, CHECKS[name].module, str(self._limit), given],
             stdin=subprocess.PIPE,
             stdout=self._results,
             stderr=self._output,
             start_new_session=True,
         )
 
-    def go_on(self) -> None:
-        """Let a check that waits to be alone begin."""
-        self.waits_to_be_alone, self.began = False, time.monotonic()
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has crashed, with the reason in its output
-            self._process.stdin.write(b"\n")
-            self._process.stdin.flush()
-
     def is_over(self) -> bool:
         """Return whether it has ended, or its time has."""
-        has_ended = self._process.poll() is not None
-        if not self._is_loaded and (lines := self._lines()):
-            self._is_loaded, self.began = True, time.monotonic()
-            self._limit, self.waits_to_be_alone = float(lines[0]["limit"]), bool(lines[0]["needs_ranks"])
-        self._is_late = not has_ended and time.monotonic() > self.began + self._limit + _GRACE
-        return has_ended or self._is_late
+        return self._process.poll() is not None or self._is_late()
+
+    def _is_late(self) -> bool:
+        return time.monotonic() > self.began + self._limit + _GRACE
 
     def result(self) -> CheckResult:
         """End it, and return what its check has found, up to where it failed if it did."""
+        is_late = self._process.poll() is None and self._is_late()
         self._end()
         with self._results, self._output:
-            lines = self._lines()[1:]
+            whole, _, _ = text_of(self._results).rpartition("\n")
+            lines = [json.loads(line) for line in whole.splitlines()]
             found = [Finding.from_json(line) for line in lines if line is not None]
-            if self._is_late or lines[-1:] != [None]:
-                found.append(self._failure())
+            if lines[-1:] != [None]:
+                found.append(self._failure(is_late=is_late))
         return CheckResult(self.name, tuple(found), time.monotonic() - self.began)
 
     def _end(self) -> None:
         """End it and all programs that its check has started."""
-        # It ends them itself when its input closes, each with the group it has; what is left then is ended
-        # from here.
+        # It ends them itself when its input closes, each with the group it has; what is left then is ended from here.
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -189,20 +148,15 @@ class _Child:
         with suppress(subprocess.TimeoutExpired):  # it may hang in a driver, where no signal ends it
             self._process.wait(_TO_END)
 
-    def _failure(self) -> Finding:
+    def _failure(self, *, is_late: bool) -> Finding:
         output, subject = text_of(self._output), "the check itself"
-        if self._is_late:
+        if is_late:
             at = _innermost_frame(output)
             evidence = f"It did not end within {self._limit:g} s{at}. It hangs, or needs more time."
             return problem(subject, evidence, f"lockstep-doctor {self.name} --timeout {4 * self._limit:g}")
         lines = [line.rstrip() for line in output.splitlines() if line.strip()][-_SHOWN:]
         shown = "; its last lines:\n" + "\n".join(lines) if lines else ", no output"
         return problem(subject, f"Its process ended: {exit_in_words(self._process.returncode)}{shown}")
-
-    def _lines(self) -> list[Any]:
-        """Return what it has written, a line for what the check needs and for each finding, ``None`` at the end."""
-        whole, _, _ = text_of(self._results).rpartition("\n")
-        return [json.loads(line) for line in whole.splitlines()]
 
 
 def _innermost_frame(output: str) -> str:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import csv
 import posixpath
 import re
-import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 
 from lightning_lockstep._text import exit_in_words, first_line
 from lightning_lockstep.doctor.machine import (
     Machine,
-    Probed,
     has_dnf,
     major,
     pci_devices,
@@ -29,8 +26,6 @@ from lightning_lockstep.doctor.machine import (
 class TorchBuild:
     version: str  # empty where it is not installed
     cuda: str  # CUDA that it was built with, such as ``12.8``; empty without
-    is_rocm: bool
-    is_known: bool  # its files name what it was built for
 
 
 def torch_build(machine: Machine) -> TorchBuild:
@@ -41,9 +36,7 @@ def torch_build(machine: Machine) -> TorchBuild:
     cuda = _assigned(text, "cuda")
     if not cuda and (match := re.search(r"\+cu(\d+)(\d)\b", version)):
         cuda = f"{match[1]}.{match[2]}"
-    is_rocm = bool(_assigned(text, "hip")) or "+rocm" in version
-    # The version of metadata has no local part where torch comes from PyPI, and then does not name CUDA.
-    return TorchBuild(version, cuda, is_rocm, is_known=bool(text) or "+" in version)
+    return TorchBuild(version, cuda)
 
 
 def _assigned(text: str, name: str) -> str:
@@ -58,14 +51,8 @@ _FIELDS = (
     "name",
     "memory.total",
     "compute_cap",
-    "clocks.max.sm",
-    "pcie.link.gen.max",
-    "pcie.link.width.max",
-    "pcie.link.width.current",
     "pci.bus_id",
 )
-# What an old driver knows too.
-_FEW_FIELDS = ("index", "name", "memory.total")
 _NVIDIA, _DISPLAYS = "0x10de", "0x03"
 _SHOWN = 200
 
@@ -85,14 +72,11 @@ class Gpu:
     name: str
     memory: int  # in all [MiB]; 0 if unknown
     capability: tuple[int, ...]  # such as ``(8, 6)``; empty if unknown
-    clock: int  # the highest [MHz]; 0 if unknown
-    link: str  # PCIe generation and lanes that it could have, such as ``4x16``; empty if unknown
-    lanes: int  # of PCIe, now; 0 if unknown
     bus_id: str  # such as ``00000000:3b:00.0``
 
 
 def find_driver(machine: Machine) -> Driver:
-    program = _nvidia_smi(machine)
+    program = machine.which("nvidia-smi")
     kinds = [(machine.read_text(f"{folder}/class") or "").strip() for folder in pci_devices(machine, _NVIDIA)]
     has_hardware = any(kind.startswith(_DISPLAYS) for kind in kinds)
     if program is None:
@@ -109,61 +93,29 @@ def find_driver(machine: Machine) -> Driver:
 
 def find_gpus(machine: Machine) -> list[Gpu]:
     """Return the GPUs that nvidia-smi lists, none if it cannot."""
-    if (program := _nvidia_smi(machine)) is not None:
-        for fields in (_FIELDS, _FEW_FIELDS):
-            done = machine.run([program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"])
-            if done.succeeded and (found := _gpus(done.output, fields)):
-                return found
-    return []
-
-
-def with_capabilities(gpus: Sequence[Gpu], probed: Probed) -> list[Gpu]:
-    """Return GPUs with the compute capabilities that torch knows, where nvidia-smi is too old to list them."""
-    known = [
-        device.get("capability") for device in probed.tables("devices")
-    ]  # of the probe ``torch_devices``
-    if len(known) != len(gpus):
-        return list(gpus)
-    return [
-        replace(gpu, capability=tuple(pair))
-        if not gpu.capability and isinstance(pair, list) and [type(part) for part in pair] == [int, int]
-        else gpu
-        for gpu, pair in zip(gpus, known, strict=True)
-    ]
+    if (program := machine.which("nvidia-smi")) is None:
+        return []
+    done = machine.run([program, f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"])
+    found = []
+    for cells in csv.reader(done.output.replace("\0", "").splitlines() if done.succeeded else []):
+        values = dict(zip(_FIELDS, (cell.strip() for cell in cells), strict=False))
+        if len(values) == len(_FIELDS) and values["index"].isascii() and values["index"].isdigit():
+            capability = release(values["compute_cap"])
+            found.append(
+                Gpu(
+                    index=major(values["index"]),
+                    name=values["name"],
+                    memory=major(values["memory.total"]),
+                    capability=capability if len(capability) == 2 else (),
+                    bus_id=values["pci.bus_id"],
+                )
+            )
+    return found
 
 
 def architectures(found: Sequence[Gpu]) -> str:
     """Return ``TORCH_CUDA_ARCH_LIST`` for some GPUs, such as ``8.6;9.0``; empty if none is known."""
     return ";".join(".".join(map(str, kind)) for kind in sorted({gpu.capability for gpu in found}) if kind)
-
-
-def _nvidia_smi(machine: Machine) -> str | None:
-    # In WSL it is not on PATH everywhere.
-    return machine.which("nvidia-smi") or machine.which("/usr/lib/wsl/lib/nvidia-smi")
-
-
-def _gpus(output: str, fields: Sequence[str]) -> list[Gpu]:
-    rows = []
-    for cells in csv.reader(output.replace("\0", "").splitlines()):
-        values = dict(zip(fields, (cell.strip() for cell in cells), strict=False))
-        if len(values) == len(fields) and values["index"].isascii() and values["index"].isdigit():
-            rows.append(_gpu(values))
-    return rows
-
-
-def _gpu(values: dict[str, str]) -> Gpu:
-    generation, lanes = values.get("pcie.link.gen.max", ""), values.get("pcie.link.width.max", "")
-    capability = release(values.get("compute_cap"))
-    return Gpu(
-        index=major(values["index"]),
-        name=values["name"],
-        memory=major(values["memory.total"]),
-        capability=capability if len(capability) == 2 else (),
-        clock=major(values.get("clocks.max.sm")),
-        link=f"{generation}x{lanes}" if major(generation) and major(lanes) else "",
-        lanes=major(values.get("pcie.link.width.current")),
-        bus_id=values.get("pci.bus_id", ""),
-    )
 
 
 def _found(pattern: str, text: str) -> str:
@@ -173,13 +125,9 @@ def _found(pattern: str, text: str) -> str:
 
 # -- CUDA toolkits of a machine: all of them, and which one its variables find --
 
-_PLACES = ("/usr/local/cuda*", "/opt/cuda*", "/opt/nvidia/hpc_sdk/*/*/cuda/*", "/usr/lib/cuda")
+_PLACES = ("/usr/local/cuda*", "/opt/cuda*", "/usr/lib/cuda")
 _VARIABLES = ("CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX")
 _LIBRARY_FOLDERS = ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")
-# First CUDA 12 or 13 whose nvcc compiles for a compute capability, where not all of them do; and the oldest
-# capability that each major version still compiles for.
-FIRST_COMPILING = {(10, 0): (12, 8), (10, 3): (12, 9), (11, 0): (13, 0), (12, 0): (12, 8), (12, 1): (12, 9)}
-OLDEST_CAPABILITY = {12: (5, 0), 13: (7, 5)}
 
 
 @dataclass(frozen=True)
@@ -211,11 +159,7 @@ def toolkit_in_use(machine: Machine) -> Toolkit | None:
     home = machine.environment.get("CUDA_HOME") or machine.environment.get("CUDA_PATH")
     if not home and (program := machine.which("nvcc")) is not None:
         program = machine.real_path(program)
-        text = machine.read_text(program) or ""
-        # A script in the place of the compiler, as packages and modules put there, names the real one.
-        named = _found(r"(/[^\s\"']+)/bin/nvcc\b", text) if text.startswith("#!") else ""
-        root = named or posixpath.dirname(posixpath.dirname(program))
-        return _toolkit(machine, machine.real_path(root), program)
+        return _toolkit(machine, posixpath.dirname(posixpath.dirname(program)), program)
     home = home or "/usr/local/cuda"
     if not machine.exists(f"{home}/bin/nvcc"):
         return None
@@ -284,18 +228,11 @@ def newest_gcc(cuda: str) -> int | None:
     return max(known, default=None)
 
 
-def host_compiler(machine: Machine, toolkit: Toolkit, *, with_cc: bool = True) -> Compiler | None:
+def host_compiler(machine: Machine, toolkit: Toolkit) -> Compiler | None:
     """Return the compiler that nvcc of a toolkit calls in builds of torch extensions, ``None`` if there is none."""
-    environment = machine.environment
-    # torch gives CC to nvcc before all else.
-    named = _words(environment.get("CC", ""))[:1] if with_cc else []
-    words = _words(environment.get("NVCC_PREPEND_FLAGS", ""))
-    named += [after for option, after in pairwise(words) if option in ("-ccbin", "--compiler-bindir")]
-    named += [word.partition("=")[2] for word in words if word.startswith(("-ccbin=", "--compiler-bindir="))]
-    named.append(environment.get("NVCC_CCBIN", ""))
     beside = f"{toolkit.root}/bin/gcc"
-    named.append(beside if toolkit.root != "/usr" and machine.exists(beside) else "gcc")
-    path = machine.which(next(filter(None, named)))
+    own = beside if toolkit.root != "/usr" and machine.exists(beside) else "gcc"
+    path = machine.which(machine.environment.get("CC") or own)  # torch gives CC to nvcc before all else
     if path is None:
         return None
     printed = machine.run([path, "--version"]).output
@@ -320,15 +257,10 @@ def lines_for_gcc(machine: Machine, toolkit: Toolkit, newest: int) -> tuple[str,
         lines.append(system_install(machine, f"gcc-{newest} g++-{newest}", f"{toolset}-gcc-c++"))
     gxx = re.sub(r"gcc(-\d+)?$", r"g++\1", gcc)
     if toolkit.root == "/usr":  # the system's own gcc stands there
-        return (*lines, f"export NVCC_PREPEND_FLAGS='-ccbin {gxx}'")
+        return (*lines, f"export CC={gcc} CXX={gxx}")
+    if machine.environment.get("CC"):
+        lines.append("unset CC")
     for name, path in (("gcc", gcc), ("g++", gxx)):
         link = f"{toolkit.root}/bin/{name}"
         lines.append(f"sudo ln -s{'f' if machine.exists(link) else ''} {path} {link}")
-    return (*lines, f"# without root, instead of the links: export NVCC_PREPEND_FLAGS='-ccbin {gxx}'")
-
-
-def _words(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError:
-        return text.split()
+    return (*lines, f"# without root, instead of the links: export CC={gcc} CXX={gxx}")

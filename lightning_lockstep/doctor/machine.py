@@ -112,12 +112,11 @@ class Machine:
         """Return the path under which ``PATH`` finds a program, ``None`` if it does not."""
         return shutil.which(program)
 
-    def read_text(self, path: str, *, whole: bool = False) -> str | None:
-        """Return what a file holds, ``None`` if it cannot be read; undecodable bytes are replaced."""
-        # By default its first million characters: what is larger was not meant.
+    def read_text(self, path: str) -> str | None:
+        """Return the beginning of a file, ``None`` if it cannot be read; undecodable bytes are replaced."""
         try:
             with open(path, encoding="utf-8", errors="replace") as file:
-                return file.read(-1 if whole else _MOST)
+                return file.read(_MOST)
         except (OSError, ValueError):
             return None
 

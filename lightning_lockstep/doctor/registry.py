@@ -1,17 +1,15 @@
-"""What a check is: its options, what it returns, and the checks there are."""
+"""What a check returns, its options, and the checks there are."""
 
 from __future__ import annotations
 
 import enum
-import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any
 
-from lightning_lockstep.doctor.machine import Machine
-from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.errors import ConfigurationError, LaunchError
+from lightning_lockstep.launchers.mpi_hosts import Host, is_host_name, read_hostfile
 
 # -- What a check has found: its status, the evidence, and the commands that fix it --
 
@@ -79,12 +77,6 @@ class CheckResult:
             "findings": [finding.to_json() for finding in self.findings],
         }
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> CheckResult:
-        """Return what :meth:`to_json` has written; raises KeyError or ValueError otherwise."""
-        findings = tuple(Finding.from_json(finding) for finding in data["findings"])
-        return cls(data["check"], findings, data["seconds"])
-
 
 def ok(subject: str, evidence: str) -> Finding:
     """Return a finding that needs nothing done."""
@@ -116,29 +108,18 @@ def worst(statuses: Iterable[Status]) -> Status:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions:
-    """Options of the command line that checks look at.
+    """Options of the command line that checks look at, and what the run is like that they precede."""
 
-    Attributes:
-        timeout: Longest time that a check may take [s]; ``None`` for the check's default.
-        nproc: Ranks that a check starts on this host; ``None`` for the check's default.
-        hosts: Names of the hosts of the run, as ``mpirun --host`` takes them.
-        hostfile: File with the hosts of the run.
-        ssh_args: Arguments for ssh, such as ``-p 2222``.
-        folders: Run folders to look at.
-        model_parameters: Parameters of the model that is to be trained, for estimates of memory.
-        gpus: GPUs for which that is estimated; ``None`` for those of this host.
-        strategy: Name of the strategy that is about to run; ``None`` outside a run.
-    """
-
-    timeout: float | None = None
-    nproc: int | None = None
-    hosts: tuple[str, ...] = ()
+    timeout: float | None = None  # longest time that a check may take [s]; None: the check's own
+    nproc: int | None = None  # ranks that `network` starts on this host
+    hosts: tuple[str, ...] = ()  # of an mpirun, as its --host takes them
     hostfile: str | None = None
     ssh_args: tuple[str, ...] = ()
-    folders: tuple[str, ...] = ()
-    model_parameters: float | None = None
-    gpus: int | None = None
-    strategy: str | None = None
+    folders: tuple[str, ...] = ()  # of runs
+    model_parameters: float | None = None  # for which memory is estimated
+    gpus: int | None = None  # for which that is estimated; None: those of this host
+    strategy: str | None = None  # that is about to run; None outside a run
+    backends: tuple[str, ...] = ()  # over which its ranks communicate; none: all are tested
 
     def to_json(self) -> dict[str, Any]:
         """Return them in types that JSON has."""
@@ -147,104 +128,82 @@ class CheckOptions:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CheckOptions:
         """Return what :meth:`to_json` has written."""
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
-        }
-        return cls(**values)
+        lists = {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
+        return cls(**{**data, **lists})
 
 
-# -- Which checks there are: those of this package, and those that other packages add by an entry point --
+def hosts_of(options: CheckOptions) -> list[Host]:
+    """Return the hosts that ``--hosts`` and ``--hostfile`` name; none for this host alone."""
+    if wrong := [name for name in options.hosts if not is_host_name(name)]:
+        raise ConfigurationError(
+            f"--hosts: {', '.join(map(repr, wrong))}: expected names or addresses of hosts with commas between them,"
+            " such as --hosts node1,node2."
+        )
+    listed: list[Host] = []
+    if options.hostfile is not None:
+        try:
+            listed = read_hostfile(Path(options.hostfile), f"--hostfile {options.hostfile}")
+        except LaunchError as error:
+            raise ConfigurationError(str(error)) from error
+        if not listed:
+            raise ConfigurationError(
+                f"--hostfile {options.hostfile}: it names no host. Expected one per line."
+            )
+    return [*map(Host, options.hosts), *listed]
 
-#: Entry point group by which other packages add checks: the name of the check, and its function.
-ENTRY_POINTS = "lightning_lockstep.doctor_checks"
 
-#: The checks of this package, each in a module of its name, with its summary, quick ones first. This table is what
-#: ``--help`` shows without importing them.
-BUILT_IN: dict[str, str] = {
-    "packages": "versions that do not go together, limits of memory, CPU, open files and shared memory",
-    "kernel": "Linux before 5.5, on which ranks may hang",
-    "cuda": "driver, torch's CUDA, toolkits of the system and which one is found, host compiler, architectures",
-    "xla": "PJRT device, runtime against torch, deprecated variables",
-    "deepspeed": "importable, operations built or buildable (link tests), stale build locks, memory per stage",
-    "devices": "unequal GPUs: memory, capability, clocks, link, NUMA, measured speed; all ranks on device 0",
-    "mpi": "mpirun and mpi4py of one MPI; ssh, versions and slots of the hosts",
-    "slurm": "allocation, tasks per node, srun, MPI types, time limit and signal",
-    "network": "ranks connect and communicate: gloo, nccl, mpi4py, stage by stage",
-    "run": "run folders: what happened, and what to do next",
-}
-
-#: Checks that only run when they are named.
-NOT_BY_DEFAULT = ("network", "run")
-
-CheckFunction = Callable[[Machine, CheckOptions], Iterable[Finding]]
+# -- Which checks there are --
 
 
 @dataclass(frozen=True)
 class Check:
-    """A registered check."""
+    """A check: a function ``check`` of a module, and there ``WHY`` it matters."""
 
-    name: str
     summary: str
-    why: str  # that matters, for ``--explain``
-    function: CheckFunction
-    needs_ranks: bool = False  # starts ranks or measures speed: runs alone, after the others
+    module: str
     timeout: float = 30.0  # [s]
+    runs_alone: bool = False  # after the others, because it starts ranks or measures speed
 
 
-_registered: dict[str, Check] = {}
+_HERE = "lightning_lockstep.doctor.checks"
+#: The checks, quick ones first.
+CHECKS = {
+    "packages": Check(
+        "versions that do not go together, limits of memory, CPU, open files and shared memory",
+        f"{_HERE}.packages",
+    ),
+    "kernel": Check("Linux before 5.5, on which ranks may hang", f"{_HERE}.kernel"),
+    "cuda": Check(
+        "driver, torch's CUDA, toolkits of the system and which one is found, host compiler, architectures",
+        f"{_HERE}.cuda",
+        timeout=60.0,
+    ),
+    "xla": Check("PJRT device, runtime against torch, deprecated variables", f"{_HERE}.xla", timeout=60.0),
+    "deepspeed": Check(
+        "importable, operations built or buildable, stale build locks, memory per stage",
+        f"{_HERE}.deepspeed",
+        timeout=60.0,
+    ),
+    "devices": Check(
+        "unequal GPUs: memory, capability, measured speed; all ranks on device 0",
+        f"{_HERE}.devices",
+        timeout=60.0,
+        runs_alone=True,
+    ),
+    "mpi": Check(
+        "mpirun and mpi4py of one MPI; ssh, versions and slots of the hosts", f"{_HERE}.mpi", timeout=150.0
+    ),
+    "slurm": Check(
+        "allocation, tasks per node, srun, MPI types, time limit and signal", f"{_HERE}.slurm", timeout=90.0
+    ),
+    "network": Check(
+        "ranks connect and communicate: gloo, nccl, mpi4py, stage by stage",
+        f"{_HERE}.network",
+        timeout=600.0,
+        runs_alone=True,
+    ),
+    "run": Check("run folders: what happened, and what to do next", f"{_HERE}.run"),
+}
 
-
-def check(
-    *,
-    name: str,
-    summary: str,
-    why: str,
-    needs_ranks: bool = False,
-    timeout: float = 30.0,
-) -> Callable[[CheckFunction], CheckFunction]:
-    """Register a function as a check.
-
-    Args:
-        name: As users type it.
-        summary: What it looks at, in one line.
-        why: Why that matters, for ``--explain``.
-        needs_ranks: Whether it starts ranks or measures speed, and so runs alone, after the others.
-        timeout: Longest time that it may take [s].
-    """
-
-    def register(function: CheckFunction) -> CheckFunction:
-        _registered[name] = Check(name, summary, why, function, needs_ranks, timeout)
-        return function
-
-    return register
-
-
-def check_names() -> list[str]:
-    """Return the names of all checks, those of others after those of this package."""
-    return [*BUILT_IN, *(name for name in _entry_points() if name not in BUILT_IN)]
-
-
-def load_check(name: str) -> Check:
-    """Import a check, of :func:`check_names`, and return it."""
-    if name in BUILT_IN:
-        importlib.import_module(f"lightning_lockstep.doctor.checks.{name}")
-        return _registered[name]
-    point = _entry_points()[name]
-    try:
-        importlib.import_module(point.module)
-    except Exception as error:
-        raise ConfigurationError(
-            f"check {name!r}: its entry point {point.value!r} cannot be imported"
-            f" ({type(error).__name__}: {error})."
-        ) from error
-    if name not in _registered:
-        raise ConfigurationError(
-            f"check {name!r}: its entry point {point.value!r} registers no check of that name;"
-            f" expected a function under @lightning_lockstep.doctor.check(name={name!r}, ...)."
-        )
-    return _registered[name]
-
-
-@cache
-def _entry_points() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+#: Checks that only run when they are named.
+NOT_BY_DEFAULT = ("network", "run")

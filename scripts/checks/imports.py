@@ -47,8 +47,9 @@ ALLOWED: dict[str, set[str]] = {
     "conf": {"launchers"},  # names the resolver of run folders
     "demo": TALK | {"loaders"},
     "components": GROUND | {"logs"},
-    "doctor": FEATURES,
-    "_application": PARTS | {"doctor"},
+    "_run_folder": {"distributed", "deepspeed", "errors"},
+    "doctor": FEATURES | {"_run_folder"},
+    "_application": PARTS | {"doctor", "_run_folder"},
     "train": PARTS | {"_application"},
 }
 # packages -> the rooms that may import them; the doctor's probes, programs of their own, may in any case
@@ -87,7 +88,8 @@ def fault_of(path: Path, room: str, name: str) -> str:
             return f"imports {name}; ALLOWED has {', '.join(sorted(ALLOWED.get(room, [])))} for {room}"
         if parts[0] not in (room, "_doors") and any(part.startswith("_") for part in parts[1:]):
             return f"imports {name}, a private name of another room"
-        if ".doctor.probes." in name:
+        # MPI starts once in a rank: the doctor takes the steps of `network_rank` for it in its own process.
+        if ".doctor.probes." in name and ".network_rank" not in name:
             return f"imports {name}; a probe is a program, which is run"
     for roots, rooms in DOORS.items():
         may = room in rooms or PROBES in path.parents

@@ -8,9 +8,6 @@ from dataclasses import replace
 
 from lightning_lockstep._text import counted
 from lightning_lockstep.doctor.cuda import (
-    FIRST_COMPILING,
-    OLDEST_CAPABILITY,
-    Compiler,
     Driver,
     Gpu,
     Toolkit,
@@ -26,14 +23,12 @@ from lightning_lockstep.doctor.cuda import (
     newest_gcc,
     toolkit_in_use,
     torch_build,
-    with_capabilities,
 )
 from lightning_lockstep.doctor.machine import Machine, has_dnf, major, release, short, system_install
 from lightning_lockstep.doctor.registry import (
     CheckOptions,
     Finding,
     Status,
-    check,
     not_applicable,
     ok,
     problem,
@@ -46,23 +41,19 @@ _DRIVER_OF_DNF = "dnf module install nvidia-driver:latest-dkms"
 _ASK_TORCH = "python -c 'import torch; torch.cuda.init()'"
 
 
-@check(
-    name="cuda",
-    summary="driver, torch's CUDA, toolkits of the system and which one is found, host compiler, architectures",
-    why="""torch brings its own CUDA. What is compiled here, such as the operations of DeepSpeed, is compiled by the
-    toolkit of the system that PATH or CUDA_HOME finds, and the two must be of one major version. With several toolkits
-    the first on PATH and LD_LIBRARY_PATH wins. Each CUDA accepts compilers up to some version only. And torch has
-    kernels for the architectures it was built for: on other GPUs every operation fails.""",
-    timeout=60.0,
-)
-def check_cuda(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
+WHY = """
+torch brings its own CUDA. What is compiled here, such as the operations of DeepSpeed, is compiled by the toolkit of
+the system that PATH or CUDA_HOME finds, and the two must be of one major version. With several toolkits the first on
+PATH and LD_LIBRARY_PATH wins. Each CUDA accepts compilers up to some version only. And torch has kernels for the
+architectures it was built for: on other GPUs every operation fails.
+"""
+
+
+def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     """Look at driver, torch, toolkits, compiler and architectures."""
     torch, driver, used = torch_build(machine), find_driver(machine), toolkit_in_use(machine)
     gpus = find_gpus(machine) if not driver.error else []
     yield _driver(machine, driver, gpus)
-    if torch.is_rocm:
-        yield not_applicable("torch's CUDA", f"torch {torch.version} is built for ROCm.")
-        return
     is_too_old = bool(driver.cuda) and major(driver.cuda) < major(torch.cuda)
     yield _old_driver(machine, torch, driver) if is_too_old else _torch(torch, gpus)
     # Of all strategies only DeepSpeed's compile anything; and what is compiled for a GPU is not needed without one.
@@ -70,7 +61,7 @@ def check_cuda(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     has_gpu = driver.program is not None or bool(driver.version) or driver.has_hardware
     homes = {name: home for name in ("CUDA_HOME", "CUDA_PATH") if (home := machine.environment.get(name))}
     broken = {name: home for name, home in homes.items() if not machine.exists(f"{home}/bin/nvcc")}
-    yield from _weighed(_toolkits(machine, torch, used, gpus, is_sought=not broken), has_gpu and is_built)
+    yield from _weighed(_toolkits(machine, torch, used, is_sought=not broken), has_gpu and is_built)
     for name, home in broken.items():
         evidence = f"Set to {home}, but there is no {home}/bin/nvcc: builds look only there."
         yield warning(name, evidence, f"unset {name}", "lockstep-doctor cuda  # what is found without it")
@@ -135,14 +126,7 @@ def _torch(torch: TorchBuild, gpus: Sequence[Gpu]) -> Finding:
     if torch.cuda:
         return ok(subject, f"torch {torch.version} is built for CUDA {torch.cuda}")
     if not gpus:
-        build = "is built without CUDA" if torch.is_known else "is of an unknown build"
-        return not_applicable(subject, f"torch {torch.version} {build}, and there is no GPU.")
-    if not torch.is_known:
-        return warning(
-            subject,
-            f"torch {torch.version}: its version.py is not found, so it is not known for which CUDA it is built.",
-            "python -c 'import torch; print(torch.__file__, torch.version.cuda)'",
-        )
+        return not_applicable(subject, f"torch {torch.version} is built without CUDA, and there is no GPU.")
     return problem(
         subject,
         f"torch {torch.version} is built without CUDA and cannot use the GPUs of this host.",
@@ -154,7 +138,7 @@ def _torch(torch: TorchBuild, gpus: Sequence[Gpu]) -> Finding:
 
 
 def _toolkits(
-    machine: Machine, torch: TorchBuild, used: Toolkit | None, gpus: Sequence[Gpu], *, is_sought: bool
+    machine: Machine, torch: TorchBuild, used: Toolkit | None, *, is_sought: bool
 ) -> Iterator[Finding]:
     subject, toolkits = "toolkits", find_toolkits(machine)
     own = f"There is none. torch runs with its own CUDA {torch.cuda};"
@@ -171,8 +155,6 @@ def _toolkits(
         yield warning(subject, evidence, install_line(torch.cuda, machine), *lines)
     if toolkits and torch.cuda and is_sought:
         yield _match(torch, used, _matching_lines(machine, torch, toolkits))
-        if used is not None and major(used.version) == major(torch.cuda):
-            yield from _for_gpus(machine, torch, toolkits, used, gpus)
 
 
 def _match(torch: TorchBuild, used: Toolkit | None, fix: Sequence[str]) -> Finding:
@@ -194,39 +176,16 @@ def _match(torch: TorchBuild, used: Toolkit | None, fix: Sequence[str]) -> Findi
     return ok(subject, f"{used} and torch's CUDA {torch.cuda}{may}")
 
 
-def _for_gpus(
-    machine: Machine, torch: TorchBuild, toolkits: Sequence[Toolkit], used: Toolkit, gpus: Sequence[Gpu]
-) -> Iterator[Finding]:
-    """Whether the toolkit that builds find compiles for the GPUs of this host."""
-    oldest = OLDEST_CAPABILITY.get(major(used.version), ())
-    for name, capability in dict.fromkeys((gpu.name, gpu.capability) for gpu in gpus if gpu.capability):
-        first = FIRST_COMPILING.get((capability[0], capability[1]), ())
-        evidence = f"nvcc of {used} does not compile for {name} (sm_{''.join(map(str, capability))}):"
-        if first > release(used.version):
-            evidence += f" CUDA {'.'.join(map(str, first))} is the first that does."
-            yield problem("toolkit and GPUs", evidence, *_matching_lines(machine, torch, toolkits, first))
-        elif capability < oldest:
-            fix = "# this GPU is too old for this CUDA: take torch and a toolkit of an older one"
-            yield problem("toolkit and GPUs", f"{evidence} its support was removed.", fix)
-
-
-def _matching_lines(
-    machine: Machine, torch: TorchBuild, toolkits: Sequence[Toolkit], oldest: tuple[int, ...] = ()
-) -> tuple[str, ...]:
+def _matching_lines(machine: Machine, torch: TorchBuild, toolkits: Sequence[Toolkit]) -> tuple[str, ...]:
     """Return the lines that put the best installed toolkit in front, installing one if none matches."""
-    fitting = [
-        toolkit
-        for toolkit in toolkits
-        if major(toolkit.version) == major(torch.cuda) and release(toolkit.version) >= oldest
-    ]
+    fitting = [toolkit for toolkit in toolkits if major(toolkit.version) == major(torch.cuda)]
     exact = [toolkit for toolkit in fitting if short(toolkit.version) == short(torch.cuda)]
     best = next(iter([*exact, *fitting]), None)
-    wanted = max(torch.cuda, ".".join(map(str, oldest)), key=release)
-    root = best.root if best else f"/usr/local/cuda-{short(wanted)}"
+    root = best.root if best else f"/usr/local/cuda-{short(torch.cuda)}"
     lines: tuple[str, ...] = exports(root, best.libraries if best else None)
     if machine.environment.get("CUDA_HOME"):  # it counts more than PATH
         lines = (f"export CUDA_HOME={root}", *lines)
-    return lines if best else (install_line(wanted, machine), *lines)
+    return lines if best else (install_line(torch.cuda, machine), *lines)
 
 
 # -- ``PATH`` and ``LD_LIBRARY_PATH``, as far as they name CUDA: whether the folders exist, contain it, and agree --
@@ -291,18 +250,10 @@ def _host_compiler(machine: Machine, used: Toolkit, newest: int) -> Finding:
         evidence = f"nvcc needs gcc, and {named or 'it'} is not found{by_cc}."
     else:
         evidence = f"{compiler.path} is gcc {compiler.version}{by_cc}"
-        if _is_accepted(compiler, newest):
+        if major(compiler.version) <= newest:
             return ok(subject, f"{evidence}; CUDA {used.version} accepts up to {newest}")
         evidence += f", and CUDA {used.version} accepts gcc up to {newest}."
-    if not named:
-        return problem(subject, evidence, *lines_for_gcc(machine, used, newest))
-    is_enough = _is_accepted(host_compiler(machine, used, with_cc=False), newest)
-    lines = () if is_enough else lines_for_gcc(machine, used, newest)
-    return problem(subject, evidence, "unset CC", *lines)
-
-
-def _is_accepted(compiler: Compiler | None, newest: int) -> bool:
-    return compiler is not None and (not compiler.is_gcc or major(compiler.version) <= newest)
+    return problem(subject, evidence, *lines_for_gcc(machine, used, newest))
 
 
 # -- The architectures for which torch has kernels --
@@ -320,7 +271,7 @@ def _architectures(machine: Machine, gpus: Sequence[Gpu]) -> Iterator[Finding]:
         evidence += " not set." if shown is None else f" {shown!r}."
         yield problem(subject, evidence, _ASK_TORCH if shown is None else "unset CUDA_VISIBLE_DEVICES")
         return
-    gpus = [gpu for gpu in with_capabilities(gpus, asked) if gpu.capability]
+    gpus = [gpu for gpu in gpus if gpu.capability]
     without = [gpu for gpu in gpus if not _runs_on(built, gpu.capability)]
     for name, capability in dict.fromkeys((gpu.name, gpu.capability) for gpu in without):
         yield _no_kernels(name, capability, built)

@@ -9,19 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from lightning_lockstep._text import size_in_words
 from lightning_lockstep.doctor.cuda import Gpu, find_gpus, torch_build
 from lightning_lockstep.doctor.machine import Machine, release
-from lightning_lockstep.doctor.registry import (
-    CheckOptions,
-    Finding,
-    check,
-    not_applicable,
-    ok,
-    problem,
-    warning,
-)
+from lightning_lockstep.doctor.registry import CheckOptions, Finding, not_applicable, ok, problem, warning
 
 _MIB = 2**20
-# Clocks, and the speed of a matrix product, that differ by less than this count as equal.
-_ALIKE_CLOCKS, _ALIKE_SPEED = 0.95, 0.9
+# Speeds of a matrix product that differ by less than this count as equal.
+_ALIKE_SPEED = 0.9
 _LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 
 # With these srun gives each task its own devices.
@@ -34,16 +26,14 @@ _BOUND_BY_SLURM = (
 )
 
 
-@check(
-    name="devices",
-    summary="unequal GPUs: memory, capability, clocks, link, NUMA, measured speed; all ranks on device 0",
-    why="""The ranks wait for each other at every step: the GPU with the least memory limits the batch of all, and the
-    slowest one the speed of all. A GPU in a slot of fewer lanes, or one that is too hot, is slow without any error.
-    Ranks that never chose a device all run on device 0, while the others are idle.""",
-    needs_ranks=True,
-    timeout=60.0,
-)
-def check_devices(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
+WHY = """
+The ranks wait for each other at every step: the GPU with the least memory limits the batch of all, and the slowest
+one the speed of all. A GPU that is too hot is slow without any error. Ranks that never chose a device all run on device
+0, while the others are idle.
+"""
+
+
+def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     """Compare the GPUs of this host."""
     gpus = find_gpus(machine)
     if not gpus:
@@ -54,37 +44,18 @@ def check_devices(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     )
     yield from _ranks(machine, gpus)
     if len(gpus) > 1:
-        yield from _differences(gpus)
-        yield _numa(machine, gpus)
-    yield from _lanes(gpus)
+        yield from _compared(
+            "memory",
+            {gpu.index: size_in_words(gpu.memory * _MIB) for gpu in gpus if gpu.memory},
+            "the smallest limits the batch of all ranks",
+        )
+        yield from _compared(
+            "compute capability",
+            {gpu.index: ".".join(map(str, gpu.capability)) for gpu in gpus if gpu.capability},
+            "the oldest limits precision",
+        )
     if torch_build(machine).cuda:
         yield from _matrix_products(machine, gpus)
-
-
-def _differences(gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    clocks = [gpu.clock for gpu in gpus if gpu.clock]
-    newest = max(clocks, default=0)
-    are_alike = min(clocks, default=0) >= _ALIKE_CLOCKS * newest
-    yield from _compared(
-        "memory",
-        {gpu.index: size_in_words(gpu.memory * _MIB) for gpu in gpus if gpu.memory},
-        "the smallest limits the batch of all ranks",
-    )
-    yield from _compared(
-        "compute capability",
-        {gpu.index: ".".join(map(str, gpu.capability)) for gpu in gpus if gpu.capability},
-        "the oldest limits precision",
-    )
-    yield from _compared(
-        "clocks",
-        {gpu.index: f"{newest if are_alike else gpu.clock} MHz" for gpu in gpus if gpu.clock},
-        "the slowest limits the speed of all ranks",
-    )
-    yield from _compared(
-        "link",
-        {gpu.index: f"PCIe {gpu.link}" for gpu in gpus if gpu.link},
-        "the slowest limits the all-reduce",
-    )
 
 
 def _compared(subject: str, values: Mapping[int, str], what: str) -> Iterator[Finding]:
@@ -94,30 +65,6 @@ def _compared(subject: str, values: Mapping[int, str], what: str) -> Iterator[Fi
     elif values:
         listed = ", ".join(f"{index}: {value}" for index, value in values.items())
         yield warning(subject, f"{listed}: {what}.")
-
-
-def _numa(machine: Machine, gpus: Sequence[Gpu]) -> Finding:
-    nodes: dict[str, list[int]] = {}
-    for gpu in gpus:
-        address = gpu.bus_id.lower()[-12:]  # nvidia-smi writes 8 digits of the domain, the kernel 4
-        text = (machine.read_text(f"/sys/bus/pci/devices/{address}/numa_node") or "").strip()
-        nodes.setdefault(text if release(text) else "?", []).append(gpu.index)
-    listed = "; ".join(f"node {node}: GPU {', '.join(map(str, found))}" for node, found in nodes.items())
-    if len(nodes) > 1 and "?" not in nodes:
-        return ok("NUMA", f"{listed}. Ranks do best on cores of the same node: strategy.bind_cores=true")
-    return ok("NUMA", "all on one node, or not known" if "?" in nodes else listed)
-
-
-def _lanes(gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    for gpu in gpus:
-        most = release(gpu.link.partition("x")[2])
-        if most and gpu.lanes and gpu.lanes < most[0]:
-            yield warning(
-                "link",
-                f"GPU {gpu.index} uses {gpu.lanes} of {most[0]} lanes of PCIe: the slot has fewer lanes, or the GPU is"
-                " not seated properly.",
-                "nvidia-smi -q -d PERFORMANCE,CLOCK && sudo lspci -vv | grep -A40 NVIDIA | grep LnkSta",
-            )
 
 
 def _matrix_products(machine: Machine, gpus: Sequence[Gpu]) -> Iterator[Finding]:

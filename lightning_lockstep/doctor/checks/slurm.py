@@ -8,18 +8,10 @@ from collections.abc import Iterator, Mapping
 from lightning_lockstep._system import Completed
 from lightning_lockstep._text import counted
 from lightning_lockstep.doctor.machine import Machine
-from lightning_lockstep.doctor.registry import (
-    CheckOptions,
-    Finding,
-    check,
-    not_applicable,
-    ok,
-    problem,
-    warning,
-)
+from lightning_lockstep.doctor.registry import CheckOptions, Finding, not_applicable, ok, problem, warning
 from lightning_lockstep.launchers.rank_variables import INTERACTIVE, SlurmStep, counts_in, find_slurm_step
 
-_WHY = """
+WHY = """
 Under Slurm it is srun that starts the ranks, one for each task. A batch script that starts `python` itself runs it
 once, on the first node, where it then waits for ranks that nobody starts. Other errors look much the same: more tasks
 on a node than devices, another number of tasks on each node, `srun --mpi=...` of a type that the MPI in use does not
@@ -36,13 +28,7 @@ _PMI2 = ("pmi2", "pmix")
 _TYPES = {"Open MPI": ("pmix",), "MPICH": _PMI2, "Intel MPI": _PMI2, "MVAPICH": _PMI2}
 
 
-@check(
-    name="slurm",
-    summary="allocation, tasks per node, srun, MPI types, time limit and signal",
-    why=_WHY,
-    timeout=90.0,
-)
-def slurm(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
+def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     """Look at the job, or at the cluster from a login node."""
     environ = machine.environment
     job, has_srun = environ.get("SLURM_JOB_ID"), machine.which("srun") is not None
@@ -134,29 +120,20 @@ def _mpi_types(machine: Machine, done: Completed) -> Finding:
     if "mpi4py" not in machine.python.packages:
         return ok(subject, f"{listed}; mpi4py is not installed, and strategy=ddp needs none of them")
     vendor = str(machine.probe("mpi_library").facts.get("vendor", ""))
-    wanted = _TYPES.get(vendor)
-    if wanted is None:
-        evidence = f"which of them {vendor or 'the MPI of mpi4py'} supports is not known"
-        return ok(subject, f"{listed}; {evidence}")
+    wanted = _TYPES.get(vendor, ())
     fitting = [kind for kind in offered if kind.startswith(wanted)]
     default = machine.environment.get("SLURM_MPI_TYPE") or _configured(machine, "MpiDefault")
-    if not fitting:
-        return problem(
-            subject,
-            f"{listed}; {vendor}, which mpi4py loads, needs {' or '.join(wanted)}: under srun each rank would be rank 0"
-            " of 1",
-            "# in the batch script, without srun: mpirun starts the ranks on the nodes of the job",
-            "lockstep-train strategy=mpi strategy.hostfile=HOSTFILE",
-            "# or the backend of torch, which needs no MPI:",
-            "srun lockstep-train strategy=ddp",
+    if not wanted or default in fitting:
+        return ok(
+            subject, f"{listed}, by default {default or 'none'}; mpi4py loads {vendor or 'an unknown MPI'}"
         )
-    if default in fitting:
-        return ok(subject, f"{listed}, by default {default}, which {vendor} supports")
-    return warning(
-        subject,
-        f"{listed}, by default {default or 'none'}; {vendor}, which mpi4py loads, needs {fitting[0]}",
-        f"srun --mpi={fitting[0]} lockstep-train strategy=mpi",
+    evidence = (
+        f"{listed}, by default {default or 'none'}; {vendor}, which mpi4py loads, needs {' or '.join(wanted)}"
     )
+    if fitting:
+        return warning(subject, evidence, f"srun --mpi={fitting[0]} lockstep-train strategy=mpi")
+    fix = "# in the batch script, without srun: lockstep-train strategy=mpi strategy.hostfile=HOSTFILE"
+    return problem(subject, f"{evidence}: under srun each rank would be rank 0 of 1", fix)
 
 
 def _types_in(output: str) -> list[str]:

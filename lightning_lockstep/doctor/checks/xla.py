@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_lockstep.doctor.machine import Machine, pci_devices, short
-from lightning_lockstep.doctor.registry import (
-    CheckOptions,
-    Finding,
-    check,
-    not_applicable,
-    ok,
-    problem,
-    warning,
-)
+from lightning_lockstep.doctor.registry import CheckOptions, Finding, not_applicable, ok, problem, warning
 
 _XRT = ("XRT_TPU_CONFIG", "XRT_DEVICE_MAP", "XRT_WORKERS", "XRT_LOCAL_WORKER")
 _DEPRECATED = {
@@ -42,15 +34,14 @@ _TPUS = {
 }
 
 
-@check(
-    name="xla",
-    summary="PJRT device, runtime against torch, deprecated variables",
-    why="""torch-xla is compiled against one release of torch and fails with any other. It runs on the device that
-    PJRT_DEVICE names: without that it may train on the CPU of a TPU host. Variables such as XLA_USE_BF16 turn every
-    float32 tensor into 16 bits, metrics and counters included, and are deprecated.""",
-    timeout=60.0,
-)
-def check_xla(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
+WHY = """
+torch-xla is compiled against one release of torch and fails with any other. It runs on the device that PJRT_DEVICE
+names: without that it may train on the CPU of a TPU host. Variables such as XLA_USE_BF16 turn every float32 tensor
+into 16 bits, metrics and counters included, and are deprecated.
+"""
+
+
+def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     """Look at torch-xla and its variables."""
     for name, instead in _DEPRECATED.items():
         value = machine.environment.get(name, "")

@@ -8,15 +8,10 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import re
-import shlex
-import subprocess
 import sys
-import sysconfig
-import tempfile
 import time
 from array import array
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,65 +54,15 @@ def _add(rank: int, memory: Any, barrier: Any, wrong: Any) -> None:
                 wrong.value += 1
 
 
-# -- What builds of DeepSpeed's operations need of this host, tested by compiling and linking small programs --
-# The arguments are folders in which libraries of CUDA lie.
-
-_LONGEST = 20.0
-# What is tested -> a program that needs it, and what it is linked with.
-_PROGRAMS = {
-    "python": ("#include <Python.h>\nint main() { return Py_IsInitialized(); }", []),
-    "openmp": ("#include <omp.h>\nint main() { return omp_get_max_threads() < 0; }", ["-fopenmp"]),
-    "aio": ("#include <libaio.h>\nint main() { io_context_t c = 0; return io_submit(c, 0, 0); }", ["-laio"]),
-}
-_CUDA_PROGRAMS = {
-    "cudart": (
-        'extern "C" int cudaGetDeviceCount(int*);\nint main() { return cudaGetDeviceCount(0); }',
-        ["-lcudart"],
-    ),
-    "curand": (
-        'extern "C" int curandGetVersion(int*);\nint main() { return curandGetVersion(0); }',
-        ["-lcurand"],
-    ),
-}
+# -- What builds of DeepSpeed's operations need of this host, and the locks that they have left --
 
 
 def build_tools() -> dict[str, Any]:
-    """Return what can be linked, which tools are missing, and which locks were left behind."""
-    folders = sys.argv[1:]
-    programs = {**_PROGRAMS, **(_CUDA_PROGRAMS if folders else {})}
-    with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(len(programs)) as pool:
-        among = [f"-L{folder}" for folder in folders]
-        jobs = {
-            name: pool.submit(_link, Path(work, name), source, [*flags, *among])
-            for name, (source, flags) in programs.items()
-        }
-        links = {name: job.result() for name, job in jobs.items()}
+    """Return which tools are missing, and which locks there are."""
     return {
-        "links": links,
         "missing": missing_tools(),
         "locks": find_build_locks(_extensions()),
     }
-
-
-def _link(target: Path, source: str, flags: list[str]) -> str:
-    """Compile and link a program; return the error of the compiler if that fails."""
-    file = target.with_suffix(".cpp")
-    file.write_text(source + "\n")
-    compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
-    more = [shlex.split(os.environ.get(name, "")) for name in ("CFLAGS", "LDFLAGS")]
-    include = f"-I{sysconfig.get_paths()['include']}"
-    # A library of Python need not be there: extensions are not linked with it.
-    lenient = ["-shared", "-fPIC"] if target.name == "python" else []
-    command = [*compiler, *lenient, str(file), "-o", str(target), include, *more[0], *flags, *more[1]]
-    # In the group of this process, which the doctor ends as a whole when a probe takes too long.
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_LONGEST)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    lines = [line for line in done.stderr.splitlines() if "error" in line or "cannot find" in line]
-    if done.returncode == 0:
-        return ""
-    return re.sub(r"^.*?(?=fatal error|error|cannot find)", "", lines[0]) if lines else "the compiler failed"
 
 
 def _extensions() -> Path:
@@ -127,8 +72,7 @@ def _extensions() -> Path:
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache, "torch_extensions"))
 
 
-# -- What torch reports about the CUDA devices: what it was built for, and each device's properties --
-# With ``--speed`` a short matrix product on each, one after the other.
+# -- The architectures that torch was built for; with ``--speed`` a short matrix product on each CUDA device --
 
 _SIZE, _WARM_UP, _PRODUCTS = 4096, 3, 10
 
@@ -139,22 +83,10 @@ def torch_devices() -> dict[str, Any]:
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     import torch
 
-    measure, count = "--speed" in sys.argv[1:], torch.cuda.device_count()
-    usable = range(count if torch.cuda.is_available() else 0)
-    return {
-        "architectures": torch.cuda.get_arch_list(),
-        "devices": [_device(index, measure) for index in usable],
-    }
-
-
-def _device(index: int, measure: bool) -> dict[str, Any]:
-    import torch
-
-    properties = torch.cuda.get_device_properties(index)
-    return {
-        "capability": [properties.major, properties.minor],
-        **(_speed(index) if measure else {}),
-    }
+    usable = range(
+        torch.cuda.device_count() if torch.cuda.is_available() and "--speed" in sys.argv[1:] else 0
+    )
+    return {"architectures": torch.cuda.get_arch_list(), "devices": [_speed(index) for index in usable]}
 
 
 def _speed(index: int) -> dict[str, Any]:
@@ -191,7 +123,7 @@ def xla_devices() -> dict[str, Any]:
 
 
 def deepspeed_import() -> dict[str, Any]:
-    """Return its accelerator, and the operations that are built or have a builder."""
+    """Return its accelerator, and the operations: those that have a builder, are built, or can be."""
     from lightning_lockstep.deepspeed.build_tools import OPS
     from lightning_lockstep.deepspeed.importing import import_deepspeed
     from lightning_lockstep.errors import LockstepError
@@ -210,7 +142,14 @@ def deepspeed_import() -> dict[str, Any]:
         "accelerator": get_accelerator().device_name(),
         "operations": known,
         "built": [name for name in known if installed_ops.get(name)],
+        "buildable": [name for name in known if _can_be_built(builders[name])],
     }
+
+
+def _can_be_built(builder: Any) -> bool:
+    with suppress(Exception), redirect_stdout(sys.stderr):  # such as that of a CUDA of another version
+        return bool(builder.is_compatible(verbose=False))
+    return False
 
 
 # -- Which MPI library mpi4py loads: asked without starting MPI, which would need its launcher --

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import importlib
 import posixpath
 import shlex
 import time
@@ -13,9 +14,8 @@ from typing import Any
 import yaml
 
 from lightning_lockstep._system import NOT_FOUND, Completed
-from lightning_lockstep.doctor.check_runner import found_by
 from lightning_lockstep.doctor.machine import Limits, Machine, Probed, Python
-from lightning_lockstep.doctor.registry import CheckOptions, CheckResult, load_check
+from lightning_lockstep.doctor.registry import CHECKS, CheckOptions, CheckResult
 
 _GIB = 2**30
 _MOST_LINKS = 20
@@ -82,7 +82,7 @@ class ImitatedMachine(Machine):
         paths = (posixpath.join(folder, program) for folder in folders if folder)
         return next((path for path in paths if self.exists(path)), None)
 
-    def read_text(self, path: str, *, whole: bool = False) -> str | None:
+    def read_text(self, path: str) -> str | None:
         return self._files.get(self.real_path(path))
 
     def exists(self, path: str) -> bool:
@@ -133,7 +133,7 @@ def read_record(path: Path) -> dict[str, Any]:
 def run_check(name: str, machine: Machine, options: CheckOptions) -> CheckResult:
     """Run a check in this process and return its result."""
     began = time.monotonic()
-    findings = tuple(found_by(load_check(name), machine, options))
+    findings = tuple(importlib.import_module(CHECKS[name].module).check(machine, options))
     return CheckResult(name, findings, time.monotonic() - began)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lightning_lockstep.distributed import FailureRecord
 from lightning_lockstep.distributed.failure.record import place_in_words
-from lightning_lockstep.doctor.checks.run import run as doctor_run
+from lightning_lockstep.doctor.checks.run import check as doctor_run
 from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.registry import CheckOptions, Status
 from tests.helpers import COMMON, ScriptOutcome, run_script

@@ -18,10 +18,8 @@ import lightning_lockstep
 from lightning_lockstep.doctor import command
 from lightning_lockstep.doctor.check_runner import Checks
 from lightning_lockstep.doctor.command import main, select
-from lightning_lockstep.doctor.hosts import ChecksOnHosts
 from lightning_lockstep.doctor.registry import CheckOptions, CheckResult
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.launchers.mpi_hosts import Host
 from tests.common.doctor.imitated_machine import read_machine, run_check
 from tests.common.doctor.machines import FOLDER
 
@@ -56,7 +54,7 @@ def test_rows_lines_to_paste_and_exit_code(on_machine: Callable[..., tuple[int, 
     code, printed = on_machine(HANGING_KERNEL, "kernel")
     assert code == 1, printed
     assert "Linux kernel" in printed and "did not end within 10 s" in printed
-    assert "\nsudo dnf --enablerepo=elrepo-kernel install kernel-ml && sudo reboot\n" in printed
+    assert "\n# upgrade the kernel to 5.5 or newer (uname -r shows it), and reboot\n" in printed
     assert "1 check in" in printed and "1 problem" in printed
 
 
@@ -97,7 +95,8 @@ def test_what_a_check_looks_at_names_it(given: str, meant: str) -> None:
     ("arguments", "told"),
     [
         (["--hosts", "a,-oProxyCommand=x"], "--hosts: '-oProxyCommand=x': expected names or addresses"),
-        (["--hostfile", "absent"], "--hostfile absent: there is no such file"),
+        (["--hostfile", "absent"], "hostfile absent: it cannot be read"),
+        (["--only", "kernel", "--hosts", "a"], "--hosts and --hostfile are for the check mpi"),
     ],
 )
 def test_hosts_that_cannot_be_used_are_refused(
@@ -106,7 +105,7 @@ def test_hosts_that_cannot_be_used_are_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["kernel", *arguments])
+        main([*(() if "--only" in arguments else ("mpi",)), *arguments])
     assert ended.value.code == 2 and told in capsys.readouterr().err
 
 
@@ -139,49 +138,19 @@ def test_a_terminal_gets_a_progress_line() -> None:
     assert "checks ended" not in doctor("kernel").stdout
 
 
-def test_interrupted_it_leaves_nothing_behind(tmp_path: Path) -> None:
-    """A check that waits for a program ends with the doctor, and so does the program, even where that is killed."""
-    (tmp_path / "hanging.py").write_text(
-        "import os, time\nfrom lightning_lockstep.doctor import check\n"
-        "@check(name='hanging', summary='hangs', why='to test')\n"
-        "def hanging(machine, options):\n"
-        "    program = 'echo $$ > $PID.part; mv $PID.part $PID; exec sleep 600'\n"
-        "    machine.run(['sh', '-c', program], timeout=600)\n"
-    )
-    metadata = tmp_path / "hanging-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: hanging\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(
-        "[lightning_lockstep.doctor_checks]\nhanging = hanging:hanging\n"
-    )
-    pid = tmp_path / "pid"
-    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    command = [sys.executable, "-m", "lightning_lockstep.doctor", "hanging"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, env={**os.environ, "PID": str(pid), "PYTHONPATH": path}
-    )
-    _wait_until(lambda: pid.exists() and pid.read_text() != "")
+def test_killed_it_leaves_nothing_behind(tmp_path: Path) -> None:
+    """A check that waits for a program ends with the doctor, and so does the program, even if that is killed."""
+    pid, program = tmp_path / "pid", tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho $$ > {pid}.part; mv {pid}.part {pid}; exec sleep 600\n")
+    program.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    command = [sys.executable, "-m", "lightning_lockstep.doctor", "cuda"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "PATH": path})
+    _wait_until(pid.exists)
     process.kill()
     process.wait(60)
     child = Path("/proc", pid.read_text().strip(), "cmdline")
     _wait_until(lambda: not child.exists() or child.read_bytes() == b"")
-
-
-def test_ctrl_c_ends_the_ssh_of_each_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pid = tmp_path / "pid"
-    ssh = tmp_path / "ssh"
-    ssh.write_text(f"#!/bin/sh\necho $$ > {pid}.part; mv {pid}.part {pid}; exec sleep 600\n")
-    ssh.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-
-    def interrupt() -> None:
-        if pid.exists():
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        list(ChecksOnHosts(["kernel"], CheckOptions(), [Host("node1.invalid")]).results(interrupt))
-    process = Path("/proc", pid.read_text().strip(), "cmdline")
-    _wait_until(lambda: not process.exists() or process.read_bytes() == b"")
 
 
 def _wait_until(arrived: Callable[[], bool]) -> None:
@@ -206,13 +175,8 @@ def test_the_doctor_imports_no_engine(tmp_path: Path) -> None:
     assert done.stdout == "[]\n", done.stderr
 
 
-def test_version_completion_and_a_help_that_breaks_no_word() -> None:
+def test_version_and_a_help_that_breaks_no_word() -> None:
     assert doctor("--version").stdout == f"lightning-lockstep {lightning_lockstep.__version__}\n"
-    words = {
-        "_LOCKSTEP_DOCTOR_COMPLETE": "complete_bash",
-        "COMP_WORDS": "lockstep-doctor de",
-        "COMP_CWORD": "1",
-    }
-    assert doctor(env={**os.environ, **words}).stdout.split() == ["deepspeed", "devices"]
     lines = doctor("--help", env={**os.environ, "COLUMNS": "80"}).stdout.splitlines()
     assert max(map(len, lines)) <= 80
+    assert any("network" in line and "gloo" in line for line in lines)

@@ -12,7 +12,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lightning_lockstep._application.checks import find_checkpoint
-from lightning_lockstep.doctor.checks.run import run
+from lightning_lockstep.doctor.checks.run import check
 from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.registry import CheckOptions, Finding, Status
 from tests.common.application.command_lines import TRAIN
@@ -23,7 +23,7 @@ TWO = "trainer.devices=2 trainer.num_sanity_val_steps=0"
 
 
 def findings(folder: Path) -> list[Finding]:
-    return list(run(Machine(), CheckOptions(folders=(str(folder),))))
+    return list(check(Machine(), CheckOptions(folders=(str(folder),))))
 
 
 @pytest.mark.parametrize(
@@ -32,8 +32,8 @@ def findings(folder: Path) -> list[Finding]:
         (
             f"{TWO} callbacks=overflow model.learning_rate=1e30",
             "overflow",
-            "nan or inf (rank 0, batch",
-            "lockstep-train callbacks=overflow trainer.gradient_clip_val=1.0 model.learning_rate=LOWER ...",
+            "Detected inf/nan during batch_number=",
+            "less ",
         ),
         (
             f"{TWO} model._target_=tests.common.doctor.faulty_models.Stalls strategy.stall_timeout=2",
@@ -59,24 +59,21 @@ def test_a_search_for_a_batch_size_is_told(tmp_path: Path) -> None:
         "size": 24,
         "accumulate": 2,
         "ranks": 4,
-        "trials": [{}, {}, {}],
         "reason": "the limit is found",
     }
     (tmp_path / "batch_size.json").write_text(json.dumps(content))
     [size] = [finding for finding in findings(tmp_path) if finding.subject == "batch size"]
-    assert "24 per rank x 2 accumulated x 4 ranks, after 3 trials" in size.evidence
+    assert "24 per rank x 2 accumulated x 4 ranks (the limit is found)" in size.evidence
 
 
-@pytest.mark.parametrize(
-    ("log", "mark", "fix"),
-    [("csv/metrics.csv", ".hydra", "debug=overflow"), ("metrics.csv", "checkpoints", "OverflowDetector()")],
-)
-def test_a_loss_that_is_not_finite_is_found_in_the_log(log: str, mark: str, fix: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("log", "mark"), [("csv/metrics.csv", ".hydra"), ("metrics.csv", "checkpoints")])
+def test_a_loss_that_is_not_finite_is_found_in_the_log(log: str, mark: str, tmp_path: Path) -> None:
     (tmp_path / mark).mkdir()
     (tmp_path / log).parent.mkdir(exist_ok=True)
     (tmp_path / log).write_text("epoch,step,train_loss\n0,0,2.5\n0,1,nan\n0,2,nan\n")
     [metrics] = [finding for finding in findings(tmp_path) if finding.subject == "metrics"]
-    assert "train_loss is nan at step 1" in metrics.evidence and fix in metrics.fix[0]
+    assert "train_loss is nan at step 1" in metrics.evidence
+    assert metrics.fix[1] == "lockstep-train debug=overflow ..."
 
 
 def test_the_runs_of_a_script_are_found_below_its_folder_and_need_no_summary(tmp_path: Path) -> None:
@@ -94,15 +91,13 @@ def test_the_runs_of_a_script_are_found_below_its_folder_and_need_no_summary(tmp
     )
     record = {"rank": 1, "world_size": 2, "host": "h", "summary": "ValueError: boom", "where": {"step": 7}}
     own = '  File "/me/train.py", line 9, in step\n    raise ValueError\n'
-    trace = f'Traceback:\n{own}  File "/x/site-packages/torch/nn.py", line 3, in f\n'
+    trace = f"Traceback:\n{own}ValueError: boom\n"
     (folder / "failure.json").write_text(json.dumps(record | {"traceback": trace}))
     [found] = findings(tmp_path)
     assert found.fix == (f"lockstep-doctor run {folder}",)
     [failed, *_] = findings(folder)
     assert failed.status is Status.PROBLEM and "rank 1 of 2 on h, step 7: ValueError: boom" in failed.evidence
-    assert (
-        failed.evidence.endswith('File "/me/train.py", line 9, in step\nraise ValueError') and not failed.fix
-    )
+    assert failed.evidence.endswith(trace.strip()) and not failed.fix
     ours = {
         "summary": "BatchSizeError: none fits",
         "traceback": "lightning_lockstep.errors.BatchSizeError: none\nhere",
@@ -128,7 +123,7 @@ def test_a_run_that_left_nothing_can_go_on_from_its_newest_whole_checkpoint(tmp_
     (folder / "checkpoints").mkdir(parents=True)
     for number, name in enumerate(("best.ckpt", "preempted.ckpt")):
         with zipfile.ZipFile(folder / "checkpoints" / name, "w") as archive:
-            archive.writestr("data.pkl", "x")
+            archive.writestr("archive/data.pkl", "optimizer_states")
         os.utime(folder / "checkpoints" / name, (number, number))
     (folder / ".hydra").mkdir()
     record = {
@@ -172,19 +167,19 @@ def test_a_rank_that_was_killed_is_not_said_to_be_out_of_memory(tmp_path: Path) 
     (tmp_path / "failure.json").write_text(json.dumps(record))
     [killed] = [finding for finding in findings(tmp_path) if finding.status is Status.PROBLEM]
     assert killed.subject == "killed" and "a scheduler (at a limit)" in killed.evidence
-    assert any(line.startswith("sacct -j JOB") for line in killed.fix)
-    assert not any("auto_batch_size" in line for line in killed.fix)
+    assert "sacct -j JOB" in killed.fix[0]
 
 
-def test_a_long_report_is_read_whole_and_one_cut_short_is_named(tmp_path: Path) -> None:
-    report = {
-        "error": "CollectiveTimeoutError",
-        "text": "rank 1 never came to collective 7\n" + "x" * 1_100_000,
-    }
-    (tmp_path / "guard-report.json").write_text(json.dumps(report))
+def test_a_collective_that_did_not_complete_is_quoted_and_a_record_cut_short_is_named(tmp_path: Path) -> None:
+    text = "rank 1 never came to collective 7"
+    record = {"rank": 0, "world_size": 2, "host": "h", "summary": f"CollectiveStallError: {text}"}
+    record["traceback"] = (
+        f"lightning_lockstep.errors.CollectiveStallError: {text}\nStack of rank 0:\n" + "x" * 1_100_000
+    )
+    (tmp_path / "failure.json").write_text(json.dumps(record))
     [guard] = [finding for finding in findings(tmp_path) if finding.status is Status.PROBLEM]
-    assert guard.subject == "collective guard" and "rank 1 never came to collective 7" in guard.evidence
-    (tmp_path / "guard-report.json").unlink()
+    assert guard.subject == "collective guard" and guard.evidence.endswith(f"CollectiveStallError: {text}")
+    assert guard.fix == ("lockstep-doctor network  # is it the network?",)
     (tmp_path / "failure.json").write_text('{"rank": 1, "summary": "RuntimeErr')
     [cut] = [finding for finding in findings(tmp_path) if finding.status is Status.PROBLEM]
     assert cut.subject == "records" and "failure.json cannot be read" in cut.evidence
@@ -195,7 +190,6 @@ def test_reports_of_an_earlier_attempt_do_not_count_for_a_run_that_finished(tmp_
     (tmp_path / ".hydra").mkdir()
     (tmp_path / "overflow").mkdir()
     written = {
-        "guard-report.json": {"error": "CollectiveTimeoutError", "text": "rank 1 never came to collective 7"},
         "overflow/batch-1.json": {"ranks": [{"rank": 0, "producer": {"module": "block.1"}}]},
         "failure.json": {"rank": 1, "summary": "RuntimeError"},
         ".hydra/overrides.yaml": [],
@@ -205,59 +199,27 @@ def test_reports_of_an_earlier_attempt_do_not_count_for_a_run_that_finished(tmp_
         (tmp_path / name).write_text(json.dumps(content))
         os.utime(tmp_path / name, (number, number))
     found = findings(tmp_path)
-    assert {(finding.status, finding.subject) for finding in found} == {
-        (Status.OK, "run"),
-        (Status.NOT_APPLICABLE, "collective guard"),
-    }
+    assert {(finding.status, finding.subject) for finding in found} == {(Status.OK, "run")}
     os.utime(tmp_path / "failure.json")  # and that of a later one does
     assert (Status.PROBLEM, "failure") in {(f.status, f.subject) for f in findings(tmp_path)}
 
 
-def test_a_folder_whose_name_has_brackets(tmp_path: Path) -> None:
+def test_a_report_of_overflow_is_quoted_with_its_remedy_whatever_the_folder_is_called(tmp_path: Path) -> None:
     folder = tmp_path / "x=[1,2]"
     (folder / "overflow").mkdir(parents=True)
-    content = {"ranks": [{"rank": 0, "batch_number": 3, "producer": {"module": "block.1"}}]}
-    (folder / "overflow" / "batch-3.json").write_text(json.dumps(content))
+    (folder / "overflow" / "batch-3.json").write_text("{}")
+    quoted = [
+        "Detected inf/nan during batch_number=3 (epoch 0): a loss is nan.",
+        "Producer: block.1 made the first inf.",
+        "Remedy (the batch was run again this way and passed):",
+        "    on the command line:  'callbacks.fp32_modules.modules=[block.1]'",
+        "Advice: clip gradients.",
+    ]
+    frames = ["--- rank 0 on host h", "Last 2 forward frames:", "1.0e+00 2.0e+00 weight"]
+    (folder / "overflow" / "batch-3.txt").write_text("\n".join([quoted[0], *frames, *quoted[1:]]))
     [overflow] = [finding for finding in findings(folder) if finding.status is Status.PROBLEM]
-    assert "block.1 made the first nan or inf (rank 0, batch 3)" in overflow.evidence
-    assert overflow.fix[0] == f"less '{folder}/overflow/batch-3.txt'"
-
-
-@pytest.mark.parametrize(
-    ("producer", "remedy", "evidence", "fix"),
-    [
-        (
-            {"kind": "module", "module": "block.1", "low_precision": True},
-            {"modules": ["block.1", "head"], "tried": True, "text": ""},
-            "block.1 made the first nan or inf",
-            "'callbacks.fp32_modules.modules=[block.1,head]'",
-        ),
-        (
-            {"kind": "module", "module": "block.1", "low_precision": False},
-            {"modules": [], "tried": False, "text": "It computed in float32 already."},
-            "It computed in float32 already.",
-            "model.learning_rate=LOWER",
-        ),
-        (
-            {"kind": "weight", "module": "", "low_precision": True},
-            {"modules": [], "text": "An earlier optimizer step made the weights nan or inf."},
-            "the weights of the LightningModule were already nan or inf",
-            "model.learning_rate=LOWER",
-        ),
-        ({"kind": "batch", "module": ""}, {"text": "Check the samples."}, "Check the samples.", ""),
-    ],
-    ids=["float32_helps", "float32_already", "weight", "batch"],
-)
-def test_an_overflow_gets_the_remedy_of_its_report(
-    producer: dict[str, object], remedy: dict[str, object], evidence: str, fix: str, tmp_path: Path
-) -> None:
-    (tmp_path / "overflow").mkdir()
-    content = {"ranks": [{"rank": 0, "batch_number": 3, "producer": producer, "remedy": remedy}]}
-    (tmp_path / "overflow" / "batch-3.json").write_text(json.dumps(content))
-    [overflow] = [finding for finding in findings(tmp_path) if finding.status is Status.PROBLEM]
-    assert evidence in overflow.evidence and fix in "\n".join(overflow.fix), overflow
-    assert ("fp32_modules" in "\n".join(overflow.fix)) == bool(remedy.get("modules")), overflow
-    assert (len(overflow.fix) == 1) == (producer["kind"] == "batch"), overflow
+    assert overflow.evidence == f"{folder}: " + "\n".join(quoted)
+    assert overflow.fix == (f"less '{folder}/overflow/batch-3.txt'",)
 
 
 @pytest.mark.parametrize("place", ["a_folder", "a_file"])
@@ -288,7 +250,6 @@ def test_damaged_files_are_read_without_an_error(content: str, tmp_path: Path) -
     for name in (
         "failure.json",
         "summary.json",
-        "guard-report.json",
         "batch_size.json",
         "overflow/batch-1.json",
     ):

@@ -87,7 +87,6 @@ def test_its_metadata(wheel: zipfile.ZipFile) -> None:
         "pyzmq",
         "PyYAML",
         "rich",
-        "typer",
         "typing-extensions",
     }
     assert needed == {name.lower() for name in plain}

@@ -14,6 +14,7 @@ import pytest
 
 from tests.common.distributed.mpi.launch import mpi_environ, why_no
 from tests.helpers.cluster import Cluster, why_not
+from tests.helpers.patience import patience
 
 # The hosts of the module's cluster, with their ssh daemons, live longer than one test.
 pytestmark = [pytest.mark.allow_leaks("processes", "files")]
@@ -31,8 +32,27 @@ def doctor(cluster: Cluster, *checks: str) -> tuple[int, dict[str, list[dict[str
     """Run the doctor on alpha; return its exit code and the rows of each check."""
     of_cluster = ["--hosts", ",".join(cluster.addresses), "--ssh-args", " ".join(cluster.ssh_args)]
     command = [sys.executable, "-m", "lightning_lockstep.doctor", *checks, *of_cluster, "--json"]
-    code, output = cluster.run(0, command, timeout=150, env={**os.environ, **mpi_environ()})
-    found = json.loads(output[output.index("{") :])
+    return rows_in(*cluster.run(0, command, timeout=150, env={**os.environ, **mpi_environ()}))
+
+
+def network(cluster: Cluster) -> tuple[int, list[dict[str, Any]], str]:
+    """Test the network as a rank on each host, started by torchrun; return exit code, rows, and what beta prints."""
+    place = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "static", "--max-restarts", "0"]
+    place += ["--master-addr", cluster.addresses[0], "--master-port", "29555"]
+    program = ["-m", "lightning_lockstep.doctor", "network", "--json"]
+    started = [
+        cluster.start(
+            host, [sys.executable, "-m", "torch.distributed.run", *place, f"--node-rank={host}", *program]
+        )
+        for host in (0, 1)
+    ]
+    outputs = [process.communicate(timeout=patience(200))[0] for process in started]
+    code, rows = rows_in(started[0].returncode, outputs[0])
+    return code, rows["network"], outputs[1]
+
+
+def rows_in(code: int, output: str) -> tuple[int, dict[str, list[dict[str, Any]]]]:
+    found, _ = json.JSONDecoder().raw_decode(output[output.index("{\n") :])
     return code, {check["check"]: check["findings"] for check in found["checks"]}
 
 
@@ -45,7 +65,7 @@ def told(rows: list[dict[str, Any]], status: str, subject: str) -> str:
 
 @contextmanager
 def firewall(cluster: Cluster) -> Iterator[None]:
-    """Let beta drop what comes to ports from 10000 on; its ssh daemon listens below."""
+    """Let beta drop what comes from ports above 30000: connections to it, but not answers of rank 0's store."""
     space = ["ip", "-n", cluster.spaces[1], "rule"]
     drop = [
         "pref",
@@ -54,8 +74,8 @@ def firewall(cluster: Cluster) -> Iterator[None]:
         cluster.cables[1],
         "ipproto",
         "tcp",
-        "dport",
-        "10000-65534",
+        "sport",
+        "30000-65534",
         "type",
         "blackhole",
     ]
@@ -69,66 +89,84 @@ def firewall(cluster: Cluster) -> Iterator[None]:
 
 @pytest.mark.mpi
 def test_names_that_do_not_resolve_and_the_interface_that_gloo_then_takes(cluster: Cluster) -> None:
-    code, rows = doctor(cluster, "network")
-    network = rows["network"]
+    code, rows, _ = network(cluster)
     assert code == 1
-    assert "alpha cannot resolve beta" in told(network, "warning", "host names")
-    assert "beta: its own name cannot be resolved" in told(network, "problem", "interfaces")
-    failed = told(network, "problem", "gloo: rendezvous")
+    assert "every host reaches the others" in told(rows, "ok", "connections")
+    assert "alpha cannot resolve" in told(rows, "warning", "host names")
+    failed = told(rows, "problem", "gloo: rendezvous")
     assert "rank 0 on alpha" in failed or "rank 1 on beta" in failed
     assert "remote=[127.0.0.1]" in failed
     # What is advised is what was tried, and worked.
-    [cured] = [row for row in network if row["subject"] == "gloo, second try"]
-    assert "it works with GLOO_SOCKET_IFNAME set" in cured["evidence"]
+    [cured] = [row for row in rows if row["subject"] == "gloo, second try"]
+    assert f"it works with GLOO_SOCKET_IFNAME={cluster.cables[0]}" in cured["evidence"]
+    assert "beta: nowhere" in cured["evidence"]
     assert f"export GLOO_SOCKET_IFNAME={cluster.cables[1]}  # on beta" in cured["fix"]
 
 
-@pytest.mark.mpi
-def test_a_firewall_that_lets_ssh_through_is_named_with_host_port_and_interface(cluster: Cluster) -> None:
+def test_a_firewall_is_named_with_host_port_and_interface(cluster: Cluster) -> None:
+    """Beta reaches rank 0's port, and nobody reaches those of beta."""
     with firewall(cluster):
-        code, rows = doctor(cluster, "network")
-    blocked = told(rows["network"], "problem", "connections")
+        code, rows, _ = network(cluster)
+    blocked = told(rows, "problem", "connections")
     assert code == 1
     assert f"alpha does not reach beta on ports above 1024: {cluster.addresses[1]}:" in blocked
     assert f"from interface {cluster.cables[0]}: no answer" in blocked
 
 
-@pytest.mark.mpi
-def test_a_cut_link_is_a_host_that_does_not_report(cluster: Cluster) -> None:
+def test_a_cut_link_is_a_rank_that_does_not_report(cluster: Cluster) -> None:
+    """Ranks started by srun, or by hand with its variables, do not need to reach each other to start."""
+    of_step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
+    of_step |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "alpha,beta"}
+    of_step |= {"MASTER_ADDR": cluster.addresses[0], "MASTER_PORT": "29556"}
+    command = [sys.executable, "-m", "lightning_lockstep.doctor", "network", "--json"]
     cluster.cut()
     try:
-        code, rows = doctor(cluster, "network")
+        started = [
+            cluster.start(
+                host,
+                command,
+                env={**os.environ, **of_step, "SLURM_PROCID": str(host), "SLURM_NODEID": str(host)},
+            )
+            for host in (0, 1)
+        ]
+        outputs = [process.communicate(timeout=patience(200))[0] for process in started]
     finally:
         cluster.mend()
-    missing = told(rows["network"], "problem", "ranks")
-    assert code == 1 and f"rank 1 of 2 did not report: on {cluster.addresses[1]}" in missing
-    assert "unreachable" in missing or "timed out" in missing or "No route" in missing
+    code, rows = rows_in(started[0].returncode, outputs[0])
+    assert code == 1 and "rank 1 of 2 did not report" in told(rows["network"], "problem", "ranks")
+    assert started[1].returncode == 1
+    assert f"rank 1 on beta does not reach rank 0 at {cluster.addresses[0]}:29556" in outputs[1]
 
 
 @pytest.mark.mpi
 def test_ssh_is_refused(cluster: Cluster) -> None:
     cluster.stop_sshd()
     try:
-        code, rows = doctor(cluster, "kernel", "network", "mpi")
+        code, rows = doctor(cluster, "mpi")
     finally:
         cluster.start_sshd(1)
     assert code == 1
     beta = cluster.addresses[1]
-    assert f"{beta}: nothing listens for ssh there" in told(rows["hosts"], "problem", "host")
-    assert f"on {beta}, nothing listens for ssh there" in told(rows["network"], "problem", "ranks")
     if why_no("open_mpi") is None:
         assert f"{beta}: nothing listens for ssh there" in told(rows["mpi"], "problem", "host")
-    assert f"{cluster.addresses[0]}: " in told(rows["kernel"], "ok", ""), rows["kernel"]
 
 
 @pytest.mark.mpi
-def test_every_host_in_one_table(cluster: Cluster) -> None:
-    code, rows = doctor(cluster, "packages", "mpi")
-    assert "hosts" not in rows
-    assert "all 2 hosts: " in told(rows["packages"], "ok", "Python")
+def test_hosts_on_which_mpirun_can_start_ranks(cluster: Cluster) -> None:
+    code, rows = doctor(cluster, "mpi")
     if why_no("open_mpi") is None:
         assert code == 0, rows
         assert "it started a process on each of the 2 hosts" in told(rows["mpi"], "ok", "mpirun hostname")
+
+
+@pytest.mark.mpi
+def test_ranks_of_mpirun_on_two_hosts(cluster: Cluster) -> None:
+    command = [*cluster.mpi_command(1), "-m", "lightning_lockstep.doctor", "network", "--json"]
+    code, output = cluster.run(0, command, timeout=150, env={**os.environ, **mpi_environ()})
+    assert code == 0, output
+    rows = rows_in(code, output)[1]["network"]
+    assert told(rows, "ok", "gloo") and told(rows, "ok", "mpi4py"), rows
+    assert "alpha: rank 0; beta: rank 1" in told(rows, "ok", "ranks")
 
 
 @pytest.mark.mpi
@@ -142,5 +180,5 @@ def test_shared_memory_that_is_too_small(cluster: Cluster) -> None:
         env={**os.environ, **mpi_environ()},
     )
     rows = json.loads(output[output.index("{") :])["checks"][0]["findings"]
-    assert "alpha: /dev/shm has 16 MiB" in told(rows, "warning", "shared memory"), output
+    assert "alpha: 16 MiB of /dev/shm are free" in told(rows, "warning", "shared memory"), output
     assert code == 0 and told(rows, "ok", "gloo")

@@ -17,6 +17,8 @@ from lightning_lockstep._application.checks import checks_for
         ("ddp", 2, "cpu", ("packages", "kernel", "network")),
         ("ddp", 1, "cpu", ("packages", "kernel")),
         ("mpi", 2, "cpu", ("packages", "kernel", "mpi", "network")),
+        ("fsdp", 2, "cpu", ("packages", "kernel", "network")),
+        ("xla", 2, "cpu", ("packages", "kernel", "xla", "network")),
         ("deepspeed_stage_2", 1, "gpu", ("packages", "kernel", "cuda", "devices", "deepspeed")),
         ("xla_spmd", 1, "tpu", ("packages", "kernel", "xla")),
         ("ddp", "auto", "cpu", ("packages", "kernel")),

@@ -1,0 +1,422 @@
+"""The ranks of the network test: how they meet, what rank 0 asks of them, and what each does then.
+
+::
+
+    lockstep-doctor network --nproc 4               mpirun, srun or torchrun ... lockstep-doctor network
+    ranks_here(): one process has all ranks         join(): each process is a rank, by external_ranks()
+                                    |                   |
+                       rendezvous_store(), the store of the job, at rank 0
+                                          |
+        rank 0                      keys of the store                  every other rank
+          |            facts/R  <-- its host, addresses, versions -->        |
+          |                                                                  |
+          |--- ask() ->  1/asked   reach: addresses and port of each host ---|-> serve(): connects to each
+          |<----------   1/answered/R ---------------------------------------|
+          |                                                                  |
+          |--- ask() ->  2/asked   try: gloo, variables to set --------------|-> starts a process for it
+          |                                                                  |
+          |    each rank's process, network_rank.py, writes a line for each step, and has a deadline for each line:
+          |    start  meet  rendezvous  barrier  all_reduce  memory  large   |
+          |                                                                  |
+          |<----------   2/answered/R ---------------------------------------|
+          |   ...        the same for gloo with an interface set, nccl, nccl without peer-to-peer copies, mpi4py
+          |--- end() ->  N/asked   end --------------------------------------|-> exits
+
+Rank 0 alone decides, in ``network_findings.py``; a rank that does not answer in time is a finding. What can hang does
+so in a process of its own. Only MPI cannot, because a rank starts it once: it runs in a thread of this process.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from datetime import timedelta
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+import lightning_lockstep
+from lightning_lockstep._system import memory_file, text_of
+from lightning_lockstep._text import exit_in_words, first_line
+from lightning_lockstep.distributed.rendezvous import address_towards, addresses_of, signed, verified
+from lightning_lockstep.doctor.probes import network_rank
+from lightning_lockstep.errors import LaunchError
+from lightning_lockstep.launchers.rank_variables import external_ranks
+
+Answer = dict[str, Any]
+T = TypeVar("T")
+
+BACKENDS = ("gloo", "nccl", "mpi4py")
+
+
+def backends_of(strategy: str, accelerator: str) -> tuple[str, ...]:
+    """Return over which backends the ranks of a strategy communicate; none if it starts one rank."""
+    if not strategy or strategy.startswith(("single", "xla_spmd")):
+        return ()
+    own = "mpi4py" if strategy.startswith("mpi") else "gloo"
+    is_on_gpus = accelerator not in ("cpu", "tpu") and not strategy.startswith("xla")
+    return (own, "nccl") if is_on_gpus else (own,)
+
+
+# -- The ranks of a job, as one of its processes sees them --
+
+_ARRIVAL = 60.0  # longest wait for ranks that another program starts [s]
+_IDLE = 900.0  # longest wait of a rank for what rank 0 asks next, which may run other checks first [s]
+_MARGIN = 5.0  # for answers to arrive, beyond the time that they may take [s]
+_LOOK_EVERY = 0.02
+# What rank 0 may set in the environment of another rank's process.
+_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_P2P_DISABLE")
+
+
+class Ranks:
+    """The ranks of a job: what each has reported, and a way to have all of them do something."""
+
+    def __init__(self, size: int, mine: Sequence[int], store: Any, address: str, port: int) -> None:
+        self.size, self.mine, self.address = size, tuple(mine), address  # mine: ranks of this process
+        self.facts: dict[int, Answer] = {}  # of the ranks that have reported
+        self.tick: Callable[[], None] = lambda: None  # called while others are waited for
+        self.hangs = False  # a thread of this process hangs in MPI, which an orderly exit would wait for
+        self._store, self._port, self._number = store, port, 0
+        self._processes: dict[int, BackendProcess] = {}  # of the last test, which other ranks may still need
+        # A restarted attempt of torchrun finds the keys of the one before.
+        self._prefix = f"lockstep/doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        if self.size > len(self.mine) and socket.has_dualstack_ipv6():
+            self._listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        else:
+            self._listener = socket.create_server(("" if self.size > len(self.mine) else "127.0.0.1", 0))
+        for rank in self.mine:
+            self._put(f"facts/{rank}", {**host_facts(), "port": self._listener.getsockname()[1]})
+
+    @property
+    def hosts(self) -> dict[str, list[int]]:
+        """The ranks of each host, by a name that no other host has."""
+        machines: dict[str, set[str]] = {}
+        for facts in self.facts.values():
+            machines.setdefault(facts["name"], set()).add(facts["machine"])
+        found: dict[str, list[int]] = {}
+        for rank, facts in sorted(self.facts.items()):
+            where = f"{facts['name']} ({next(iter(facts['outside']), facts['machine'])})"
+            found.setdefault(where if len(machines[facts["name"]]) > 1 else facts["name"], []).append(rank)
+        return found
+
+    def meet(self) -> None:
+        """Wait until all ranks have reported, on rank 0."""
+        self.facts = self._answers("facts", range(self.size), _ARRIVAL)
+
+    def ask(self, limit: float, **request: Any) -> dict[int, Answer]:
+        """Have every rank do something, on rank 0; return what each has answered within the limit [s]."""
+        self._number += 1
+        self._put(f"{self._number}/asked", request)
+        own, others = self._do(request), [rank for rank in range(self.size) if rank not in self.mine]
+        return own | self._answers(f"{self._number}/answered", others, limit + _MARGIN)
+
+    def serve(self) -> None:
+        """Do what rank 0 asks, on any other rank, until it asks nothing more or has ended."""
+        with suppress(RuntimeError):  # of torch's store: rank 0 is gone, or asks nothing for too long
+            while (request := self._next())["do"] != "end":
+                for rank, answer in self._do(request).items():
+                    self._put(f"{self._number}/answered/{rank}", answer)
+        self._close()
+
+    def end(self) -> None:
+        """Let the other ranks end, on rank 0."""
+        self._number += 1
+        with suppress(RuntimeError):
+            self._put(f"{self._number}/asked", {"do": "end"})
+        self._close()
+
+    def _next(self) -> Answer:
+        self._number += 1
+        key = f"{self._number}/asked"
+        self._store.wait([f"{self._prefix}/{key}"], timedelta(seconds=_IDLE))
+        return self._get(key)
+
+    def _put(self, key: str, value: Answer) -> None:
+        self._store.set(f"{self._prefix}/{key}", signed(json.dumps(value).encode()))
+
+    def _get(self, key: str) -> Answer:
+        return dict(json.loads(verified(self._store.get(f"{self._prefix}/{key}"))))
+
+    def _answers(self, key: str, ranks: Sequence[int], limit: float) -> dict[int, Answer]:
+        """Return what each of these ranks has put under a key within the limit [s]."""
+        keys, deadline = {rank: f"{self._prefix}/{key}/{rank}" for rank in ranks}, time.monotonic() + limit
+        while keys and not self._store.check(list(keys.values())) and time.monotonic() < deadline:
+            self.tick()
+            time.sleep(_LOOK_EVERY)
+        return {rank: self._get(f"{key}/{rank}") for rank in ranks if self._store.check([keys[rank]])}
+
+    def _do(self, request: Answer) -> dict[int, Answer]:
+        self._end_processes()
+        if request["do"] == "reach":
+            return {rank: reach_others(request["hosts"], rank) for rank in self.mine}
+        if request["backend"] == "mpi4py":
+            return {rank: self._try_mpi() for rank in self.mine}
+        return self._try_torch(request)
+
+    def _try_torch(self, request: Answer) -> dict[int, Answer]:
+        """Test a backend of torch: a process for each rank of this process, all at a time."""
+        prefix, timeout = f"{self._prefix}/{self._number}", STEPS["rendezvous"] - _EARLIER
+        for rank in self.mine:
+            given = request["variables"].get(str(rank), {})
+            local_rank, place = request["local_ranks"][str(rank)], (self.address, self._port)
+            arguments = (request["backend"], rank, self.size, local_rank, *place, prefix, timeout)
+            allowed = {name: given[name] for name in _VARIABLES if name in given}
+            self._processes[rank] = BackendProcess(arguments, allowed)
+        is_over = is_told = False
+        while not is_over:
+            looked_at = [process.is_over() for process in self._processes.values()]
+            is_over = all(looked_at)
+            if not is_told and any(process.has_failed for process in self._processes.values()):
+                is_told = True
+                self._store.set(f"{prefix}/failed", b"1")  # for those that wait in `meet`
+            self.tick()
+            time.sleep(_LOOK_EVERY)
+        return {rank: process.answers for rank, process in self._processes.items()}
+
+    def _try_mpi(self) -> Answer:
+        """Test MPI in this process."""
+        rank, answers = network_rank.MPIRank(self.size), {}
+        for step in rank.steps:
+            try:
+                answers[step] = within(STEPS[step], functools.partial(network_rank.take, rank, step))
+            except TimeoutError as error:
+                self.hangs = True
+                answers[step] = {"ok": False, "late": True, "error": str(error)}
+            if not answers[step]["ok"]:
+                break
+        return answers
+
+    def _close(self) -> None:
+        self._end_processes()
+        self._listener.close()
+
+    def _end_processes(self) -> None:
+        for process in self._processes.values():
+            process.end()
+        self._processes.clear()
+
+
+def ranks_here(count: int) -> Ranks:
+    """Return ranks that are all of this process."""
+    from lightning_lockstep.distributed.process_group import host_rendezvous, rendezvous_store
+
+    port = host_rendezvous("127.0.0.1")
+    store = rendezvous_store(0, count, address="127.0.0.1", port=port)
+    return Ranks(count, range(count), store, "127.0.0.1", port)
+
+
+def join() -> Ranks | None:
+    """Return the ranks of the job that torchrun, mpirun or srun has started this process for; ``None`` outside one.
+
+    Ranks: all of the job; a :class:`LaunchError` on those that do not reach rank 0 in time.
+    """
+    here = socket.gethostname()
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "FATAL"
+    )  # else torch prints stacks in C++ for each lost connection
+    try:
+        found = within(_ARRIVAL, external_ranks)  # under mpirun it starts MPI, which may hang
+    except TimeoutError as error:
+        raise LaunchError(
+            f"a rank on {here} does not learn where rank 0 is: MPI has not started, {error}. Try `lockstep-doctor mpi`,"
+            " or set MASTER_ADDR and MASTER_PORT to the host of rank 0 and a free port on it."
+        ) from error
+    if found is None or found.count is None:
+        return None
+    from lightning_lockstep.distributed.process_group import rendezvous_store
+
+    rank, size, address, port = found.rank, found.count, found.address, found.port
+    try:
+        store = rendezvous_store(rank, size, address=address, port=port, timeout=_ARRIVAL, name=found.name)
+        return Ranks(size, [rank], store, address, port)
+    except RuntimeError as error:  # torch's kinds of a lost connection derive from it
+        means = ", ".join(addresses_of(address)) or "no address"
+        raise LaunchError(
+            f"rank {rank} on {here} does not reach rank 0 at {address}:{port} (here {means}), from interface"
+            f" {_interface_towards(address) or 'none'}: {first_line(error)}"
+        ) from error
+
+
+def within(seconds: float, function: Callable[[], T]) -> T:
+    """Call a function that may hang; raise a TimeoutError if it takes longer."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="doctor", daemon=True).start()
+    if not wait([future], seconds).done:
+        raise TimeoutError(f"no answer within {seconds:.0f} s")
+    return future.result()
+
+
+# -- What a rank reports of its host, and how it reaches others --
+
+_REACH = 3.0  # longest wait for one address [s]
+_TRIED = 4  # addresses of a host that are tried
+_AT_A_TIME = 16
+REACH_ALL = 60.0  # longest wait for all hosts [s]
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def host_facts() -> Answer:
+    """Return what a rank reports about its host, and how many devices torch finds there."""
+    import torch
+
+    name, found, machine, free = socket.gethostname(), interfaces(), "", None
+    with suppress(OSError):
+        machine = _BOOT.read_text().strip()  # distinguishes it from others of the same name
+    with suppress(OSError):
+        free = shutil.disk_usage("/dev/shm").free
+    addresses = [ip_address(address) for own in found.values() for address in own]
+    return {
+        "lightning-lockstep": lightning_lockstep.__version__,
+        "torch": torch.__version__,
+        "name": name,
+        "machine": machine,
+        "interfaces": found,
+        "outside": [str(one) for one in addresses if not (one.is_loopback or one.is_link_local)],
+        "shared_memory": free,  # of /dev/shm [bytes]; None: there is none
+        "devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+    }
+
+
+def interfaces() -> dict[str, list[str]]:
+    """Return the addresses of each network interface that is up, loopback included."""
+    status, families = psutil.net_if_stats(), (socket.AF_INET, socket.AF_INET6)
+    found = {
+        name: [one.address.partition("%")[0] for one in addresses if one.family in families]
+        for name, addresses in psutil.net_if_addrs().items()
+        if name in status and status[name].isup
+    }
+    return {name: own for name, own in found.items() if own}
+
+
+def _interface_towards(host: str) -> str:
+    """Return the interface from which this host reaches another one; empty if there is no route."""
+    own = address_towards(host)
+    return next((name for name, found in interfaces().items() if own in found), "")
+
+
+def reach_others(hosts: Mapping[str, Answer], rank: int) -> Answer:
+    """Connect from the first rank of a host to the others, and resolve the names of all."""
+    if rank not in [host["rank"] for host in hosts.values()]:
+        return {}
+    others = {label: host for label, host in hosts.items() if host["rank"] != rank}
+    names = [host["name"] for host in hosts.values()]
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        reached = dict(zip(others, pool.map(_reach, others.values()), strict=True))
+        resolved = dict(zip(names, pool.map(_resolve, names), strict=True))
+    return {"reached": reached, "resolved": resolved}
+
+
+def _resolve(name: str) -> list[str]:
+    with suppress(UnicodeError):  # such as a label of more than 63 characters
+        return addresses_of(name)
+    return []
+
+
+def _reach(host: Answer) -> Answer:
+    """Return at which address a host is reached, or what was tried."""
+    tried = []
+    for address in host["addresses"][:_TRIED]:
+        try:
+            socket.create_connection((address, host["port"]), timeout=_REACH).close()
+            return {"address": address}
+        except OSError as error:  # noqa: PERF203 - the next address may do
+            what = f"no answer within {_REACH:.0f} s" if isinstance(error, TimeoutError) else str(error)
+            own = _interface_towards(address) or "none"
+            tried.append(f"{address}:{host['port']} from interface {own}: {what}")
+    return {"tried": tried or ["it has no address but loopback"]}
+
+
+# -- The process in which a rank tests a backend of torch --
+
+# Limits of the steps [s]. The first imports torch, or starts MPI, on a busy or cold host.
+STEPS = {
+    "start": 90.0,
+    "meet": 95.0,
+    "rendezvous": 20.0,
+    "barrier": 20.0,
+    "all_reduce": 20.0,
+    "memory": 20.0,
+    "large": 30.0,
+}
+# A backend's own limit is that much shorter than ours, so that its error names what it waited for [s].
+_EARLIER = 3.0
+_LEAVE = (
+    5.0  # how long a killed process may take to end: it may hang in a driver, where no signal ends it [s]
+)
+_TAIL = 1_500  # of what it prints [characters]
+
+
+class BackendProcess:
+    """The process of one rank; it takes its steps by itself and writes a line for each."""
+
+    def __init__(self, arguments: Sequence[object], environ: Mapping[str, str]) -> None:
+        self.answers: Answer = {}  # by step
+        self._left, self._began = list(network_rank.TorchRank.steps), time.monotonic()
+        self._lines, self._errors, self._nccl = memory_file(), memory_file(), memory_file()
+        log = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"/proc/self/fd/{self._nccl.fileno()}"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", network_rank.__file__, *map(str, arguments)],
+            env={**os.environ, **log, **environ},
+            stdin=subprocess.PIPE,  # it stays until this is closed
+            stdout=self._lines,
+            stderr=self._errors,
+            pass_fds=[self._nccl.fileno()],
+        )
+
+    @property
+    def has_failed(self) -> bool:
+        return any(not answer["ok"] for answer in self.answers.values())
+
+    def is_over(self) -> bool:
+        """Read what it has answered; return whether it has taken its last step, has failed or is late."""
+        code = self._process.poll()
+        whole, _, _ = text_of(self._lines).rpartition("\n")
+        for line in whole.splitlines()[len(self.answers) :]:
+            answer = json.loads(line)
+            self._note(answer.pop("step"), answer)
+        if self._left and not self.has_failed:
+            step, limit = self._left[0], STEPS[self._left[0]]
+            if code is not None:
+                why = f"its process ended: {exit_in_words(code)}"
+                self._note(step, {"ok": False, "ended": True, "error": why})
+            elif time.monotonic() > self._began + limit:
+                why = f"no answer within {limit:.0f} s"
+                self._note(step, {"ok": False, "late": True, "error": why})
+        return not self._left or self.has_failed
+
+    def _note(self, step: str, answer: Answer) -> None:
+        if not answer["ok"]:
+            lines = text_of(self._nccl).splitlines()
+            debug = [line for line in lines if " WARN " in line or "fail" in line.lower()] or lines
+            answer |= {"printed": text_of(self._errors)[-_TAIL:], "debug": "\n".join(debug[-8:])}
+        self.answers[step] = answer
+        self._left.remove(step)
+        self._began = time.monotonic()
+
+    def end(self) -> None:
+        """End it, whatever it does."""
+        assert self._process.stdin is not None
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_LEAVE)
+        for file in (self._process.stdin, self._lines, self._errors, self._nccl):
+            file.close()

@@ -1,0 +1,281 @@
+"""What the network test finds: every stage in turn, and of a backend the first step that failed and whom to blame."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_lockstep._text import listed, ranks_in_words, size_in_words, time_in_words
+from lightning_lockstep.doctor.machine import last_line
+from lightning_lockstep.doctor.network import REACH_ALL, STEPS, Answer, Ranks
+from lightning_lockstep.doctor.probes.network_rank import LARGE
+from lightning_lockstep.doctor.registry import Finding, not_applicable, ok, problem, warning
+from lightning_lockstep.launchers.rank_variables import find_mpi_rank
+
+# -- All stages in turn, in the order in which ranks would meet the error --
+
+_SMALL_SHARED_MEMORY = 2**28  # per rank of a host, below which NCCL or loaders run out of it [bytes]
+
+
+def examine(ranks: Ranks, backends: Sequence[str]) -> Iterator[Finding]:
+    """Yield what each stage finds, on rank 0."""
+    ranks.meet()
+    yield from _reported(ranks)
+    if ranks.size < 2:
+        return
+    for host, of_host in ranks.hosts.items():
+        yield from _shared_memory(host, len(of_host), ranks.facts[of_host[0]]["shared_memory"])
+    paths = Paths({}, {})
+    if len(ranks.hosts) > 1:
+        yield from _connections(ranks, paths)
+    if len(ranks.facts) < ranks.size:
+        yield not_applicable("backends", "not every rank has reported, so no collective can complete")
+        return
+    for backend in backends:
+        if backend == "nccl" and not all(facts["devices"] for facts in ranks.facts.values()):
+            yield not_applicable("nccl", "torch does not find a CUDA device on the host of each rank")
+        elif backend != "mpi4py" or find_mpi_rank() is not None:
+            yield from _backend(ranks, backend, paths)
+
+
+def _reported(ranks: Ranks) -> Iterator[Finding]:
+    places = "; ".join(f"{host}: {ranks_in_words(of_host)}" for host, of_host in ranks.hosts.items())
+    if missing := set(range(ranks.size)) - ranks.facts.keys():
+        evidence = f"{ranks_in_words(missing)} of {ranks.size} did not report in time. Reported: {places}"
+        fix = "# look at what these ranks have printed, and at the firewall of rank 0's host"
+        yield problem("ranks", evidence, fix)
+    else:
+        yield ok("ranks", f"all {ranks.size} reported ({places})")
+    for package in ("lightning-lockstep", "torch"):
+        by_version: dict[str, list[int]] = {}
+        for rank, facts in ranks.facts.items():
+            by_version.setdefault(facts[package], []).append(rank)
+        if len(by_version) > 1:
+            told = "; ".join(f"{version} on {ranks_in_words(found)}" for version, found in by_version.items())
+            fix = f"pip install {package}=={ranks.facts[0][package].partition('+')[0]}"
+            yield problem("versions", f"{package} differs: {told}", fix)
+
+
+def _shared_memory(host: str, count: int, free: int | None) -> Iterator[Finding]:
+    if free is None:
+        yield warning("shared memory", f"{host}: there is no /dev/shm; NCCL and data loaders need it")
+    elif free < _SMALL_SHARED_MEMORY * count:
+        yield warning(
+            "shared memory",
+            f"{host}: {size_in_words(free)} of /dev/shm are free, for {count} ranks; NCCL and data loader workers fail"
+            " with a bus error when it is full",
+            "# in a container: docker run --shm-size=8g (or --ipc=host); elsewhere:",
+            "sudo mount -o remount,size=8G /dev/shm",
+        )
+
+
+@dataclass
+class Paths:
+    """How hosts reach each other."""
+
+    reached: dict[tuple[str, str], str]  # by host: at which address it reaches another host
+    own_names: dict[str, list[str]]  # by host: the addresses that its own name stands for there
+
+
+def _connections(ranks: Ranks, paths: Paths) -> Iterator[Finding]:
+    """Have the first rank of each host connect to the other hosts."""
+    hosts = {
+        host: {**ranks.facts[of_host[0]], "rank": of_host[0], "addresses": ranks.facts[of_host[0]]["outside"]}
+        for host, of_host in ranks.hosts.items()
+    }
+    answers = ranks.ask(REACH_ALL, do="reach", hosts=hosts)
+    silent = {"reached": {"the others": {"tried": ["it did not answer in time"]}}, "resolved": {}}
+    for start, host in hosts.items():
+        answer = answers.get(host["rank"], silent)
+        for end, found in answer["reached"].items():
+            if "address" in found:
+                paths.reached[start, end] = found["address"]
+                continue
+            source = next(iter(host["outside"]), "ADDRESS")
+            yield problem(
+                "connections",
+                f"{start} does not reach {end} on ports above 1024: {'; '.join(found['tried'])}",
+                f"# a firewall drops the packets, or there is no route between the two. On {end}, as root:",
+                f"ufw allow from {source}   # or: firewall-cmd --zone=trusted --add-source={source}",
+            )
+        resolved = answer["resolved"]
+        paths.own_names[start] = resolved.get(host["name"], [])
+        unknown = {one["name"]: one["outside"] for one in hosts.values() if not resolved.get(one["name"], 1)}
+        if unknown:
+            yield warning(
+                "host names",
+                f"{start} cannot resolve {', '.join(unknown)}; a MASTER_ADDR, hostfile or Slurm node list that names"
+                " such a host does not work there",
+                f"# on {start}:",
+                *(f"echo '{at[0]} {name}' | sudo tee -a /etc/hosts" for name, at in unknown.items() if at),
+            )
+    if len(paths.reached) == len(hosts) * (len(hosts) - 1):
+        places = sorted({f"{end} at {address}" for (_, end), address in paths.reached.items()})
+        yield ok("connections", f"every host reaches the others ({listed(places, 8)})")
+
+
+# -- A backend, and where it fails the variable that may cure it: advised only if it was tried and worked --
+
+_P2P, _GLOO_INTERFACE, _NCCL_INTERFACE = "NCCL_P2P_DISABLE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+_CURES = {"gloo": (_GLOO_INTERFACE,), "nccl": (_P2P, _NCCL_INTERFACE)}
+_MEANING = {
+    _GLOO_INTERFACE: "else gloo listens at the interface that is set, or where the host's own name leads",
+    _NCCL_INTERFACE: "else NCCL takes an interface that the other hosts do not reach",
+    _P2P: "peer-to-peer copies between GPUs fail or corrupt data on this host, most often because PCIe access control"
+    " (ACS) or the IOMMU redirects them; better: switch ACS off in the BIOS, or boot with iommu=pt",
+}
+
+
+def _backend(ranks: Ranks, backend: str, paths: Paths) -> Iterator[Finding]:
+    found = _try(ranks, backend)
+    errors = [fault["error"] for fault in found.faults.values()]
+    if found.step == "meet" and all(error.startswith("LookupError") for error in errors):
+        yield not_applicable(backend, f"it needs one device per rank: {errors[0].partition(': ')[2]}")
+        return
+    yield found.finding()
+    if found.step in ("", "start", "meet"):
+        return
+    for variable in _CURES.get(backend, ()):
+        values = dict.fromkeys(ranks.hosts, "1") if variable == _P2P else _interfaces(ranks, paths)
+        if not values or (variable == _NCCL_INTERFACE and len(ranks.hosts) < 2):
+            continue
+        again, subject = _try(ranks, backend, variable, values), f"{backend}, second try"
+        if again.step:
+            yield not_applicable(subject, f"it also fails with {variable} set, in the step {again.step}")
+            continue
+        told = f"it works with {variable}={listed(list(dict.fromkeys(values.values())), _SHOWN)}: {_MEANING[variable]}"
+        if variable == _GLOO_INTERFACE:
+            names = (f"{host}: {', '.join(own) or 'nowhere'}" for host, own in paths.own_names.items())
+            told += f" ({'; '.join(names) or 'on this host'})"
+        lines = [f"export {variable}={value}  # on {host}" for host, value in values.items()]
+        if len(set(values.values())) == 1:
+            lines = [f"export {variable}={next(iter(values.values()))}"]
+        yield problem(subject, told, *lines)
+        return
+
+
+def _interfaces(ranks: Ranks, paths: Paths) -> dict[str, str]:
+    """Return the interface of each host at which the others reach it; empty if one has none."""
+    found: dict[str, str] = {}
+    for host, of_host in ranks.hosts.items():
+        addresses = {address for (_, end), address in paths.reached.items() if end == host} or {ranks.address}
+        for name, own in ranks.facts[of_host[0]]["interfaces"].items():
+            if addresses & set(own):
+                found.setdefault(host, name)
+    return found if found.keys() == ranks.hosts.keys() else {}
+
+
+def _try(ranks: Ranks, backend: str, variable: str = "", values: Mapping[str, str] | None = None) -> Trial:
+    hosts = ranks.hosts
+    local_ranks = {rank: place for of_host in hosts.values() for place, rank in enumerate(of_host)}
+    variables = {rank: {variable: value} for host, value in (values or {}).items() for rank in hosts[host]}
+    asked = json.loads(json.dumps({"local_ranks": local_ranks, "variables": variables}))
+    answers = ranks.ask(sum(STEPS.values()), do="try", backend=backend, **asked)
+    return Trial(backend, hosts, {rank: answers.get(rank, {}) for rank in range(ranks.size)})
+
+
+# -- The test of one backend on all ranks: which step failed first, on which ranks, with which error --
+
+_NAMES = {"all_reduce": "all-reduce", "memory": "memory allocation", "large": "large all-reduce"}
+# Of errors, those that explain the others first: a process that ended, a rank that does not answer, an error, a step
+# that did not end in time, and an error that says that another rank was waited for.
+_KINDS = ("ended", "silent", "error", "late", "waited")
+_WAITED = re.compile("time(d )?.?out|another rank", re.IGNORECASE)
+_SILENT: Answer = {"ok": False, "silent": True, "error": "it did not answer in time"}
+# Where in its sources a backend writes from, which is long and of no use here.
+_SOURCE = re.compile(r"\[/?[\w./-]+\.(cc|cpp|h):\d+\] ?")
+_SHOWN = 4  # errors of ranks that are shown in full
+_FIXES = {
+    "SIGKILL": "dmesg | grep -i 'out of memory'  # who killed it: the kernel or the scheduler",
+    "SIGBUS": "# /dev/shm is full: docker run --shm-size=8g, or sudo mount -o remount,size=8G /dev/shm",
+    "ModuleNotFoundError": "pip install 'lightning-lockstep[mpi]'  # on each host that lacks it",
+    "out of memory": "nvidia-smi  # lists the processes that use these devices",
+    "loads another MPI": "lockstep-doctor mpi",
+}
+_MORE = {
+    "gloo": "TORCH_CPP_LOG_LEVEL=INFO",
+    "nccl": "NCCL_DEBUG=INFO",
+    "mpi4py": "OMPI_MCA_btl_base_verbose=20",
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How the test of a backend went."""
+
+    backend: str
+    hosts: Mapping[str, Sequence[int]]
+    answers: Mapping[int, Answer]  # by rank, then by step
+
+    @property
+    def step(self) -> str:
+        """The first step that failed; empty if none did."""
+        taken = [(step, answer["ok"]) for steps in self.answers.values() for step, answer in steps.items()]
+        silent = "" if all(self.answers.values()) else "start"
+        return next((step for step in STEPS if (step, False) in taken), silent)
+
+    @property
+    def faults(self) -> dict[int, Answer]:
+        """What the ranks answered on which that step failed."""
+        found = {rank: steps.get(self.step) if steps else _SILENT for rank, steps in self.answers.items()}
+        return {rank: answer for rank, answer in found.items() if answer is not None and not answer["ok"]}
+
+    @property
+    def blamed(self) -> dict[int, Answer]:
+        """The errors that explain the others."""
+        kinds = {rank: _kind_of(fault) for rank, fault in self.faults.items()}
+        first = min(kinds.values(), key=_KINDS.index, default="")
+        return {rank: fault for rank, fault in self.faults.items() if kinds[rank] == first}
+
+    def finding(self) -> Finding:
+        return self._failure() if self.step else self._success()
+
+    def _value(self, step: str, name: str) -> list[Any]:
+        return [steps[step][name] for steps in self.answers.values() if name in steps.get(step, {})]
+
+    def _success(self) -> Finding:
+        rendezvous, library = self._value("rendezvous", "seconds"), self._value("start", "library")
+        with_what = f" with {library[0].partition(',')[0].strip()}" if library else ""
+        connected = f"rendezvous {time_in_words(max(rendezvous))}, " if rendezvous else ""
+        barrier, large = (max(self._value(step, "seconds")) for step in ("barrier", "large"))
+        rate = 4e-6 * LARGE / large
+        return ok(
+            self.backend,
+            f"{len(self.answers)} ranks{with_what}: {connected}barrier {time_in_words(barrier)}, all-reduce correct,"
+            f" one of 16 MB takes {time_in_words(large)} ({rate:.0f} MB/s)",
+        )
+
+    def _failure(self) -> Finding:
+        step, blamed, faults = _NAMES.get(self.step, self.step), self.blamed, self.faults
+        where = "all ranks" if len(blamed) == len(self.answers) else ranks_in_words(blamed)
+        lines = [f"the step {step!r} failed on {where}: {listed(self._errors(blamed), _SHOWN)}"]
+        if others := {rank: fault for rank, fault in faults.items() if rank not in blamed}:
+            after = f"{ranks_in_words(others)} failed or timed out after that"
+            lines.append(f"{after} ({listed(self._errors(others), 1)})")
+        if done := self.answers.keys() - faults.keys():
+            lines.append(f"{ranks_in_words(done)} completed it")
+        if debug := next((fault["debug"] for fault in blamed.values() if fault.get("debug")), ""):
+            lines.append(f"NCCL's own log: {debug}")
+        texts = " ".join(fault["error"] for fault in blamed.values())
+        more = f"export {_MORE[self.backend]}  # before a run: it then prints more"
+        fix = next((line for mark, line in _FIXES.items() if mark in texts), more)
+        return problem(f"{self.backend}: {step}", ". ".join(lines), fix)
+
+    def _errors(self, faults: Mapping[int, Answer]) -> list[str]:
+        """Return each error with its ranks and host."""
+        host_of = {rank: host for host, ranks in self.hosts.items() for rank in ranks}
+        by_error: dict[tuple[str, str], list[int]] = {}
+        for rank, fault in faults.items():
+            error = _SOURCE.sub("", fault["error"])
+            if "ended" in fault and (printed := last_line(fault["printed"])):
+                error = f"{error} ({printed})"
+            by_error.setdefault((host_of[rank], error), []).append(rank)
+        return [f"{ranks_in_words(ranks)} on {host}: {error}" for (host, error), ranks in by_error.items()]
+
+
+def _kind_of(fault: Answer) -> str:
+    kind = next((kind for kind in ("ended", "silent", "late") if kind in fault), "error")
+    return "waited" if kind == "error" and _WAITED.search(fault["error"]) else kind
