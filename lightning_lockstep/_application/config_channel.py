@@ -17,7 +17,7 @@ from lightning_lockstep._text import say
 from lightning_lockstep.distributed.rendezvous import known_job_token, on_one_host
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.hydra import config_from_bytes, config_to_bytes
-from lightning_lockstep.launchers.rank_variables import find_slurm_step, started_from_outside
+from lightning_lockstep.launchers.rank_variables import ExternalRanks
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -29,55 +29,6 @@ NEXT_WAIT = 24 * 3600.0
 # How long rank 0 waits for the others to receive its last message, where it hosts the store [s].
 _LAST_MESSAGE = 30.0
 _LOOK_EVERY = 0.05
-
-
-@dataclass(frozen=True)
-class ExternalRanks:
-    """Processes of one job that somebody else has started."""
-
-    rank: int
-    count: int | None  # None where each is the first of its node and will start others
-    per_node: int | None  # on this node, as far as is known
-    address: str  # of rank 0
-    port: int
-    name: str | None = None  # what all of them have in common, and those of no other job
-
-
-def external_ranks() -> ExternalRanks | None:
-    """Return who this process is among those that were started together, or `None` if it is alone."""
-    if not started_from_outside():
-        return None
-    # Not above: these import torch and Lightning, which a program that looks at its command line does without.
-    from lightning_lockstep.launchers.environments import detect_environment
-
-    environment = detect_environment()
-    if environment.creates_processes_externally:
-        count = environment.world_size()
-        if count < 2:
-            return None
-        rank, per_node = environment.global_rank(), _per_node(count)
-        # Under mpirun the first look at the address is a meeting of all ranks, and all of them come by here.
-        name = getattr(environment, "rendezvous_name", None)
-        return ExternalRanks(rank, count, per_node, environment.main_address, environment.main_port, name)
-    if {"NODE_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        # Started by hand on each node; each starts the other ranks of its node itself.
-        return ExternalRanks(
-            environment.node_rank(), None, None, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        )
-    return None
-
-
-def _per_node(count: int) -> int | None:
-    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
-    step = find_slurm_step()
-    if step is not None and step.size == count:
-        return step.local_size
-    # An mpirun that sets no such variable; its step, if it has one, has a task for each node.
-    nodes = os.environ.get("SLURM_NNODES", "")
-    known = nodes.isdigit() and int(nodes) > 0 and count % int(nodes) == 0
-    return count // int(nodes) if known else None
 
 
 @dataclass(frozen=True)
@@ -103,6 +54,7 @@ class ConfigChannel:
 
     def __init__(self, ranks: ExternalRanks | None) -> None:
         self.ranks = ranks  # None: a channel without receivers
+        self.nodes: int | None = None  # as the configuration says, of nodes started by hand
         self._number = 0
         self._sent_last = self._warned = False
         # A restarted attempt of torchrun finds the messages of the one before in the same store.
@@ -137,11 +89,13 @@ class ConfigChannel:
                 self.send(Message(exit_code=exit_code))
         if not wait:
             return
-        # Of nodes started by hand the number is not known; one of them at least is waiting.
-        receivers = (self.ranks.count or 2) - 1
+        # A configuration of one node does not say how many were started by hand: then whoever comes in time is served.
+        nodes = self.nodes if self.nodes is not None and self.nodes > 1 else None
+        started = self.ranks.count or nodes
         deadline = time.monotonic() + _LAST_MESSAGE
         while time.monotonic() < deadline:
-            if self._store().add(f"{self._prefix}/received", 0) >= self._number * receivers:
+            received = self._store().add(f"{self._prefix}/received", 0)
+            if started is not None and received >= self._number * (started - 1):
                 return
             time.sleep(_LOOK_EVERY)
 

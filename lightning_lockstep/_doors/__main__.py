@@ -14,8 +14,6 @@ _DOORS = (
     ("torch_internals", "TORCH_IF_THERE", "Private names of torch that some builds or releases lack"),
     ("torch_internals", "TORCHMETRICS", "Private names of torchmetrics"),
     ("deepspeed_engines", "DEEPSPEED", "Private or undocumented names of DeepSpeed"),
-    ("hydra_internals", "HYDRA", "Private names of Hydra"),
-    ("hydra_internals", "OMEGACONF", "Private names of OmegaConf"),
 )
 
 

@@ -47,8 +47,9 @@ ALLOWED: dict[str, set[str]] = {
     "conf": {"launchers"},  # names the resolver of run folders
     "demo": TALK | {"loaders"},
     "components": GROUND | {"logs"},
-    "doctor": FEATURES,
-    "_application": PARTS | {"doctor"},
+    "_run_folder": {"distributed", "deepspeed", "errors"},
+    "doctor": FEATURES | {"_run_folder"},
+    "_application": PARTS | {"doctor", "_run_folder"},
     "train": PARTS | {"_application"},
 }
 # packages -> the rooms that may import them; the doctor's probes, programs of their own, may in any case

@@ -12,7 +12,6 @@ from torch import nn
 from lightning_lockstep._doors import Door, _is_there, lightning, lightning_internals, torch_internals
 from lightning_lockstep._doors.__main__ import main
 from lightning_lockstep._doors.deepspeed_engines import DEEPSPEED, EngineAdapter
-from lightning_lockstep._doors.hydra_internals import HYDRA, OMEGACONF, whole_config
 from lightning_lockstep._doors.torch_internals import TORCH, TORCH_IF_THERE, TORCHMETRICS
 from lightning_lockstep.deepspeed.importing import import_deepspeed
 from lightning_lockstep.errors import LockstepError
@@ -36,9 +35,7 @@ def test_lightning_has_every_name(family: str) -> None:
     assert [path for path in names_of_lightning(family) if not _is_there(path)] == []
 
 
-@pytest.mark.parametrize(
-    "door", [TORCH, TORCHMETRICS, HYDRA, OMEGACONF, DEEPSPEED], ids=lambda door: door.package
-)
+@pytest.mark.parametrize("door", [TORCH, TORCHMETRICS, DEEPSPEED], ids=lambda door: door.package)
 def test_another_package_has_every_name(door: Door) -> None:
     if door is DEEPSPEED:
         import_deepspeed("cpu")
@@ -77,14 +74,12 @@ def test_a_name_that_is_gone_is_one_clear_error() -> None:
         LockstepError, match=r"deepspeed .* has no deepspeed\.runtime\.engine\..*\.param_names, which"
     ):
         EngineAdapter(SimpleNamespace(optimizer=None)).parameter_names()
-    with pytest.raises(LockstepError, match=r"omegaconf .* has no omegaconf\.base\.Node\._get_parent, which"):
-        whole_config(SimpleNamespace())
 
 
 def test_all_names_are_printed_with_their_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     main()
     said = capsys.readouterr().out
-    for door in (TORCH, TORCH_IF_THERE, TORCHMETRICS, HYDRA, OMEGACONF, DEEPSPEED):
+    for door in (TORCH, TORCH_IF_THERE, TORCHMETRICS, DEEPSPEED):
         assert all(f"\n    {name}: {why}\n" in said for name, why in door.names.items())
     for name, why in {**lightning_internals.TOUCHED, **lightning_internals.INHERITED}.items():
         assert f"\n    {name}: {why}\n" in said

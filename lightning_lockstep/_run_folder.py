@@ -1,0 +1,219 @@
+"""The folder of a run: its records, its checkpoints, the one to go on from, and the command that does so."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+import time
+import zipfile
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path, PurePath
+from typing import Any
+
+import yaml
+
+from lightning_lockstep.deepspeed.checkpoints.file_names import is_state_file
+from lightning_lockstep.distributed.checkpoint_folder import BEFORE, saved_at
+from lightning_lockstep.errors import ConfigurationError
+
+# No torch here: the doctor reads run folders where torch cannot be imported.
+
+# What a run leaves in its folder, Hydra's own first; the last ones are those of a logger of Lightning.
+_MARKS = (
+    ".hydra",
+    "summary.json",
+    "failure.json",
+    "guard-report.json",
+    "batch_size.json",
+    "overflow",
+    "checkpoints",
+    "csv/metrics.csv",
+    "metrics.csv",
+    "hparams.yaml",
+)
+_STARTED = ".hydra/overrides.yaml"  # rewritten at the start of each attempt
+_BEGUN = ".begun"
+_LAST = Path("checkpoints", "last.ckpt")
+_WITHOUT_OPTIMIZER = ".consolidated.ckpt"
+_UNQUOTED = re.compile(r"[\w./:@%+-]+")
+
+
+class RunFolder:
+    """A folder that a user has named."""
+
+    def __init__(self, given: str) -> None:
+        self.given = given  # as the user wrote it
+        self.path = Path(given).absolute()
+        self.unreadable: list[str] = []  # records that were asked for and could not be read
+
+    @property
+    def is_of_a_run(self) -> bool:
+        """Whether it contains a file of a run."""
+        return any(self.has(mark) for mark in _MARKS)
+
+    @property
+    def is_of_lockstep_train(self) -> bool:
+        """Whether Hydra has made it: such a run leaves a summary, and goes on by a command."""
+        return self.has(".hydra")
+
+    def runs_below(self) -> list[RunFolder]:
+        """Return the run folders in it, such as those of the jobs of a sweep, in the order of their numbers."""
+        for names in ("*", "*/*"):  # a script's runs are in lightning_logs/version_0 and so on
+            below = [RunFolder(str(PurePath(self.given, name))) for name in self.glob(names)]
+            if found := [folder for folder in below if folder.is_of_a_run]:
+                return sorted(found, key=lambda folder: (len(folder.given), folder.given))
+        return []
+
+    def has(self, name: str = "") -> bool:
+        return (self.path / name).exists()
+
+    def glob(self, *patterns: str) -> list[str]:
+        """Return the names that match, relative to the folder, whatever characters its own name has."""
+        return [str(path.relative_to(self.path)) for pattern in patterns for path in self.path.glob(pattern)]
+
+    def text(self, name: str) -> str:
+        """Return what a file holds, the empty string if there is none."""
+        try:
+            return (self.path / name).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+
+    def record(self, name: str) -> dict[str, Any] | None:
+        """Return a record of the run; ``None`` if there is none, or if it cannot be read (see ``unreadable``)."""
+        if not self.has(name):
+            return None
+        try:
+            found = json.loads(self.text(name))
+        except (ValueError, RecursionError):
+            found = None
+        if isinstance(found, dict):
+            return found
+        self.unreadable.append(name)
+        return None
+
+    def age(self, name: str) -> float:
+        """Return how long ago a file was written to [s]; infinite if there is none."""
+        try:
+            return time.time() - (self.path / name).stat().st_mtime
+        except OSError:
+            return math.inf
+
+    def is_of_earlier_attempt(self, name: str) -> bool:
+        """Return whether a file was written before the attempt began that was the last one."""
+        return self.has(_STARTED) and self.age(name) > self.age(_STARTED)
+
+    def checkpoints(self) -> list[str]:
+        """Return the checkpoints from which a run can go on, the newest first."""
+        names = self.glob("checkpoints/*.ckpt", "*.ckpt")
+        return sorted((name for name in names if can_be_resumed(self.path / name)), key=self.age)
+
+    def shown(self, name: str = "") -> str:
+        """Return the path of a file in it, to paste into a shell."""
+        return shlex.quote(str(PurePath(self.given, name)))
+
+    def resume_command(self, checkpoint: str) -> str | None:
+        """Return the command of lockstep-train that goes on from a checkpoint in it; `None` for another program."""
+        try:
+            hydra = yaml.safe_load(self.text(".hydra/hydra.yaml"))["hydra"]
+            job, typed = hydra["job"], hydra["overrides"]
+            sources = {each["provider"]: each["path"] for each in hydra["runtime"]["config_sources"]}
+            if (job["name"], sources["main"]) != ("train", "lightning_lockstep.conf"):
+                return None
+            given = ["--config-dir", sources["command-line"]] if "command-line" in sources else []
+            given += ["--config-name", job["config_name"]] if job["config_name"] != "lockstep_train" else []
+            given += [line for line in typed["hydra"] if "hydra.searchpath=" in line]
+            given += [line for line in typed["task"] if not line.startswith("ckpt_path=")]
+        except (yaml.YAMLError, LookupError, TypeError):
+            return None
+        path = str(PurePath(self.given, checkpoint))
+        if not _UNQUOTED.fullmatch(path):  # for Hydra too such a path has quotes
+            path = '"' + path.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return " ".join(["lockstep-train", *map(shlex.quote, [*given, f"ckpt_path={path}"])])
+
+
+# -- Which checkpoint `ckpt_path` means --
+
+
+def note_begin(run_folder: Path) -> None:
+    """Leave a file in a run folder whose time is that at which the first attempt of the run began; on rank 0."""
+    # It exists already; or nothing can be written: then only files in the folder are the run's.
+    with suppress(OSError):
+        (run_folder / _BEGUN).touch(exist_ok=False)
+
+
+def find_checkpoint(
+    given: str | None, *, run_folder: Path, started_in: Path, folders: Sequence[Path] = ()
+) -> str | None:
+    """Return the file, or the folder that several ranks have written, that `ckpt_path` means."""
+    # folders: where the run saves, besides its own folder.
+    if given is None or "://" in given:
+        return given
+    run_folder = run_folder.absolute()
+    if given == "auto":  # this run's newest from which a fit can go on, if there is one
+        found = _newest_of_this_run(run_folder, folders)
+        return None if found is None else str(found)
+    if given == "last":  # the newest last.ckpt of this run folder or of those next to it
+        return str(_newest_beside(run_folder))
+    path = Path(started_in, given).absolute()
+    if path.is_dir() and not _is_checkpoint_folder(path):
+        path = path / _LAST
+    path = saved_at(path)
+    if not (path.is_file() or _is_checkpoint_folder(path)):
+        raise ConfigurationError(f"ckpt_path={given}: there is no checkpoint {path}")
+    return str(path)
+
+
+def can_be_resumed(path: Path) -> bool:
+    """Return whether a checkpoint was written to its end, and has more than the weights."""
+    if path.name.endswith(_WITHOUT_OPTIMIZER):
+        return False
+    if path.is_dir():
+        return _is_checkpoint_folder(path)
+    try:  # torch's files are archives, with their index at the end
+        with zipfile.ZipFile(path) as archive:
+            pickled = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            return b"optimizer_states" in archive.read(pickled)
+    except (OSError, zipfile.BadZipFile, StopIteration):
+        return False
+
+
+def _is_checkpoint_folder(path: Path) -> bool:
+    """Whether ranks have written this folder together: with torch's ``.metadata``, or DeepSpeed's files."""
+    files = [*path.glob("*.pt"), *path.glob("*/*.pt")]  # DeepSpeed's are below its tag
+    return (path / ".metadata").is_file() or any(is_state_file(file.name) for file in files)
+
+
+def _newest_of_this_run(run_folder: Path, folders: Iterable[Path]) -> Path | None:
+    """The newest checkpoint of a run from which a fit can go on, of whatever callback, or of a requeue."""
+    found = {
+        saved_at(Path(str(path).removesuffix(BEFORE)), says=False)
+        for folder in (run_folder / "checkpoints", *folders)
+        for pattern in ("*.ckpt", f"*.ckpt{BEFORE}")
+        for path in folder.glob(pattern)
+    }
+    found |= set(run_folder.glob("hpc_ckpt_*.ckpt"))
+    ages = {path: path.stat().st_mtime for path in found if _belongs(path, run_folder)}
+    return next(filter(can_be_resumed, sorted(ages, key=ages.__getitem__, reverse=True)), None)
+
+
+def _belongs(path: Path, run_folder: Path) -> bool:
+    """Whether a checkpoint is this run's: others may save in a folder that is not the run's own."""
+    if path.is_relative_to(run_folder):
+        return True
+    begun = run_folder / _BEGUN
+    return begun.exists() and path.stat().st_mtime >= begun.stat().st_mtime
+
+
+def _newest_beside(run_folder: Path) -> Path:
+    # Next to a run lie other runs; next to a job of a sweep its other jobs, next to the sweep other sweeps.
+    own = saved_at(run_folder / _LAST)
+    others = (saved_at(folder / _LAST, says=False) for folder in run_folder.parent.glob("*"))
+    found = [own] if own.exists() else [path for path in others if path.exists()]
+    if not found:
+        raise ConfigurationError(
+            f"ckpt_path=last: no run under {run_folder.parent} has a {_LAST} yet; name a file or a run folder"
+        )
+    return max(found, key=lambda path: path.stat().st_mtime)
