@@ -280,40 +280,24 @@ def _ranks(config: DictConfig, external: ExternalRanks | None) -> int | None:
 
 
 def _external(config: DictConfig, external: ExternalRanks | None) -> list[Fault]:
-    """Other numbers of ranks and nodes than were started, and nodes of a Slurm step with different numbers of tasks."""
-    step = find_slurm_step()
-    if step is not None and len(set(step.tasks_per_node)) > 1 and (uneven := _refused_by_srun(step)):
-        return uneven
-    asked = _ranks(config, external)
-    if external is None or external.count is None or asked is None:
+    """Other numbers of ranks and nodes than were started, as the cluster environment says it."""
+    devices, nodes = _select(config, "trainer.devices"), _select(config, "trainer.num_nodes")
+    if external is None or external.count is None or not isinstance(nodes, int):
         return []
-    devices, nodes = config.trainer.devices, config.trainer.num_nodes
-    started_on = external.count // external.per_node if external.per_node else None
-    if devices == "auto" and started_on is not None and nodes not in (1, started_on):
-        started = f"{counted(external.count, 'rank')} started on {counted(started_on, 'node')}"
-        how = "Leave it out, or start them on as many nodes"
-        return [Fault(f"trainer.num_nodes={nodes}: {started}. {how}.")]
-    if asked == external.count:
+    if devices == "auto":
+        devices = external.per_node
+        nodes = external.count // devices if devices and nodes == 1 else nodes
+    if not isinstance(devices, int):
         return []
-    ours = step is not None and step.size == external.count and isinstance(devices, int)
-    if ours and (refused := _refused_by_srun(step, devices, nodes)):  # with a table, and the flags of srun
-        return refused
-    return [
-        Fault(
-            f"trainer.devices={devices} on trainer.num_nodes={nodes} = {counted(asked, 'rank')}, but"
-            f" {external.count} were started. Leave both out, or start as many."
-        )
-    ]
+    # Not above: it imports torch and Lightning's environments.
+    from lightning_lockstep.launchers.environments import detect_environment
 
-
-def _refused_by_srun(step: Any, devices: int | None = None, nodes: int | None = None) -> list[Fault]:
-    from lightning_lockstep.launchers.environments import SlurmStepEnvironment
-
-    tasks = step.tasks_per_node
     try:
-        SlurmStepEnvironment(step).validate_settings(devices or max(tasks), nodes or len(tasks))
+        detect_environment().validate_settings(num_devices=devices, num_nodes=nodes)
     except LaunchError as error:
         return [Fault(str(error), error)]
+    except ValueError as error:  # Lightning's own, of torchrun
+        return [Fault(f"{error} Leave out trainer.devices and trainer.num_nodes, or start as many.", error)]
     return []
 
 

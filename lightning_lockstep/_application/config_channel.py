@@ -90,7 +90,7 @@ class ConfigChannel:
         if not wait:
             return
         # A configuration of one node does not say how many were started by hand: then whoever comes in time is served.
-        nodes = self.nodes if self.nodes is not None and self.nodes > 1 else None
+        nodes = self.nodes if isinstance(self.nodes, int) and self.nodes > 1 else None
         started = self.ranks.count or nodes
         deadline = time.monotonic() + _LAST_MESSAGE
         while time.monotonic() < deadline:

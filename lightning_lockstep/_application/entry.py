@@ -27,6 +27,7 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import _flush_loggers, configure_log, env_override, setup_globals
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf, flag_override
+from omegaconf.errors import OmegaConfBaseException
 
 import lightning_lockstep
 from lightning_lockstep._application.config_channel import ConfigChannel, Message
@@ -217,7 +218,7 @@ def hydra_main(
     config_name: str | None = None,
     *,
     version_base: str | None = "1.3",
-    check: JobCheck | None = None,  # looks at the frozen configuration of each job before it is started
+    check: JobCheck | None = None,  # looks at the configuration of each job before it is started
     prepare: Callable[[DictConfig], None] | None = None,  # changes one just before it is frozen
 ) -> Callable[[Program], Callable[[], Any]]:
     """Decorate a function as `hydra.main` does, for programs of several ranks.
@@ -231,7 +232,7 @@ def hydra_main(
         config_path: Folder of the program's configs, relative to its file; or `pkg://package.of.configs`.
         config_name: Primary config.
         version_base: As in `hydra.main`.
-        check: Looks at the frozen configuration of each job before it is started.
+        check: Looks at the configuration of each job before it is started, and returns what is wrong with it.
         prepare: Changes the configuration of a job just before it is frozen.
 
     Ranks: every rank of a program calls the decorated function. Only rank 0 reads the command line; under
@@ -324,8 +325,8 @@ class _Application:
         sys.path[:] = before  # which the processes of a sweep get, before they look for Hydra's plugins
         sys.argv[1:] = [found.quoted.get(argument, argument) for argument in sys.argv[1:]]
         if found.config is not None:
-            nodes = OmegaConf.select(found.config, "trainer.num_nodes", throw_on_missing=False)
-            self.channel.nodes = nodes if isinstance(nodes, int) else None
+            with suppress(OmegaConfBaseException):
+                self.channel.nodes = OmegaConf.select(found.config, "trainer.num_nodes")
         if found.faults:
             _refuse(found.faults)
 
