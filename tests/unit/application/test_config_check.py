@@ -216,9 +216,10 @@ def test_several_devices_need_a_strategy() -> None:
     assert "several need strategy=ddp" in fault
 
 
-def test_each_value_of_a_sweep_is_checked_for_ten_seconds(
+def test_each_value_of_a_sweep_is_checked_for_a_while(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(overrides, "LONGEST_CHECK", 600.0)
     faults = faults_of("-m", "seed=1,2", "model.width=8,9,16", "data=digits,digit")
     assert len(faults) == 2
     assert faults[0].startswith("model.width=9: expected a multiple of 8")
