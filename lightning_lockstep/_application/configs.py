@@ -173,8 +173,9 @@ class Names:
 
     def near_choice(self, group: str, choice: str) -> str:
         """The option that makes what was named by its class, in whichever group; or the nearest in this one."""
-        for _, other, name, made in self._brought:
-            if made == choice != "":
+        is_class = choice != choice.lower()  # else the files of all options need not be read
+        for _, other, name, made in self._brought if is_class else ():
+            if made == choice:
                 return f" Did you mean {name if other == group else f'{other}={name}'!r}?"
         return did_you_mean(choice, self.loader.choices(group))
 

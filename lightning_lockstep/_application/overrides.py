@@ -94,6 +94,7 @@ class Job:
         self._names, self._loader = names, names.loader
         self.faults: list[Fault] = []
         self.config: DictConfig | None = None  # with its `hydra` node; None: Hydra could not compose it
+        self._refused: dict[tuple[str, ...], BaseException] = {}  # what could not be composed before, and why
         self._given = {one.key_or_group for one in overrides}
         # Options of groups bring the keys that others are about, and a class what can be added to it.
         self._right = sorted(
@@ -152,11 +153,14 @@ class Job:
 
     def _try(self, overrides: list[Override]) -> BaseException | None:
         """Compose with these overrides; return why that is not possible."""
-        try:
-            self.config = self._loader.compose(self._lines(overrides))
-        except REFUSED as error:
-            return error
-        return None
+        lines = tuple(self._lines(overrides))
+        if lines not in self._refused:
+            try:
+                self.config = self._loader.compose(list(lines))
+                return None
+            except REFUSED as error:
+                self._refused[lines] = error
+        return self._refused[lines]
 
     def _wrong_choice(self, override: Override) -> str | None:
         """What is wrong with an override of a group."""

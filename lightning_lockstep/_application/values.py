@@ -232,7 +232,7 @@ def _of_another_class(
     line = typed.get(f"{key}._target_")
     if line is None or choice is None or parameters is None or _takes_any(parameters):
         return {}
-    names = [str(name) for name in node if name not in SPECIAL and f"{key}.{name}" not in typed]
+    names = [name for name in map(str, node) if name not in SPECIAL and f"{key}.{name}" not in typed]
     left = [name for name in names if name not in parameters]
     if not left:
         return {}
