@@ -22,19 +22,18 @@ from lightning_lockstep._application.entry import hydra_main
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from lightning_lockstep._application.values import Fault, TargetChecks
+    from lightning_lockstep._application.values import Fault
 
 __all__ = ["check_training", "hydra_main", "main", "prepare_training", "train"]
 
 # What these do imports torch and Lightning, for seconds: not for `--help`, or a key that is misspelt.
 
 
-def check_training(config: DictConfig, checks: TargetChecks) -> list[Fault]:
+def check_training(config: DictConfig) -> list[Fault]:
     """Check the configuration of one training run: on rank 0, before others start.
 
     Args:
-        config: The frozen configuration with its `hydra` node.
-        checks: Checks of the values in it.
+        config: The configuration with its `hydra` node.
 
     Returns:
         The errors found.
@@ -43,7 +42,7 @@ def check_training(config: DictConfig, checks: TargetChecks) -> list[Fault]:
     """
     from lightning_lockstep._application.checks import check_training
 
-    return check_training(config, checks)
+    return check_training(config)
 
 
 def prepare_training(config: DictConfig) -> None:

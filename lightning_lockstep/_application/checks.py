@@ -4,122 +4,23 @@ from __future__ import annotations
 
 import functools
 import sys
-import zipfile
-from collections.abc import Sequence
-from contextlib import suppress
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_lockstep._application.run import component_keys
-from lightning_lockstep._application.values import Fault, TargetChecks, mismatch, target_of
-from lightning_lockstep._doors.lightning import LightningEnvironment
+from lightning_lockstep._application.build import component_keys, missing_package
+from lightning_lockstep._application.values import Fault, mismatch, missing_faults, shown, target_of
+from lightning_lockstep._run_folder import find_checkpoint, note_begin
 from lightning_lockstep._settings import is_whole
 from lightning_lockstep._text import counted
-from lightning_lockstep.deepspeed.checkpoints.files import is_checkpoint_folder, read_file
-from lightning_lockstep.deepspeed.checkpoints.resuming import CONSOLIDATED
-from lightning_lockstep.distributed.checkpoint_folder import BEFORE, saved_at
-from lightning_lockstep.doctor.check_runner import Checks
-from lightning_lockstep.doctor.network import backends_of
-from lightning_lockstep.doctor.registry import CheckOptions, CheckResult, Status
-from lightning_lockstep.doctor.table import console, print_fixes, print_heading, print_result, print_verdict
 from lightning_lockstep.errors import ConfigurationError, LaunchError
-from lightning_lockstep.launchers.environments import SlurmStepEnvironment
 from lightning_lockstep.launchers.rank_variables import ExternalRanks, external_ranks, find_slurm_step
 
-# -- Which checkpoint `ckpt_path` means --
-
-_LAST = Path("checkpoints", "last.ckpt")
-_BEGUN = ".begun"
-
-
-def note_begin(run_folder: Path) -> None:
-    """Leave a file in a run folder whose time is that at which the first attempt of the run began; on rank 0."""
-    # It exists already; or nothing can be written: then only files in the folder are the run's.
-    with suppress(OSError):
-        (run_folder / _BEGUN).touch(exist_ok=False)
-
-
-def checkpoint_folders(config: DictConfig, *, run_folder: Path, started_in: Path) -> list[Path]:
-    """Return where the components of a run, and Lightning after a signal of Slurm, save checkpoints."""
-    parts = [key for key in component_keys(config) if key.startswith(("checkpoint.", "callbacks."))]
-    given = [OmegaConf.select(config, f"{part}.dirpath") for part in parts]
-    root = OmegaConf.select(config, "trainer.default_root_dir")
-    given += [] if root is None else [root, f"{root}/checkpoints"]
-    base = run_folder if OmegaConf.select(config, "hydra.job.chdir") else started_in
-    return [Path(base, path) for path in given if path is not None and "://" not in str(path)]
-
-
-def find_checkpoint(
-    given: str | None, *, run_folder: Path, started_in: Path, folders: Sequence[Path] = ()
-) -> str | None:
-    """Return the file, or the folder that DeepSpeed has written, that `ckpt_path` means."""
-    if given is None or "://" in given:
-        return given
-    if given == "auto":  # this run's newest from which a fit can go on, if there is one
-        found = _newest_of_this_run(run_folder.absolute(), folders)
-        return None if found is None else str(found)
-    if given == "last":  # the newest last.ckpt of this run folder or of those next to it
-        return str(_newest(run_folder))
-    path = Path(started_in, given).absolute()
-    if path.is_dir() and not is_checkpoint_folder(path):
-        path = path / _LAST
-    path = saved_at(path)
-    if not (path.is_file() or is_checkpoint_folder(path)):
-        raise ConfigurationError(f"ckpt_path={given}: there is no checkpoint {path}")
-    return str(path)
-
-
-def _newest_of_this_run(run_folder: Path, folders: Sequence[Path]) -> Path | None:
-    """Return the newest checkpoint of a run from which a fit can go on, of whatever callback, or of a requeue."""
-    found = {
-        saved_at(Path(str(path).removesuffix(BEFORE)), says=False)
-        for folder in (run_folder / "checkpoints", *folders)
-        for pattern in ("*.ckpt", f"*.ckpt{BEFORE}")
-        for path in folder.glob(pattern)
-    }
-    found |= set(run_folder.glob("hpc_ckpt_*.ckpt"))
-    ages = {path: path.stat().st_mtime for path in found if _belongs(path, run_folder)}
-    return next(filter(_can_be_resumed, sorted(ages, key=ages.__getitem__, reverse=True)), None)
-
-
-def _belongs(path: Path, run_folder: Path) -> bool:
-    """Return whether a checkpoint is this run's: others may save in a folder that is not the run's own."""
-    if path.is_relative_to(run_folder):
-        return True
-    begun = run_folder / _BEGUN
-    return begun.exists() and path.stat().st_mtime >= begun.stat().st_mtime
-
-
-def _can_be_resumed(path: Path) -> bool:
-    """Return whether a checkpoint was written to its end, and has more than the weights."""
-    if path.name.endswith(CONSOLIDATED):
-        return False
-    if path.is_dir():
-        return is_checkpoint_folder(path)
-    if not zipfile.is_zipfile(path):  # torch's files are archives
-        return False
-    try:
-        return "optimizer_states" in read_file(path)
-    except ConfigurationError:
-        return True  # it holds what only Lightning will say about
-
-
-def _newest(run_folder: Path) -> Path:
-    run_folder = run_folder.absolute()
-    # Next to a run lie other runs; next to a job of a sweep its other jobs, next to the sweep other sweeps.
-    own = saved_at(run_folder / _LAST)
-    others = (saved_at(folder / _LAST, says=False) for folder in run_folder.parent.glob("*"))
-    found = [own] if own.exists() else [path for path in others if path.exists()]
-    if not found:
-        raise ConfigurationError(
-            f"ckpt_path=last: no run under {run_folder.parent} has a {_LAST} yet; name a file or a run folder"
-        )
-    return max(found, key=lambda path: path.stat().st_mtime)
-
+if TYPE_CHECKING:
+    from lightning_lockstep.doctor.registry import CheckOptions
 
 # -- `debug=preflight`: the doctor's checks that matter for the chosen strategy, before any rank starts --
 
@@ -136,6 +37,9 @@ def preflight_faults(config: DictConfig) -> list[Fault]:
 
 def checks_for(config: DictConfig) -> tuple[tuple[str, ...], CheckOptions]:
     """Return the checks that matter for a configuration, and their options."""
+    from lightning_lockstep.doctor.network import backends_of
+    from lightning_lockstep.doctor.registry import CheckOptions
+
     strategy = str(OmegaConf.select(config, "hydra.runtime.choices.strategy") or "")
     accelerator = str(OmegaConf.select(config, "trainer.accelerator"))
     names: list[str] = ["packages", "kernel"]
@@ -145,7 +49,9 @@ def checks_for(config: DictConfig) -> tuple[tuple[str, ...], CheckOptions]:
     if find_slurm_step() is not None:
         names.append("slurm")
     ranks, backends = _ranks_here(config), backends_of(strategy, accelerator)
-    if backends and ranks > 1 and external_ranks() is None:
+    # Each strategy of several ranks, Lightning's own too, says over which backend they communicate.
+    communicates = hasattr(target_of(OmegaConf.select(config, "strategy")), "process_group_backend")
+    if communicates and ranks > 1 and external_ranks() is None:
         names.append("network")
     hostfile = OmegaConf.select(config, "strategy.hostfile")
     ssh_args = OmegaConf.select(config, "strategy.ssh_args") or ()
@@ -177,6 +83,17 @@ def _ranks_here(config: DictConfig) -> int:
 
 @functools.cache  # the jobs of a sweep that ask for the same are checked once
 def _run(names: tuple[str, ...], options: CheckOptions) -> list[Fault]:
+    # Not above: a run needs them only if the configuration asks for these checks.
+    from lightning_lockstep.doctor.check_runner import Checks
+    from lightning_lockstep.doctor.registry import CheckResult, Status
+    from lightning_lockstep.doctor.table import (
+        console,
+        print_fixes,
+        print_heading,
+        print_result,
+        print_verdict,
+    )
+
     checks, to = Checks(names, options), console(is_error=True)
     results: list[CheckResult] = []
     print_heading(to)
@@ -205,18 +122,14 @@ _SWITCHES: dict[str, Any] = {
 }
 
 
-def check_training(config: DictConfig, checks: TargetChecks) -> list[Fault]:
+def check_training(config: DictConfig) -> list[Fault]:
     """Look for what is wrong with the configuration of one training run: on rank 0, before others start."""
     faults = [*_resumed(config), *_switches(config), *_unfit(config)]
-    faults += _decided_by_groups(config, checks)
+    faults += _decided_by_groups(config)
     for key in component_keys(config):
-        faults += checks.missing_faults(key)
-        if key != "trainer":
-            faults += checks.constructor_faults(key)
-    # The Trainer checks devices, precision and loops; the ranks are not started yet.
-    faults += checks.constructor_faults(
-        "trainer", strategy="auto", logger=False, plugins=[LightningEnvironment()], default_root_dir=None
-    )
+        faults += missing_faults(config, key)
+        if key.startswith("logger.") and (error := missing_package(config, key)):
+            faults.append(Fault(str(error), error))
     external = external_ranks()
     faults += [*_single_device(config), *_external(config, external), *_global_batch(config, external)]
     # Takes seconds, and starts ranks: not for a configuration that cannot run anyway.
@@ -244,6 +157,16 @@ def _checkpoint(config: DictConfig) -> str | None:
     return find_checkpoint(given, run_folder=run_folder, started_in=started_in, folders=folders)
 
 
+def checkpoint_folders(config: DictConfig, *, run_folder: Path, started_in: Path) -> list[Path]:
+    """Return where the components of a run, and Lightning after a signal of Slurm, save checkpoints."""
+    parts = [key for key in component_keys(config) if key.startswith(("checkpoint.", "callbacks."))]
+    given = [OmegaConf.select(config, f"{part}.dirpath") for part in parts]
+    root = OmegaConf.select(config, "trainer.default_root_dir")
+    given += [] if root is None else [root, f"{root}/checkpoints"]
+    base = run_folder if OmegaConf.select(config, "hydra.job.chdir") else started_in
+    return [Path(base, path) for path in given if path is not None and "://" not in str(path)]
+
+
 def _resumed(config: DictConfig) -> list[Fault]:
     """A checkpoint that is not there, or has more epochs than the run: Lightning refuses that once all ranks run."""
     try:
@@ -257,9 +180,11 @@ def _resumed(config: DictConfig) -> list[Fault]:
         return []
     if path is None or not Path(path).is_file():
         return []
+    from lightning_lockstep.distributed.plain_data import UNREADABLE, read_plain
+
     try:
-        done = int(read_file(Path(path))["loops"]["fit_loop"]["epoch_progress"]["current"]["completed"])
-    except (ConfigurationError, LookupError, TypeError, ValueError):
+        done = int(read_plain(Path(path))["loops"]["fit_loop"]["epoch_progress"]["current"]["completed"])
+    except (*UNREADABLE, ConfigurationError, LookupError, TypeError, ValueError):
         return []  # what only Lightning will say about
     if done <= last:
         return []
@@ -271,33 +196,44 @@ def _resumed(config: DictConfig) -> list[Fault]:
     ]
 
 
+def _select(config: DictConfig, key: str) -> Any:
+    """A value, or `None` if it is not there or refers to what is not there, which is reported as such."""
+    try:
+        return OmegaConf.select(config, key)
+    except OmegaConfBaseException:
+        return None
+
+
 def _switches(config: DictConfig) -> list[Fault]:
     faults = []
     for name, hint in _SWITCHES.items():
-        value: Any = config.get(name)
+        value = _select(config, name)
         expected = mismatch(value, hint)
         if expected is not None:
             faults.append(Fault(f"{name}={value}: expected {expected}."))
-    mode = OmegaConf.select(config, "objective.mode")
+    mode = _select(config, "objective.mode")
     if mode not in ("min", "max"):
         faults.append(Fault(f"objective.mode={mode}: expected min or max."))
     return faults
 
 
-def _decided_by_groups(config: DictConfig, checks: TargetChecks) -> list[Fault]:
+def _decided_by_groups(config: DictConfig) -> list[Fault]:
     """What the Trainer is given from a group, whatever stands below `trainer`."""
     faults = []
     for group in ("strategy", "callbacks", "logger"):
-        if (value := OmegaConf.select(config, f"trainer.{group}")) is not None:
+        if (value := _select(config, f"trainer.{group}")) is not None:
             meant = f"{group}={value if isinstance(value, str) else '...'}"
-            shown = checks.shown(f"trainer.{group}")
-            faults.append(Fault(f"{shown}: the group {group!r} decides this. Did you mean {meant!r}?"))
+            faults.append(
+                Fault(
+                    f"{shown(config, f'trainer.{group}')}: the group {group!r} decides this. Did you mean {meant!r}?"
+                )
+            )
     return faults
 
 
 def _unfit(config: DictConfig) -> list[Fault]:
     """A model that takes other samples than the data yields, where both classes say what."""
-    model, data = (target_of(OmegaConf.select(config, key)) for key in ("model", "data"))
+    model, data = (target_of(_select(config, key)) for key in ("model", "data"))
     takes, yields = getattr(model, "takes", None), getattr(data, "yields", None)
     if not isinstance(takes, str) or not isinstance(yields, str) or takes == yields:
         return []
@@ -312,7 +248,7 @@ def _unfit(config: DictConfig) -> list[Fault]:
 
 
 def _choice(config: DictConfig, group: str) -> str:
-    choice = OmegaConf.select(config, f"hydra.runtime.choices.{group}")
+    choice = _select(config, f"hydra.runtime.choices.{group}")
     return f"{group}={choice}" if choice else f"{group}._target_={config[group]._target_}"
 
 
@@ -328,7 +264,7 @@ def _fitting(group: str, attribute: str, samples: str) -> list[str]:
 
 
 def _single_device(config: DictConfig) -> list[Fault]:
-    devices, strategy = OmegaConf.select(config, "trainer.devices"), config.get("strategy")
+    devices, strategy = _select(config, "trainer.devices"), config.get("strategy")
     name = strategy.get("name") if isinstance(strategy, DictConfig) else strategy
     if name == "auto" and isinstance(devices, int) and devices > 1:
         text = "strategy=single trains on one device; several need strategy=ddp"
@@ -338,7 +274,7 @@ def _single_device(config: DictConfig) -> list[Fault]:
 
 def _ranks(config: DictConfig, external: ExternalRanks | None) -> int | None:
     """How many ranks the run will have; `None` where the configuration does not say."""
-    devices, nodes = (OmegaConf.select(config, f"trainer.{key}") for key in ("devices", "num_nodes"))
+    devices, nodes = (_select(config, f"trainer.{key}") for key in ("devices", "num_nodes"))
     if devices == "auto" and external is not None:
         return external.count
     if isinstance(devices, int) and isinstance(nodes, int) and devices > 0:
@@ -347,44 +283,30 @@ def _ranks(config: DictConfig, external: ExternalRanks | None) -> int | None:
 
 
 def _external(config: DictConfig, external: ExternalRanks | None) -> list[Fault]:
-    """Other numbers of ranks and nodes than were started, and nodes of a Slurm step with different numbers of tasks."""
-    step = find_slurm_step()
-    if step is not None and len(set(step.tasks_per_node)) > 1 and (uneven := _refused_by_srun(step)):
-        return uneven
-    asked = _ranks(config, external)
-    if external is None or external.count is None or asked is None:
+    """Other numbers of ranks and nodes than were started, as the cluster environment says it."""
+    devices, nodes = _select(config, "trainer.devices"), _select(config, "trainer.num_nodes")
+    if external is None or external.count is None or not isinstance(nodes, int):
         return []
-    devices, nodes = config.trainer.devices, config.trainer.num_nodes
-    started_on = external.count // external.per_node if external.per_node else None
-    if devices == "auto" and started_on is not None and nodes not in (1, started_on):
-        started = f"{counted(external.count, 'rank')} started on {counted(started_on, 'node')}"
-        how = "Leave it out, or start them on as many nodes"
-        return [Fault(f"trainer.num_nodes={nodes}: {started}. {how}.")]
-    if asked == external.count:
+    if devices == "auto":
+        devices = external.per_node
+        nodes = external.count // devices if devices and nodes == 1 else nodes
+    if not isinstance(devices, int):
         return []
-    ours = step is not None and step.size == external.count and isinstance(devices, int)
-    if ours and (refused := _refused_by_srun(step, devices, nodes)):  # with a table, and the flags of srun
-        return refused
-    return [
-        Fault(
-            f"trainer.devices={devices} on trainer.num_nodes={nodes} = {counted(asked, 'rank')}, but"
-            f" {external.count} were started. Leave both out, or start as many."
-        )
-    ]
+    # Not above: it imports torch and Lightning's environments.
+    from lightning_lockstep.launchers.environments import detect_environment
 
-
-def _refused_by_srun(step: Any, devices: int | None = None, nodes: int | None = None) -> list[Fault]:
-    tasks = step.tasks_per_node
     try:
-        SlurmStepEnvironment(step).validate_settings(devices or max(tasks), nodes or len(tasks))
+        detect_environment().validate_settings(num_devices=devices, num_nodes=nodes)
     except LaunchError as error:
         return [Fault(str(error), error)]
+    except ValueError as error:  # Lightning's own, of torchrun
+        return [Fault(f"{error} Leave out trainer.devices and trainer.num_nodes, or start as many.", error)]
     return []
 
 
 def _global_batch(config: DictConfig, external: ExternalRanks | None) -> list[Fault]:
-    size = OmegaConf.select(config, "data.global_batch_size")
-    accumulate = OmegaConf.select(config, "trainer.accumulate_grad_batches")
+    size = _select(config, "data.global_batch_size")
+    accumulate = _select(config, "trainer.accumulate_grad_batches")
     ranks = _ranks(config, external)
     if not (is_whole(size) and is_whole(accumulate) and size > 0 and accumulate > 0 and ranks is not None):
         return []
@@ -392,7 +314,7 @@ def _global_batch(config: DictConfig, external: ExternalRanks | None) -> list[Fa
     given = f"data.global_batch_size={size}"
     if size < ranks * accumulate:
         return [Fault(f"{given}: expected at least {parts}, one sample for each.")]
-    if OmegaConf.select(config, "strategy.name") == "auto" and size % accumulate:
+    if _select(config, "strategy.name") == "auto" and size % accumulate:
         text = f"{given}: expected a multiple of trainer.accumulate_grad_batches={accumulate} under strategy=single."
         return [Fault(text)]
     return []

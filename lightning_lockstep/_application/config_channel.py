@@ -54,6 +54,7 @@ class ConfigChannel:
 
     def __init__(self, ranks: ExternalRanks | None) -> None:
         self.ranks = ranks  # None: a channel without receivers
+        self.nodes: int | None = None  # as the configuration says, of nodes started by hand
         self._number = 0
         self._sent_last = self._warned = False
         # A restarted attempt of torchrun finds the messages of the one before in the same store.
@@ -88,11 +89,13 @@ class ConfigChannel:
                 self.send(Message(exit_code=exit_code))
         if not wait:
             return
-        # Of nodes started by hand the number is not known; one of them at least is waiting.
-        receivers = (self.ranks.count or 2) - 1
+        # A configuration of one node does not say how many were started by hand: then whoever comes in time is served.
+        nodes = self.nodes if isinstance(self.nodes, int) and self.nodes > 1 else None
+        started = self.ranks.count or nodes
         deadline = time.monotonic() + _LAST_MESSAGE
         while time.monotonic() < deadline:
-            if self._store().add(f"{self._prefix}/received", 0) >= self._number * receivers:
+            received = self._store().add(f"{self._prefix}/received", 0)
+            if started is not None and received >= self._number * (started - 1):
                 return
             time.sleep(_LOOK_EVERY)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import io
 import os
 import pickle
 import re
@@ -13,7 +12,7 @@ import string
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,28 +22,26 @@ import yaml
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
-from hydra.core.utils import configure_log, env_override, setup_globals
+
+# Hydra writes what a job has logged when it ends; so does a job that is not run by Hydra.
+from hydra.core.utils import _flush_loggers, configure_log, env_override, setup_globals
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf, flag_override
+from omegaconf.errors import OmegaConfBaseException
 
 import lightning_lockstep
 from lightning_lockstep._application.config_channel import ConfigChannel, Message
+from lightning_lockstep._application.configs import Loader, search_path_of
+from lightning_lockstep._application.masking import Mask
 from lightning_lockstep._application.overrides import (
     REFUSED,
     JobCheck,
-    preflight,
+    check_command_line,
     read_arguments,
     run_requested,
     whole_message,
 )
 from lightning_lockstep._application.values import Fault, entries, is_left_out, show_faults
-from lightning_lockstep._doors.hydra_internals import (
-    Loader,
-    flush_loggers,
-    node_at,
-    plain_value,
-    search_path_of,
-)
 from lightning_lockstep._text import counted, first_line, plain_table, say
 from lightning_lockstep.distributed.failure.process_exit import error_from_bytes, error_to_bytes, outcome
 from lightning_lockstep.errors import ConfigurationError, LaunchError
@@ -167,7 +164,7 @@ def _keys(config: DictConfig, notes: dict[str, str], groups: list[str], width: i
     for key, where, name in entries(config):
         if key.startswith(tuple(lists)) or name == "_target_":
             continue
-        node = node_at(where, name)
+        node = where._get_node(name)  # as it is written; the public ways resolve an interpolation
         if isinstance(node, ListConfig):
             lists.append(f"{key}.")
         if isinstance(node, DictConfig) and key not in notes:
@@ -195,7 +192,7 @@ def _entry(left: str, right: str, width: int) -> Iterator[str]:
 def _plain(node: object) -> str:
     """A value as it is typed on the command line; an interpolation as it is written in the config."""
     raw = OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node
-    value = plain_value(raw)
+    value = raw._value() if hasattr(raw, "_value") else raw
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -221,7 +218,7 @@ def hydra_main(
     config_name: str | None = None,
     *,
     version_base: str | None = "1.3",
-    check: JobCheck | None = None,  # looks at the frozen configuration of each job before it is started
+    check: JobCheck | None = None,  # looks at the configuration of each job before it is started
     prepare: Callable[[DictConfig], None] | None = None,  # changes one just before it is frozen
 ) -> Callable[[Program], Callable[[], Any]]:
     """Decorate a function as `hydra.main` does, for programs of several ranks.
@@ -235,7 +232,7 @@ def hydra_main(
         config_path: Folder of the program's configs, relative to its file; or `pkg://package.of.configs`.
         config_name: Primary config.
         version_base: As in `hydra.main`.
-        check: Looks at the frozen configuration of each job before it is started.
+        check: Looks at the configuration of each job before it is started, and returns what is wrong with it.
         prepare: Changes the configuration of a job just before it is frozen.
 
     Ranks: every rank of a program calls the decorated function. Only rank 0 reads the command line; under
@@ -252,7 +249,6 @@ def hydra_main(
                 version = lightning_lockstep.__version__
                 sys.stdout.write(f"lightning-lockstep {version}, Hydra {hydra.__version__}\n")
                 return None
-            installed = _completion_to_install()
             arguments = read_arguments(sys.argv[1:])
             if arguments.experimental_rerun is not None:
                 return _run_child(Path(arguments.experimental_rerun), program)
@@ -264,8 +260,7 @@ def hydra_main(
                 program, config_path, config_name, version_base, check, prepare, arguments, channel
             )
             try:
-                with installed:
-                    return application.run()
+                return application.run()
             except Stop as stop:
                 error, running = stop.error, stop.running
             # Outside of the handler, in which nothing of Hydra is shown.
@@ -275,41 +270,6 @@ def hydra_main(
         return decorated
 
     return decorate
-
-
-def _completion_to_install() -> AbstractContextManager[None]:
-    """With `--install-completion`, ask Hydra for its script instead of a run; the context installs what is printed."""
-    if "--install-completion" not in sys.argv[1:]:
-        return nullcontext()
-    if Path(os.environ.get("SHELL", "")).name != "bash" or sys.argv[0].endswith(".py"):
-        _refuse(
-            [
-                Fault(
-                    "--install-completion: expected bash as $SHELL, and a command that pip has installed. For other"
-                    " shells and for scripts see 'Install or Uninstall shell completion' in --hydra-help."
-                )
-            ],
-            "nothing was installed",
-        )
-    sys.argv[1:] = ["--shell-completion", "install=bash"]
-    return _installing(program_name())
-
-
-@contextmanager
-def _installing(program: str) -> Iterator[None]:
-    # In these two files, as `lockstep-doctor --install-completion` (typer's) does it. Asking Hydra in each new shell
-    # instead, as Hydra proposes, would take a second each time.
-    script, startup = Path.home() / ".bash_completions" / f"{program}.sh", Path.home() / ".bashrc"
-    printed = io.StringIO()
-    with redirect_stdout(printed):
-        yield
-    script.parent.mkdir(exist_ok=True)
-    script.write_text(printed.getvalue())
-    line = f"source '{script}'\n"
-    if line not in (startup.read_text() if startup.exists() else ""):
-        with open(startup, "a") as file:
-            file.write(f"\n{line}")
-    sys.stdout.write(f"Completion of {program} is installed in {script}; a new shell has it.\n")
 
 
 @dataclass
@@ -361,11 +321,14 @@ class _Application:
         search_path = search_path_of(self.program, self.config_path, self.arguments)
         before, alone = list(sys.path), self.channel.ranks is None
         _import_from(str(Path.cwd()))
-        faults, quoted = preflight(self.arguments, search_path, self.config_name, self.check, alone=alone)
+        found = check_command_line(self.arguments, search_path, self.config_name, self.check, alone=alone)
         sys.path[:] = before  # which the processes of a sweep get, before they look for Hydra's plugins
-        sys.argv[1:] = [quoted.get(argument, argument) for argument in sys.argv[1:]]
-        if faults:
-            _refuse(faults)
+        sys.argv[1:] = [found.quoted.get(argument, argument) for argument in sys.argv[1:]]
+        if found.config is not None:
+            with suppress(OmegaConfBaseException):
+                self.channel.nodes = OmegaConf.select(found.config, "trainer.num_nodes")
+        if found.faults:
+            _refuse(found.faults)
 
     def _help(self) -> None:
         search_path = search_path_of(self.program, self.config_path, self.arguments)
@@ -395,11 +358,14 @@ class _Application:
     def _run_job(self, channel: ConfigChannel) -> Any:
         _import_from(hydra.utils.get_original_cwd())
         config = self._freeze_job()
+        task = without_hydra(config)
+        _keep_frozen(config, task)
         last = config.hydra.mode != RunMode.MULTIRUN or self.sent
-        channel.send(Message(for_other_ranks(config), last=last))
+        if channel.ranks is not None:
+            channel.send(Message(for_other_ranks(config), last=last))
         ended = "interrupted"
         try:
-            result = self.program(without_hydra(config))
+            result = self.program(task)
             ended = _in_words(config, result)
             return result
         except Exception as error:
@@ -439,15 +405,23 @@ class _Application:
         with without_claiming():  # a single run does not need the folder of a sweep
             config = freeze(whole)
         HydraConfig.instance().set_config(config)
-        subdir = config.hydra.output_subdir
-        if subdir is not None:
-            # Resolved values may be secrets (`${oc.env:TOKEN}`): for this user's eyes only, in a new file, since
-            # one that is there already may be open elsewhere.
-            path = Path(config.hydra.runtime.output_dir, subdir, "frozen.yaml")
-            path.unlink(missing_ok=True)
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                OmegaConf.save(without_hydra(config), file)
         return config
+
+
+def _keep_frozen(config: DictConfig, task: DictConfig) -> None:
+    """Write what is used to `.hydra/frozen.yaml`, without secrets, and mask those in what Hydra has written."""
+    subdir, mask = config.hydra.output_subdir, Mask(task)
+    written = [Path(config.hydra.sweep.dir, "multirun.yaml")] if config.hydra.mode == RunMode.MULTIRUN else []
+    if subdir is not None:
+        folder = Path(config.hydra.runtime.output_dir, subdir)
+        written += [folder / name for name in ("config.yaml", "hydra.yaml", "overrides.yaml")]
+        # Resolved values may be secrets that no name tells: for this user's eyes only, in a new file, since one that is
+        # there already may be open elsewhere.
+        path = folder / "frozen.yaml"
+        path.unlink(missing_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            OmegaConf.save(OmegaConf.create(mask.masked(task)), file)
+    mask.in_files(*written)
 
 
 def _in_words(config: DictConfig, result: object) -> str:
@@ -537,7 +511,7 @@ def _run_frozen(config: DictConfig, program: Program) -> Any:
         with env_override(dict(config.hydra.job.env_set)):
             return program(without_hydra(config))
     finally:
-        flush_loggers()
+        _flush_loggers()
 
 
 def _end_if_about_settings(error: BaseException, *, running: bool) -> None:

@@ -10,16 +10,15 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import hydra.utils
 import torch
-from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from lightning_lockstep._application.build import build, names_in
 from lightning_lockstep._application.records import (
     LogConfiguration,
     Summary,
@@ -31,12 +30,10 @@ from lightning_lockstep._application.records import (
     written,
 )
 from lightning_lockstep._application.records import places as logger_places
-from lightning_lockstep._application.values import objections
 from lightning_lockstep._doors.lightning import (
     Callback,
     CSVLogger,
     LightningModule,
-    MisconfigurationException,
     MLFlowLogger,
     WandbLogger,
     _MultiProcessingLauncher,
@@ -99,68 +96,8 @@ def leave_out_noise() -> None:
     hide_srun_hint()
 
 
-# -- Builds what one training run consists of, and says everything that is wrong with its settings --
-
 # How similar two spellings of one name are, as `difflib` counts.
 _SAME_WORD = 0.8
-# What a user's settings lead to, as opposed to a bug, whose traceback is wanted.
-_ABOUT_SETTINGS = (ConfigurationError, MisconfigurationException, ValueError, ImportError)
-
-
-def component_keys(config: DictConfig) -> list[str]:
-    """Keys of everything that `build` makes, in the order in which it is made."""
-    several = [
-        f"{group}.{name}" for group in ("callbacks", "checkpoint", "logger") for name in _names(config, group)
-    ]
-    return ["data", "model", *several, "strategy", "trainer"]
-
-
-def _names(config: DictConfig, group: str) -> list[str]:
-    node = config.get(group)
-    if not isinstance(node, DictConfig):
-        return []
-    return [str(name) for name in node if node[name] is not None and not str(name).startswith("_")]
-
-
-def build(config: DictConfig, *, own_callbacks: list[Any]) -> tuple[Any, Any, Any]:
-    """Make model, data and Trainer."""
-    faults: list[str] = []
-    made = {key: _make(key, OmegaConf.select(config, key), faults) for key in component_keys(config)[:-1]}
-    callbacks = [made[key] for key in made if key.startswith(("callbacks.", "checkpoint."))]
-    loggers = [made[key] for key in made if key.startswith("logger.")]
-    given = {
-        "callbacks": [*callbacks, *own_callbacks],
-        "logger": loggers or False,
-        "strategy": made["strategy"],
-    }
-    if config.trainer.get("enable_checkpointing") is None:
-        given["enable_checkpointing"] = bool(_names(config, "checkpoint"))
-    trainer = None
-    if not faults:
-        factory = hydra.utils.instantiate(config.trainer, _partial_=True, _convert_="all")
-        trainer = _attempt("trainer", lambda: factory(**given), faults)
-    if faults:
-        raise ConfigurationError(faults)
-    return made["model"], made["data"], trainer
-
-
-def _make(key: str, node: Any, faults: list[str]) -> Any:
-    if not isinstance(node, DictConfig):
-        return node  # a name that Lightning knows
-    if "_target_" not in node:
-        faults.append(f"{key} has no _target_, so no object can be created from it.")
-        return None
-    return _attempt(key, lambda: hydra.utils.instantiate(node, _convert_="all"), faults)
-
-
-def _attempt(key: str, make: Callable[[], Any], faults: list[str]) -> Any:
-    try:
-        return make()
-    except (HydraException, *_ABOUT_SETTINGS) as error:
-        if not isinstance(error.__cause__ or error, _ABOUT_SETTINGS):
-            raise
-        faults += [f"{key}: {text}" for text, _ in objections(error)]
-        return None
 
 
 # -- One training run: build, fit, validate, test, report --
@@ -260,7 +197,7 @@ def _say_interrupted(trainer: Any, record: RunRecord) -> None:
 def _monitored(config: DictConfig) -> dict[str, str]:
     """The metrics by which checkpoints are chosen after each validation, by the key that names each."""
     found = {}
-    for name in _names(config, "checkpoint"):
+    for name in names_in(config, "checkpoint"):
         node = config.checkpoint[name]
         each_epoch = node.get("every_n_epochs") in (None, 1) and node.get("every_n_train_steps") is None
         metric = node.get("monitor") if node.get("save_on_train_epoch_end") is False and each_epoch else None

@@ -17,15 +17,9 @@ from contextvars import ContextVar
 from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import Path
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
-from lightning_lockstep._doors.hydra_internals import (
-    function_of_job,
-    is_command_line,
-    put_value,
-    whole_config,
-)
 from lightning_lockstep._system import write_whole
 from lightning_lockstep.distributed.failure.process_exit import at_exit
 from lightning_lockstep.distributed.rendezvous import signed, verified
@@ -149,13 +143,18 @@ def _function_sent_here() -> FunctionType | None:
     function = None
     frame = inspect.currentframe()
     while frame is not None:
-        if is_command_line(frame):
+        # These two functions of Hydra run a command line and a job. A job that was sent to another process is known by
+        # the function that runs it there, and nowhere else.
+        if _is_in(frame, "hydra._internal.utils", "_run_hydra"):
             return None
-        job = function_of_job(frame)
-        if job is not None:
-            function = inspect.unwrap(job)
+        if _is_in(frame, "hydra.core.utils", "run_job"):
+            function = inspect.unwrap(frame.f_locals["task_function"])
         frame = frame.f_back
     return function
+
+
+def _is_in(frame: FrameType, module: str, function: str) -> bool:
+    return (frame.f_globals.get("__name__"), frame.f_code.co_name) == (module, function)
 
 
 def _program_of(function: FunctionType, started_in: str) -> tuple[list[str], str | None]:
@@ -195,17 +194,18 @@ def current_hydra_config() -> DictConfig | None:
     module = sys.modules.get("hydra.core.hydra_config")  # Hydra is never imported here
     if module is None or not module.HydraConfig.initialized():
         return None
-    return whole_config(module.HydraConfig.instance().cfg.hydra)
+    # Hydra keeps the program's part as the hidden parent of its own part, for interpolations between the two.
+    whole: DictConfig = module.HydraConfig.instance().cfg.hydra._get_parent()
+    return whole
 
 
 def freeze(config: DictConfig) -> DictConfig:
-    """Return a copy in which every interpolation is replaced by its present value."""
-    # Types of structured configs are kept. A value that must still be given (`???`) stays so, and an
-    # interpolation that cannot be resolved stays as it is: only a program that reads it has a problem.
-    # The copy takes the resolver cache along, so `${now:...}` keeps a value it has already had.
-    frozen = copy.deepcopy(config)
-    _resolve_in_place(frozen)
-    return frozen
+    """Replace every interpolation by its present value, in the configuration itself; return it."""
+    # Types of structured configs are kept. A value that must still be given (`???`) stays so, and an interpolation
+    # that cannot be resolved stays as it is: only a program that reads it has a problem. A copy takes the resolver
+    # cache along, so `${now:...}` keeps in it a value that it has already had.
+    _resolve_in_place(config)
+    return config
 
 
 def _resolve_in_place(container: Any) -> None:
@@ -216,10 +216,29 @@ def _resolve_in_place(container: Any) -> None:
         # Hydra makes its own part read-only.
         with flag_override(container, ["readonly", "struct"], [False, False]):
             if OmegaConf.is_interpolation(container, key):
-                put_value(container, key)
+                _put_value(container, key)
         inner = inner_container(container, key)
         if inner is not None:
             _resolve_in_place(inner)
+
+
+def _put_value(container: Any, key: Any) -> None:
+    """Put the value of the interpolation under a key in its place; one without a value stays as it is."""
+    from omegaconf import Container
+    from omegaconf.errors import OmegaConfBaseException
+
+    # By private names, since OmegaConf.resolve takes all interpolations or raises, and setting a key loses types.
+    node = container._get_node(key)
+    try:
+        value = node._dereference_node()
+    except OmegaConfBaseException:
+        return  # names a value that nobody gave; an error only where it is read
+    if isinstance(value, Container):
+        value = copy.deepcopy(value)
+        value._set_parent(container)
+        container._content[key] = value
+    else:
+        node._set_value(value._value())
 
 
 def inner_container(container: Any, key: Any) -> DictConfig | ListConfig | None:
@@ -232,11 +251,11 @@ def inner_container(container: Any, key: Any) -> DictConfig | ListConfig | None:
     return inner if isinstance(inner, (DictConfig, ListConfig)) else None
 
 
-def for_other_ranks(frozen: DictConfig) -> DictConfig:
-    """Return a copy for the ranks other than rank 0: the same values, but nothing in it writes a file."""
+def for_other_ranks(config: DictConfig) -> DictConfig:
+    """Return a frozen copy for the ranks other than rank 0: the same values, but nothing in it writes a file."""
     from omegaconf import flag_override
 
-    config = copy.deepcopy(frozen)
+    config = freeze(copy.deepcopy(config))
     with flag_override(config.hydra, ["readonly", "struct"], [False, False]):
         config.hydra.output_subdir = None
         config.hydra.job_logging = _without_files(config.hydra.job_logging)
@@ -290,7 +309,7 @@ def _config_file(config: DictConfig) -> str:
         return _written[1]
     if _written is not None:
         os.close(_written[2])
-    content = pickled(for_other_ranks(freeze(config)))
+    content = pickled(for_other_ranks(config))
     # Only processes of this user can read it, and it is gone when this process is.
     handle, path = tempfile.mkstemp(prefix="lockstep-config-", suffix=".pickle")
     nameless = Path(f"/proc/{os.getpid()}/fd/{handle}")

@@ -85,8 +85,7 @@ def problems() -> Iterator[str]:
 
 def faults_of_files(classes: dict[str, Any]) -> Iterator[str]:
     """A file of conf/ has the names and defaults of the class that it is about."""
-    from lightning_lockstep._application.values import target_nodes
-    from lightning_lockstep._doors.hydra_internals import locate
+    from lightning_lockstep._application.values import locate, target_nodes
 
     unlisted = {*classes}
     for path in sorted((PACKAGE / "conf").rglob("*.yaml")):

@@ -6,22 +6,32 @@ import os
 import sys
 from pathlib import Path
 
+from lightning_lockstep._application.build import component_keys, constructor_faults
 from lightning_lockstep._application.checks import check_training
-from lightning_lockstep._application.overrides import Checked, preflight, read_arguments
-from lightning_lockstep._doors import hydra_internals
+from lightning_lockstep._application.configs import search_path_of
+from lightning_lockstep._application.overrides import (
+    Checked,
+    as_current_job,
+    check_command_line,
+    read_arguments,
+)
 from lightning_lockstep.train import main
 
 
 def look_at(*arguments: str, alone: bool = True) -> Checked:
     """What `lockstep-train` finds out about these arguments before it starts anything."""
     parsed = read_arguments(list(arguments))
-    search_path = hydra_internals.search_path_of(main, "pkg://lightning_lockstep.conf", parsed)
-    return preflight(parsed, search_path, "lockstep_train", check_training, alone=alone)
+    search_path = search_path_of(main, "pkg://lightning_lockstep.conf", parsed)
+    return check_command_line(parsed, search_path, "lockstep_train", check_training, alone=alone)
 
 
 def faults_of(*arguments: str) -> list[str]:
-    """What `lockstep-train` finds wrong with these arguments, as it would say it."""
-    return [fault.text for fault in look_at(*arguments).faults]
+    """What `lockstep-train` finds wrong with these arguments before it starts anything, or else when it builds."""
+    found, config = look_at(*arguments)[::2]
+    if not found and config is not None:
+        with as_current_job(config, 0):
+            found = constructor_faults(config, component_keys(config))
+    return [fault.text for fault in found]
 
 
 def only(faults: list[str]) -> str:

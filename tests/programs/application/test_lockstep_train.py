@@ -153,7 +153,7 @@ def test_a_wrong_command_line_is_one_message_and_exit_code_2(tmp_path: Path) -> 
     wrong = ("strategy=dpp", "trainer.max_epochz=3", "data.batch_size=-1")
     for arguments, message in (
         (wrong, "lockstep-train: 3 errors in the configuration; nothing was started."),
-        (("--config-dir", "../conf", "model=fashion"), "1. model: width is out of fashion"),
+        (("--config-dir", "../conf", "model=fashion"), "1. model.width=8: width is out of fashion"),
     ):
         outcome = run_script([*TRAIN, *arguments], cwd=run, env=env, timeout=180)
         assert outcome.returncode == 2

@@ -46,10 +46,10 @@ def test_ranks_that_the_strategy_starts(tmp_path: Path) -> None:
     assert first["text"] == first["copy"] == TRICKY_VALUE
     assert first["numbers"] == [1, 2.5, "3"]
     assert first["secret"] == second["secret"] == SECRET
-    with_secret = {path for path in tmp_path.rglob("*.*") if path.is_file() and SECRET in path.read_text()}
-    of_hydra = {path for path in with_secret if not path.name.startswith("rank")}
-    assert {path.name for path in of_hydra} == {"frozen.yaml"}
-    assert all(path.stat().st_mode & 0o777 == 0o600 for path in of_hydra), "for this user only"
+    written = [path for path in tmp_path.rglob("*.*") if path.is_file() and not path.name.startswith("rank")]
+    assert not [path for path in written if SECRET in path.read_text()]
+    [frozen] = [path for path in written if path.name == "frozen.yaml"]
+    assert frozen.stat().st_mode & 0o777 == 0o600, "for this user only"
     assert first == second
     assert len(run_folders(tmp_path)) == 1
     assert len(logs(tmp_path)) == 1
@@ -100,6 +100,24 @@ def test_ranks_that_srun_starts(tmp_path: Path) -> None:
     [[first, second]] = echoed(tmp_path)
     assert first == second
     assert len(run_folders(tmp_path)) == 1
+
+
+def test_nodes_started_by_hand_all_end_where_the_command_line_is_wrong(tmp_path: Path) -> None:
+    """Also one that comes when rank 0 has printed the error."""
+    with reserve_port() as port, ExitStack() as scripts:
+
+        def node(number: int) -> Any:
+            told = {"NODE_RANK": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            command = [ECHO, "txet=1", "+trainer.num_nodes=3"]
+            env = {**told, "ECHO_TO": str(tmp_path)}
+            return scripts.enter_context(start_script(command, env=env, cwd=tmp_path))
+
+        first, second = node(0), node(1)
+        first.wait_for("one error in the configuration", timeout=90)
+        third = node(2)  # while the second one has its message already
+        outcomes = [one.finish(90) for one in (first, second, third)]
+    assert [outcome.returncode for outcome in outcomes] == [2, 2, 2], outcomes
+    assert list(tmp_path.iterdir()) == []
 
 
 def slurm_task(number: int, port: int, **more: str) -> dict[str, str]:

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 import yaml
+from hydra._internal.utils import _locate
 
-from lightning_lockstep._doors.hydra_internals import locate
 from tests.common.application.command_lines import faults_of
 from tests.helpers import COMMON, run_script
 
@@ -234,8 +234,6 @@ def why_not(command: Snippet) -> str:
     program, arguments = parts_of(command.text)
     if command.not_run or program in NOT_HERE:
         return command.not_run or NOT_HERE[program]
-    if arguments == ["--install-completion"]:
-        return "changes ~/.bashrc; tests/sites/shells/test_completion.py runs it"
     if program == "python" and job_of(command) is None and not arguments[0].startswith("examples/"):
         return "takes minutes" if arguments[0] == "-m" else "a program of the reader"
     return ""
@@ -471,4 +469,4 @@ def test_a_file_can_be_read_and_its_names_are_there(block: Snippet) -> None:
         return
     assert list(yaml.safe_load_all(block.text)) != [None]
     for name in re.findall(r"(?:_target_|class_path): (lightning_lockstep\S+)", block.text):
-        assert callable(locate(name))
+        assert callable(_locate(name))

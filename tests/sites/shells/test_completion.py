@@ -1,4 +1,4 @@
-"""Tab completion in real shells: `--install-completion` for bash, the lines of docs/hydra.md for the others."""
+"""Tab completion in real shells, by the lines of docs/hydra.md."""
 
 from __future__ import annotations
 
@@ -43,29 +43,14 @@ def command(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
-def test_bash_completes_groups_options_and_keys(command: Path, tmp_path: Path) -> None:
-    (tmp_path / ".bashrc").write_text("# mine\n")
-    paths = f"{command.parent}:/usr/bin:/bin"
-    env = {"HOME": str(tmp_path), "SHELL": "/bin/bash", "PATH": paths}
-    for _ in range(2):
-        outcome = run_script([command, "--install-completion"], env=env, fresh=True)
-        assert outcome.returncode == 0, outcome.output
-        assert "a new shell has it" in outcome.stdout
-    script = tmp_path / ".bash_completions" / "lockstep-train.sh"
-    assert (tmp_path / ".bashrc").read_text() == f"# mine\n\nsource '{script}'\n"
+def test_bash_completes_by_the_line_of_the_page(command: Path, tmp_path: Path) -> None:
+    (tmp_path / ".bashrc").write_text(LINES["# bash: ~/.bashrc"])
+    env = {"HOME": str(tmp_path), "PATH": f"{command.parent}:/usr/bin:/bin"}
     answers = run_script(["bash", "--norc", "-c", ASK], env=env, fresh=True)
     found = dict(line.split(":") for line in answers.stdout.splitlines())
-    assert {"strategy=ddp", "strategy=deepspeed_stage_3"} <= set(found["strategy=d"].split())
+    assert set(found["strategy=d"].split()) >= FOUND, answers.output
     assert found["trainer.max_e"].split() == ["trainer.max_epochs="]
     assert found["callbacks=stop"].split() == ["callbacks=stop_together"]
-
-
-def test_another_shell_is_told_where_to_look(command: Path, tmp_path: Path) -> None:
-    env = {"HOME": str(tmp_path), "SHELL": "/usr/bin/fish"}
-    outcome = run_script([command, "--install-completion"], env=env, fresh=True)
-    assert outcome.returncode == 2
-    assert "expected bash as $SHELL" in outcome.stderr
-    assert not (tmp_path / ".bashrc").exists()
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish: apt-get install fish")

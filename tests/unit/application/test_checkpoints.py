@@ -11,7 +11,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from lightning_lockstep._application.checks import checkpoint_folders, find_checkpoint, note_begin
+from lightning_lockstep._application.checks import checkpoint_folders
+from lightning_lockstep._run_folder import find_checkpoint, note_begin
 from lightning_lockstep.errors import ConfigurationError
 from tests.common.application.command_lines import faults_of
 

@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 
 import lightning_lockstep
+from lightning_lockstep._application.configs import search_path_of
 from lightning_lockstep._application.entry import comments, help_text
-from lightning_lockstep._doors import hydra_internals
+from lightning_lockstep._application.overrides import read_arguments
 from lightning_lockstep.train import main
 
 CONF = Path(lightning_lockstep.__file__).parent / "conf"
 
 
 def help_of(*arguments: str) -> str:
-    parsed = hydra_internals.get_args_parser().parse_args([*arguments, "--help"])
-    search_path = hydra_internals.search_path_of(main, "pkg://lightning_lockstep.conf", parsed)
+    parsed = read_arguments([*arguments, "--help"])
+    search_path = search_path_of(main, "pkg://lightning_lockstep.conf", parsed)
     return help_text("lockstep-train", search_path, "lockstep_train", parsed.overrides)
 
 

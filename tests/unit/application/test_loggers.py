@@ -7,9 +7,8 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
-from lightning_lockstep._application.records import places, plain_configuration
+from lightning_lockstep._application.records import places
 from lightning_lockstep._doors.lightning import CSVLogger, DummyLogger
 from tests.common.application.command_lines import faults_of, only
 
@@ -42,15 +41,3 @@ def test_a_run_without_logs_has_no_place_of_a_log() -> None:
     assert places([DummyLogger(), CSVLogger("run", name="csv", version="0")]) == {
         "log (CSVLogger)": "run/csv/0"
     }
-
-
-def test_secrets_are_not_logged() -> None:
-    config = OmegaConf.create(
-        {
-            "a": {"api_key": "abc", "url": "https://u:hunter2hunter2@host", "pad_token": "<pad>"},
-            "b": ["${a.url}"],
-        }
-    )
-    plain = plain_configuration(config, {"DATABASE_PASSWORD": "hunter2hunter2", "SHORT_TOKEN": "o"})
-    assert plain["a"] == {"api_key": "***", "url": "https://u:***@host", "pad_token": "<pad>"}
-    assert plain["b"] == ["https://u:***@host"]

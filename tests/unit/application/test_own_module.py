@@ -78,7 +78,7 @@ def test_the_keys_of_the_choices_that_it_replaces_are_one_fault_each() -> None:
 @pytest.mark.usefixtures("importable")
 def test_nothing_is_wrong_with_own_choices_and_a_setting_is_added_with_a_plus() -> None:
     assert faults_of(*OWN, "+model.hidden=3") == []
-    assert only(faults_of("model.hidden=3", *OWN)).endswith("add it with +model.hidden=3")
+    assert only(faults_of("model.hidden=3", *OWN)).endswith("A new key is added with +model.hidden=3")
     assert faults_of("model=own", "model._target_=mine.Everything", "~data") == []
     required = faults_of("model=own", "data=own")
     assert required == [

@@ -10,6 +10,16 @@ from omegaconf import OmegaConf
 
 from lightning_lockstep._application.checks import checks_for
 
+TARGETS = {
+    "ddp": "lightning_lockstep.LockstepDDPStrategy",
+    "mpi": "lightning_lockstep.LockstepMPIStrategy",
+    "deepspeed_stage_2": "lightning_lockstep.LockstepDeepSpeedStrategy",
+    "fsdp": "lightning_lockstep.LockstepFSDPStrategy",
+    "xla": "lightning_lockstep.LockstepXLAStrategy",
+    "xla_spmd": "lightning_lockstep.LockstepXLASPMDStrategy",
+    "single": "lightning_lockstep.components.strategy_name",
+}
+
 
 @pytest.mark.parametrize(
     ("strategy", "devices", "accelerator", "expected"),
@@ -20,7 +30,10 @@ from lightning_lockstep._application.checks import checks_for
         ("fsdp", 2, "cpu", ("packages", "kernel", "network")),
         ("xla", 2, "cpu", ("packages", "kernel", "xla", "network")),
         ("deepspeed_stage_2", 1, "gpu", ("packages", "kernel", "cuda", "devices", "deepspeed")),
-        ("xla_spmd", 1, "tpu", ("packages", "kernel", "xla")),
+        ("fsdp", 2, "cpu", ("packages", "kernel", "network")),
+        ("xla", 2, "tpu", ("packages", "kernel", "xla", "network")),
+        ("xla_spmd", 2, "tpu", ("packages", "kernel", "xla")),
+        ("single", 1, "cpu", ("packages", "kernel")),
         ("ddp", "auto", "cpu", ("packages", "kernel")),
         ("ddp", "auto", "gpu", ("packages", "kernel", "cuda", "devices", "network")),
         ("ddp", -1, "auto", ("packages", "kernel", "cuda", "devices", "network")),
@@ -39,7 +52,7 @@ def test_the_checks_follow_the_strategy_and_the_devices(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     config = OmegaConf.create(
         {
-            "strategy": {"hostfile": None},
+            "strategy": {"_target_": TARGETS[strategy], "hostfile": None},
             "trainer": {"devices": devices, "accelerator": accelerator},
             "hydra": {"runtime": {"choices": {"strategy": strategy}}},
         }
