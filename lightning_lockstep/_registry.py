@@ -86,7 +86,7 @@ def _make(module: str, name: str, **arguments: Any) -> Any:
 
 def _register(name: str, description: str, module: str, cls: str, **arguments: Any) -> None:
     # Not above: it imports torch, which the doctor's processes have to do without.
-    from lightning_lockstep._doors.lightning import StrategyRegistry
+    from lightning_lockstep._lightning import StrategyRegistry
 
     if name not in StrategyRegistry:
         factory: Callable[..., Any] = partial(_make, module, cls)

@@ -1,7 +1,7 @@
 """What the Hydra configs name as a `_target_` in addition to the public classes.
 
 A `_target_` has to name one class, but Lightning is published as two packages whose classes are distinct.
-These are the ones of the package that the program uses (see `lightning_lockstep._doors.lightning`). The two functions
+These are the ones of the package that the program uses (see `lightning_lockstep._lightning`). The two functions
 make arguments of a Trainer that are no objects.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_lockstep._doors.lightning import (
+from lightning_lockstep._lightning import (
     CSVLogger,
     LearningRateMonitor,
     MLFlowLogger,

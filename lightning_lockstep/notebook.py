@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lightning_lockstep._doors.lightning import rank_zero_only
+from lightning_lockstep._lightning import rank_zero_only
 from lightning_lockstep._settings import Faults
 from lightning_lockstep._system import usable_cores
 from lightning_lockstep._text import say

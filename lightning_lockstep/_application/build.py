@@ -23,7 +23,7 @@ from lightning_lockstep._application.values import (
     target_nodes,
     target_of,
 )
-from lightning_lockstep._doors.lightning import LightningEnvironment, Logger, MisconfigurationException
+from lightning_lockstep._lightning import LightningEnvironment, Logger, MisconfigurationException
 from lightning_lockstep._text import first_line
 from lightning_lockstep.errors import ConfigurationError, MissingExtraError
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_lockstep._application.masking import Mask
-from lightning_lockstep._doors.lightning import Callback, WandbLogger
+from lightning_lockstep._lightning import Callback, WandbLogger
 from lightning_lockstep._system import write_report
 from lightning_lockstep._text import counted
 from lightning_lockstep.distributed.failure.exit_notes import keep_failure

@@ -30,7 +30,7 @@ from lightning_lockstep._application.records import (
     written,
 )
 from lightning_lockstep._application.records import places as logger_places
-from lightning_lockstep._doors.lightning import (
+from lightning_lockstep._lightning import (
     Callback,
     CSVLogger,
     LightningModule,
@@ -40,11 +40,11 @@ from lightning_lockstep._doors.lightning import (
     extract_batch_size,
     seed_everything,
 )
-from lightning_lockstep._doors.lightning_internals import restore_data_classes, weights_as_they_are
 from lightning_lockstep._registry import register_strategies
 from lightning_lockstep._run_folder import RunFolder
 from lightning_lockstep._settings import did_you_mean
 from lightning_lockstep._text import listed, say
+from lightning_lockstep._trainer import restore_data_classes, weights_as_they_are
 from lightning_lockstep.distributed.failure.exit_notes import remove_earlier_report
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.environments import hide_srun_hint

@@ -12,7 +12,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from lightning_lockstep._doors.lightning import (
+from lightning_lockstep._lightning import (
     CombinedLoader,
     LightningModule,
     MisconfigurationException,

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_lockstep._doors.lightning import Closure, ClosureResult, LightningModule, Trainer
+from lightning_lockstep._lightning import Closure, ClosureResult, LightningModule, Trainer
 from lightning_lockstep.batch_size.memory import Failure, attempt, is_out_of_memory, release_memory
 from lightning_lockstep.batch_size.split_step import LogRecord, merged_extra, samples_in, split, volume
 from lightning_lockstep.distributed import Message, current_communicator

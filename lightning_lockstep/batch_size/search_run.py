@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_lockstep._doors.lightning import LightningModule, Trainer
+from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep._settings import Faults, is_whole
 from lightning_lockstep._system import write_report
 from lightning_lockstep._text import counted, plain_table, ranks_in_words, say, size_in_words

@@ -13,7 +13,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_lockstep._doors.lightning import LightningModule
+from lightning_lockstep._lightning import LightningModule
 
 
 def samples_in(batch: Any) -> int:

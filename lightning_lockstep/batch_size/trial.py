@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_lockstep._doors.lightning import CombinedLoader, LightningModule, Trainer
+from lightning_lockstep._lightning import CombinedLoader, LightningModule, Trainer
 from lightning_lockstep._text import counted
 from lightning_lockstep.batch_size.loaders import (
     BatchLoaders,

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from lightning_lockstep._doors.lightning import BatchSizeFinder, LightningModule, Trainer, rank_zero_only
+from lightning_lockstep._lightning import BatchSizeFinder, LightningModule, Trainer, rank_zero_only
 from lightning_lockstep._settings import settings_of
 from lightning_lockstep._text import counted, say
 from lightning_lockstep._trainer import faults_as_lightnings

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from lightning_lockstep._doors.lightning import Callback, LightningModule, ModelCheckpoint, Trainer
+from lightning_lockstep._lightning import Callback, LightningModule, ModelCheckpoint, Trainer
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.deepspeed.checkpoints.consolidation import consolidate
 from lightning_lockstep.deepspeed.checkpoints.files import is_checkpoint_folder

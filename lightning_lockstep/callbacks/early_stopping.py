@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_lockstep._doors.lightning import EarlyStopping
+from lightning_lockstep._lightning import EarlyStopping
 from lightning_lockstep._settings import Faults, plain_number
 from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep._trainer import faults_as_lightnings

@@ -7,7 +7,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_lockstep._doors.lightning import Callback, LightningModule, Trainer
+from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 from lightning_lockstep._settings import Faults
 from lightning_lockstep._text import counted
 from lightning_lockstep.batch_size.loaders import BatchLoaders, SearchRefusedError, in_fit

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from lightning_lockstep._doors.lightning import Callback, LightningModule, Trainer
+from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 from lightning_lockstep._settings import Faults, did_you_mean
 from lightning_lockstep.numerics.precision import run_in_fp32, undo_run_in_fp32
 from lightning_lockstep.numerics.statistics import NamePatterns, module_names

@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_lockstep._doors.lightning import Callback
+from lightning_lockstep._lightning import Callback
 from lightning_lockstep._settings import LEVELS, Faults
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.errors import ConfigurationError

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_lockstep._doors.lightning import Callback, LightningModule, Trainer
+from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 from lightning_lockstep._settings import Faults
 from lightning_lockstep._text import say
 from lightning_lockstep.shapes.loaders import batch_size_in_use, stage_of

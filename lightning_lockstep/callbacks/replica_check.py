@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch.optim import Optimizer
 
-from lightning_lockstep._doors.lightning import Callback, LightningModule, Trainer
+from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 from lightning_lockstep._settings import Faults
 from lightning_lockstep._text import say
 from lightning_lockstep.distributed import Communicator, current_communicator

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm
 
-from lightning_lockstep._doors.lightning import Callback, LightningModule, Trainer
+from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 from lightning_lockstep._settings import settings_of
 from lightning_lockstep._text import say
 from lightning_lockstep.batch_size.split_step import tensors_in

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from lightning_lockstep._doors.lightning import Callback
+from lightning_lockstep._lightning import Callback
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement, StopDecision

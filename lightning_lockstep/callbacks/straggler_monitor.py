@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_lockstep._doors.lightning import Callback, LightningModule, Trainer
+from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 from lightning_lockstep._settings import Faults
 from lightning_lockstep._text import say
 from lightning_lockstep.distributed import current_communicator

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_lockstep._doors.lightning import LightningModule, Precision
-from lightning_lockstep._doors.torch_internals import MODULES
+from lightning_lockstep._lightning import LightningModule, Precision
 from lightning_lockstep.deepspeed.config import is_given, section
 from lightning_lockstep.deepspeed.engine_adapters import adapter_of
 from lightning_lockstep.deepspeed.precision import LossScaleHistory
@@ -110,7 +109,7 @@ class PlainPrecision(Precision):
 _CONTAINERS = (list, deque, set, dict)
 # What these attributes lead to is no state of a step: the module's own is kept elsewhere; a bucket's memory, of up to
 # some GB of which a small model touches a part, is written before it is read.
-_LEFT_OUT = {"buffer", "module", MODULES}
+_LEFT_OUT = {"buffer", "module", "_modules"}
 
 
 class EngineState:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_lockstep._doors.lightning import DeepSpeedPrecision, Precision
+from lightning_lockstep._lightning import DeepSpeedPrecision, Precision
 from lightning_lockstep._text import say
 from lightning_lockstep.deepspeed.config import PRECISIONS, precision_of, section
 from lightning_lockstep.deepspeed.engine_adapters import EngineAdapter, StepOutcome, adapter_of

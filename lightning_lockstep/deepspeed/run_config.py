@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_lockstep._doors.lightning_internals import data_source, given_to_trainer
 from lightning_lockstep._settings import Faults
+from lightning_lockstep._trainer import given_to_trainer
 from lightning_lockstep.deepspeed.config import (
     AUTO,
     TrainerValues,
@@ -114,7 +114,7 @@ class RunConfig:
 
 def _batch_size(trainer: Any) -> int | None:
     """Return the size of the batches of the training loader, if it has one loader and says so."""
-    source = data_source(trainer.fit_loop)
+    source = trainer.fit_loop._data_source  # where it gets its loaders from
     if not source.is_defined():
         return None
     loader = source.dataloader()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
-from lightning_lockstep._doors.lightning import LightningDataModule, LightningModule
+from lightning_lockstep._lightning import LightningDataModule, LightningModule
 from lightning_lockstep._settings import Faults
 from lightning_lockstep._text import counted
 from lightning_lockstep.errors import ConfigurationError

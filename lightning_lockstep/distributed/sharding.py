@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import distribute_tensor
 
-from lightning_lockstep._doors.lightning import find_shared_parameters, set_shared_parameters
+from lightning_lockstep._lightning import find_shared_parameters, set_shared_parameters
 from lightning_lockstep.distributed.process_group import broadcast_tensors
 from lightning_lockstep.distributed.sharded_state import is_divided
 from lightning_lockstep.errors import ConfigurationError

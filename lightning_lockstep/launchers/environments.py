@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from signal import SIGUSR1, Signals
 
-from lightning_lockstep._doors.lightning import (
+from lightning_lockstep._lightning import (
     ClusterEnvironment,
     LightningEnvironment,
     LSFEnvironment,

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from lightning_lockstep._doors.lightning import _SubprocessScriptLauncher
+from lightning_lockstep._lightning import _SubprocessScriptLauncher
 from lightning_lockstep._settings import ENDED_FOLDER, RANK_CONFIG
 from lightning_lockstep.distributed.failure.exit_notes import ended_with_error, first_failure, orderly_ends
 from lightning_lockstep.distributed.failure.process_exit import end_after_exit_functions, flush_everything

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_lockstep import _system
-from lightning_lockstep._doors.lightning import (
+from lightning_lockstep._lightning import (
     Trainer,
     TrainerFn,
     _check_bad_cuda_fork,

@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
-from lightning_lockstep._doors.lightning import (
+from lightning_lockstep._lightning import (
     CSVLogger,
     SIGTERMException,
     TensorBoardLogger,

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lightning_lockstep._doors.lightning import TrainerFn, _basic_subprocess_cmd, _SubprocessScriptLauncher
+from lightning_lockstep._lightning import TrainerFn, _basic_subprocess_cmd, _SubprocessScriptLauncher
 from lightning_lockstep._settings import LAUNCHER_PID, launcher_pid
 from lightning_lockstep._text import ranks_in_words, say
 from lightning_lockstep.distributed import alone, shut_down

@@ -25,16 +25,10 @@ from itertools import chain, count, zip_longest
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
-from lightning_lockstep._doors.lightning import move_data_to_device
-from lightning_lockstep._doors.lightning_internals import (
-    around_evaluation,
-    joins_batches,
-    loaders_in_use,
-    predictions_and_indices,
-)
-from lightning_lockstep._doors.torch_internals import SYNC_STATES, tree_flatten
+from lightning_lockstep._lightning import move_data_to_device
 from lightning_lockstep.distributed import Gather, SideChannel, current_communicator
 from lightning_lockstep.loaders.global_order import parts_of
 from lightning_lockstep.steps.patching import put_in_place, replaced
@@ -61,11 +55,11 @@ class _Evaluation:
         self._number, self._gathers, self._combined = next(numbers), 0, set()
         loop = self._loop
         with ExitStack() as stack:
-            stack.enter_context(around_evaluation(self._trainer, loop, self._step, self._before_reading))
+            stack.enter_context(_around_evaluation(self._trainer, loop, self._step, self._before_reading))
             for metric in self._metrics():
                 if isinstance(metric, Metric) and metric.process_group is None:
-                    sync = partial(_with_whole_lists, metric, getattr(metric, SYNC_STATES))
-                    stack.enter_context(replaced(metric, **{SYNC_STATES: sync}))
+                    sync = partial(_with_whole_lists, metric, metric._sync_dist)
+                    stack.enter_context(replaced(metric, _sync_dist=sync))
             outputs = type(loop).run(loop)
         if loop._results is not None and loop.max_batches and not self._gathers:  # this rank had no batch
             self._before_reading(ended=True)
@@ -75,21 +69,21 @@ class _Evaluation:
     def _metrics(self) -> list[Metric | MetricCollection]:
         """Return the metrics of the module and of callbacks, those in plain lists and dictionaries included."""
         holders = [*self._trainer.lightning_module.modules(), *self._trainer.callbacks]
-        held = chain.from_iterable(tree_flatten(vars(holder))[0] for holder in holders)
+        held = chain.from_iterable(pytree.tree_flatten(vars(holder))[0] for holder in holders)
         kinds = Metric, MetricCollection
         inner = chain.from_iterable(one.modules() for one in held if isinstance(one, kinds))
         return list({id(one): one for one in inner if isinstance(one, kinds)}.values())
 
     def _step(self, make: Callable[[], None], batch_idx: int, dataloader_idx: int) -> None:
         """Make the step of a batch, of which nothing counts if this rank has no sample in it."""
-        loaders = loaders_in_use(self._loop)
+        loaders = self._loop._combined_loader.flattened
         # A batch of several loaders counts if this rank has a sample of any of them in it.
-        used = loaders if joins_batches(self._loop) else [loaders[dataloader_idx]]
+        used = loaders if _joins_batches(self._loop) else [loaders[dataloader_idx]]
         parts = [parts_of(one) for one in used]
         if any(one is None or one.sizes(batch_idx % len(one))[0] for one in parts):
             make()
             return
-        lists = [(one, len(one)) for one in predictions_and_indices(self._loop, dataloader_idx)]
+        lists = [(one, len(one)) for one in _predictions_and_indices(self._loop, dataloader_idx)]
         seen = getattr(getattr(loaders[dataloader_idx], "batch_sampler", None), "seen_batch_indices", None)
         if seen:
             seen[batch_idx] = []  # a BasePredictionWriter gets them
@@ -119,7 +113,7 @@ class _Evaluation:
         """Combine what was logged for the loader that has ended, or outside of loaders. Ranks: all, together."""
         # Every rank gathers once for each loader and once at the end, even if a loader has given it no batch.
         results = self._loop._results
-        number = 1 if joins_batches(self._loop) else len(loaders_in_use(self._loop))
+        number = 1 if _joins_batches(self._loop) else len(self._loop._combined_loader.flattened)
         until = number + 1 if ended else (results.dataloader_idx or 0) + 1
         while self._gathers < until:
             self._combine(results, self._gathers if self._gathers < number > 1 else None)
@@ -211,3 +205,41 @@ def _with_whole_lists(metric: Metric, sync: Callable[..., None], *args: Any, **k
 
 
 _NOTHING = object()
+
+
+def _joins_batches(loop: Any) -> bool:
+    """Return whether each batch of a loop is made of batches of several loaders."""
+    combined = loop._combined_loader
+    return len(combined.flattened) > 1 and combined._mode != "sequential"
+
+
+@contextmanager
+def _around_evaluation(
+    trainer: Any,
+    loop: Any,
+    step: Callable[[Callable[[], None], int, int], None],
+    before_reading: Callable[[bool], Any],
+) -> Iterator[None]:
+    """Let ``step(make, batch_idx, dataloader_idx)`` make each step, and be told before logged values are read."""
+    # `before_reading` gets False at the end of a loader, True at the end of all.
+    connector, predicts = trainer._logger_connector, hasattr(loop, "_predict_step")
+    make_step = loop._predict_step if predicts else loop._evaluation_step
+    end_loader: Any = getattr(loop, "_store_dataloader_outputs", None)
+    end_all = connector.on_epoch_end
+    name = "_predict_step" if predicts else "_evaluation_step"
+    vars(loop)[name] = lambda *args: step(partial(make_step, *args), args[1], args[2])
+    if not predicts:
+        vars(loop)["_store_dataloader_outputs"] = lambda: before_reading(False) or end_loader()
+        vars(connector)["on_epoch_end"] = lambda: before_reading(True) or end_all()
+    try:
+        yield
+    finally:
+        for owner, place in ((loop, name), (loop, "_store_dataloader_outputs"), (connector, "on_epoch_end")):
+            vars(owner).pop(place, None)
+
+
+def _predictions_and_indices(loop: Any, dataloader_idx: int) -> list[list[Any]]:
+    """Return the lists to which a loop adds a prediction and its indices; none of one that does not predict."""
+    if not hasattr(loop, "_predictions"):
+        return []
+    return [loop._predictions[dataloader_idx], loop.epoch_batch_indices[dataloader_idx]]

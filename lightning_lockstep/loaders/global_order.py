@@ -18,8 +18,7 @@ import numpy
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler
 
-from lightning_lockstep._doors.lightning import _IndexBatchSamplerWrapper, isolate_rng
-from lightning_lockstep._doors.lightning_internals import asked_sampler
+from lightning_lockstep._lightning import _IndexBatchSamplerWrapper, isolate_rng
 from lightning_lockstep.errors import ConfigurationError
 
 
@@ -176,7 +175,7 @@ def divided(
     # `micro_batches`: samples of all ranks in each micro-batch of an optimizer step; None: what the loader says.
     batches: Any = getattr(loader, "batch_sampler", None)
     predicts = type(batches) is _IndexBatchSamplerWrapper
-    inner = asked_sampler(batches)
+    inner = _asked_sampler(batches)
     sampler: Any = getattr(inner, "sampler", None) if inner is not None else getattr(loader, "sampler", None)
     if not isinstance(loader, DataLoader) or type(getattr(sampler, "num_replicas", None)) is not _Replicas:
         return loader
@@ -210,7 +209,7 @@ def in_global_order(loader: Any, seed: int) -> Any:
 def parts_of(loader: Any) -> Any:
     """Return what knows the sizes of a loader's batches, by ``sizes``; ``None`` where nothing does."""
     batches = getattr(loader, "batch_sampler", None)
-    for one in (batches, asked_sampler(batches), getattr(loader, "sampler", None)):
+    for one in (batches, _asked_sampler(batches), getattr(loader, "sampler", None)):
         if callable(getattr(one, "sizes", None)):
             return one
     return None
@@ -230,3 +229,8 @@ def check_samples(counts: Sequence[int | None]) -> None:
             f"The ranks have loaders of different numbers of samples ({told}): expected the same data set on all ranks,"
             " which is divided among them. If each rank has its own part, set Trainer(use_distributed_sampler=False)."
         )
+
+
+def _asked_sampler(batches: Any) -> Any:
+    """Return the batch sampler that Lightning's for predictions asks; any other one itself."""
+    return batches._batch_sampler if type(batches) is _IndexBatchSamplerWrapper else batches

@@ -25,7 +25,6 @@ import numpy
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_lockstep._doors.torch_internals import as_worker, forget_iterator
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.patching import LoaderAround, length_of
@@ -259,7 +258,7 @@ class _WholeStream:
 def _as_only_worker(dataset: Any, seed: int) -> Iterator[None]:
     """Let what divides samples by ``get_worker_info`` find one worker, if this process is one."""
     info = get_worker_info()
-    with as_worker(info and type(info)(id=0, num_workers=1, seed=seed, dataset=dataset)):
+    with _as_worker(info and type(info)(id=0, num_workers=1, seed=seed, dataset=dataset)):
         yield
 
 
@@ -273,10 +272,21 @@ def _begin_worker(begin: Callable[[int], None], number: int) -> None:
 def _reading(loader: DataLoader[Any], parts: StreamParts) -> DataLoader[Any]:
     """Return a loader like ``loader`` that reads parts, each of which is a batch."""
     made = copy.copy(loader)  # the program may use its own for something else
-    forget_iterator(made)
+    vars(made)["_iterator"] = None  # it is made anew, with the data set as it is now
     begin = loader.worker_init_fn and partial(_begin_worker, loader.worker_init_fn)
     # DataLoader refuses some of these by its own __setattr__, since it could not check what it gets. All ranks give the
     # parts of a batch together, so in order. A part is a tuple as it is.
     vars(made).update(dataset=parts, collate_fn=tuple, worker_init_fn=begin, in_order=True)
     vars(made).update(batch_size=None, batch_sampler=None, drop_last=False)
     return made
+
+
+@contextmanager
+def _as_worker(info: Any) -> Iterator[None]:
+    """Let ``torch.utils.data.get_worker_info`` return ``info``."""
+    holder: Any = torch.utils.data._utils.worker
+    before, holder._worker_info = holder._worker_info, info
+    try:
+        yield
+    finally:
+        holder._worker_info = before

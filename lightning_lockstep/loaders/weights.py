@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lightning_lockstep._doors.lightning_internals import combined_training_loader, loaders_in_use
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError
 from lightning_lockstep.loaders.global_order import parts_of
@@ -28,11 +27,11 @@ _MISSING = object()
 def samples_of_batch(trainer: Any, number: int) -> tuple[int, int] | None:
     """Return the samples of a micro-batch of the epoch, of this rank and of all; ``None`` where nothing knows them."""
     # Of several loaders that are taken together their sum, each with the batch that it gives then.
-    combined = combined_training_loader(trainer)
+    combined = trainer.fit_loop._combined_loader
     if combined is None:
         return None
     own = total = 0
-    for loader in loaders_in_use(trainer.fit_loop):
+    for loader in trainer.fit_loop._combined_loader.flattened:
         parts = parts_of(loader)
         if parts is None:
             return None

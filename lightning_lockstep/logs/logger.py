@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from lightning_lockstep import _settings
-from lightning_lockstep._doors.lightning import rank_zero_only
+from lightning_lockstep._lightning import rank_zero_only
 from lightning_lockstep._settings import LEVELS
 from lightning_lockstep.distributed import SideChannel
 from lightning_lockstep.distributed.failure.process_exit import at_exit, on_flush

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_lockstep._doors.lightning import MixedPrecision, Precision, _convert_precision_to_unified_args
+from lightning_lockstep._lightning import MixedPrecision, Precision, _convert_precision_to_unified_args
 from lightning_lockstep._trainer import given_to_trainer
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.numerics.statistics import LOW_PRECISION

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
 
-from lightning_lockstep._doors.lightning import LightningModule
+from lightning_lockstep._lightning import LightningModule
 from lightning_lockstep.numerics.statistics import has_bad_values, module_names, output_values
 from lightning_lockstep.overflow.settings import OverflowSettings
 

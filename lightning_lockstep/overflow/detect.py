@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_lockstep._doors.lightning import LightningModule, Trainer
+from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import LockstepError
 from lightning_lockstep.numerics.statistics import any_bad, has_bad_values

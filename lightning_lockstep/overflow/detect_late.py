@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_lockstep._doors.lightning import LightningModule, Trainer
+from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep.overflow.activations import ActivationWatch
 from lightning_lockstep.overflow.detect import StepDetection
 from lightning_lockstep.overflow.diagnose import Counters

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_lockstep._doors.lightning import LightningModule, Trainer
+from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.local_collectives import UnansweredCollectiveError
 from lightning_lockstep.errors import OverflowDetectedError

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from lightning_lockstep._doors.lightning import Trainer
+from lightning_lockstep._lightning import Trainer
 from lightning_lockstep._settings import Faults, is_whole
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.numerics.statistics import NamePatterns

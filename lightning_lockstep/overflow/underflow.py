@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_lockstep._doors.lightning import Trainer
+from lightning_lockstep._lightning import Trainer
 from lightning_lockstep.numerics.statistics import LOW_PRECISION, plain_values
 from lightning_lockstep.overflow.settings import OverflowSettings
 

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_lockstep._doors.lightning import LightningModule, Trainer
+from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep._text import counted, first_line, listed, plain_table, ranks_in_words
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import ConfigurationError

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_lockstep._doors.lightning import PYTORCH, LightningModule, Trainer
+from lightning_lockstep._lightning import PYTORCH, LightningModule, Trainer
 from lightning_lockstep.distributed.c10d_operators import parameters_in_words
 from lightning_lockstep.distributed.sharded_state import is_divided, ranks_of_part
 from lightning_lockstep.replicas.checksums import BitViews, Checksums, can_be_read

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from lightning_lockstep._doors.lightning import CombinedLoader, Trainer, TrainerFn
+from lightning_lockstep._lightning import CombinedLoader, Trainer, TrainerFn
 from lightning_lockstep._text import say
 from lightning_lockstep.batch_size.loaders import with_batch_size
 from lightning_lockstep.distributed import current_communicator

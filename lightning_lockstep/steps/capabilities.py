@@ -9,7 +9,7 @@ from typing import Literal, Protocol, runtime_checkable
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_lockstep._doors.lightning import DDPStrategy, LightningModule, SingleDeviceStrategy, Strategy
+from lightning_lockstep._lightning import DDPStrategy, LightningModule, SingleDeviceStrategy, Strategy
 
 # -- What a strategy can do, asked of the strategy and never read from the name of its class --
 

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_lockstep._doors.lightning import (
+from lightning_lockstep._lightning import (
     Closure,
     DummyLogger,
     LightningModule,

@@ -30,9 +30,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from lightning_lockstep._doors.lightning import Callback, CombinedLoader, TrainerFn, _set_sampler_epoch
-from lightning_lockstep._doors.lightning_internals import asks_for_training_loader
+from lightning_lockstep._lightning import Callback, CombinedLoader, TrainerFn, _set_sampler_epoch
 from lightning_lockstep._text import counted
+from lightning_lockstep._trainer import asks_for_training_loader
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.loaders.global_order import parts_of
 from lightning_lockstep.steps.patching import STATEFUL, LoaderAround, length_of, put_in_place

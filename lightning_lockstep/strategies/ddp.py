@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 from typing_extensions import Unpack
 
-from lightning_lockstep._doors.lightning import ClusterEnvironment, DDPStrategy
+from lightning_lockstep._lightning import ClusterEnvironment, DDPStrategy
 from lightning_lockstep._settings import settings_of
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.c10d_operators import compression_hook, sparse_weights

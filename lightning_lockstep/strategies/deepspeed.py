@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from lightning_lockstep._doors.lightning import (
+from lightning_lockstep._lightning import (
     ClusterEnvironment,
     DDPStrategy,
     DeepSpeedStrategy,

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recomputed
 from typing_extensions import Unpack
 
-from lightning_lockstep._doors.lightning import (
+from lightning_lockstep._lightning import (
     ClusterEnvironment,
     DDPStrategy,
     LightningModule,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_lockstep._doors.lightning import (
+from lightning_lockstep._lightning import (
     Checkpoint,
     LightningModule,
     ModelPruning,

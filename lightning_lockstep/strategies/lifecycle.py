@@ -47,7 +47,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_lockstep._doors.lightning import (
+from lightning_lockstep._lightning import (
     ClusterEnvironment,
     LightningModule,
     ParallelStrategy,

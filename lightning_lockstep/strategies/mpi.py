@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from typing_extensions import Unpack
 
-from lightning_lockstep._doors.lightning import ClusterEnvironment, rank_zero_only
+from lightning_lockstep._lightning import ClusterEnvironment, rank_zero_only
 from lightning_lockstep._settings import Faults, settings_of
 from lightning_lockstep._trainer import given_to_trainer
 from lightning_lockstep.distributed.failure.exit_notes import note_orderly_end

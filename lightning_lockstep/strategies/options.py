@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lockstep._doors.lightning import Accelerator, CheckpointIO, DDPStrategy, Precision
+from lightning_lockstep._lightning import Accelerator, CheckpointIO, DDPStrategy, Precision
 from lightning_lockstep._settings import Faults, debug, is_number, is_whole, settings_of
 from lightning_lockstep._text import ranges, say, size_in_words
 from lightning_lockstep.distributed.c10d_operators import HOOKS

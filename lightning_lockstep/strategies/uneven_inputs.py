@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.data import IterableDataset
 
-from lightning_lockstep._doors.lightning_internals import asks_for_training_loader
+from lightning_lockstep._trainer import asks_for_training_loader
 from lightning_lockstep.distributed import Communicator, PendingReduction
 from lightning_lockstep.distributed.c10d_operators import ddp_of, zero_with_gradients
 from lightning_lockstep.distributed.coordination.gather_uneven import gathered_entries

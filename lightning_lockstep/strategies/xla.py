@@ -12,7 +12,7 @@ from lightning_utilities import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_lockstep._doors.lightning import (
+from lightning_lockstep._lightning import (
     CheckpointIO,
     ClusterEnvironment,
     Precision,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_lockstep._doors.lightning import (
+from lightning_lockstep._lightning import (
     Precision,
     Strategy,
     TrainerFn,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
 from torchmetrics import Metric
 
-from lightning_lockstep._doors.lightning import (
+from lightning_lockstep._lightning import (
     CPUAccelerator,
     HalfPrecision,
     MixedPrecision,

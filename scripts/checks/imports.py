@@ -9,7 +9,7 @@ from pathlib import Path
 
 from repository import PACKAGE, ROOT, at, imports, module_name
 
-GROUND = {"errors", "_doors", "_registry", "_settings", "_system", "_text", "_trainer"}
+GROUND = {"errors", "_lightning", "_registry", "_settings", "_system", "_text", "_trainer"}
 TALK = GROUND | {"distributed"}
 MIDDLE = TALK | {"launchers", "loaders", "numerics", "steps", "logs", "stopping"}
 FEATURES = MIDDLE | {"overflow", "batch_size", "stragglers", "replicas", "deepspeed", "xla", "shapes"}
@@ -19,10 +19,10 @@ PARTS = FEATURES | {"strategies", "callbacks", "demo", "components", "conf"}
 ALLOWED: dict[str, set[str]] = {
     # at run time only these two; the public names for type checkers
     "__init__": {"_registry"} | FEATURES | {"strategies", "callbacks", "notebook"},
-    "_registry": {"_doors", "errors"},
+    "_registry": {"_lightning", "errors"},
     "errors": set(),
-    "_doors": {"errors"},
-    "_trainer": {"_doors", "errors"},
+    "_lightning": {"errors"},
+    "_trainer": {"_lightning", "errors"},
     "_settings": {"errors"},
     "_system": {"errors", "_text"},
     "_text": set(),
@@ -55,9 +55,9 @@ ALLOWED: dict[str, set[str]] = {
 # packages -> the rooms that may import them; the doctor's probes, programs of their own, may in any case
 DOORS: dict[tuple[str, ...], tuple[str, ...]] = {
     # The door to torch looks names up there, and sends nothing.
-    ("torch.distributed", "mpi4py"): ("distributed", "_doors"),
+    ("torch.distributed", "mpi4py"): ("distributed", "_lightning"),
     ("torch_xla",): ("xla",),
-    ("lightning", "pytorch_lightning", "lightning_fabric"): ("_doors",),
+    ("lightning", "pytorch_lightning", "lightning_fabric"): ("_lightning",),
 }
 PROBES = PACKAGE / "doctor" / "probes"
 DRAWING = ROOT / "docs" / "architecture.md"
@@ -86,7 +86,7 @@ def fault_of(path: Path, room: str, name: str) -> str:
         # `from lightning_lockstep import Name` is for users: inside, a name comes from its module.
         if parts[0] != room and parts[0] not in ALLOWED.get(room, set()):
             return f"imports {name}; ALLOWED has {', '.join(sorted(ALLOWED.get(room, [])))} for {room}"
-        if parts[0] not in (room, "_doors") and any(part.startswith("_") for part in parts[1:]):
+        if parts[0] not in (room, "_lightning") and any(part.startswith("_") for part in parts[1:]):
             return f"imports {name}, a private name of another room"
         # MPI starts once in a rank: the doctor takes the steps of `network_rank` for it in its own process.
         if ".doctor.probes." in name and ".network_rank" not in name:

@@ -91,8 +91,8 @@ class LeakCheck:
         os.chdir(self.cwd)
         if not self.process_group and _has_process_group():
             sys.modules["torch.distributed"].destroy_process_group()
-        if "lightning_lockstep._doors.lightning" in sys.modules:
-            from lightning_lockstep._doors.lightning_internals import restore_data_classes
+        if "lightning_lockstep._lightning" in sys.modules:
+            from lightning_lockstep._trainer import restore_data_classes
 
             restore_data_classes()
 

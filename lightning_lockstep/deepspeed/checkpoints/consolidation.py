@@ -14,11 +14,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_lockstep._doors.torch_internals import (
-    set_versions_of_modules,
-    storage_identity,
-    versions_of_modules,
-)
 from lightning_lockstep._settings import Faults
 from lightning_lockstep._system import memory_left
 from lightning_lockstep.deepspeed.checkpoints.files import (
@@ -163,7 +158,7 @@ def _aliases(
     # twice. What was one tensor when it was saved is one again in a mapped file, also the empty one of stage 3.
     same: dict[object, list[str]] = {}
     for name, tensor in saved.items():
-        place = (storage_identity(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
+        place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
         same.setdefault(place, []).append(name)
     for names in same.values():
         known = [name for name in names if name in values and name not in aliases]
@@ -370,7 +365,7 @@ def _state_dict(
             dropped.append(f"{name} (the run did not save its values)")
         else:
             dropped.append(name)
-    metadata = versions_of_modules(module)
+    metadata = getattr(module, "_metadata", None)  # the versions of the modules
     if metadata is not None and is_plain(metadata):
-        set_versions_of_modules(weights, metadata)
+        weights._metadata = metadata  # type: ignore[attr-defined]
     return weights, dropped

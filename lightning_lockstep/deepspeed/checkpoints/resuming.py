@@ -14,13 +14,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_lockstep._doors.lightning import LightningDataModule, LightningModule
-from lightning_lockstep._doors.torch_internals import (
-    LOAD_OWN_VALUES,
-    set_versions_of_modules,
-    storage_identity,
-    versions_of_modules,
-)
+from lightning_lockstep._lightning import LightningDataModule, LightningModule
 from lightning_lockstep._settings import is_whole
 from lightning_lockstep._text import say
 from lightning_lockstep.deepspeed.checkpoints.consolidation import (
@@ -91,7 +85,7 @@ def names_of_parameters(module: nn.Module, state: Mapping[str, Any]) -> dict[str
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
     # Parameters of stage 1 and 2 are parts of one vector; those of stage 3 are empty, each in a storage of its own.
-    return storage_identity(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 @contextmanager
@@ -126,7 +120,7 @@ def saving_as(
 def _state_like(state: Mapping[str, Any], values: Mapping[str, Any]) -> OrderedDict[str, Any]:
     """Return values as a state that has the versions of modules of another one."""
     made = OrderedDict(values)
-    set_versions_of_modules(made, versions_of_modules(state))
+    made._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]  # of the modules
     return made
 
 
@@ -185,8 +179,8 @@ def _loading(module: nn.Module, *, gathers: bool) -> Iterator[None]:
     """Let ``load_state_dict`` gather divided parameters in the body, those of one module at a time; ranks: all."""
     with ExitStack() as stack:
         for one in module.modules() if gathers else ():
-            load = partial(_load_gathered, list(one.parameters(recurse=False)), getattr(one, LOAD_OWN_VALUES))
-            stack.enter_context(replaced(one, **{LOAD_OWN_VALUES: load}))
+            load = partial(_load_gathered, list(one.parameters(recurse=False)), one._load_from_state_dict)
+            stack.enter_context(replaced(one, _load_from_state_dict=load))
         yield
 
 

@@ -145,8 +145,8 @@ class Outcome:
         def leave() -> None:
             atexit.unregister(leave)
             # Not imported here: what has not imported Lightning has no process group either.
-            if "lightning_lockstep._doors.lightning" in sys.modules:
-                from lightning_lockstep._doors.lightning import _destroy_dist_connection
+            if "lightning_lockstep._lightning" in sys.modules:
+                from lightning_lockstep._lightning import _destroy_dist_connection
 
                 atexit.unregister(_destroy_dist_connection)
             if unless_caught and not self.ends_with_error:

@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 from torch.distributed import DistError
 
-from lightning_lockstep._doors.lightning import SIGTERMException
+from lightning_lockstep._lightning import SIGTERMException
 from lightning_lockstep._settings import full_traceback
 from lightning_lockstep._text import SAVED, exit_in_words, ranks_in_words
 from lightning_lockstep.errors import FailedRank, FailureKind, LockstepError, RankFailedError

@@ -16,7 +16,7 @@ from lightning_lockstep import (
     OverflowDetectedError,
     OverflowDetector,
 )
-from lightning_lockstep._doors.lightning import Callback, LightningModule, Trainer
+from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 from tests.common.overflow.models import MARK, WIDTH, BadBackward, Explode, Task, data, fit
 
 NOBODY: dict[int, int] = {}

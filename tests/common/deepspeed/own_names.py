@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import ConfigurationError, LockstepDDPStrategy, LockstepDeepSpeedStrategy
-from lightning_lockstep._doors.lightning import Callback, LightningModule, Trainer
+from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 from lightning_lockstep.deepspeed.checkpoints.consolidation import consolidate
 
 

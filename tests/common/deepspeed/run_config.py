@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import LockstepDeepSpeedStrategy
-from lightning_lockstep._doors.lightning import LightningModule, Trainer
+from lightning_lockstep._lightning import LightningModule, Trainer
 
 AUTO_LR = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}
 

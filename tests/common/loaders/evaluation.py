@@ -22,7 +22,7 @@ from lightning_lockstep import (
     LockstepFSDPStrategy,
     LockstepMPIStrategy,
 )
-from lightning_lockstep._doors.lightning import (
+from lightning_lockstep._lightning import (
     Callback,
     CombinedLoader,
     EarlyStopping,

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lightning_lockstep._doors import lightning
+from lightning_lockstep import _lightning as lightning
 
 LISTS = Path(__file__).parents[2] / "unit" / "package" / "private_names"
 # Lightning is published twice.

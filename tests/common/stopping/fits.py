@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import Preempted, StopTogether, SyncedEarlyStopping, check_breakpoint, set_breakpoint
-from lightning_lockstep._doors.lightning import EarlyStopping, LightningModule, Trainer
+from lightning_lockstep._lightning import EarlyStopping, LightningModule, Trainer
 
 BATCHES = 12
 

@@ -32,7 +32,7 @@ from lightning_lockstep import (
     StopTogether,
     SyncedEarlyStopping,
 )
-from lightning_lockstep._doors.lightning import (
+from lightning_lockstep._lightning import (
     Callback,
     LightningModule,
     ModelCheckpoint,

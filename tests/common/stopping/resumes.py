@@ -24,7 +24,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_lockstep import LockstepDDPStrategy, StopTogether, set_breakpoint
-from lightning_lockstep._doors.lightning import (
+from lightning_lockstep._lightning import (
     Callback,
     CombinedLoader,
     LightningModule,

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_lockstep import LockstepDDPStrategy, StragglerMonitor
-from lightning_lockstep._doors.lightning import Callback, LightningModule, Logger, Trainer
+from lightning_lockstep._lightning import Callback, LightningModule, Logger, Trainer
 from lightning_lockstep.distributed import current_communicator
 
 #: How long the slow rank keeps the others waiting, much more than a step takes [s].

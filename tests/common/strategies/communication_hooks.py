@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.utils.data import DataLoader
 
-from lightning_lockstep._doors.lightning import LightningModule, Trainer, seed_everything
+from lightning_lockstep._lightning import LightningModule, Trainer, seed_everything
 
 STEPS = 6
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import LockstepFSDPStrategy
-from lightning_lockstep._doors.lightning import LightningModule, Trainer, seed_everything
+from lightning_lockstep._lightning import LightningModule, Trainer, seed_everything
 from tests.helpers import on_device
 
 QUIET: dict[str, Any] = {

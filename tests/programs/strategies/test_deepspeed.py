@@ -21,7 +21,7 @@ from lightning_lockstep import (
     LockstepDeepSpeedStrategy,
     SyncedEarlyStopping,
 )
-from lightning_lockstep._doors.lightning import LightningModule, ModelCheckpoint, Trainer
+from lightning_lockstep._lightning import LightningModule, ModelCheckpoint, Trainer
 from tests.common.distributed.mpi.launch import mpi_environ
 from tests.helpers import COMMON, chosen_device, on_device, run_ranks, run_script
 

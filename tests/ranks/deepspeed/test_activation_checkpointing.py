@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import LockstepDeepSpeedStrategy
-from lightning_lockstep._doors.lightning import LightningModule, Trainer
+from lightning_lockstep._lightning import LightningModule, Trainer
 from tests.helpers import run_ranks
 
 BLOCKS, ROWS, WIDTH, HIDDEN = 3, 64, 16, 256

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import ConfigurationError, LockstepDeepSpeedStrategy
-from lightning_lockstep._doors.lightning import LightningModule, Trainer
+from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep.deepspeed.builds import load_ops
 from lightning_lockstep.errors import LaunchError, RankFailedError
 from tests.common.deepspeed import run_config

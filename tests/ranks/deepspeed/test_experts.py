@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import ConfigurationError, LockstepDeepSpeedStrategy
-from lightning_lockstep._doors.lightning import LightningModule, Trainer
+from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep.deepspeed.checkpoints.resuming import writers_differ
 from lightning_lockstep.distributed.coordination.communicator import SingleProcessCommunicator
 from tests.helpers import run_ranks

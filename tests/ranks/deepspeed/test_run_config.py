@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
 
 from lightning_lockstep import ConfigurationError
-from lightning_lockstep._doors.lightning import Trainer
+from lightning_lockstep._lightning import Trainer
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.deepspeed.run_config import RunConfig, with_module_optimizer
 from tests.common.deepspeed.example_configs import OF_TRANSFORMERS

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import LaunchError, LockstepDDPStrategy, LockstepMPIStrategy
-from lightning_lockstep._doors.lightning import LightningModule, Trainer
+from lightning_lockstep._lightning import LightningModule, Trainer
 from tests.helpers import run_ranks_raw
 
 QUIET: dict[str, Any] = {

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import ChainDataset, DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from lightning_lockstep import ConfigurationError, LockstepDDPStrategy, ReplicaCheck
-from lightning_lockstep._doors.lightning import LightningModule, Trainer, seed_everything
+from lightning_lockstep._lightning import LightningModule, Trainer, seed_everything
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.loaders.streams import shared_stream
 from tests.helpers import on_device, run_ranks

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import ConfigurationError, RankOrderedLogging, get_logger
-from lightning_lockstep._doors.lightning import LightningModule, Trainer
+from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep.logs import logger
 from tests.helpers import run_ranks_raw
 

@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_lockstep import LockstepDDPStrategy, StaticShapes
-from lightning_lockstep._doors.lightning import Trainer
+from lightning_lockstep._lightning import Trainer
 from lightning_lockstep.errors import ConfigurationError
 from tests.common.static_shapes.nets import QUIET, Net, loader, numbers
 from tests.helpers import run_ranks

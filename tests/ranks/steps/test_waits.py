@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 import lightning_lockstep as lockstep
 from lightning_lockstep import LockstepDDPStrategy
-from lightning_lockstep._doors.lightning import Callback
+from lightning_lockstep._lightning import Callback
 from tests.common.strategies.fsdp_models import LogsLoss, fit, fsdp
 from tests.helpers import chosen_device, run_ranks
 

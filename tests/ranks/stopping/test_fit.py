@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_lockstep import Preempted, StopTogether, SyncedEarlyStopping
-from lightning_lockstep._doors.lightning import Callback, EarlyStopping, SLURMEnvironment
+from lightning_lockstep._lightning import Callback, EarlyStopping, SLURMEnvironment
 from tests.common.stopping.fits import (
     BATCHES,
     CASES,

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_lockstep import CollectiveStallError, ConfigurationError, LockstepDDPStrategy, gather_uneven
-from lightning_lockstep._doors.lightning import CombinedLoader, LightningModule, Trainer, seed_everything
+from lightning_lockstep._lightning import CombinedLoader, LightningModule, Trainer, seed_everything
 from tests.helpers import on_device, run_ranks, run_ranks_raw
 
 QUIET = {

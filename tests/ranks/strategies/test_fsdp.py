@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_lockstep import CollectiveMismatchError, ConfigurationError, FP32Modules, LockstepError
-from lightning_lockstep._doors.lightning import (
+from lightning_lockstep._lightning import (
     ModelCheckpoint,
     ModelPruning,
     OnExceptionCheckpoint,

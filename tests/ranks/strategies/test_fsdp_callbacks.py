@@ -23,7 +23,7 @@ from lightning_lockstep import (
     SyncedEarlyStopping,
     set_breakpoint,
 )
-from lightning_lockstep._doors.lightning import LightningModule, Trainer, seed_everything
+from lightning_lockstep._lightning import LightningModule, Trainer, seed_everything
 from tests.common.batch_size.models import Walled, largest
 from tests.common.replicas import fits as replica_fits
 from tests.common.static_shapes.nets import Net as Shaped

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_lockstep import ConfigurationError, LockstepDDPStrategy
-from lightning_lockstep._doors.lightning import ModelCheckpoint, Trainer
+from lightning_lockstep._lightning import ModelCheckpoint, Trainer
 from lightning_lockstep.deepspeed.checkpoints.command import main as consolidate
 from lightning_lockstep.distributed import checkpoint_folder
 from tests.common.strategies.fsdp_models import QUIET, Net, difference, fit, fsdp, loader, rows, weights

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_lockstep import CollectiveMismatchError, LockstepDDPStrategy
-from lightning_lockstep._doors.lightning import LightningModule, Trainer, seed_everything
+from lightning_lockstep._lightning import LightningModule, Trainer, seed_everything
 from tests.helpers import run_ranks
 from tests.ranks.strategies.test_fits import QUIET
 

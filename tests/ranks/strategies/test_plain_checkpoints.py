@@ -24,7 +24,7 @@ from lightning_lockstep import (
     LockstepDeepSpeedStrategy,
     LockstepFSDPStrategy,
 )
-from lightning_lockstep._doors.lightning import (
+from lightning_lockstep._lightning import (
     LightningDataModule,
     LightningModule,
     ModelCheckpoint,

@@ -19,7 +19,7 @@ from lightning_lockstep import (
     LockstepDeepSpeedStrategy,
     OverflowDetector,
 )
-from lightning_lockstep._doors.lightning import (
+from lightning_lockstep._lightning import (
     CombinedLoader,
     LightningModule,
     MisconfigurationException,

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import lightning_lockstep
-from lightning_lockstep._doors.lightning import Trainer
+from lightning_lockstep._lightning import Trainer
 from tests.common.application.command_lines import faults_of
 
 CONF = Path(lightning_lockstep.__file__).parent / "conf"

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_lockstep._doors.lightning_internals import restore_data_classes
+from lightning_lockstep._trainer import restore_data_classes
 
 CLASSES = (DataLoader, BatchSampler)
 OWN = {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_lockstep._application.records import places
-from lightning_lockstep._doors.lightning import CSVLogger, DummyLogger
+from lightning_lockstep._lightning import CSVLogger, DummyLogger
 from tests.common.application.command_lines import faults_of, only
 
 

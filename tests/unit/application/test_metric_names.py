@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from lightning_lockstep import ConfigurationError
 from lightning_lockstep._application.run import RunRecord, _misspelt, _monitored
-from lightning_lockstep._doors.lightning import LightningModule, Trainer
+from lightning_lockstep._lightning import LightningModule, Trainer
 
 
 class Logs(LightningModule):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_lockstep._doors.lightning import Precision
+from lightning_lockstep._lightning import Precision
 from lightning_lockstep.deepspeed.builds import needed_builders
 from lightning_lockstep.deepspeed.device_support import refuse_or_adapt
 from lightning_lockstep.deepspeed.importing import import_deepspeed

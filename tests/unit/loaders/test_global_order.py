@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
-from lightning_lockstep._doors.lightning import _set_sampler_epoch
+from lightning_lockstep._lightning import _set_sampler_epoch
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.loaders.global_order import (
     Division,

@@ -15,9 +15,8 @@ from torch.utils.data import ChainDataset, DataLoader, IterableDataset, get_work
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from lightning_lockstep import ConfigurationError
-from lightning_lockstep._doors.lightning import _set_sampler_epoch
-from lightning_lockstep._doors.torch_internals import as_worker
-from lightning_lockstep.loaders.streams import divides_itself, shared_stream
+from lightning_lockstep._lightning import _set_sampler_epoch
+from lightning_lockstep.loaders.streams import _as_worker, divides_itself, shared_stream
 
 
 class Stream(IterableDataset[Any]):
@@ -61,12 +60,12 @@ def in_workers(loader: Any, workers: int) -> Iterator[Any]:
     readers: list[Iterator[Any]] = [iter(parts) for _ in infos]
     turn = 0
     while True:
-        with as_worker(infos[turn]):
+        with _as_worker(infos[turn]):
             part = next(readers[turn], None)
         if part is None:
             # Whoever comes to the end has none left: the others have given theirs.
             for info, reader in zip(infos, readers, strict=True):
-                with as_worker(info):
+                with _as_worker(info):
                     assert next(reader, None) is None
             return
         yield part

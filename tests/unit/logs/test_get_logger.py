@@ -104,7 +104,7 @@ def test_a_level_that_does_not_exist_is_refused(name, monkeypatch):
 
 
 def test_a_rank_known_only_from_the_environment_says_nothing_for_the_main_rank(name, monkeypatch):
-    from lightning_lockstep._doors.lightning import rank_zero_only
+    from lightning_lockstep._lightning import rank_zero_only
 
     monkeypatch.setattr(rank_zero_only, "rank", 3, raising=False)
     records = kept_on(name)

@@ -15,7 +15,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_lockstep
 from lightning_lockstep import callbacks, strategies
-from lightning_lockstep._doors.lightning import StrategyRegistry
+from lightning_lockstep._lightning import StrategyRegistry
 from lightning_lockstep.callbacks import *  # noqa: F403 # LightningCLI finds a class by its short name once imported
 from lightning_lockstep.strategies.options import options_of_ddp
 

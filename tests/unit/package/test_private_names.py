@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from lightning_lockstep._doors import lightning
+from lightning_lockstep import _lightning as lightning
 from lightning_lockstep.deepspeed.importing import import_deepspeed
 from tests.common.package.private_names import is_there, names
 

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from lightning_lockstep._doors.lightning import LightningModule, Trainer
+from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep.replicas.contents import Contents, facts
 from lightning_lockstep.replicas.data import BatchRecorder, batch_sums, row_of
 

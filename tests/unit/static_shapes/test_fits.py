@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_lockstep import AutoBatchSize, RecompileMonitor, StaticShapes, StopTogether
-from lightning_lockstep._doors.lightning import Callback, Trainer
+from lightning_lockstep._lightning import Callback, Trainer
 from lightning_lockstep.errors import ConfigurationError
 from tests.common.static_shapes.nets import QUIET, Net, fitted, loader, numbers
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_lockstep import ConfigurationError, MetricMissingError, SyncedEarlyStopping
-from lightning_lockstep._doors.lightning import EarlyStopping, EarlyStoppingReason
+from lightning_lockstep._lightning import EarlyStopping, EarlyStoppingReason
 from lightning_lockstep.stopping.early_stopping import (
     Entry,
     combine,

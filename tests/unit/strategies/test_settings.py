@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_lockstep
 from lightning_lockstep import ConfigurationError, LockstepDDPStrategy, LockstepMPIStrategy
-from lightning_lockstep._doors.lightning import Trainer
+from lightning_lockstep._lightning import Trainer
 from lightning_lockstep.numerics.precision import resolve_precision, supported_precisions
 from lightning_lockstep.strategies.options import (
     OptionsOfDDP,
