@@ -45,6 +45,7 @@ from lightning_lockstep._application.values import Fault, entries, is_left_out, 
 from lightning_lockstep._text import counted, first_line, plain_table, say
 from lightning_lockstep.distributed.failure.process_exit import error_from_bytes, error_to_bytes, outcome
 from lightning_lockstep.errors import ConfigurationError, LaunchError
+from lightning_lockstep.launchers.external_ranks import external_ranks
 from lightning_lockstep.launchers.hydra import (
     current_hydra_config,
     for_other_ranks,
@@ -53,7 +54,6 @@ from lightning_lockstep.launchers.hydra import (
     without_claiming,
     without_hydra,
 )
-from lightning_lockstep.launchers.rank_variables import external_ranks
 
 # -- How an error of the program gets past Hydra, and out of the process of a job, to the program that
 # prints it

@@ -53,7 +53,7 @@ from lightning_lockstep._text import exit_in_words, first_line
 from lightning_lockstep.distributed.rendezvous import address_towards, addresses_of, signed, verified
 from lightning_lockstep.doctor.probes import network_rank
 from lightning_lockstep.errors import LaunchError
-from lightning_lockstep.launchers.rank_variables import external_ranks
+from lightning_lockstep.launchers.external_ranks import external_ranks
 
 Answer = dict[str, Any]
 T = TypeVar("T")
