@@ -208,6 +208,3 @@ def _is_open(descriptor: str) -> bool:
 def _numbers(environ: Mapping[str, str], pattern: str, names: tuple[str, ...]) -> list[int] | None:
     values = [environ.get(pattern.format(name), "") for name in names]
     return [int(value) for value in values] if all(value.isdecimal() for value in values) else None
-
-
-# -- Which of several ranks this process is, whoever has started them --
