@@ -31,12 +31,12 @@ def samples_of_batch(trainer: Any, number: int) -> tuple[int, int] | None:
     if combined is None:
         return None
     own = total = 0
-    for loader in trainer.fit_loop._combined_loader.flattened:
+    for loader in combined.flattened:
         parts = parts_of(loader)
         if parts is None:
             return None
         length, place = len(parts), number
-        if combined[1] == "max_size_cycle":
+        if combined._mode == "max_size_cycle":
             place = number % length
         if 0 <= place < length:
             sizes = parts.sizes(place)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from lightning_lockstep._lightning import LightningDataModule, LightningModule
 from lightning_lockstep._settings import is_whole
@@ -57,11 +57,7 @@ def without_trained_parts(
 
 
 def _holds(value: object, parts: Collection[int]) -> bool:
-    found: list[bool] = []
-    apply_to_collection(
-        value, (nn.Module, Tensor), lambda part: found.append(id(part) in parts), allow_frozen=True
-    )
-    return any(found)
+    return any(id(leaf) in parts for leaf in pytree.tree_leaves(value))
 
 
 #: How the name of a plain checkpoint ends that was made of a folder.
