@@ -218,14 +218,11 @@ def ranks_here(count: int) -> Ranks:
 
 
 def join() -> Ranks | None:
-    """Return the ranks of the job that torchrun, mpirun or srun has started this process for; ``None`` outside one.
-
-    Ranks: all of the job; a :class:`LaunchError` on those that do not reach rank 0 in time.
-    """
+    """Return the ranks of the job that torchrun, mpirun or srun has started this process for; ``None`` outside one."""
+    # All of the job call this; there is a LaunchError on those that do not reach rank 0 in time.
     here = socket.gethostname()
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "FATAL"
-    )  # else torch prints stacks in C++ for each lost connection
+    # Else torch prints stacks in C++ for each lost connection.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
         found = within(_ARRIVAL, external_ranks)  # under mpirun it starts MPI, which may hang
     except TimeoutError as error:

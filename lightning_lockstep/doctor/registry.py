@@ -30,19 +30,12 @@ class Status(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a check has looked at.
-
-    Attributes:
-        status: The result.
-        subject: What was looked at, in a few words, such as ``toolkit on PATH``.
-        evidence: What was seen, and what that means; for ``NOT_APPLICABLE`` why it does not matter here.
-        fix: Lines to paste into a shell. A line that begins with ``#`` is a remark for the reader.
-    """
+    """One thing that a check has looked at."""
 
     status: Status
-    subject: str
-    evidence: str
-    fix: tuple[str, ...] = ()
+    subject: str  # what was looked at, in a few words, such as ``toolkit on PATH``
+    evidence: str  # what was seen, and what that means; for ``NOT_APPLICABLE`` why it does not matter here
+    fix: tuple[str, ...] = ()  # lines to paste into a shell; one that begins with ``#`` is a remark
 
     def to_json(self) -> dict[str, Any]:
         """Return it in types that JSON has."""
