@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lockstep.distributed.mpi.backend import register_mpi_backend
+from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions, register_mpi_backend
+from lightning_lockstep.distributed.mpi.operations import LIMITS
 from lightning_lockstep.launchers.environments import MPIEnvironment
 
 SIZES = {"4 KB": 2**12, "1 MB": 2**20, "25 MB": 25 * 2**20, "100 MB": 100 * 2**20}
@@ -69,14 +70,19 @@ def main() -> None:
     engine, out = sys.argv[1], Path(sys.argv[2])
     if os.environ.get("BENCH_AUTOGROUP"):  # a machine that others use too: this session first
         Path("/proc/self/autogroup").write_text(os.environ["BENCH_AUTOGROUP"])
+    for name, size in json.loads(os.environ.get("BENCH_LIMITS", "{}")).items():
+        setattr(LIMITS, name, size)
     torch.set_num_threads(1)
     register_mpi_backend()
     env = MPIEnvironment()
     rank, size = env.global_rank(), env.world_size()
     store = dist.TCPStore(env.main_address, env.main_port, size, False, multi_tenant=True)
+    options = MPIBackendOptions(check=engine != "mpi4py, no check") if engine.startswith("mpi4py") else None
     backend = "gloo" if engine in ("gloo", "copy and add", "no reduction") else "mpi4py"
     limit = timedelta(seconds=60)
-    dist.init_process_group(backend, rank=rank, world_size=size, store=store, timeout=limit)
+    dist.init_process_group(
+        backend, rank=rank, world_size=size, store=store, timeout=limit, pg_options=options
+    )
     found = {}
     for name, count in SIZES.items() if engine != "no reduction" else ():
         tensor = torch.zeros(count // 4)
@@ -89,7 +95,7 @@ def main() -> None:
                 dist.all_reduce(tensor)
             found[f"all-reduce {name}"] = median(lambda t=tensor: dist.all_reduce(t), times)  # type: ignore[misc]
     if engine in ("gloo", "mpi4py", "no reduction"):
-        for batch in (32, 256):
+        for batch in (32,) if "BENCH_LIMITS" in os.environ else (32, 256):
             torch.manual_seed(0)
             layers = [part for _ in range(10) for part in (torch.nn.Linear(1024, 1024), torch.nn.ReLU())]
             step = step_of(torch.nn.Sequential(*layers), batch, reduced=engine != "no reduction")

@@ -15,7 +15,7 @@ from tests.helpers.cluster import Cluster, why_not
 
 PROGRAM = str(Path(__file__).with_name("_mpi_program.py"))
 PEER = "gloo"
-ENGINES = (PEER, "mpi4py", "bare mpi4py", "copy and add", "no reduction")
+ENGINES = (PEER, "mpi4py", "mpi4py, no check", "bare mpi4py", "copy and add", "no reduction")
 NAMES = {"open_mpi": "Open MPI", "mpich": "MPICH"}
 # Ratio to gloo that is wanted on one host with 2 ranks.
 GOALS = {

@@ -15,6 +15,7 @@ from lightning_lockstep.distributed.coordination.communicator import use_communi
 from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement as StepAgreement
 from lightning_lockstep.distributed.failure.propagation import FailurePropagation as FailurePropagation
 from lightning_lockstep.distributed.failure.record import FailureRecord as FailureRecord
+from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions as MPIBackendOptions
 from lightning_lockstep.distributed.mpi.backend import register_mpi_backend as register_mpi_backend
 from lightning_lockstep.distributed.process_group import RankGroup as RankGroup
 from lightning_lockstep.distributed.process_group import rendezvous_store as rendezvous_store

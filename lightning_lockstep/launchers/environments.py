@@ -23,7 +23,7 @@ from lightning_lockstep._lightning import (
 from lightning_lockstep._settings import HAS_MET, launcher_pid
 from lightning_lockstep._text import plain_table, say
 from lightning_lockstep.distributed.failure.process_exit import end_now
-from lightning_lockstep.distributed.mpi.rendezvous import MPIRendezvous, agree_on_rendezvous
+from lightning_lockstep.distributed.mpi.runtime import MPIRendezvous, agree_on_rendezvous
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.rank_variables import (
     INTERACTIVE,

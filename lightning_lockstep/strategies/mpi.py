@@ -16,9 +16,9 @@ from lightning_lockstep._lightning import ClusterEnvironment, rank_zero_only
 from lightning_lockstep._settings import Faults, settings_of
 from lightning_lockstep._trainer import given_to_trainer
 from lightning_lockstep.distributed.failure.exit_notes import note_orderly_end
-from lightning_lockstep.distributed.mpi.backend import register_mpi_backend
+from lightning_lockstep.distributed.mpi import backend as mpi_backend
+from lightning_lockstep.distributed.mpi.progress import set_interruption
 from lightning_lockstep.distributed.mpi.runtime import abort_when_leaving
-from lightning_lockstep.distributed.mpi.worker import set_interruption
 from lightning_lockstep.distributed.process_group import has_backend
 from lightning_lockstep.errors import ConfigurationError, LaunchError, MissingExtraError, RankFailedError
 from lightning_lockstep.launchers.environments import LockstepEnvironment, MPIEnvironment, detect_environment
@@ -41,6 +41,9 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
     Args:
         backend: ``auto``: nccl on CUDA, ``mpi4py`` (collectives of the MPI library) on CPU. Or one of ``mpi4py``,
             ``gloo``, ``nccl``, and ``mpi`` for a torch built with it.
+        check: Whether the backend ``mpi4py`` compares operation, shape and dtype between the ranks before each
+            collective, which costs a few microseconds; with ``guard="watch"`` too.
+        cuda_aware: Whether the MPI library takes CUDA memory; by default the library is asked.
         hostfile: File with the hosts to start ranks on and their slots, in the form of the mpirun in use.
         mpirun: The command that starts ranks; by default the one next to this Python, else the one in
             ``PATH``.
@@ -76,6 +79,8 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         self,
         *,
         backend: Literal["auto", "mpi4py", "gloo", "nccl", "mpi"] = "auto",
+        check: bool = True,
+        cuda_aware: bool | None = None,
         hostfile: str | Path | None = None,
         mpirun: str | None = None,
         mpirun_args: Sequence[str] = (),
@@ -98,7 +103,13 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         **options: Unpack[OptionsOfDDP],
     ) -> None:
         _check_backend(backend, options)
+        if not check and guard == "verify":
+            raise ConfigurationError(
+                "guard='verify' and check=False contradict each other: over mpi4py both control the same comparison."
+                " Remove one."
+            )
         self.backend = backend
+        self._backend_options = mpi_backend.MPIBackendOptions(check=check, cuda_aware=cuda_aware)
         self._mpirun = MPIRunSettings(
             hostfile=hostfile, mpirun=mpirun, mpirun_args=tuple(mpirun_args), ssh_args=tuple(ssh_args)
         )
@@ -117,15 +128,15 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
     def make_startup(self) -> RankStartup:
         """See :meth:`LockstepDDPStrategy.make_startup`."""
         mpirun = replace(self._mpirun, grace_period=self.settings.grace_period)
-        return MPIStartup(self.backend, mpirun)
+        return MPIStartup(self.backend, self._backend_options, mpirun)
 
 
 class MPIStartup(RankStartup):
     """How the ranks are started and connected: by mpirun or srun, over the collectives of the MPI library."""
 
-    def __init__(self, backend: str, mpirun: MPIRunSettings) -> None:
+    def __init__(self, backend: str, options: mpi_backend.MPIBackendOptions, mpirun: MPIRunSettings) -> None:
         super().__init__()
-        self._given_backend, self.mpirun = backend, mpirun
+        self._given_backend, self._options, self.mpirun = backend, options, mpirun
 
     def adopt_ranks(self, strategy: Any) -> None:
         """With devices='auto', train on as many ranks as MPI has started."""
@@ -171,6 +182,7 @@ class MPIStartup(RankStartup):
 
     def connect(self, strategy: Any, timeout: timedelta) -> bool:
         self.backend = self._choose_backend(strategy)
+        mpi_backend.default_options(self._options)
         return super().connect(strategy, timeout)
 
     def after_connect(self, supervisor: RankSupervisor) -> None:
@@ -210,12 +222,7 @@ class MPIStartup(RankStartup):
                     " backend='gloo', or train with the strategy lockstep_ddp (strategy=ddp)."
                 )
         if chosen == "mpi4py":
-            if strategy.root_device.type != "cpu":
-                raise ConfigurationError(
-                    f"backend='mpi4py' moves tensors of the CPU, and the Trainer's device is {strategy.root_device}:"
-                    " leave backend at 'auto', which is nccl on CUDA."
-                )
-            register_mpi_backend()
+            mpi_backend.register_mpi_backend()
         return chosen
 
 
@@ -241,5 +248,5 @@ def _check_backend(backend: str, options: Mapping[str, Any]) -> None:
 def startup_over(backend: str | None, start_method: str) -> RankStartup:
     """Return how the ranks of any other strategy are started and connected: over MPI where that is the backend."""
     if backend in ("mpi4py", "mpi"):
-        return MPIStartup(backend, MPIRunSettings())
+        return MPIStartup(backend, mpi_backend.MPIBackendOptions(), MPIRunSettings())
     return RankStartup(start_method, backend)

@@ -52,6 +52,7 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
     "GuardSettings": STRATEGIES,
     "GroupSettings": (),  # the MPI backend makes it for each group
     "LifecycleSettings": STRATEGIES,
+    "MPIBackendOptions": ("LockstepMPIStrategy",),
     "MPIRunSettings": ("LockstepMPIStrategy",),
     "OverflowSettings": ("OverflowDetector",),
     "StaticShapesSettings": ("StaticShapes",),

@@ -65,6 +65,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         **DDP,
         "ddp_comm_hook": "fp16_compress",
         "backend": "gloo",
+        "check": False,
+        "cuda_aware": True,
         "hostfile": "hosts",
         "mpirun": "mpirun",
         "mpirun_args": ["-v"],

@@ -82,6 +82,7 @@ ROOMS = {
         "Gather",
         "Gathered",
         "LocalSideChannel",
+        "MPIBackendOptions",
         "Message",
         "PendingReduction",
         "RankGroup",

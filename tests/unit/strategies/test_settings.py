@@ -35,10 +35,10 @@ def test_unknown_options_are_named_with_their_nearest() -> None:
 
 def test_unknown_options_of_a_strategy_on_top_of_another_are_compared_with_the_options_of_both() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        LockstepMPIStrategy(grace_perod=5.0, hostfle=None)
+        LockstepMPIStrategy(grace_perod=5.0, chek=False)
     text = str(caught.value)
     assert "LockstepMPIStrategy has no option 'grace_perod'. Did you mean 'grace_period'" in text
-    assert "LockstepMPIStrategy has no option 'hostfle'. Did you mean 'hostfile'" in text
+    assert "LockstepMPIStrategy has no option 'chek'. Did you mean 'check'" in text
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,11 @@ def test_values_out_of_range_say_what_was_expected(options: dict[str, object], t
     with pytest.raises(ConfigurationError, match="expected") as caught:
         LockstepDDPStrategy(**options)  # type: ignore[arg-type]
     assert text in str(caught.value)
+
+
+def test_a_guard_that_compares_over_a_backend_that_does_not_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"check=False contradict each other: .* Remove one"):
+        LockstepMPIStrategy(guard="verify", check=False)
 
 
 def test_an_environment_variable_turns_watch_into_verify(monkeypatch: pytest.MonkeyPatch) -> None:

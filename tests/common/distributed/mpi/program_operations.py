@@ -7,6 +7,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
+from lightning_lockstep import CollectiveMismatchError, gather_uneven
 from tests.common.distributed import uneven_gathers as uneven
 from tests.common.distributed.mpi.ranks_meet import hand_back, meet
 
@@ -184,13 +185,25 @@ def compare(name, dtype, shape, op, mpi, gloo):
     return ""
 
 
+def missed_backward(rank):
+    """The last rank leaves backward out and goes on to another collective: what each is told, and what works after."""
+    parts = gather_uneven(torch.ones(rank + 1, requires_grad=True))
+    try:
+        if rank == dist.get_world_size() - 1:
+            dist.all_reduce(torch.ones(3))
+        else:
+            sum(part.sum() for part in parts).backward()
+    except CollectiveMismatchError as error:
+        return [str(error), len(gather_uneven(torch.ones(rank)))]
+
+
 def main():
     warnings.simplefilter("ignore")
     rank, size = meet()
     if "--cut" in sys.argv:
-        from lightning_lockstep.distributed.mpi import operations
+        from lightning_lockstep.distributed.mpi.operations import LIMITS
 
-        operations.PIECE, operations.COUNT = 64, 17
+        LIMITS.piece, LIMITS.count, LIMITS.polled = 64, 17, 8
     groups = [list(range(size))] + ([[size - 1, 0]] if size > 2 else []) + [[0]]
     found = {"cases": 0, "wrong": [], "not compared": 0, "groups": len(groups)}
     for ranks in groups:
@@ -215,6 +228,7 @@ def main():
     found["large"] = torch.equal(large, (numbers * sum(range(1, size + 1))).float())
     found["uneven"] = uneven.all_cases()
     found["uneven mismatches"] = uneven.mismatches()
+    found["missed backward"] = missed_backward(rank)
     hand_back(rank, found)
 
 
