@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 
 from tests.common.distributed.guard.program_expectation import Guard, expected
-from tests.common.distributed.guard.program_model import DIVERGENCES, Kind, Program, random_program
+from tests.common.distributed.guard.program_model import DIVERGENCES, Program, random_program
 from tests.common.distributed.guard.random_programs import MODES, check, launches
 
 
@@ -19,18 +19,6 @@ def test_programs_without_divergence_raise_nothing(guard: Guard) -> None:
     results = [result for programs in launches(range(4), None) for result in check(programs, guard)]
     assert len(results) == 4
     assert [result for result in results if result.faults] == []
-
-
-@pytest.mark.parametrize(
-    ("guard", "kind", "seed"),
-    [
-        pytest.param("watch", "early", 12, id="the rank that collects answers leaves before it has any"),
-        pytest.param("verify", "early", 1, id="the root of a call belongs to a call of another group"),
-    ],
-)
-def test_programs_that_went_wrong_once(guard: Guard, kind: Kind, seed: int) -> None:
-    (result,) = check([random_program(seed, kind)], guard)
-    assert result.faults == []
 
 
 def test_all_ranks_do_the_same_but_for_the_divergence() -> None:
