@@ -180,7 +180,8 @@ class CallVerifier:
         return [Outstanding(call.group, call.number) for call in calls]
 
     def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
-        found = [group.last for group in list(self._groups.values()) if group is not None]
+        with self._making:  # the thread that asks is not the one that makes groups
+            found = [group.last for group in self._groups.values() if group is not None]
         return sorted((one.recorded() for one in found if one is not None), key=lambda one: one.started)
 
     def _before(self, call: DispatchedCall) -> Finish | None:
