@@ -28,7 +28,6 @@ ON_DEVICE = (
     "callbacks",
     "guard",
     "overflow",
-    "overhead",
     "replica_check",
     "step",
     "stragglers",

@@ -1,27 +1,23 @@
-"""One short training run of an MLP on two ranks, and how long a step took: the job of several topics.
-
-As a script it starts its ranks as a user's script does; from ``run_ranks`` each rank calls :func:`fit`.
-"""
+"""One short training run of an MLP on two ranks, and how long a step took: the job of several topics."""
 
 from __future__ import annotations
 
-import argparse
+import gc
 import itertools
-import json
 import logging
+import resource
 import statistics
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from tests.helpers.device import on_device
+import lightning_lockstep
+from tests.helpers import on_device, run_ranks
 
 #: A Trainer that only trains: nothing is logged, saved or shown.
 BARE: dict[str, Any] = {
@@ -35,7 +31,6 @@ _RANKS = 2
 
 #: Layer widths of the models, by a name that says how many parameters they have.
 WIDTHS = {
-    "tiny": [16, 16, 16],
     "1 M": [512, 1024, 512],
     "10 M": [1024, 3072, 2048, 512],
 }
@@ -43,26 +38,20 @@ WIDTHS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What to train, and with what."""
+    """What to train, and with what: one thread a rank, batches of 32."""
 
     strategy: str
     model: str
     steps: int
-    batch: int = 32
-    threads: int | None = None
-    """The same number of CPU threads for every strategy; None: each strategy's own default."""
     callbacks: tuple[str, ...] = ()
     """Callbacks of ours, by name, with their defaults."""
-    counts_items: bool = False
-    """Whether ``training_step`` returns ``num_items``."""
 
 
 class Net(pl.LightningModule):
     """Linear layers with ReLU between them."""
 
-    def __init__(self, widths: list[int], *, counts_items: bool = False) -> None:
+    def __init__(self, widths: list[int]) -> None:
         super().__init__()
-        self.counts_items = counts_items
         layers: list[nn.Module] = []
         for wide, next_wide in itertools.pairwise(widths):
             layers += [nn.Linear(wide, next_wide), nn.ReLU()]
@@ -70,116 +59,80 @@ class Net(pl.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Any:
         inputs, targets = batch
-        loss = nn.functional.mse_loss(self.layers(inputs), targets)
-        return {"loss": loss, "num_items": len(targets)} if self.counts_items else loss
+        return nn.functional.mse_loss(self.layers(inputs), targets)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
+class AdamNet(Net):
+    """With Adam, whose state is what ZeRO divides."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def t5() -> nn.Module:
+    """A T5 of 9.4 M parameters."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 256, "d_kv": 64, "d_ff": 1024, "num_layers": 4, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(vocab_size=8000, decoder_start_token_id=0, **sizes))
+
+
 class StepTimes(pl.Callback):
     """The time from the start of one batch to the start of the next."""
 
-    def __init__(self, at_start: Callable[[], None] | None = None) -> None:
-        self._at_start = at_start
+    def __init__(self) -> None:
         self.starts: list[float] = []
-        self.processor: list[float] = []
-        self.threads = 0
 
     def on_train_batch_start(self, *_: Any) -> None:
-        if self._at_start is not None:
-            self._at_start()
         self.starts.append(time.perf_counter())
-        self.processor.append(time.process_time())
-        self.threads = torch.get_num_threads()
 
-    def median(self, skip: int = 10) -> float:
-        """Median seconds a step, without the first ones (buckets are rebuilt, memory is allocated)."""
-        gaps = [after - before for before, after in itertools.pairwise(self.starts)]
-        return statistics.median(gaps[min(skip, len(gaps) // 2) :])
-
-    def mean(self, skip: int = 10) -> float:
-        """Mean seconds a step, without the first ones."""
-        gaps = [after - before for before, after in itertools.pairwise(self.starts)]
-        return statistics.fmean(gaps[min(skip, len(gaps) // 2) :])
-
-    def mean_processor(self, skip: int = 10) -> float:
-        """Mean seconds of processor time a step, of all threads, without the first ones."""
-        skip = min(skip, len(self.processor) // 2)
-        return (self.processor[-1] - self.processor[skip]) / (len(self.processor) - 1 - skip)
+    def gaps(self, skip: int = 10) -> list[float]:
+        """Seconds of each step but the first ones (buckets are rebuilt, memory is allocated)."""
+        found = [after - before for before, after in itertools.pairwise(self.starts)]
+        return found[min(skip, len(found) // 2) :]
 
 
-def make_callbacks(job: Job) -> list[Any]:
-    """Our callbacks of the job."""
-    if not job.callbacks:
-        return []
-    import lightning_lockstep
-
-    return [getattr(lightning_lockstep, name)() for name in job.callbacks]
-
-
-def make_strategy(job: Job) -> Any:
-    """Lightning's strategy by name, ours as an object where it needs an option."""
-    if job.threads is not None and job.strategy == "lockstep_ddp":
-        from lightning_lockstep import LockstepDDPStrategy
-
-        return LockstepDDPStrategy(threads_per_rank=job.threads)
-    import lightning_lockstep  # noqa: F401 - registers the name
-
-    return job.strategy
-
-
-def fit(job: Job, at_start: Callable[[], None] | None = None) -> dict[str, float]:
-    """Train on this rank; returns median and mean step time [s] and the number of threads it ran with.
-
-    Args:
-        job: What to train.
-        at_start: Called at the start of each step.
-    """
+def prepare() -> None:
+    """Make this rank quiet, with one thread and a seed."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    if job.threads is not None:
-        torch.set_num_threads(job.threads)
+    torch.set_num_threads(1)
     pl.seed_everything(1, verbose=False)
-    widths = WIDTHS[job.model]
-    # As many batches as steps, all views of a few: neither loading nor memory enters the measurement.
-    data = [(torch.randn(job.batch, widths[0]), torch.randn(job.batch, widths[-1])) for _ in range(8)]
-    batches = [data[step % len(data)] for step in range(_RANKS * job.steps)]
-    times = StepTimes(at_start)
+    gc.collect()
+
+
+def peak() -> int:
+    """Highest resident size of this process so far [bytes]."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def batches(widths: list[int], steps: int, size: int = 32) -> list[Any]:
+    """As many batches as steps, all views of a few: neither loading nor memory enters the measurement."""
+    data = [(torch.randn(size, widths[0]), torch.randn(size, widths[-1])) for _ in range(8)]
+    return [data[step % len(data)] for step in range(steps)]
+
+
+def fit(job: Job) -> dict[str, float]:
+    """Train on this rank; returns median and mean step time [s]."""
+    prepare()
+    widths, times = WIDTHS[job.model], StepTimes()
+    ours = job.strategy == "lockstep_ddp"
     trainer = pl.Trainer(
         **on_device(_RANKS),
-        strategy=make_strategy(job),
+        strategy=lightning_lockstep.LockstepDDPStrategy(threads_per_rank=1) if ours else job.strategy,
         max_epochs=1,
         **BARE,
-        callbacks=[*make_callbacks(job), times],
+        callbacks=[*(getattr(lightning_lockstep, name)() for name in job.callbacks), times],
     )
-    net = Net(widths, counts_items=job.counts_items)
-    trainer.fit(net, torch.utils.data.DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    return {
-        "seconds": times.median(),
-        "mean": times.mean(),
-        "processor": times.mean_processor(),
-        "threads": float(times.threads),
-    }
+    loader = torch.utils.data.DataLoader(batches(widths, _RANKS * job.steps), batch_size=None)  # type: ignore[arg-type]
+    trainer.fit(Net(widths), loader)
+    return {"median": statistics.median(times.gaps()), "mean": statistics.fmean(times.gaps())}
 
 
-def main() -> None:
-    """Run one job as a script; rank 0 writes the result to a file."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("job", help="the Job as JSON")
-    parser.add_argument("result", type=Path)
-    given = parser.parse_args()
-    result = fit(Job(**json.loads(given.job)))
-    from lightning.pytorch.utilities.rank_zero import rank_zero_only
-
-    if rank_zero_only.rank == 0:
-        given.result.write_text(json.dumps(result))
-
-
-def arguments(job: Job, result: Path) -> list[str]:
-    """The command line after the interpreter that runs a job as a script."""
-    return [str(Path(__file__).resolve()), json.dumps(asdict(job)), str(result)]
-
-
-if __name__ == "__main__":
-    main()
+def in_ranks(job: Job, what: str) -> float:
+    """Run the job on two fresh ranks without paying the import again; `median` or `mean` step of rank 0 [s]."""
+    found = run_ranks(_RANKS, fit, job, backend=None, timeout=120, env={"OMP_NUM_THREADS": "1"})
+    return float(found[0][what])

@@ -11,21 +11,18 @@ import json
 import os
 import socket
 import sys
-import threading
 import time
 from collections import defaultdict
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import zmq
-
-if TYPE_CHECKING:
-    from lightning_lockstep.distributed.side_channel.zeromq import ZeroMQSideChannel
 
 HOST = "127.0.0.1"
 # Longer than any measurement: nobody is to end its process.
 _GRACE = 3600.0
 _LIMIT = 300.0
+_LINE = "x" * 200
 
 
 def say(**answer: Any) -> None:
@@ -37,19 +34,15 @@ def main_rank(world_size: int, token: str) -> None:
     # Not above: the many have no use for torch, which comes with it.
     from lightning_lockstep.distributed.failure.propagation import FailurePropagation
     from lightning_lockstep.distributed.rendezvous import channel_keys
-    from lightning_lockstep.distributed.side_channel.gather import Gather
     from lightning_lockstep.distributed.side_channel.zeromq import ZeroMQSideChannel
 
     channel = ZeroMQSideChannel(0, world_size, host=HOST, keys=channel_keys(token))
-    lost: list[float] = []
-    channel.watch_peers(on_lost=lambda rank: lost.append(time.monotonic()))
     lines: list[float] = []
     channel.on("scale/line", lambda message: lines.append(time.monotonic()))
-    gather = Gather(channel, "scale", timeout=_LIMIT)
     propagation = None
     say(address=channel.address)
     for line in sys.stdin:
-        command, *given = json.loads(line)
+        (command,) = json.loads(line)
         if command == "connected":
             for rank in range(1, world_size):
                 _wait(functools.partial(channel.answers, rank))
@@ -57,23 +50,15 @@ def main_rank(world_size: int, token: str) -> None:
         elif command == "lines":
             _wait(lambda: len(lines) >= world_size - 1)
             say(time=lines[-1])
-        elif command == "gather":
-            gather.collect(given[0], given[0])
-            say(time=time.monotonic())
         elif command == "propagate":
             propagation = FailurePropagation(channel)
             propagation.grace_period = _GRACE
+            propagation.join()
             say(listens=True)
         elif command == "failed":
             assert propagation is not None
             _wait(functools.partial(getattr, propagation, "failed"))
             say(rank=propagation.record.rank if propagation.record else None)
-        elif command == "watch":  # for lost ranks, not by the failure propagation
-            channel.watch_peers(on_lost=lambda rank: lost.append(time.monotonic()))
-            say(watches=True)
-        elif command == "lost":
-            _wait(lambda wanted=given[0]: len(lost) >= wanted)
-            say(first=lost[0], last=lost[-1])
     os._exit(0)
 
 
@@ -86,13 +71,12 @@ def failing_rank(rank: int, world_size: int, token: str, address: str) -> None:
     channel = ZeroMQSideChannel(rank, world_size, host=HOST, keys=channel_keys(token), main_address=address)
     propagation = FailurePropagation(channel)
     propagation.grace_period = _GRACE
+    propagation.join()
     say(connected=channel.wait_for_main(_LIMIT))
-    answer_lines = threading.Thread(target=_take_part, args=(channel,), daemon=True)
-    answer_lines.start()
     for line in sys.stdin:
         (command,) = json.loads(line)
         if command == "line":
-            channel.post("scale/line", "x" * 200, to=0)
+            channel.post("scale/line", _LINE, to=0)
             say(posted=True)
         elif command == "fail":
             raised = time.monotonic()
@@ -100,16 +84,8 @@ def failing_rank(rank: int, world_size: int, token: str, address: str) -> None:
                 raise ValueError("the loss is nan in a layer with a long name " + "x" * 300)
             except ValueError as error:
                 propagation.error_to_raise(error)
-            say(raised=raised, confirmed=time.monotonic())
+            say(raised=raised)
     os._exit(0)
-
-
-def _take_part(channel: ZeroMQSideChannel) -> None:
-    from lightning_lockstep.distributed.side_channel.gather import Gather
-
-    gather = Gather(channel, "scale", timeout=_LIMIT)
-    for key in ("first", "second"):
-        gather.collect(key, channel.rank)
 
 
 def many_ranks(first: int, count: int, key: str, address: str) -> None:
@@ -119,7 +95,7 @@ def many_ranks(first: int, count: int, key: str, address: str) -> None:
     say(ready=True)
     sys.stdin.readline()  # all begin to connect at once
     hello = json.dumps([socket.gethostname(), os.getpid()]).encode()
-    poller, ranks = zmq.Poller(), {}
+    poller, ranks = zmq.Poller(), []
     for rank in range(first, first + count):
         one = context.socket(zmq.DEALER)
         one.linger, one.sndhwm, one.rcvhwm = 0, 0, 0
@@ -130,7 +106,7 @@ def many_ranks(first: int, count: int, key: str, address: str) -> None:
         one.connect(address)
         one.send_multipart((b"hello", b"", hello))
         poller.register(one, zmq.POLLIN)
-        ranks[one] = rank
+        ranks.append(one)
     poller.register(sys.stdin.fileno(), zmq.POLLIN)
     came: dict[str, list[float]] = defaultdict(list)
     while True:
@@ -141,23 +117,22 @@ def many_ranks(first: int, count: int, key: str, address: str) -> None:
             with suppress(zmq.Again):
                 while True:
                     kind, _, content = one.recv_multipart(zmq.NOBLOCK)
-                    if kind == b"flush":
-                        one.send_multipart((b"arrived", b"", content))
-                    topic = json.loads(content)[0] if kind == b"post" else kind.decode()
+                    topic, body = json.loads(content) if kind == b"post" else (kind.decode(), None)
+                    if topic == "channel/flush":
+                        answer = json.dumps(["channel/arrived", body]).encode()
+                        one.send_multipart((b"post", b"0", answer))
                     came[topic].append(time.monotonic())
 
 
-def _obey(ranks: dict[Any, int], came: dict[str, list[float]]) -> None:
+def _obey(ranks: list[Any], came: dict[str, list[float]]) -> None:
     line = sys.stdin.readline()
     if not line:
         os._exit(0)
     command, *given = json.loads(line)
-    if command == "post":
-        (topic, body) = given
-        for one, rank in ranks.items():
-            filled = [rank if value == "RANK" else value for value in body]
-            one.send_multipart((b"post", b"0", json.dumps([topic, filled]).encode()))
-        say(time=time.monotonic())
+    if command == "line":
+        for one in ranks:
+            one.send_multipart((b"post", b"0", json.dumps(["scale/line", [_LINE]]).encode()))
+        say(posted=True)
     else:  # what has come so far of a topic: how many, and when the last
         times = came[given[0]]
         say(count=len(times), last=max(times, default=0.0))

@@ -32,8 +32,6 @@ print("\\n" + json.dumps([
 ]))
 """
 
-# How older checkouts name what the present one names otherwise: a title such as "..., 1 thread a rank".
-_RENAMED = {" a rank": " per rank"}
 
 #: Table title, ``ratio`` or ``difference``, variant.
 _Key = tuple[str, str, str]
@@ -64,18 +62,8 @@ class _Row:
 def run_against(
     topic: str, before: Path, after: Path, *, rounds: int, progress: Callable[[str], None] = print
 ) -> Report:
-    """Run a topic on two checkouts in turn and compare what it found.
-
-    Args:
-        topic: Its name, as for ``python -m benchmarks``.
-        before: Root of the checkout to compare with.
-        after: Root of the checkout that is judged.
-        rounds: How often each of them runs.
-        progress: Called with a line before each run.
-
-    Returns:
-        One table for each comparison of the topic.
-    """
+    """Run a topic on two checkouts in turn and compare what it found."""
+    # Returns: one table for each comparison of the topic.
     found: dict[_Key, dict[str, list[float]]] = {}
     for number in range(rounds):
         sides = [(_BEFORE, before), (_AFTER, after)]
@@ -120,10 +108,4 @@ def _measure(topic: str, checkout: Path) -> list[tuple[str, str, str, float]]:
         check=True,
     )
     rows = json.loads(done.stdout.strip().splitlines()[-1])
-    return [(_as_now(title), by, _as_now(variant), float(value)) for title, by, variant, value in rows]
-
-
-def _as_now(name: str) -> str:
-    for before, now in _RENAMED.items():
-        name = name.replace(before, now)
-    return name
+    return [(title, by, variant, float(value)) for title, by, variant, value in rows]

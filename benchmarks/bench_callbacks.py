@@ -33,9 +33,8 @@ VARIANTS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         {
             "AutoBatchSize": {"mode": "off", "on_oom": "split"},
             "OverflowDetector": {},
-            "RecompileMonitor": {},
             "ReplicaCheck": {"every_n_steps": 10},
-            "StaticShapes": {"last_batch": "keep"},
+            "StaticShapes": {},
             "StopTogether": {},
             "StragglerMonitor": {},
         },

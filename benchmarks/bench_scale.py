@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import secrets
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from typing import Any
 import psutil
 
 from benchmarks.engine import Report, Table
+from lightning_lockstep.distributed.failure.propagation import _FAILURE
 from lightning_lockstep.distributed.rendezvous import channel_keys
 
 _PROGRAM = Path(__file__).with_name("_scale_ranks.py")
@@ -24,9 +22,6 @@ _PROGRAM = Path(__file__).with_name("_scale_ranks.py")
 _RANKS_A_PROCESS = 500
 # How long nothing is done but to keep the connections [s].
 _IDLE = 20.0
-# Up to so many ranks an entry of each is gathered and given to all: the sockets of this machine have to read it all.
-_GATHERED = 2000
-_LINE = "scale/line"
 
 
 class _Process:
@@ -63,22 +58,15 @@ def run(quick: bool) -> Report:
     for size in sizes:
         print(f"{size} ranks", flush=True)
         figures[size] = _measure(size, 3.0 if quick else _IDLE)
-    rows = []
-    for name in next(iter(figures.values())):
-        values = [figures[size][name] for size in sizes]
-        known = [(size, value) for size, value in zip(sizes, values, strict=True) if not math.isnan(value)]
-        slope = statistics.linear_regression(*zip(*known, strict=True)).slope
-        cells = ["" if math.isnan(value) else f"{value:,.3g}" for value in values]
-        rows.append([name, *cells, f"{slope:.2g}"])
-    columns = ["rank 0 and so many ranks in all", *(f"{size:,}" for size in sizes), "each rank adds"]
-    table = Table("one rank 0 and the others", columns, rows)
+    rows = [[name, *(f"{figures[size][name]:,.3g}" for size in sizes)] for name in figures[sizes[0]]]
+    columns = ["rank 0 and so many ranks in all", *(f"{size:,}" for size in sizes)]
     notes = [
         "Rank 0 is a process with the package's own side channel and failure propagation. The other ranks are sockets"
         f" of ZeroMQ that speak the protocol (keys, heartbeats, answers), {_RANKS_A_PROCESS} in a process, on the same"
         " cores: where the table has seconds, most of them are theirs, which on a cluster have cores of their own.",
-        "A failure: one rank raises; the seconds until every other rank has the record. The killed: a process with its"
-        " ranks gets SIGKILL; the seconds until rank 0 knows of the first and of the last of them.",
+        "A failure: one rank raises; the seconds until every other rank has the record.",
     ]
+    table = Table("one rank 0 and the others", columns, rows)
     return Report("The side channel at scale, simulated on one machine", [table], notes)
 
 
@@ -104,71 +92,38 @@ def _measure(size: int, idle: float) -> dict[str, float]:
         ]
         for crowd in crowds:
             crowd.answer()
-        spent, began = _cpu(rank_0), time.monotonic()
+        began = time.monotonic()
         for crowd in crowds:
             crowd.tell("connect")
         connected = main.ask("connected")["time"] - began
-        connecting = _cpu(rank_0) - spent
         memory = rank_0.memory_info().rss - alone
 
-        spent, packets, began = _cpu(rank_0), _packets(), time.monotonic()
+        spent, began = _cpu(rank_0), time.monotonic()
         time.sleep(idle)
-        seconds = time.monotonic() - began
-        idle_share, rate = (_cpu(rank_0) - spent) / seconds, (_packets() - packets) / seconds
+        idle_share = (_cpu(rank_0) - spent) / (time.monotonic() - began)
 
         began = time.monotonic()
-        spent = _cpu(rank_0)
         failing.ask("line")
         for crowd in crowds:
-            crowd.tell("post", _LINE, ["x" * 200])
+            crowd.tell("line")
         for crowd in crowds:
             crowd.answer()
-        lines, lines_cpu = main.ask("lines")["time"] - began, _cpu(rank_0) - spent
-
-        gathers = [(math.nan, math.nan)]
-        for key in ("first", "second") if size <= _GATHERED else ():
-            began, spent = time.monotonic(), _cpu(rank_0)
-            main.tell("gather", key)
-            for crowd in crowds:
-                crowd.tell("post", "gather/scale", [key, True, "RANK"])
-            for crowd in crowds:
-                crowd.answer()
-            main.answer()
-            wanted = 1 if key == "first" else 2
-            last = _last(crowds, "gather/scale/result", wanted * (size - 2))
-            gathers = [(last - began, _cpu(rank_0) - spent)]
+        lines = main.ask("lines")["time"] - began
 
         main.ask("propagate")
-        spent = _cpu(rank_0)
         raised = failing.ask("fail")
         assert main.ask("failed")["rank"] == 1
-        known = _last(crowds, "failure/first", size - 2) - raised["raised"]
-        failure_cpu = _cpu(rank_0) - spent
-
-        main.ask("watch")
-        began = time.monotonic()
-        crowds[-1].kill()
-        lost_ranks = size - 2 - _RANKS_A_PROCESS * (len(crowds) - 1)
-        lost = main.ask("lost", lost_ranks)
+        known = _last(crowds, _FAILURE, size - 2) - raised["raised"]
     return {
         "all connected, s": connected,
-        "- CPU of rank 0 for it, s": connecting,
         "- memory of rank 0 for it, MB": memory / 1e6,
         "nothing sent: CPU of rank 0, % of a core": 100 * idle_share,
-        "- packets a second, both ways": rate,
         "a line of each rank at rank 0, s": lines,
-        "- CPU of rank 0 for it, s ": lines_cpu,
-        "an entry of each gathered, all to all, s": gathers[-1][0],
-        "- CPU of rank 0 for it, s  ": gathers[-1][1],
         "a failure known to the last rank, s": known,
-        "- CPU of rank 0 for it, s   ": failure_cpu,
-        "ranks killed together": lost_ranks,
-        "- the first known to rank 0, s": lost["first"] - began,
-        "- the last known to rank 0, s": lost["last"] - began,
     }
 
 
-def _last(crowds: Sequence[_Process], topic: str, expected: int) -> float:
+def _last(crowds: list[_Process], topic: str, expected: int) -> float:
     """Return when the last of the expected messages of a topic has come."""
     limit = time.monotonic() + 300.0
     while time.monotonic() < limit:
@@ -182,7 +137,3 @@ def _last(crowds: Sequence[_Process], topic: str, expected: int) -> float:
 def _cpu(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
-
-
-def _packets() -> int:
-    return int(psutil.net_io_counters(pernic=True)["lo"].packets_recv)

@@ -1,92 +1,117 @@
-"""LockstepXLASPMDStrategy over a bare torch-xla loop on virtual devices: step time, and compilations."""
+"""A step with LockstepXLASPMDStrategy over a bare torch-xla loop, on virtual devices."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _xla_job as job
-from benchmarks.engine import Comparison, Report, Table
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks._fit import BARE, WIDTHS, AdamNet, batches, prepare
+from benchmarks.engine import Comparison, Report, interleave
+from lightning_lockstep import LockstepXLASPMDStrategy
 from lightning_lockstep.xla.runtime import check_torch_xla
 
 ROOT = Path(__file__).resolve().parents[1]
+BARE_LOOP, OURS = "bare loop", "lockstep_xla_spmd"
+DEVICES, BATCH, WARMUP = 4, 64, 10
 
 
-def in_process(*arguments: str) -> Any:
-    """What the job has found in a fresh process with virtual devices; the last line of its error where it fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        virtual = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(job.DEVICES), "PYTHONPATH": path}
-        command = [sys.executable, "-m", "benchmarks._xla_job", *arguments, str(result)]
-        done = subprocess.run(
-            command, env=os.environ | virtual, stderr=subprocess.PIPE, text=True, timeout=900
-        )
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if line and not line[0].isspace()]
-            raise JobError(next((line for line in reversed(lines) if "Error" in line), lines[-1]))
-        return json.loads(result.read_text())
+class Clock(pl.Callback):
+    """Time per step after the warm-up, with the devices through at both ends."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.began, self.seconds = steps, 0.0, 0.0
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.after_step(batch_idx)
+
+    def after_step(self, index: int) -> None:
+        if index + 1 in (WARMUP, self.steps):
+            importlib.import_module("torch_xla").sync()
+            importlib.import_module("torch_xla.core.xla_model").wait_device_ops()
+            self.seconds = (time.perf_counter() - self.began) / (self.steps - WARMUP)
+            self.began = time.perf_counter()
 
 
-class JobError(RuntimeError):
-    """What a job has raised, in a line."""
-
-
-def step_time(model: str, steps: int, rounds: int) -> Comparison:
-    title = f"step, {model} parameters, AdamW, batch {job.BATCH} over {job.DEVICES} devices"
-    samples = in_process("steps", model, str(steps), str(rounds))
-    return Comparison(title, samples, peer=job.BARE_LOOP, at_most={job.OURS: 1.05})
-
-
-def late_compilations() -> Table:
-    logs = (job.NOTHING, job.STEP, job.STEP_AND_EPOCH)
-    rows = [
-        [variant, *(late_compilations_of(variant, logged) for logged in logs), goal]
-        for variant, goal in ((job.BARE_LOOP, ""), (job.OURS, ""), (job.STATIC, "0"), (job.STOCK, ""))
-    ]
-    title = (
-        f"compilations after the second step, digits, {job.EPOCHS} epochs of 4 batches of 64 and one of 44"
+def ours(clock: Clock, widths: list[int]) -> None:
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=DEVICES,
+        strategy=LockstepXLASPMDStrategy(),
+        max_epochs=1,
+        callbacks=[clock],
+        **BARE,
     )
-    columns = ["variant", "nothing logged", "loss of the step", "of step and epoch", "goal, nothing logged"]
-    return Table(title, columns, rows)
+    loader = torch.utils.data.DataLoader(batches(widths, clock.steps, BATCH), batch_size=None)  # type: ignore[arg-type]
+    trainer.fit(AdamNet(widths), loader)
 
 
-def late_compilations_of(variant: str, logged: str) -> str:
-    """A count, or why there is none."""
-    if variant == job.BARE_LOOP and logged != job.NOTHING:
-        return ""
-    print(f"compilations: {variant}, {logged}", flush=True)
-    try:
-        return str(in_process("compilations", variant, logged))
-    except JobError as error:
-        return f"did not run: {error}"
+def bare(clock: Clock, widths: list[int]) -> None:
+    """What one writes by hand with torch-xla: the same mesh, the same division of each batch, the same optimizer."""
+    torch_xla, spmd = (importlib.import_module(f"torch_xla{part}") for part in ("", ".distributed.spmd"))
+    importlib.import_module("torch_xla.runtime").use_spmd()
+    mesh = spmd.Mesh(np.arange(DEVICES), (DEVICES,), ("data",))
+    device = torch_xla.device()
+    module = AdamNet(widths).to(device)
+    optimizer = module.configure_optimizers()
+    for index, batch in enumerate(batches(widths, clock.steps, BATCH)):
+        inputs, targets = (part.to(device) for part in batch)
+        for part in (inputs, targets):
+            spmd.mark_sharding(part, mesh, ("data", *[None] * (part.dim() - 1)))
+        loss = nn.functional.mse_loss(module.layers(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        torch_xla.sync()
+        clock.after_step(index)
+
+
+def in_process(steps: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of a step, by variant; both have compiled before the first round that counts."""
+
+    def one(train: Any) -> float:
+        clock = Clock(steps)
+        train(clock, WIDTHS["1 M"])
+        return clock.seconds
+
+    variants = {BARE_LOOP: lambda: one(bare), OURS: lambda: one(ours)}
+    return interleave(variants, rounds=rounds, warmup=1, progress=lambda line: print(line, flush=True))
 
 
 def run(quick: bool) -> Report:
-    """Step time, and compilations of all variants."""
+    """Both in turn in a process that has virtual devices."""
     check_torch_xla("python -m benchmarks xla")
     rounds, steps = (2, 20) if quick else (5, 30)
-    tables: list[Comparison | Table] = [step_time("1 M", steps, rounds), late_compilations()]
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        virtual = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(DEVICES), "PYTHONPATH": path}
+        command = [sys.executable, "-m", "benchmarks.bench_xla", str(steps), str(rounds), str(result)]
+        subprocess.run(command, env=os.environ | virtual, check=True, timeout=900)
+        samples = json.loads(result.read_text())
+    title = f"step, 1 M parameters, AdamW, batch {BATCH} over {DEVICES} devices"
+    table = Comparison(title, samples, peer=BARE_LOOP, at_most={OURS: 1.05})
     notes = [
-        "Both variants of a step take turns in one process; a sample is the mean of the steps after the first"
-        f" {job.WARMUP} of a fit, and the devices are through at its beginning and its end. The warm-up round has"
+        "Both variants take turns in one process; a sample is the mean of the steps after the first"
+        f" {WARMUP} of a fit, and the devices are through at its beginning and its end. The warm-up round has"
         " compiled for both.",
         "The bare loop has the same mesh, divides each batch alike and calls torch_xla.sync() after each step; neither"
         " logs nor reads anything.",
-        "Compilations are counted by torch-xla (UncachedCompile), each variant in a process of its own. With the loss"
-        " logged for the epoch too, two of them are of the mean over the epoch: graphs of a few operations. What"
-        " Lightning's strategy compiles more with the loss of the step is the whole step, in the second epoch."
-        " StaticShapes is at its defaults (last_batch='drop').",
-        "Lightning's own strategy (SingleDeviceXLAStrategy) has one device and our accelerator, since its own take"
-        " virtual devices for none.",
     ]
-    if os.getloadavg()[1] > 2 * (os.cpu_count() or 1):
-        notes.append(
-            "Other programs shared the cores meanwhile: steps take longer than alone, and ratios spread."
-        )
-    return Report("LockstepXLASPMDStrategy over a bare torch-xla SPMD loop, virtual devices", tables, notes)
+    return Report("LockstepXLASPMDStrategy over a bare torch-xla SPMD loop, virtual devices", [table], notes)
+
+
+if __name__ == "__main__":
+    prepare()
+    Path(sys.argv[3]).write_text(json.dumps(in_process(int(sys.argv[1]), int(sys.argv[2]))))

@@ -1,4 +1,4 @@
-"""What the parts cost, as ratios read from benchmarks/results: for the README's table and its picture."""
+"""What the parts cost, as ratios read from benchmarks/results: for the README's table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ class Cost:
     topic: str
     table: str  # its heading in results/<topic>.md
     variant: str
-    ours: bool = True  # or that of others, to compare with
 
 
 def measured(cost: Cost) -> Spread:
@@ -58,20 +57,12 @@ COSTS = [
         "10 M parameters, batch 32 per rank, 1 thread per rank in both",
         "lockstep_ddp",
     ),
-    Cost("its guard (`watch`)", "`off`", "guard", "DDP step, 10 M parameters, 2 ranks", "watch"),
     Cost(
         "an all-reduce with `guard=verify`",
         "torch's `DETAIL`",
         "verify",
         "all_reduce, 2 ranks, a process each time",
         "verify",
-    ),
-    Cost(
-        "a step with `LockstepDeepSpeedStrategy`",
-        "`deepspeed.initialize`",
-        "deepspeed",
-        "step, stage 2, 10 M parameters, batch 32 per rank, 1 thread per rank",
-        "lockstep_deepspeed",
     ),
     Cost(
         "a step with `lockstep_fsdp`, 10 M parameters",
@@ -94,27 +85,12 @@ COSTS = [
         "overflow",
         f"{_T5}: what there was",
         "Transformers' detector",
-        ours=False,
-    ),
-    Cost(
-        "`gather_uneven`, 1 MB",
-        "Accelerate",
-        "gather_uneven",
-        "900 and 1000 rows of 256, float32",
-        "gather_uneven",
-    ),
-    Cost(
-        "a call that logs in rank order",
-        "Accelerate",
-        "logging",
-        "Cost of the call to its caller, 2 ranks",
-        "get_logger in_order",
     ),
     Cost(
         "a search with `AutoBatchSize`, simulated memory",
         "`BatchSizeFinder`",
         "batch_size",
         "time of a search, simulated wall at 600",
-        "AutoBatchSize model",
+        "AutoBatchSize",
     ),
 ]

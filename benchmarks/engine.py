@@ -18,20 +18,13 @@ Samples = dict[str, list[float]]
 
 
 def interleave(
-    variants: Mapping[str, Measure],
+    variants: Mapping[str, Measure],  # name to the function that takes one measurement
     *,
-    rounds: int,
-    warmup: int = 0,
-    progress: Callable[[str], None] | None = None,
+    rounds: int,  # number of rounds that count
+    warmup: int = 0,  # rounds before those, thrown away
+    progress: Callable[[str], None] | None = None,  # called with a line before each measurement
 ) -> Samples:
-    """Measure every variant once a round, each round starting with the next one.
-
-    Args:
-        variants: Name to the function that takes one measurement.
-        rounds: Number of rounds that count.
-        warmup: Rounds before those, thrown away.
-        progress: Called with a line before each measurement.
-    """
+    """Measure every variant once a round, each round starting with the next one."""
     samples: Samples = {name: [] for name in variants}
     names = list(variants)
     for round_number in range(-warmup, rounds):
@@ -66,24 +59,16 @@ class Spread:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One table: every variant beside its peer.
+    """One table: every variant beside its peer."""
 
-    Args:
-        title: What was measured, with what sizes.
-        samples: What :func:`interleave` returned.
-        peer: The variant that the others are compared with.
-        unit: Unit of the values shown.
-        scale: Factor from the measured values to that unit (1000 for seconds shown as ms).
-        at_most: The goal for variants other than the peer, by name: the ratio, or the difference in ``unit``.
-        by: Whether the goal is a ratio to the peer or a difference from it.
-    """
-
-    title: str
-    samples: Samples
-    peer: str
-    unit: str = "ms"
-    scale: float = 1000.0
+    title: str  # what was measured, with what sizes
+    samples: Samples  # what :func:`interleave` returned
+    peer: str  # the variant that the others are compared with
+    unit: str = "ms"  # unit of the values shown
+    scale: float = 1000.0  # factor from the measured values to that unit (1000 for seconds shown as ms)
+    # the goal for variants other than the peer, by name: the ratio, or the difference in ``unit``
     at_most: Mapping[str, float] = field(default_factory=dict)
+    # whether the goal is a ratio to the peer or a difference from it
     by: Literal["ratio", "difference"] = "ratio"
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """Run small jobs and make the pictures of the documentation from what they print: ``scripts/pictures [name ...]``.
 
 A screen is what stands on a terminal of 80 columns at the end of a run, drawn by rich; a plot is a PNG that a run
-wrote, or the figures of ``benchmarks/results``. The runs are real: only paths of this machine are replaced.
+wrote. The runs are real: only paths of this machine are replaced.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from rich.console import Console
 from rich.text import Text
 
 from benchmarks.bench_failures import printed, train
-from benchmarks.costs import COSTS, measured, ratio
-from benchmarks.terminal import COLUMNS, Shown, run_in_terminal, without_colours, wrapped
+from benchmarks.terminal import COLUMNS, Shown, run_in_terminal, without_colours
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "pictures"
 BIN = Path(sys.executable).parent
 LIMIT = 600.0  # seconds for a job
 TRAIN = ["data=digits", "model=cnn", "strategy=ddp", "trainer.devices=2"]
+# Emoji, which fonts of terminals draw as an empty square.
+_IN_NO_FONT = re.compile("[\U0001f000-\U0001ffff\ufe0f]")
 _FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
 
@@ -35,19 +36,20 @@ _FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', mon
 
 
 def draw(lines: Sequence[str], title: str, name: str) -> str:
-    """An SVG of lines with ANSI codes, as a terminal of 80 columns shows them; it needs no font from elsewhere."""
-    console = Console(
-        record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, legacy_windows=False
-    )
+    """An SVG of lines with ANSI codes, wrapped between words at 80 columns; it needs no font from elsewhere."""
+    console = _console()
     # The last row is cut where a font is deeper than rich's: so it is an empty one.
     texts = [without_colours(line).strip() for line in lines]
     rows = max((number for number, text in enumerate(texts, 1) if text), default=0)
     for line in [*lines[:rows], ""]:
-        for part in wrapped(line):
-            console.print(Text.from_ansi(part), no_wrap=True, overflow="ignore", crop=False)
+        console.print(Text.from_ansi(_IN_NO_FONT.sub("", line)), highlight=False)
     picture = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
     picture = picture.replace("Fira Code, monospace", _FONTS)
     return console.export_svg(title=title, code_format=picture, unique_id=name)
+
+
+def _console() -> Console:
+    return Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, legacy_windows=False)
 
 
 def last_rows(shown: Shown, rows: int) -> list[str]:
@@ -56,7 +58,7 @@ def last_rows(shown: Shown, rows: int) -> list[str]:
     while lines and not without_colours(lines[-1]).strip():
         lines.pop()
     for number, line in enumerate(reversed(lines)):
-        taken += len(wrapped(line))
+        taken += len(Text.from_ansi(line).wrap(_console(), COLUMNS))
         if taken > rows:
             return lines[len(lines) - number :]
     return lines
@@ -134,14 +136,6 @@ def first_run(folder: Path) -> None:
     )
 
 
-def overflow(folder: Path) -> None:
-    """What the detector reports of a T5 whose rank 1 overflows."""
-    shown, _ = in_folder([sys.executable, "overflow_t5.py", "--ranks", "2"], script="examples/overflow_t5.py")
-    lines = from_line(shown.lines, "model.encoder.block.0.layer.1.layer_norm T5")
-    lines = lines[: len(lines) - len(from_line(lines, "OverflowDetectedError"))]
-    (folder / "overflow.svg").write_text(draw(lines, "python overflow_t5.py --ranks 2", "overflow"))
-
-
 def overflow_plot(folder: Path) -> None:
     """The picture that the detector draws; the run's learning rate is far too large for float16."""
     options = ["precision=16-mixed", "debug=overflow", "model.learning_rate=30", "model.warmup_steps=200"]
@@ -149,46 +143,11 @@ def overflow_plot(folder: Path) -> None:
     (folder / "overflow.png").write_bytes(png)
 
 
-def batch_size(folder: Path) -> None:
-    """A search for a batch size on two ranks: what it prints, and what it draws."""
-    options = ["--ranks", "2", "--global-batch-size", "4096"]
-    command = [sys.executable, "find_batch_size.py", *options, "--plot"]
-    shown, png = in_folder(command, script="examples/find_batch_size.py", keep="outputs/batch_size.png")
-    lines = from_line(shown.lines, "batch size trial 1")
-    end = next(at for at, line in enumerate(lines) if "per optimizer step" in line)
-    title = " ".join(["python find_batch_size.py", *options])
-    (folder / "batch-size.svg").write_text(draw(lines[: end + 1], title, "batch-size"))
-    (folder / "batch-size.png").write_bytes(png)
-
-
 def doctor(folder: Path) -> None:
     """The table of lockstep-doctor."""
     shown, _ = in_folder([str(BIN / "lockstep-doctor"), "kernel", "mpi", "deepspeed"])
     lines = ["$ lockstep-doctor kernel mpi deepspeed", *shown.lines]
     (folder / "doctor.svg").write_text(draw(lines, "lockstep-doctor", "doctor"))
-
-
-def costs(folder: Path) -> None:
-    """The ratios of the README's table of costs."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 0.5 * len(COSTS) + 1), layout="constrained")
-    axes = figure.add_subplot()
-    for row, cost in enumerate(COSTS):
-        spread, colour = measured(cost), "tab:blue" if cost.ours else "0.5"
-        axes.plot(
-            [spread.low, spread.high], [row, row], color=colour, lw=7, alpha=0.3, solid_capstyle="round"
-        )
-        axes.plot([spread.median], [row], "o", color=colour)
-        axes.annotate(ratio(spread.median), (spread.high, row), (10, -4), textcoords="offset points")
-    axes.axvline(1, color="0.4", lw=1)
-    axes.set_xlim(0, 1.75)
-    axes.set_yticks(range(len(COSTS)), [f"{cost.what}\nover {cost.peer}".replace("`", "") for cost in COSTS])
-    axes.tick_params(axis="y", labelsize=8, length=0)
-    axes.invert_yaxis()
-    axes.set_xlabel("time, ratio (median and middle half)")
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    figure.savefig(folder / "costs.png", dpi=130)
 
 
 def any_ranks(folder: Path) -> None:
@@ -219,11 +178,8 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "failing-rank": failing_rank,
     "stall": stall,
     "first-run": first_run,
-    "overflow": overflow,
     "overflow-plot": overflow_plot,
-    "batch-size": batch_size,
     "doctor": doctor,
-    "costs": costs,
     "any-ranks": any_ranks,
 }
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from rich.cells import cell_len
 
 import lightning_lockstep
 
@@ -30,38 +29,24 @@ _CONTROL = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])|\x1b\][^\x07]*\x07")
 
 @dataclass(frozen=True)
 class Shown:
-    """What came of a command.
+    """What came of a command."""
 
-    Attributes:
-        lines: What it printed, a line each, with the colours as ANSI codes; paths of this machine are replaced.
-        returncode: As :class:`subprocess.Popen` has it; ``None`` if it had to be ended.
-        ended_at: Time of its end [s since the epoch].
-        obeyed: Whether it ended within ``PATIENCE`` of SIGTERM, where it had not ended by itself.
-    """
-
+    # what it printed, a line each, with the colours as ANSI codes; paths of this machine are replaced
     lines: list[str]
-    returncode: int | None
-    ended_at: float
-    obeyed: bool = True
+    returncode: int | None  # as :class:`subprocess.Popen` has it; ``None`` if it had to be ended
+    ended_at: float  # time of its end [s since the epoch]
+    obeyed: bool = True  # whether it ended within ``PATIENCE`` of SIGTERM, where it had not ended by itself
 
 
 def run_in_terminal(
-    command: Sequence[str],
+    command: Sequence[str],  # its output goes to a pseudo-terminal, so that programs print as for a person
     *,
-    folder: Path,
-    limit: float,
-    since: Path | None = None,
-    environment: Mapping[str, str] | None = None,
+    folder: Path,  # the current folder of the command
+    limit: float,  # seconds that it may take
+    since: Path | None = None,  # A file that the command writes; then the limit counts from there
+    environment: Mapping[str, str] | None = None,  # variables to add
 ) -> Shown:
-    """Run a command in a folder until it has ended, or for ``limit`` seconds; no process of it is left.
-
-    Args:
-        command: Its output goes to a pseudo-terminal, so that programs print as for a person.
-        folder: The current folder of the command.
-        limit: Seconds that it may take.
-        since: A file that the command writes; then the limit counts from there.
-        environment: Variables to add.
-    """
+    """Run a command in a folder until it has ended, or for ``limit`` seconds; no process of it is left."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     # Remarks of Lightning about this machine (srun is installed, ...) are no part of what is shown.
@@ -180,19 +165,3 @@ def _coloured(cells: Sequence[tuple[str, str]]) -> list[str]:
 def without_colours(line: str) -> str:
     """The characters of a line alone."""
     return _CONTROL.sub("", line)
-
-
-def wrapped(line: str, columns: int = COLUMNS) -> list[str]:
-    """A line as a terminal wraps it, after so many columns, wherever that is; each part with its colours."""
-    parts, part, width, style = [], "", 0, ""
-    at = 0
-    while at < len(line):
-        if code := _CONTROL.match(line, at):
-            style = "" if code[1] in ("", "0") else style + code[0]
-            part, at = part + code[0], code.end()
-            continue
-        if width + cell_len(line[at]) > columns:
-            parts.append(part)
-            part, width = style, 0
-        part, width, at = part + line[at], width + cell_len(line[at]), at + 1
-    return [*parts, part]

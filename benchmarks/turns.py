@@ -63,16 +63,7 @@ class Turns:
 def in_turn(
     train: Callable[[Turns], None], names: list[str], *, ranks: int, steps: int, turns: int, warmup: int = 1
 ) -> Samples:
-    """Return how long a step took in each turn [s], of the slowest rank.
-
-    Args:
-        train: Trains what ``Turns.name`` says, on one rank; calls ``Turns.step`` at the start of each step.
-        names: What is compared.
-        ranks: Of each.
-        steps: In each turn.
-        turns: Of each that count.
-        warmup: Turns before those.
-    """
+    """Return how long a step took in each turn [s], of the slowest rank."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_LIMIT)
 
     def samples(name: str) -> list[float]:

@@ -3,7 +3,7 @@
     python examples/find_batch_size.py                 # one process, 1 GiB
     python examples/find_batch_size.py --ranks 2 --memory-limit 900MiB --global-batch-size 4096
 
-The folder outputs/ gets batch_size.json, and with --plot batch_size.png.
+The folder outputs/ gets batch_size.json.
 """
 
 from __future__ import annotations
@@ -44,13 +44,11 @@ def main() -> None:
     parser.add_argument(
         "--global-batch-size", type=int, help="of all ranks in one optimizer step; else what fits"
     )
-    parser.add_argument("--plot", action="store_true", help="draw the trials, too (needs matplotlib)")
     given = parser.parse_args()
     finder = AutoBatchSize(
         memory_limit=given.memory_limit,
         global_batch_size=given.global_batch_size or "largest",
         on_oom="split",
-        plot=given.plot,
     )
     trainer = Trainer(
         accelerator="cpu",

@@ -16,12 +16,13 @@ from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_lockstep import RecompileMonitor, StaticShapes
+from lightning_lockstep import StaticShapes
 
+#: What is given to the DataLoader of training, and the callback.
 RUNS = {
-    "as they are": [],
-    "drop": [StaticShapes(last_batch="drop", evaluation_last_batch="pad")],
-    "pad": [StaticShapes(last_batch="pad", evaluation_last_batch="pad")],
+    "as they are": ({}, {}),
+    "drop": ({"drop_last": True}, {"batch_size": "train"}),
+    "pad": ({}, {"batch_size": "train"}),
 }
 
 
@@ -47,12 +48,12 @@ class Digits(LightningModule):
         return torch.optim.Adam(self.parameters(), 0.003)
 
 
-def loaders() -> tuple[DataLoader, DataLoader]:
+def loaders(**options) -> tuple[DataLoader, DataLoader]:
     digits = load_digits()
     images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
     train, held_out = (TensorDataset(images[part], labels[part]) for part in (slice(1397), slice(1397, None)))
     # Batches of 64: the last one has 53 samples in training, and 16 in validation.
-    return DataLoader(train, 64, shuffle=True), DataLoader(held_out, 64)
+    return DataLoader(train, 64, shuffle=True, **options), DataLoader(held_out, 64)
 
 
 def main() -> None:
@@ -62,24 +63,24 @@ def main() -> None:
     given = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     rows = []
-    for name, callbacks in RUNS.items():
+    for name, (of_loader, of_callback) in RUNS.items():
         print(f"--- {name}", file=sys.stderr)
         seed_everything(1, verbose=False)
         torch._dynamo.reset()
-        monitor = RecompileMonitor()
+        shapes = StaticShapes(**of_callback)
         trainer = Trainer(
             accelerator="cpu",
             devices=4 if given.xla else 1,
             strategy="lockstep_xla_spmd" if given.xla else "auto",
             max_epochs=3,
-            callbacks=[monitor, *callbacks],
+            callbacks=[shapes],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(Digits(None if given.xla else given.backend), *loaders())
-        late = sum(one.count for one in monitor.steps if not one.is_expected)
+        trainer.fit(Digits(None if given.xla else given.backend), *loaders(**of_loader))
+        late = sum(one.graphs for one in shapes.late)
         logged = trainer.callback_metrics
         rows.append((name, late, trainer.global_step, float(logged["accuracy"]), float(logged["loss"])))
     print(f"\n{'last batch':<14}{'late graphs':>12}{'steps':>8}{'accuracy':>12}{'loss':>10}")

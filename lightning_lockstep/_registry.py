@@ -113,7 +113,7 @@ def register_strategies() -> None:
     _register(
         "lockstep_xla_spmd",
         "one process over all XLA devices",
-        "strategies.xla",
+        "strategies.xla_spmd",
         "LockstepXLASPMDStrategy",
     )
     deepspeed = partial(_register, module="strategies.deepspeed", cls="LockstepDeepSpeedStrategy")

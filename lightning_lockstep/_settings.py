@@ -34,9 +34,9 @@ JOB_TOKEN = "LOCKSTEP_JOB_TOKEN"
 LAUNCHER_PID = "LOCKSTEP_RANK_LAUNCHER_PID"
 #: Set by the first rank of a node in its own environment once it has met the others: its process id.
 HAS_MET = "LOCKSTEP_RANK_HAS_MET"
-#: Set by our mpirun launcher in each rank of its host: the folder in which a rank notes how it ended.
-ENDED_FOLDER = "LOCKSTEP_RANK_ENDED_FOLDER"
-#: Set by our mpirun launcher for ranks on several hosts: the configuration of the Hydra job. Gone once a rank has it.
+#: Set by our mpirun launcher: a file that the ranks of its host make when they end in good order.
+ENDED_FILE = "LOCKSTEP_RANK_ENDED_FILE"
+#: Set by our launchers for ranks of a Hydra job: its configuration. Gone once a rank has it.
 RANK_CONFIG = "LOCKSTEP_RANK_CONFIG"
 
 
@@ -71,11 +71,6 @@ def launcher_pid() -> int | None:
     """Return the process id of the rank that started this one, or ``None`` if nobody of ours did."""
     given = os.environ.get(LAUNCHER_PID)
     return int(given) if given else None
-
-
-def ended_folder() -> str | None:
-    """Return the folder in which this rank notes how it ended, or ``None`` if nobody asks."""
-    return os.environ.get(ENDED_FOLDER)
 
 
 def restore_variables(before: Mapping[str, str | None]) -> None:

@@ -23,7 +23,6 @@ from lightning_lockstep._text import say
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
-_VMSTAT = Path("/proc/vmstat")
 
 
 @cache  # pinning narrows the affinity of this process; later calls must still see what it began with
@@ -78,18 +77,6 @@ def _cgroup_folders(controller: str) -> Iterator[Path]:
     yield _CGROUPS / controller
 
 
-def kills_for_memory() -> int | None:
-    """Return how many processes of this process's control group the kernel has killed because memory ran out."""
-    # ``None`` where the kernel does not say; of the whole host where the group does not count its own.
-    for folder in _cgroup_folders("memory"):
-        for name in ("memory.events", "memory.oom_control"):
-            with suppress(OSError, ValueError, KeyError):
-                return _counter(folder / name)
-    with suppress(OSError, ValueError, KeyError):
-        return _counter(_VMSTAT)
-    return None
-
-
 def memory_left() -> int:
     """Return how much more memory the processes here can have [bytes], within the limits of the control groups."""
     left = [int(psutil.virtual_memory().available)]
@@ -111,7 +98,7 @@ def _reclaimable(folder: Path) -> int:
     return 0
 
 
-def _counter(file: Path, name: str = "oom_kill") -> int:
+def _counter(file: Path, name: str) -> int:
     """Return the value of one line of a file whose lines are a name and a whole number."""
     lines = (line.split() for line in file.read_text().splitlines())
     return int({line[0]: line[1] for line in lines if len(line) == 2}[name])

@@ -114,7 +114,7 @@ class CollectiveStallError(CollectiveError):
     """
 
 
-FailureKind = Literal["exception", "exit", "signal", "vanished", "interrupt"]
+FailureKind = Literal["exception", "exit", "signal", "vanished", "interrupt", "collective"]
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,8 @@ class FailedRank:
         host: Host name of its node; empty where it is not known.
         pid: Its process id on that host; 0 where it is not known.
         kind: ``exception``; ``exit`` (ended with a code, nothing more is known); ``signal`` (was killed);
-            ``vanished`` (its host or process ended without reporting an error); ``interrupt`` (Ctrl-C).
+            ``vanished`` (its host or process ended without reporting an error); ``interrupt`` (Ctrl-C);
+            ``collective`` (the ranks did not meet in a collective, as rank 0 has found out: it is the rank).
         summary: One line: the error's type and text, the exit code, or the signal.
         traceback: Its traceback as text; empty where there is none.
         where: ``{"epoch": 0, "step": 7, "stage": "train"}`` as far as known; of a process that has ended, where

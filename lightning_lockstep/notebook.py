@@ -14,10 +14,14 @@ from lightning_lockstep._system import usable_cores
 from lightning_lockstep._text import say
 from lightning_lockstep.distributed.process_group import free_port
 from lightning_lockstep.distributed.rendezvous import token_for_children
-from lightning_lockstep.launchers.multiprocessing import RanksToStart, plainly_in_cell, run_in_ranks
-from lightning_lockstep.launchers.notebook import check_kernel, prepare_fork
+from lightning_lockstep.launchers.multiprocessing import (
+    RanksToStart,
+    prepare_fork,
+    run_in_ranks,
+    show_in_cell,
+)
 from lightning_lockstep.launchers.rank_supervisor import apply_threads
-from lightning_lockstep.xla.runtime import become_xla_rank, check_xla_untouched, num_xla_ranks
+from lightning_lockstep.xla.runtime import become_xla_rank, check_untouched, num_xla_ranks
 
 __all__ = ["notebook_launcher"]
 
@@ -52,24 +56,25 @@ def notebook_launcher(
 
     Raises:
         ConfigurationError: One message with every argument that cannot be used.
-        LaunchError: CUDA or XLA was already used in this kernel, or this is a rank itself.
+        LaunchError: XLA was already used in this kernel.
+        RuntimeError: CUDA was.
         RankFailedError: A rank failed; the text names it and ends with its traceback.
         KeyboardInterrupt: The cell was interrupted; all ranks have ended.
 
-    Ranks: called in the kernel, which is not a rank. The cell shows what rank 0 prints as it goes, then what
-        the other ranks have printed, in their order.
+    Ranks: called in the kernel, which is not a rank. The cell shows what all ranks print, as it comes.
     """
     __tracebackhide__ = True  # IPython leaves this frame out of a traceback
-    with plainly_in_cell():
-        _check(function, args, num_processes, grace_period)
-        number = num_processes or _default_number()
-        if number > 1:
-            check_xla_untouched()
-            check_kernel()
-            prepare_fork()
-            returned: _Returned = run_in_ranks(_group(number, grace_period), _be_rank, number, function, args)
-            return returned
-    return function(*args)
+    _check(function, args, num_processes, grace_period)
+    number = num_processes or _default_number()
+    if number == 1:
+        return function(*args)
+    check_untouched()
+    prepare_fork()
+    try:
+        returned: _Returned = run_in_ranks(_group(number, grace_period), _be_rank, number, function, args)
+    except KeyboardInterrupt as error:
+        raise show_in_cell(error, "KeyboardInterrupt: all ranks have ended.") from None
+    return returned
 
 
 def _group(number: int, grace_period: float) -> RanksToStart:
@@ -94,7 +99,7 @@ def _group(number: int, grace_period: float) -> RanksToStart:
 def _be_rank(rank: int, number: int, function: Callable[..., Any], args: Sequence[Any]) -> Any:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     rank_zero_only.rank = rank  # type: ignore[attr-defined]
-    apply_threads("auto", bind_cores=False, local_rank=rank, local_world_size=number)
+    apply_threads("auto", ranks_here=number)
     become_xla_rank(rank, number)
     return function(*args)
 

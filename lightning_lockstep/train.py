@@ -22,18 +22,18 @@ from lightning_lockstep._application.entry import hydra_main
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from lightning_lockstep._application.values import Fault
-
 __all__ = ["check_training", "hydra_main", "main", "prepare_training", "train"]
 
 # What these do imports torch and Lightning, for seconds: not for `--help`, or a key that is misspelt.
 
 
-def check_training(config: DictConfig) -> list[Fault]:
+def check_training(config: DictConfig, touched: list[str] | None = None, is_wrong: bool = False) -> list[str]:
     """Check the configuration of one training run: on rank 0, before others start.
 
     Args:
         config: The configuration with its `hydra` node.
+        touched: Keys on its first level, to look at components below these alone.
+        is_wrong: Whether the command line has errors already: constructors are then called for theirs.
 
     Returns:
         The errors found.
@@ -42,7 +42,7 @@ def check_training(config: DictConfig) -> list[Fault]:
     """
     from lightning_lockstep._application.checks import check_training
 
-    return check_training(config)
+    return check_training(config, touched, is_wrong)
 
 
 def prepare_training(config: DictConfig) -> None:

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "lightning_lockstep"
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 #: Of these subpackages the docs give users these names alone; the rest is for the package itself.
-FOR_USERS = {"distributed": {"MPIBackendOptions", "StepAgreement", "register_mpi_backend"}}
+FOR_USERS = {"distributed": {"StepAgreement", "register_mpi_backend"}}
 
 SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Ranks|Attributes):", re.MULTILINE)
 

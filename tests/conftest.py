@@ -32,10 +32,9 @@ def torch_sees_a_card() -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have torch compile into a folder of this run.
-
-    A rank that a test kills in the middle of a build leaves its lock, for which all later builds would wait.
-    """
+    """Have torch compile into a folder of this run."""
+    # A rank that a test kills in the middle of a build leaves its lock, for which all later builds would
+    # wait.
     folder = os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp(prefix="lockstep-test-builds-")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     if given := config.getoption("device"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import logging
 import re
@@ -17,15 +16,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_lockstep._application.values import (
     SPECIAL,
-    Fault,
-    missing_faults,
+    setting_faults,
     shown,
     target_nodes,
     target_of,
+    trace,
 )
 from lightning_lockstep._lightning import LightningEnvironment, Logger, MisconfigurationException
 from lightning_lockstep._text import first_line
-from lightning_lockstep.errors import ConfigurationError, MissingExtraError
+from lightning_lockstep.errors import ConfigurationError
 
 # What a user's settings lead to, as opposed to a bug, whose traceback is wanted.
 _ABOUT_SETTINGS = (ConfigurationError, MisconfigurationException, ValueError, ImportError)
@@ -55,37 +54,48 @@ def build(config: DictConfig, *, own_callbacks: list[Any]) -> tuple[Any, Any, An
     """Make model, data and Trainer, in the run itself; raise all that is wrong as one error."""
     parts, faults = _made(config, component_keys(config), own_callbacks=own_callbacks)
     if faults:
-        raise ConfigurationError([fault.text for fault in faults])
+        raise ConfigurationError(faults)
     return parts["model"], parts["data"], parts["trainer"]
 
 
-def constructor_faults(config: DictConfig, keys: Collection[str]) -> list[Fault]:
-    """What constructors without effects refuse of components that are complete; in the check of a command line."""
-    right = [key for key in component_keys(config) if key in keys and not missing_faults(config, key)]
+def component_faults(
+    config: DictConfig, touched: Collection[str] | None = None, *, construct: bool
+) -> list[str]:
+    """What is wrong with settings of components, and, unless nothing is so far, what their constructors refuse."""
+    # touched: keys on the first level, to look below these alone; construct: something is wrong already.
+    keys = [key for key in component_keys(config) if touched is None or key.partition(".")[0] in touched]
     with _quiet():
-        return _made(config, right, is_check=True)[1]
+        return _made(config, keys, is_check=True, construct=construct)[1]
 
 
 def _made(
-    config: DictConfig, keys: list[str], *, own_callbacks: Collection[Any] = (), is_check: bool = False
-) -> tuple[dict[str, Any], list[Fault]]:
+    config: DictConfig,
+    keys: list[str],
+    *,
+    own_callbacks: Collection[Any] = (),
+    is_check: bool = False,
+    construct: bool = True,
+) -> tuple[dict[str, Any], list[str]]:
     """Make components in their order, loggers and Trainer last, for what they are and for what they refuse."""
     parts: dict[str, Any] = {}
-    faults: list[Fault] = []
+    wrong = {key: setting_faults(config, key) for key in keys}
+    faults = [fault for found in wrong.values() for fault in found.values()]
     # Making a logger may begin a run, so it is the last, and left out if anything is wrong.
     for key in sorted(keys, key=lambda key: (key == "trainer", key.startswith("logger."))):
         node = OmegaConf.select(config, key)
         given: Mapping[str, Any] = {}
-        if key.startswith("logger.") and faults:
+        if not (construct or faults) or (key.startswith("logger.") and faults):
             continue
         if key == "trainer":
             given = _stand_ins() if faults or is_check else _arguments(config, parts, own_callbacks)
         if not isinstance(node, DictConfig):
             parts[key] = node  # a name that Lightning knows
+        elif f"{key}._target_" in wrong[key] or (wrong[key] and not is_check):
+            pass
         elif "_target_" not in node:
-            faults.append(Fault(f"{key} has no _target_, so no object can be created from it."))
+            faults.append(f"{key} has no _target_, so no object can be created from it.")
         elif not is_check or all(_is_harmless(target_of(inner)) for _, inner in target_nodes(node)):
-            parts[key] = _make(config, key, node, given, faults, is_check)
+            parts[key] = _make(config, key, wrong[key], given, faults, is_check)
     return parts, faults
 
 
@@ -111,37 +121,40 @@ def _stand_ins() -> dict[str, Any]:
 def _make(
     config: DictConfig,
     key: str,
-    node: DictConfig,
+    wrong: Collection[str],  # keys of settings that are left out
     given: Mapping[str, Any],
-    faults: list[Fault],
+    faults: list[str],
     is_check: bool,
 ) -> Any:
     """Make one component; the Trainer, which stops at its first error, again without what it has refused."""
-    left_out: list[str] = []
-    while True:
+    node = OmegaConf.select(config, key)
+    left_out = [name.removeprefix(f"{key}.") for name in wrong]
+    while set(left_out) <= set(map(str, node)) - SPECIAL:
         try:
-            if not given:
+            if not (given or left_out):
                 return hydra.utils.instantiate(node, _convert_="all")
             kept = OmegaConf.masked_copy(node, [name for name in map(str, node) if name not in left_out])
             kept._set_parent(node._get_parent())  # which a copy lacks, and its interpolations need
             factory = hydra.utils.instantiate(kept, _partial_=True, _convert_="all")
-            return factory(**(_stand_ins() if left_out else given))
+            return factory(**(_stand_ins() if given and left_out else given))
         except Exception as error:
             cause = error.__cause__ if isinstance(error, HydraException) and error.__cause__ else error
             if not isinstance(cause, _ABOUT_SETTINGS):
                 if is_check or left_out:
-                    return None  # the run will show it; or the Trainer lacks what was left out
+                    return None  # the run will show it; or it lacks what was left out
                 raise
         said = cause.faults if isinstance(cause, ConfigurationError) else (first_line(cause),)
         named = [_setting_named(text, node) for text in said]
-        if left_out and named[0] in left_out:
-            return None  # about the default of a setting that was left out
-        faults += [
-            Fault(_label(config, key, name, text), cause) for name, text in zip(named, said, strict=True)
-        ]
+        for name, text in zip(named, said, strict=True):
+            # About the default of a setting that was left out; or about a value that is judged where it was given.
+            if name in left_out or (is_check and name is not None and OmegaConf.is_interpolation(node, name)):
+                return None
+            faults.append(_label(config, key, name, text))
+            trace(cause)
         if key != "trainer" or named[0] is None:
             return None
         left_out.append(named[0])
+    return None
 
 
 def _setting_named(text: str, node: DictConfig) -> str | None:
@@ -178,32 +191,3 @@ def _is_harmless(target: object) -> bool:
 def is_logger(target: object) -> bool:
     """Return whether this is a class of loggers: making one may begin a run."""
     return inspect.isclass(target) and issubclass(target, Logger)
-
-
-# -- Packages that loggers need --
-
-# class of a logger -> the packages any of which it works with; the first is named where all are missing
-_PACKAGES = {
-    "TensorBoardLogger": ("tensorboard", "tensorboardX"),
-    "WandbLogger": ("wandb",),
-    "MLFlowLogger": ("mlflow",),
-}
-# Stores of MLflow that are databases, for which mlflow-skinny alone is not enough.
-_DATABASES = ("sqlite:", "postgresql", "mysql", "mssql")
-
-
-def missing_package(config: DictConfig, key: str) -> MissingExtraError | None:
-    """Return the error for a package that a logger needs and that is not installed, or `None`."""
-    node = OmegaConf.select(config, key)
-    classes = getattr(target_of(node), "__mro__", ())
-    name = next((cls.__name__ for cls in classes if cls.__name__ in _PACKAGES), None)
-    if name is None:
-        return None
-    extra, needed = _PACKAGES[name][0], [_PACKAGES[name]]
-    if name == "MLFlowLogger" and str(node.get("tracking_uri")).startswith(_DATABASES):
-        needed += [("sqlalchemy",), ("alembic",)]
-    for choices in needed:
-        # A bare folder, such as the `wandb` of earlier runs, has a spec without an origin.
-        if not any(getattr(importlib.util.find_spec(package), "origin", None) for package in choices):
-            return MissingExtraError(choices[0], extra=extra, needed_for=key)
-    return None

@@ -6,6 +6,7 @@ configuration, or that there is no further job, or that rank 0 has found the com
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from contextlib import nullcontext, suppress
@@ -14,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from lightning_lockstep._settings import JOB_TOKEN
 from lightning_lockstep._text import say
-from lightning_lockstep.distributed.rendezvous import known_job_token, on_one_host
+from lightning_lockstep.distributed.rendezvous import known_job_token, on_one_host, signed, verified
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.external_ranks import ExternalRanks
-from lightning_lockstep.launchers.hydra import config_from_bytes, config_to_bytes
+from lightning_lockstep.launchers.hydra import config_from_text, config_to_text
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -40,13 +41,14 @@ class Message:
     exit_code: int = 0  # with which to end
 
     def to_bytes(self) -> bytes:
-        """Return it as bytes with the signature of this job."""
-        return config_to_bytes(self)  # type: ignore[arg-type]  # whose fields are plain but for the configuration
+        """Return it as text, in bytes, with the signature of this job."""
+        return signed(json.dumps([config_to_text(self.config), self.last, self.exit_code]).encode())
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Message:
         """Return what rank 0 made bytes of; a LaunchError without the signature of this job."""
-        return config_from_bytes(data)  # type: ignore[return-value]
+        config, last, exit_code = json.loads(verified(data))
+        return cls(config_from_text(config), last, exit_code)
 
 
 class ConfigChannel:
@@ -56,7 +58,7 @@ class ConfigChannel:
         self.ranks = ranks  # None: a channel without receivers
         self.nodes: int | None = None  # as the configuration says, of nodes started by hand
         self._number = 0
-        self._sent_last = self._warned = False
+        self._sent_last = False
         # A restarted attempt of torchrun finds the messages of the one before in the same store.
         self._prefix = f"lockstep/config/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
@@ -65,8 +67,7 @@ class ConfigChannel:
         if self.ranks is None:
             return
         unsigned = not on_one_host() and known_job_token() is None
-        if unsigned and message.config is not None and not self._warned:
-            self._warned = True
+        if unsigned and message.config is not None and self._number == 0:
             say(
                 "lightning-lockstep: the configuration is sent to the other hosts without a signature, so they accept"
                 f" the first one that anyone writes to {self.ranks.address}:{self.ranks.port}. On a shared network"

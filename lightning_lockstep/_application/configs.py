@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import string
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cached_property
@@ -24,15 +25,12 @@ from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobRuntime
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, flag_override
 from yaml import YAMLError
 
 from lightning_lockstep._application.values import entries
 from lightning_lockstep._settings import did_you_mean, nearest
 from lightning_lockstep._text import listed
-
-# The configs of this package, whose options its own tests have made.
-_OURS = "pkg://lightning_lockstep.conf"
 
 
 def search_path_of(
@@ -68,11 +66,6 @@ class Loader:
         """Whether `group` has this option; the group `""` holds the primary configs."""
         return bool(self._repository.config_exists(f"{group}/{choice}" if group else choice))
 
-    def is_ours(self, group: str, choice: str) -> bool:
-        """Whether an option is one of this package."""
-        loaded = self._repository.load_config(f"{group}/{choice}")
-        return loaded is not None and loaded.path == _OURS
-
     def choices(self, group: str) -> list[str]:
         """The options of a group, or with `""` the primary configs."""
         return [name for name in self._repository.get_group_options(group) if not name.startswith("_")]
@@ -100,84 +93,54 @@ class Loader:
         )
         return config
 
-    def files(self, overrides: list[str]) -> list[tuple[str, str, str]]:
-        """Name (`group/option`), text and package of each config file of a job, in the order of composition."""
-        found = []
+    def help(self, program: str, overrides: list[str]) -> str:
+        """Return what `--help` prints by the program's `hydra.help.template`: groups, and the files of a job."""
+        config = self.compose(overrides)
+        if config.hydra.help.app_name == config.hydra.job.name:
+            with flag_override(config.hydra, ["readonly", "struct"], [False, False]):
+                config.hydra.help.app_name = program
+        choices = {group: self.choices(group) for group in self.groups() if group != "hydra"}
+        groups, files = [f"{group}: {', '.join(names)}" for group, names in choices.items() if names], []
         for part in self._loader.compute_defaults_list(self.config_name, overrides, RunMode.RUN).defaults:
             path = part.config_path
-            if path is None or path.startswith("hydra/"):
+            loaded = None if path is None or path.startswith("hydra/") else self._repository.load_config(path)
+            if loaded is None:
                 continue
-            loaded = self._repository.load_config(path)
-            assert loaded is not None  # it is part of what was composed
             source = loaded.path
             folder: Any = resources.files(source[6:]) if source.startswith("pkg://") else Path(source[7:])
             file = folder.joinpath(f"{path}.yaml")
             if file.is_file():  # not so what a program has put into Hydra's ConfigStore
-                found.append((path, file.read_text(encoding="utf-8"), part.package or ""))
-        return found
+                files.append(
+                    f"## {path}.yaml, below {part.package or 'no key'}\n{_keys_of(file.read_text('utf-8'))}"
+                )
+        template = string.Template(str(config.hydra.help.template))
+        return template.safe_substitute(APP_CONFIG_GROUPS="\n".join(groups), CONFIG="\n\n".join(files)) + "\n"
+
+
+def _keys_of(text: str) -> str:
+    """The keys of a config file with their comments, without Hydra's part and the list of defaults."""
+    text = re.sub(r"^(defaults|hydra):.*\n((?: .*)?\n)*", "", f"{text}\n", flags=re.MULTILINE)
+    return re.sub(r"^# @package.*\n", "", text).strip()
 
 
 # -- What could be meant by a name that is not there --
 
 
 class Names:
-    """All keys, those in a configuration and those that an option not selected would bring, and all options."""
+    """All keys, those in a configuration and those that an option not selected would bring."""
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
 
     @cached_property
-    def _brought(self) -> list[tuple[str, str, str, str]]:
-        """Each key that an option brings, its group, the option, and the class if it names one."""
-        return [
-            (
-                f"{group}.{key}",
-                group,
-                choice,
-                str(where.get(name)).rpartition(".")[2] if name == "_target_" else "",
-            )
-            for group, choice, content in self.loader.brought()
-            for key, where, name in entries(content)
-            if isinstance(where, DictConfig)
-        ]
-
-    def _find(self, typed: str, config: DictConfig, *, near: bool) -> dict[str, str]:
-        """The keys most like one, each with the option that brings it, empty where it is there."""
-        # But for case and signs, by the last part, by a near one; those of one group first.
-        present = [key for key, where, _ in entries(config) if isinstance(where, DictConfig)]
-        choices = dict.fromkeys(sorted(present, key=lambda key: key.count(".")), "")
-        for key, group, choice, _ in self._brought:
-            choices.setdefault(key, f"{group}={choice}")
-        group, last = f"{parts_of(typed)[0]}.", parts_of(typed)[-1]
-        ends = {key: parts_of(key)[-1] for key in choices}
-        likely = [end for key, end in ends.items() if not choices[key] or key.startswith(group)]
-        close = nearest(last, likely) if near else None
-        ranked: dict[tuple[int, bool, bool], dict[str, str]] = {}
-        for key, end in ends.items():
-            alike = [key == typed, _plain(key) == _plain(typed), end == last, end == close]
-            if any(alike):
-                rank = (alike.index(True), not key.startswith(group), bool(choices[key]))
-                ranked.setdefault(rank, {})[key] = choices[key]
-        return ranked[min(ranked)] if ranked else {}
-
-    def _hint(self, typed: str, config: DictConfig, *, near: bool = True) -> str:
-        """Where such a key is to be had; as the end of a sentence."""
-        found = self._find(typed, config, near=near)
-        if not found:
-            return ""
-        key, choice = next(iter(found.items()))
-        if not choice:
-            return " Did you mean " + " or ".join(map(repr, list(found)[:2])) + "?"
-        meant = "" if key == typed else f" Did you mean {key!r}?"
-        return f"{meant} It comes with the option {choice}: give that too."
-
-    def near_choice(self, group: str, choice: str) -> str:
-        """The option that makes what was named by its class, in whichever group; or the nearest in this one."""
-        is_class = choice != choice.lower()  # else the files of all options need not be read
-        for _, other, name, made in self._brought if is_class else ():
-            if made == choice:
-                return f" Did you mean {name if other == group else f'{other}={name}'!r}?"
-        return did_you_mean(choice, self.loader.choices(group))
+    def _brought(self) -> dict[str, str]:
+        """Each key that an option would bring, with the option."""
+        found: dict[str, str] = {}
+        for group, choice, content in self.loader.brought():
+            for key, where, _ in entries(content):
+                if isinstance(where, DictConfig):
+                    found.setdefault(f"{group}.{key}", f"{group}={choice}")
+        return found
 
     def missing(self, override: Override, config: DictConfig) -> str | None:
         """Which part of the key of an override is not there and what is near, or `None` if it is there."""
@@ -186,33 +149,42 @@ class Names:
         for depth, part in enumerate(parts):
             if isinstance(node, DictConfig) and part not in node:
                 where = f"in {'.'.join(parts[:depth])!r}" if depth else "in the configuration"
-                hint = (
-                    "" if override.is_delete() else self._instead(override, parts[: depth + 1], node, config)
-                )
-                return hint if hint.startswith("the group") else f"there is no key {part!r} {where}.{hint}"
+                names = [
+                    str(key) for key in node if not str(key).startswith("_") and (depth or key != "hydra")
+                ]
+                hint = ""
+                if not override.is_delete():
+                    hint = self._near(parts, names if depth else [*names, *self.loader.groups()], config)
+                if not hint and not override.is_delete():
+                    there = f" It has: {listed(names, 12)}." if depth == len(parts) - 1 > 0 else ""
+                    hint = f"{there} A new key is added with +{override.input_line}"
+                return f"there is no key {part!r} {where}.{hint}"
             node = OmegaConf.select(config, ".".join(parts[: depth + 1]), throw_on_missing=False)
         return None
 
-    def _instead(self, override: Override, parts: list[str], node: DictConfig, config: DictConfig) -> str:
-        """What an override can be instead that names no key of a node."""
-        typed, name, groups = override.key_or_group, parts[-1], self.loader.groups()
-        if parts[:-1] == ["trainer"] and name in groups:
-            choice = nearest(override.get_value_string(), self.loader.choices(name)) or "..."
-            return f"the group {name!r} decides this. Did you mean '{name}={choice}'?"
-        is_top = len(parts) == 1
-        names = [str(key) for key in node if not str(key).startswith("_") and not (is_top and key == "hydra")]
-        same = self._hint(typed, config, near=False)
-        near = did_you_mean(name, [*names, *groups] if is_top else names)
-        if hint := same or near or self._hint(typed, config):
-            return hint
-        if any(made for _, group, _, made in self._brought if group == name):
-            return f" Options of {name!r}: {', '.join(self.loader.choices(name))}."
-        there = f" It has: {listed(names, 12)}." if names and typed == ".".join(parts) and not is_top else ""
-        return f"{there} A new key is added with +{override.input_line}"
-
-
-def _plain(key: str) -> str:
-    return re.sub(r"[\W_]", "", key).lower()
+    def _near(self, typed: list[str], names: list[str], config: DictConfig) -> str:
+        """What a key can mean that is not there, as the end of a sentence; names: those beside the wrong part."""
+        there = [key for key, where, _ in entries(config) if isinstance(where, DictConfig)]
+        known = {**dict.fromkeys(sorted(there, key=lambda key: key.count(".")), ""), **self._brought}
+        known.update(dict.fromkeys(there, ""))
+        own, last = f"{typed[0]}.", typed[-1].rpartition("/")[2]
+        # The very key first; those that are there before those that an option brings; those of the same group.
+        order = sorted(
+            known, key=lambda key: (key != ".".join(typed), bool(known[key]), not key.startswith(own))
+        )
+        found = [key for key in order if parts_of(key)[-1] == last]
+        if not found and (near := did_you_mean(last, names)):
+            return near
+        if not found:
+            likely = [key for key in order if not known[key] or key.startswith(own)]
+            end = nearest(last, [parts_of(key)[-1] for key in likely])
+            found = [key for key in likely if parts_of(key)[-1] == end]
+        if not found:
+            return ""
+        if option := known[found[0]]:
+            meant = "" if found[0] == ".".join(typed) else f" Did you mean {found[0]!r}?"
+            return f"{meant} It comes with the option {option}: give that too."
+        return " Did you mean " + " or ".join(map(repr, [key for key in found if not known[key]][:2])) + "?"
 
 
 def parts_of(key: str) -> list[str]:

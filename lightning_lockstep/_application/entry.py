@@ -1,4 +1,4 @@
-"""From the command line to the program's own function, on every rank; the help; how an error leaves a job."""
+"""From the command line to the program's own function, on every rank; how an error leaves a job."""
 
 from __future__ import annotations
 
@@ -6,27 +6,21 @@ import argparse
 import functools
 import os
 import pickle
-import re
-import shutil
-import string
 import sys
-import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra.utils
-import yaml
-from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 
 # Hydra writes what a job has logged when it ends; so does a job that is not run by Hydra.
 from hydra.core.utils import _flush_loggers, configure_log, env_override, setup_globals
 from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf, flag_override
+from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 import lightning_lockstep
@@ -41,16 +35,20 @@ from lightning_lockstep._application.overrides import (
     run_requested,
     whole_message,
 )
-from lightning_lockstep._application.values import Fault, entries, is_left_out, show_faults
-from lightning_lockstep._text import counted, first_line, plain_table, say
+from lightning_lockstep._application.values import is_left_out, show_faults, trace
+from lightning_lockstep._text import first_line, say
 from lightning_lockstep.distributed.failure.process_exit import error_from_bytes, error_to_bytes, outcome
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 from lightning_lockstep.launchers.external_ranks import external_ranks
 from lightning_lockstep.launchers.hydra import (
+    config_from_text,
+    config_to_text,
     current_hydra_config,
     for_other_ranks,
     forget_run_folders,
     freeze,
+    program_arguments,
+    sent_by,
     without_claiming,
     without_hydra,
 )
@@ -95,115 +93,6 @@ def _process_group_exists() -> bool:
     return process_group_exists()
 
 
-# -- The text of `--help`: the groups and keys of a program, each key with the comment that its config file
-# has for it
-
-_COLUMN = 36  # where comments begin, unless the key is longer
-_WIDEST = 120  # characters, on a terminal that is wider
-
-
-def help_text(
-    program: str, search_path: ConfigSearchPath, config_name: str | None, overrides: list[str]
-) -> str:
-    """Return what `--help` prints, in the form of the program's `hydra.help.template`."""
-    setup_globals()
-    loader = Loader(search_path, config_name, overrides)
-    config = loader.compose(overrides)  # a HydraException where they lead to none
-    if config.hydra.help.app_name == config.hydra.job.name:
-        with flag_override(config.hydra, ["readonly", "struct"], [False, False]):
-            config.hydra.help.app_name = program
-    files = loader.files(overrides)
-    notes: dict[str, str] = {}
-    for _, text, package in files:
-        notes = {**comments(text, package), **notes}  # the file that introduces a key explains it best
-    template = string.Template(str(config.hydra.help.template))
-    width = min(shutil.get_terminal_size().columns, _WIDEST)
-    filled = template.safe_substitute(
-        APP_CONFIG_GROUPS="\n".join(_groups(loader, config, [name for name, *_ in files], width)),
-        CONFIG="\n".join(_keys(config, notes, loader.groups(), width)),
-    )
-    return f"{filled.rstrip()}\n"
-
-
-def comments(text: str, package: str = "") -> dict[str, str]:  # package: key below which the file is put
-    """Return the comment at the end of the line of each key of a config file, by the whole key."""
-    lines = text.splitlines()
-    return dict(_comments(yaml.compose(text, Loader=yaml.SafeLoader), lines, package))
-
-
-def _comments(node: yaml.Node | None, lines: list[str], prefix: str) -> Iterator[tuple[str, str]]:
-    if not isinstance(node, yaml.MappingNode):
-        return
-    for name, value in node.value:
-        key = f"{prefix}.{name.value}" if prefix else str(name.value)
-        nested = isinstance(value, yaml.MappingNode) and not value.flow_style
-        # Behind the value where it stands in the line of its key.
-        mark = name.end_mark if nested or value.end_mark.line != name.end_mark.line else value.end_mark
-        found = re.match(r":?\s+#\s*(.+)", lines[mark.line][mark.column :])
-        if found:
-            yield key, found[1].strip()
-        yield from _comments(value, lines, key)
-
-
-def _groups(loader: Loader, config: DictConfig, files: list[str], width: int) -> Iterator[str]:
-    single = config.hydra.runtime.choices
-    for group in loader.groups():
-        choices = loader.choices(group)
-        if group == "hydra" or not choices:
-            continue
-        # Hydra notes no option for a group of which several were selected.
-        several = [name.removeprefix(f"{group}/") for name in files if name.startswith(f"{group}/")]
-        taken = single.get(group, several or None)
-        yield from _entry(f"{group}={_plain(taken)}", ", ".join(choices), width)
-
-
-def _keys(config: DictConfig, notes: dict[str, str], groups: list[str], width: int) -> Iterator[str]:
-    """The program's own keys, then those of each group behind an empty line."""
-    own = {str(name): list[str]() for name in config if name != "hydra"}
-    lists: list[str] = []  # shown whole
-    for key, where, name in entries(config):
-        if key.startswith(tuple(lists)) or name == "_target_":
-            continue
-        node = where._get_node(name)  # as it is written; the public ways resolve an interpolation
-        if isinstance(node, ListConfig):
-            lists.append(f"{key}.")
-        if isinstance(node, DictConfig) and key not in notes:
-            continue
-        left = key if isinstance(node, DictConfig) else f"{key}={_plain(node)}"
-        own.setdefault(key.partition(".")[0], []).extend(_entry(left, notes.get(key, ""), width))
-    for name in sorted(own, key=groups.__contains__):
-        yield from ["", *own[name]] if own[name] and name in groups else own[name]
-
-
-def _entry(left: str, right: str, width: int) -> Iterator[str]:
-    """Two columns; the right one is wrapped, and begins below a left one that is too long."""
-    indent = " " * _COLUMN
-    room = max(width - _COLUMN, 20)
-    # Names such as `bf16-mixed` are typed: they stay whole.
-    wrapped = textwrap.wrap(right, room, break_on_hyphens=False, break_long_words=False) or [""]
-    left = f"  {left}"
-    if len(left) + 2 > _COLUMN and right:
-        yield left
-        left = ""
-    yield f"{left:<{_COLUMN}}{wrapped[0]}".rstrip()
-    yield from (f"{indent}{line}" for line in wrapped[1:])
-
-
-def _plain(node: object) -> str:
-    """A value as it is typed on the command line; an interpolation as it is written in the config."""
-    raw = OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node
-    value = raw._value() if hasattr(raw, "_value") else raw
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if value == "":
-        return "''"
-    if isinstance(value, list):
-        return f"[{','.join(map(_plain, value))}]"
-    return str(value)
-
-
 # -- From the command line to the program's own function, on every rank --
 
 Program = Callable[[DictConfig], Any]
@@ -232,7 +121,8 @@ def hydra_main(
         config_path: Folder of the program's configs, relative to its file; or `pkg://package.of.configs`.
         config_name: Primary config.
         version_base: As in `hydra.main`.
-        check: Looks at the configuration of each job before it is started, and returns what is wrong with it.
+        check: Called with the configuration of each job before it is started, the keys on its first level to look at
+            (`None`: all), and whether something is wrong already; returns what is wrong with it.
         prepare: Changes the configuration of a job just before it is frozen.
 
     Ranks: every rank of a program calls the decorated function. Only rank 0 reads the command line; under
@@ -285,12 +175,13 @@ class _Application:
     arguments: argparse.Namespace
     channel: ConfigChannel
     sent: bool = False  # to another process, by a launcher of sweeps
-    jobs: list[tuple[DictConfig, str]] = field(
-        default_factory=list
-    )  # of a sweep in this process: how each ended
+    command: Any = None  # of this program, in that process
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "sent": True, "check": None}
+        command = None
+        with suppress(LaunchError):  # a job of one rank needs none
+            command = program_arguments(str(Path.cwd()))
+        return {**self.__dict__, "sent": True, "check": None, "command": command}
 
     def run(self) -> None:
         """Check the command line, then let Hydra run its jobs."""
@@ -301,42 +192,30 @@ class _Application:
                 return
             if run_requested(self.arguments):
                 self._check()
-            try:
-                hydra.main(self.config_path, self.config_name, self.version_base)(self._job())()
-            finally:
-                self._show_jobs()
-
-    def _show_jobs(self) -> None:
-        """Print a line for each job of a sweep that ran in this process; nothing of a single run."""
-        here, rows = Path.cwd(), []
-        for config, result in self.jobs:
-            folder = Path(config.hydra.runtime.output_dir)
-            shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
-            rows.append((config.hydra.job.num, " ".join(config.hydra.overrides.task), result, shown))
-        if rows:
-            table = plain_table(("job", "overrides", "result", "folder"), rows)
-            say(f"lightning-lockstep: {counted(len(rows), 'job')} of the sweep\n{table}")
+            hydra.main(self.config_path, self.config_name, self.version_base)(self._job())()
 
     def _check(self) -> None:
         search_path = search_path_of(self.program, self.config_path, self.arguments)
         before, alone = list(sys.path), self.channel.ranks is None
         _import_from(str(Path.cwd()))
-        found = check_command_line(self.arguments, search_path, self.config_name, self.check, alone=alone)
+        faults, config = check_command_line(
+            self.arguments, search_path, self.config_name, self.check, alone=alone
+        )
         sys.path[:] = before  # which the processes of a sweep get, before they look for Hydra's plugins
-        sys.argv[1:] = [found.quoted.get(argument, argument) for argument in sys.argv[1:]]
-        if found.config is not None:
-            with suppress(OmegaConfBaseException):
-                self.channel.nodes = OmegaConf.select(found.config, "trainer.num_nodes")
-        if found.faults:
-            _refuse(found.faults)
+        with suppress(OmegaConfBaseException):
+            self.channel.nodes = None if config is None else OmegaConf.select(config, "trainer.num_nodes")
+        if faults:
+            _refuse(faults)
 
     def _help(self) -> None:
         search_path = search_path_of(self.program, self.config_path, self.arguments)
         name = self.arguments.config_name or self.config_name
+        setup_globals()
         try:
-            sys.stdout.write(help_text(program_name(), search_path, name, self.arguments.overrides))
+            loader = Loader(search_path, name, self.arguments.overrides)
+            sys.stdout.write(loader.help(program_name(), self.arguments.overrides))
         except REFUSED as error:
-            _refuse([Fault(whole_message(error), error)])
+            _refuse([whole_message(error)])
 
     def _job(self) -> Program:
         """The function that Hydra calls for each job, in this process or in another."""
@@ -363,25 +242,22 @@ class _Application:
         last = config.hydra.mode != RunMode.MULTIRUN or self.sent
         if channel.ranks is not None:
             channel.send(Message(for_other_ranks(config), last=last))
-        ended = "interrupted"
         try:
-            result = self.program(task)
-            ended = _in_words(config, result)
-            return result
+            return self.program(task)
         except Exception as error:
-            ended = f"failed: {type(error).__name__}: {first_line(error)}"
             # A sweep of one process goes on after a job that failed; ranks that failed cannot.
             if last or outcome.forced_exit_pending or isinstance(error, ConfigurationError):
                 raise Stop(error, running=ranks_run()) from None
+            say(
+                f"lightning-lockstep: job {config.hydra.job.num} failed: {type(error).__name__}: {first_line(error)}"
+            )
             raise
-        finally:
-            if not last:
-                self.jobs.append((config, ended))
 
     def _run_job_elsewhere(self) -> Any:
         """Run one job in the process that a launcher of sweeps has made for it (joblib, submitit)."""
         if outcome.forced_exit_pending:
             raise LaunchError("Job skipped: ranks of an earlier job of this sweep failed in this process.")
+        sent_by(self.command)
         ranks = external_ranks()
         channel = ConfigChannel(ranks)
         if ranks is not None and ranks.rank > 0:
@@ -403,7 +279,9 @@ class _Application:
             with flag_override(whole, ["readonly", "struct"], [False, False]):
                 self.prepare(whole)
         with without_claiming():  # a single run does not need the folder of a sweep
-            config = freeze(whole)
+            # By way of text on rank 0 too: all ranks have the same kinds of values, and no copy of a class.
+            config = config_from_text(config_to_text(freeze(whole)))
+        assert config is not None
         HydraConfig.instance().set_config(config)
         return config
 
@@ -422,13 +300,6 @@ def _keep_frozen(config: DictConfig, task: DictConfig) -> None:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             OmegaConf.save(OmegaConf.create(mask.masked(task)), file)
     mask.in_files(*written)
-
-
-def _in_words(config: DictConfig, result: object) -> str:
-    """Return the result of a job: the value of its objective, if it has one."""
-    if not isinstance(result, (int, float)):
-        return "finished"
-    return f"{OmegaConf.select(config, 'objective.metric', default='returned')} {result:.4g}"
 
 
 def _import_from(started_in: str) -> None:
@@ -517,20 +388,16 @@ def _run_frozen(config: DictConfig, program: Program) -> Any:
 def _end_if_about_settings(error: BaseException, *, running: bool) -> None:
     """End this process with a message if `error` is about settings; else return."""
     if isinstance(error, ConfigurationError):
+        trace(error)
         if running:
             outcome.expected_exit_code = UNUSABLE  # every rank raises it, and ends so
         started = "all ranks were stopped" if running else "nothing was started"
-        _refuse([Fault(text, error) for text in error.faults], started)
+        _refuse(error.faults, started)
 
 
-def _refuse(faults: list[Fault], outcome: str = "nothing was started") -> NoReturn:
-    show_faults(program_name(), faults, stack_traces=stack_traces(), outcome=outcome)
+def _refuse(faults: Sequence[str], outcome: str = "nothing was started") -> NoReturn:
+    show_faults(program_name(), faults, outcome=outcome)
     sys.exit(UNUSABLE)
-
-
-def stack_traces() -> bool:
-    """Whether the user asks for stack traces in addition to the messages."""
-    return os.environ.get("HYDRA_FULL_ERROR", "0") == "1"
 
 
 def program_name() -> str:

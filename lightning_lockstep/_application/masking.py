@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 from argparse import Namespace
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,10 @@ class Mask:
         environ = os.environ if environ is None else environ
         shown = config.get("unmask") or ()
         self._shown = frozenset([shown] if isinstance(shown, str) else map(str, shown))
-        plain = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
-        found = {str(value) for value in self._held(plain)}
-        found |= {value for name, value in environ.items() if _SECRET_VARIABLE.search(name)}
-        long = [value for value in found if len(value) >= _SHORTEST_SECRET]
+        self._values: list[str] = []
+        self._found = {value for name, value in environ.items() if _SECRET_VARIABLE.search(name)}
+        self.masked(config)
+        long = [value for value in self._found if len(value) >= _SHORTEST_SECRET]
         self._values = sorted(long, key=len, reverse=True)  # one may be a part of another
 
     def masked(self, value: Any, *, hide: bool = False) -> Any:
@@ -56,11 +56,10 @@ class Mask:
                 key: self.masked(item, hide=hide or self._is_secret(str(key), item))
                 for key, item in value.items()
             }
-        if isinstance(value, (list, tuple)):
-            return (
-                type(value)([self.masked(item, hide=hide) for item in value]) if _is_plain(value) else value
-            )
+        if type(value) in (list, tuple):
+            return type(value)([self.masked(item, hide=hide) for item in value])
         if hide and _may_be_secret(value):
+            self._found.add(str(value))
             return _HIDDEN
         if not isinstance(value, str):
             return value
@@ -94,23 +93,8 @@ class Mask:
         is_number = isinstance(value, (int, float)) or (isinstance(value, str) and value.isdecimal())
         return not is_number and not (isinstance(value, str) and _SPECIAL_TOKEN.fullmatch(value))
 
-    def _held(self, value: Any, *, hide: bool = False) -> Iterator[Any]:
-        """Everything that is masked by the name of its key."""
-        if isinstance(value, dict):
-            for key, item in value.items():
-                yield from self._held(item, hide=hide or self._is_secret(str(key), item))
-        elif isinstance(value, list):
-            for item in value:
-                yield from self._held(item, hide=hide)
-        elif hide and _may_be_secret(value):
-            yield value
-
 
 def _may_be_secret(value: Any) -> bool:
     if isinstance(value, str):
         return bool(value) and value != "???" and not _REFERENCE.fullmatch(value)
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_plain(value: Collection[Any]) -> bool:
-    return type(value) in (list, tuple)

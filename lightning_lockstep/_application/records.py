@@ -6,7 +6,8 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from lightning_lockstep._lightning import Callback, WandbLogger
 from lightning_lockstep._system import write_report
 from lightning_lockstep._text import counted
 from lightning_lockstep.distributed.failure.exit_notes import keep_failure
-from lightning_lockstep.distributed.failure.process_exit import outcome_of
+from lightning_lockstep.distributed.failure.process_exit import ending_of, set_ending
 from lightning_lockstep.distributed.failure.record import FailureRecord, describe_error
 from lightning_lockstep.errors import RankFailedError
 from lightning_lockstep.steps.patching import put_in_place
@@ -76,7 +77,7 @@ def finish(loggers: list[Any], *, failed: bool) -> None:
 
 def keep_unless_kept(trainer: Any, error: BaseException, steps: int) -> None:
     """Write what has ended a run to its folder, if its strategy has not; every rank may call it, rank 0 writes."""
-    if isinstance(error, SystemExit) or not trainer.is_global_zero or outcome_of(error).saved:
+    if isinstance(error, SystemExit) or not trainer.is_global_zero or ending_of(error).text:
         return
     # An error that was raised on another rank first comes with the record of that rank.
     record = error.record if isinstance(error, RankFailedError) else None
@@ -86,7 +87,7 @@ def keep_unless_kept(trainer: Any, error: BaseException, steps: int) -> None:
         )
     if not record.file:
         record = keep_failure(record.in_folder(Path(trainer.default_root_dir)))
-        outcome_of(error).saved = record.saved_to()
+        set_ending(error, replace(ending_of(error), text=record.saved_to()))
 
 
 def _where(trainer: Any, steps: int) -> Mapping[str, Any]:
@@ -124,19 +125,14 @@ def write(summary: Summary, folder: Path) -> None:
     write_report(folder / _FILE, text + "\n")
 
 
-def written(folder: Path) -> tuple[int, int, int] | None:
-    """Return what identifies the `summary.json` that is in the run folder now; `None` where there is none."""
-    try:
-        found = (folder / _FILE).stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+def remove_earlier_summary(folder: Path) -> None:
+    """Remove the summary that an earlier attempt of this run has left."""
+    with suppress(OSError):
+        (folder / _FILE).unlink()
 
 
-def read_metrics(folder: Path, *, earlier: tuple[int, int, int] | None) -> dict[str, float]:
+def read_metrics(folder: Path) -> dict[str, float]:
     """Return the metrics that rank 0 has written into the run folder; none where it could not."""
-    if written(folder) == earlier:  # as it was before the run
-        return {}
     try:
         text = (folder / _FILE).read_text(encoding="utf-8")
     except OSError:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
-import re
 import signal
 import sys
 import time
 import warnings
-from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,16 +15,16 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from lightning_lockstep._application.build import build, names_in
+from lightning_lockstep._application.build import build
 from lightning_lockstep._application.records import (
     LogConfiguration,
     Summary,
     finish,
     keep_unless_kept,
     read_metrics,
+    remove_earlier_summary,
     show,
     write,
-    written,
 )
 from lightning_lockstep._application.records import places as logger_places
 from lightning_lockstep._lightning import (
@@ -42,12 +39,9 @@ from lightning_lockstep._lightning import (
 )
 from lightning_lockstep._registry import register_strategies
 from lightning_lockstep._run_folder import RunFolder
-from lightning_lockstep._settings import did_you_mean
-from lightning_lockstep._text import listed, say
+from lightning_lockstep._text import say
 from lightning_lockstep._trainer import restore_data_classes, weights_as_they_are
 from lightning_lockstep.distributed.failure.exit_notes import remove_earlier_report
-from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.launchers.environments import hide_srun_hint
 from lightning_lockstep.launchers.mpirun import MPIRunLauncher, ran_under_mpirun
 from lightning_lockstep.loaders.global_order import in_global_order
 from lightning_lockstep.steps.patching import put_in_place
@@ -93,11 +87,6 @@ def leave_out_noise() -> None:
     for category in (DeprecationWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category, module=_THEIRS)
     warnings.filterwarnings("ignore", message=r"Checkpoint directory .* exists and is not empty")
-    hide_srun_hint()
-
-
-# How similar two spellings of one name are, as `difflib` counts.
-_SAME_WORD = 0.8
 
 
 # -- One training run: build, fit, validate, test, report --
@@ -121,7 +110,7 @@ def run(config: DictConfig) -> float | None:
     register_strategies()
     leave_out_noise()
     seed_everything(config.seed, workers=True, verbose=False)
-    record = RunRecord(config.objective.metric, _monitored(config))
+    record = RunRecord()
     model, data, trainer = build(config, own_callbacks=[record, LogConfiguration(config), LoaderPosition()])
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         record.share()
@@ -129,10 +118,10 @@ def run(config: DictConfig) -> float | None:
     left_out = _left_out(config, model, data)
     if trainer.is_global_zero:
         remove_earlier_report(Path(trainer.default_root_dir))
+        remove_earlier_summary(Path(trainer.default_root_dir))
         for stage, why in left_out.items():
             say(f"lightning-lockstep: {stage}=true is left out: {why}")
     loggers = list(trainer.loggers)
-    earlier = written(Path(trainer.default_root_dir))
     try:
         metrics = _loops(config, trainer, record, left_out, model=model, datamodule=data)
     except BaseException as error:
@@ -154,7 +143,7 @@ def run(config: DictConfig) -> float | None:
     finish(loggers, failed=False)
     if ran_under_mpirun():
         # The ranks have done it all, and rank 0 has reported it.
-        metrics = read_metrics(Path(trainer.default_root_dir), earlier=earlier)
+        metrics = read_metrics(Path(trainer.default_root_dir))
     elif trainer.is_global_zero:
         summary = Summary(
             metrics=metrics,
@@ -192,31 +181,6 @@ def _say_interrupted(trainer: Any, record: RunRecord) -> None:
     else:
         lines.append(f"  no checkpoint was saved in {folder.shown()}; the run must start from the beginning")
     say("\n".join(lines))
-
-
-def _monitored(config: DictConfig) -> dict[str, str]:
-    """The metrics by which checkpoints are chosen after each validation, by the key that names each."""
-    found = {}
-    for name in names_in(config, "checkpoint"):
-        node = config.checkpoint[name]
-        each_epoch = node.get("every_n_epochs") in (None, 1) and node.get("every_n_train_steps") is None
-        metric = node.get("monitor") if node.get("save_on_train_epoch_end") is False and each_epoch else None
-        # A ModelCheckpoint knows two by itself.
-        if isinstance(metric, str) and metric not in ("epoch", "step"):
-            same = metric == config.objective.metric
-            found["objective.metric" if same else f"checkpoint.{name}.monitor"] = metric
-    return found
-
-
-def _misspelt(name: str, logged: Iterable[str]) -> bool:
-    """Whether a name is one that was logged, but for a letter too few or too many, a transposition, or the case."""
-    plain = re.sub(r"[\W_]+", "_", name.lower())
-    for other in (re.sub(r"[\W_]+", "_", other.lower()) for other in logged):
-        differ = (Counter(plain) - Counter(other)) + (Counter(other) - Counter(plain))
-        near = differ.total() <= 1 and not any(map(str.isdigit, differ))
-        if near and difflib.SequenceMatcher(None, plain, other).ratio() > _SAME_WORD:
-            return True
-    return False
 
 
 def _left_out(config: DictConfig, model: Any, data: Any) -> dict[str, str]:
@@ -303,15 +267,13 @@ def last_checkpoint(trainer: Any) -> Path | None:
 
 
 class RunRecord(Callback):
-    """Counts what the closing summary shows, looks whether metrics are there, and saves the last step of a run."""
+    """Counts what the closing summary shows, and saves the last step of a run."""
 
     # A parent process reads what a spawned or forked rank has counted, once it has asked for that with
     # :meth:`share`. What decides about a further validation or checkpoint is the same on all ranks; samples
     # and seconds are rank 0's.
 
-    def __init__(self, objective: str | None, monitored: dict[str, str]) -> None:
-        self._objective = objective
-        self._monitored = monitored  # metrics of checkpoints, by key of the configuration
+    def __init__(self) -> None:
         # samples of this rank, seconds of training, steps, epochs, step of the last validation
         self._numbers = torch.tensor([0.0, 0.0, 0.0, 0.0, -1.0], dtype=torch.float64)
         self._since: float | None = None
@@ -349,62 +311,33 @@ class RunRecord(Callback):
             place = f"epoch {trainer.current_epoch}, optimizer step {trainer.global_step}"
             say(f"lightning-lockstep: resuming from {trainer.ckpt_path} at {place}")
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start the clock."""
-        self._since = time.monotonic()
-
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Start the clock in an epoch that was resumed in the middle, which does not start again."""
+        """Start the clock, which has stood since an evaluation, or the beginning."""
         if self._since is None:
             self._since = time.monotonic()
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the samples of this rank."""
+        """Count the samples and seconds of this rank."""
+        now = time.monotonic()
         self._numbers[2] = trainer.global_step
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and self._since is not None:
             self._numbers[0] += extract_batch_size(batch)
-
-    def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:
-        """End a run that goes by a metric of which validation has logged another spelling."""
-        # What is missing otherwise may still be logged by training.
-        asked = {**self._monitored}
-        if isinstance(self._objective, str):  # null where nothing goes by a metric
-            asked["objective.metric"] = self._objective
-        self._refuse(
-            trainer, {key: name for key, name in asked.items() if _misspelt(name, trainer.callback_metrics)}
-        )
-
-    def _refuse(self, trainer: Any, asked: dict[str, str]) -> None:
-        logged = sorted(trainer.callback_metrics)
-        missing = {key: name for key, name in asked.items() if name not in logged}
-        if trainer.strategy.reduce_boolean_decision(bool(missing)):  # on all ranks
-            there_is = f"There is: {listed(logged, 12)}." if logged else "None was logged."
-            raise ConfigurationError(
-                [
-                    f"{key}={name}: validation has logged no such metric.{did_you_mean(name, logged)} {there_is}"
-                    for key, name in missing.items()
-                ]
-            )
+            self._numbers[1] += now - self._since
+        self._since = now
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Stop the clock."""
-        self._stop(trainer)
+        self._since = None
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Note which step was validated; start the clock again in the middle of an epoch."""
-        if self._numbers[4] < 0 and trainer.state.fn == "fit" and not trainer.sanity_checking:
-            # Before a ModelCheckpoint looks for them: these are called last.
-            self._refuse(trainer, {} if trainer.fast_dev_run else self._monitored)
+        """Note which step was validated."""
         if not trainer.sanity_checking:
             self._numbers[4] = trainer.global_step
-            if trainer.state.fn == "fit":
-                self._since = time.monotonic()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Stop the clock."""
-        self._stop(trainer)
+        """Count the epoch."""
         self._numbers[3] = trainer.current_epoch + 1
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -416,8 +349,3 @@ class RunRecord(Callback):
         path = last_checkpoint(trainer)
         if path is not None and self._saved_at != trainer.global_step and not trainer.fast_dev_run:
             trainer.save_checkpoint(path)
-
-    def _stop(self, trainer: Any) -> None:
-        if self._since is not None and trainer.is_global_zero:
-            self._numbers[1] += time.monotonic() - self._since
-        self._since = None

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
-from lightning_lockstep.batch_size.memory import Failure, attempt, release_memory
-from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.batch_size.memory import attempt, ranks_that_are_full, release_memory
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError
 
 _Given = ParamSpec("_Given")
@@ -55,7 +53,6 @@ def find_executable_batch_size(
 
     Raises:
         BatchSizeError: No size fits. (On every rank.)
-        TypeError: The caller passed a batch size.
 
     Ranks: all, together. One all-reduce of 4 bytes after each call. When memory runs out on one rank, every
         rank calls again with the smaller size; for this the other ranks must return from the function, so it
@@ -81,15 +78,13 @@ def find_executable_batch_size(
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal size
-        _refuse_batch_size(function, args)
         values: list[Any] = []
 
         def run() -> None:
             values.append(function(size, *args, **kwargs))
 
         while True:
-            failure = attempt(run)
-            if not _some_rank_is_full(failure):
+            if not ranks_that_are_full(attempt(run), "the function"):
                 return values[0]
             values.clear()  # this rank fitted, another did not: its result goes too
             release_memory()
@@ -101,36 +96,3 @@ def find_executable_batch_size(
                 )
 
     return call
-
-
-def _some_rank_is_full(failure: Failure | None) -> bool:
-    """Agree on what happened; an error that is not about memory ends all ranks."""
-    broken = failure is not None and not failure.out_of_memory
-    said = "" if failure is None else f"{'!' if broken else ''}{failure.summary}"
-    happened = current_communicator().agree(failure is not None, said)
-    errors = {rank: text[1:] for rank, text in happened.reasons.items() if text.startswith("!")}
-    if errors:
-        if failure is not None and failure.error is not None:
-            raise failure.error
-        rank, text = min(errors.items())
-        raise BatchSizeError(f"the function failed on rank {rank}, so every rank stops: {text}")
-    return bool(happened)
-
-
-def _refuse_batch_size(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # a builtin without a signature
-        return
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    name = getattr(function, "__name__", repr(function))
-    if not positional:
-        raise TypeError(f"{name}() must take the batch size as its first argument")
-    if len(args) + 1 > len(positional):
-        given = ", ".join(repr(argument) for argument in args[1:])
-        raise TypeError(
-            f"{name}() got {len(args)} arguments in addition to the batch size, which the decorator adds itself."
-            f" Call it without: {name}({given})"
-        )

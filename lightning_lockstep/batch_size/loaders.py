@@ -22,7 +22,6 @@ from lightning_lockstep._lightning import (
 )
 from lightning_lockstep._trainer import divides_data
 from lightning_lockstep.errors import BatchSizeError
-from lightning_lockstep.steps.capabilities import HasEngineTrials
 
 # -- The error of a search that cannot begin --
 
@@ -65,7 +64,7 @@ class BatchLoaders:
     @property
     def can_differ(self) -> bool:
         """Whether ranks may have micro-batches of different size: where the strategy divides and weights them."""
-        divides = hasattr(self._trainer.strategy, "lifecycle") and divides_data(self._trainer)
+        divides = hasattr(self._trainer.strategy, "micro_batches") and divides_data(self._trainer)
         own = any(isinstance(loader.sampler, DistributedSampler) for loader in self.loaders)
         return divides and not own and not getattr(self._trainer, "overfit_batches", 0)
 
@@ -75,7 +74,7 @@ class BatchLoaders:
         if value is None:
             return
         with self.former_size():
-            follows = self.made_with(self.size + 1)[0].batch_size != self.size
+            follows = _flattened(self._with_size(self.size + 1))[0].batch_size != self.size
         if not follows:
             places = " and ".join(f"{type(holder).__name__}.{self._name}" for holder in self._holders())
             raise SearchRefusedError(
@@ -135,10 +134,6 @@ class BatchLoaders:
             return self._source.dataloader()
         return apply_to_collection(self._source.instance, DataLoader, with_batch_size, size)
 
-    def made_with(self, size: int) -> list[DataLoader[Any]]:
-        """Return the loaders that the run would have with that size, which the attributes then hold."""
-        return _flattened(self._with_size(size))
-
     def apply(self, size: int) -> None:
         """Make ``size`` the batch size of the run."""
         self.size = size
@@ -146,12 +141,10 @@ class BatchLoaders:
             self.hold(size)
         else:
             self._source.instance = self._with_size(size)
-        strategy = self._trainer.strategy
+        trials = getattr(self._trainer.strategy, "engine_trials", None)
         fits = in_fit(self._trainer)
-        if isinstance(strategy, HasEngineTrials) and fits:
-            strategy.engine_trials.take_sizes(
-                batch_size=size, accumulate=self._trainer.accumulate_grad_batches
-            )
+        if trials is not None and fits:
+            trials.take_sizes(batch_size=size, accumulate=self._trainer.accumulate_grad_batches)
         # All ranks together: in an evaluation this is as collective as the first making of the loaders.
         # A loop makes its loaders only if it has none.
         if self._loop._combined_loader is not None:
@@ -202,12 +195,6 @@ def with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
     vars(made)["batch_size"] = size
     vars(made)["_iterator"] = None  # the workers that the original keeps are not those of the copy
     return made
-
-
-def samples_of_rank(trainer: Trainer, loader: DataLoader[Any]) -> int:
-    """Return the samples that this rank gets of a loader in an epoch, those that fill up a share included."""
-    ranks = _divided_by(trainer, loader)
-    return -(-_given(loader) // ranks)
 
 
 def _whole_share(trainer: Trainer, loader: DataLoader[Any]) -> int:

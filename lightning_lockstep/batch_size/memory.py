@@ -1,4 +1,4 @@
-"""Memory: what counts as out of memory, how much there is, how a trial is kept within it."""
+"""Memory: how a trial is kept within a limit, and which errors mean that memory ran out."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import errno
 import gc
 import os
 import re
-import sys
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
 from lightning_lockstep._system import memory_limit
-from lightning_lockstep._text import first_line
-from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep._text import first_line, size_in_words
+from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.errors import BatchSizeError, ConfigurationError
 
 # -- How the C library keeps freed memory, which decides what a batch needs on CPU --
 # glibc returns a freed block to the system when it was large enough to be mapped by itself. It raises what
@@ -31,13 +31,11 @@ from lightning_lockstep.errors import ConfigurationError
 # again.
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
-_RETURNED_FROM = 2**20
-_KEPT_UP_TO = 32 * 2**20  # where glibc's own growth ends
 
 
 @cache
 def _c_function(name: str) -> Callable[..., int] | None:
-    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+    return getattr(ctypes.CDLL(None), name, None)
 
 
 def trim() -> None:
@@ -47,32 +45,22 @@ def trim() -> None:
         function(0)
 
 
-def return_freed_memory() -> None:
-    """Let every block of 1 MiB or more go back to the system when it is freed."""
+def return_freed_memory(least: int = 2**20) -> None:
+    """Let every block of so many bytes or more go back to the system when it is freed, from now on."""
     # Memory in use is then what is alive: the same step needs the same, whatever ran before it. The system
     # has to supply the pages again in the next step, which takes time. Does nothing where the C library is
     # not glibc, or where the environment has set its thresholds.
-    _set_thresholds(_RETURNED_FROM)
-
-
-def keep_freed_memory() -> None:
-    """Let freed blocks of up to 32 MiB stay with malloc, as glibc comes to do by itself."""
-    _set_thresholds(_KEPT_UP_TO)
-
-
-def _set_thresholds(size: int) -> None:
     mallopt = _c_function("mallopt")
     own = "MALLOC_MMAP_THRESHOLD_" in os.environ or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
     if mallopt is None or _c_function("gnu_get_libc_version") is None or own:
         return
-    mallopt(_MMAP_THRESHOLD, size)
-    mallopt(_TRIM_THRESHOLD, 2 * size)
+    mallopt(_MMAP_THRESHOLD, least)
+    mallopt(_TRIM_THRESHOLD, 2 * least)
 
 
-# -- How much memory a trial used at its peak, and how much there is --
-# On CUDA the caching allocator knows. On CPU it is the kernel: what is counted is what the limit that binds
-# counts, so that a prediction meets the limit where it is. The kernel keeps the highest value itself;
-# samples would miss peaks.
+# -- How much memory a trial may take: what it takes beyond that raises, on CPU too --
+# On CPU nothing stops a process that takes too much until the kernel kills it. For the time of a trial the
+# process therefore bounds itself, and an allocation beyond the limit fails with an ordinary error.
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -93,163 +81,80 @@ def parse_bytes(text: str | int | float) -> int:
 
 
 @dataclass(frozen=True)
-class MemoryUse:
-    """Peak and limit of one trial [bytes]."""
+class MemoryLimit:
+    """How much memory this process may take on its device in a trial."""
 
-    peak: float | None  # None: not above an earlier peak, which hides it
-    limit: float
+    device: torch.device
+    size: int | None  # [bytes]; None: the device raises by itself when it is full
+    source: str  # who has set it, for people
+    # What the run will take and a trial does not [bytes]. It counts as if it were in use.
+    owed: int = 0
 
-
-class MemoryMeter(ABC):
-    """Reads the memory of one process on one device."""
-
-    source: str = ""  # where the limit comes from, for people
-    noise: float = 0.0  # peaks that differ by less say nothing [bytes]
-    judges: bool = False  # whether a size with a peak above the limit does not fit, though nothing was raised
-
-    @abstractmethod
-    def start(self) -> None:
-        """Begin to watch for the peak."""
-
-    @abstractmethod
-    def stop(self) -> MemoryUse:
-        """Return the peak since :meth:`start`, and the limit."""
-
-    @property
-    @abstractmethod
-    def headroom(self) -> float:
-        """What can still be taken now [bytes]."""
-
-
-def meter_for(
-    device: torch.device, *, memory_limit: int | None = None, local_ranks: int = 1, owed: int = 0
-) -> MemoryMeter | None:
-    """Return the meter of ``device``, or ``None`` where memory cannot be read."""
-    if device.type == "cuda":
-        return CUDAMeter(device, memory_limit)
-    if device.type == "cpu" and sys.platform == "linux":
-        return CPUMeter(memory_limit, local_ranks, owed)
-    return None
-
-
-class CUDAMeter(MemoryMeter):
-    """The caching allocator of one CUDA device."""
-
-    noise = 4 * 2**20  # blocks are rounded up to 2 MiB
-
-    def __init__(self, device: torch.device, memory_limit: int | None = None) -> None:
-        self.device, self.memory_limit = device, memory_limit
-        self.source = "memory_limit" if memory_limit else f"free memory of {device}"
-
-    @property
-    def headroom(self) -> float:
-        return self._limit() - torch.cuda.memory_allocated(self.device)
-
-    def start(self) -> None:
-        torch.cuda.synchronize(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-    def stop(self) -> MemoryUse:
-        torch.cuda.synchronize(self.device)
-        return MemoryUse(float(torch.cuda.max_memory_allocated(self.device)), self._limit())
-
-    def _limit(self) -> float:
-        free, total = torch.cuda.mem_get_info(self.device)
-        allowed = torch.cuda.get_per_process_memory_fraction(self.device) * total
-        available = min(free + torch.cuda.memory_reserved(self.device), allowed)
-        return float(min(available, self.memory_limit or available))
-
-
-class CPUMeter(MemoryMeter):
-    """The memory of this process, as the kernel counts it."""
-
-    # What is read depends on what binds: the address space where ``RLIMIT_AS`` does, which raises by itself,
-    # else resident memory, which is what a process takes from its host or control group, and for which the
-    # kernel kills.
-
-    noise = 24 * 2**20  # the allocator's caches come and go
-
-    def __init__(self, memory_limit: int | None = None, local_ranks: int = 1, owed: int = 0) -> None:
-        self._process = psutil.Process()
-        now = self._process.memory_info()
-        if memory_limit is None:
-            resident_limit, self.source = _host_limit(local_ranks)
+    @contextmanager
+    def enforced(self) -> Iterator[None]:
+        """Let allocations beyond the limit fail while the body runs."""
+        if self.size is None:
+            yield
+        elif self.device.type == "cuda":
+            before = torch.cuda.get_per_process_memory_fraction(self.device)
+            share = self.size / torch.cuda.get_device_properties(self.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(before, share), self.device)
+            try:
+                yield
+            finally:
+                torch.cuda.set_per_process_memory_fraction(before, self.device)
         else:
-            resident_limit, self.source = memory_limit, "memory_limit"
-        self.limit, self.judges = float(resident_limit), True
-        address_space, _ = self._process.rlimit(psutil.RLIMIT_AS)
-        unlimited = address_space == psutil.RLIM_INFINITY
-        if not unlimited and address_space - now.vms < resident_limit - now.rss:
-            self.limit, self.judges, self.source = float(address_space), False, "RLIMIT_AS"
-        # What the run will take and a trial does not [bytes]. It counts as if it were in use.
-        self._owed = owed if self.judges else 0
-        self._record = "VmHWM" if self.judges else "VmPeak"
-        self._before = (0, 0)  # record and use when a trial began
-
-    @property
-    def headroom(self) -> float:
-        return float(self.limit - self._owed - self._in_use)
-
-    @property
-    def data_limit(self) -> int:
-        """Private writable memory at which resident memory reaches the limit, from where it is now [bytes]."""
-        data: int = self._process.memory_info().data
-        return data + max(0, int(self.headroom))
-
-    @property
-    def _in_use(self) -> int:
-        now = self._process.memory_info()
-        return int(now.rss if self.judges else now.vms)
-
-    def start(self) -> None:
-        if self.judges:
-            with suppress(OSError):
-                # Sets the record to what is in use. Some sandboxes refuse it, or accept it and do nothing.
-                Path("/proc/self/clear_refs").write_text("5")
-        self._before = _peak(self._record), self._in_use
-
-    def stop(self) -> MemoryUse:
-        highest, (record, in_use) = _peak(self._record), self._before
-        known = highest > record or abs(record - in_use) <= 16 * 2**20
-        return MemoryUse(float(highest + self._owed) if known else None, self.limit)
-
-
-def _peak(name: str) -> int:
-    """Return a highest value that the kernel keeps and psutil does not read [bytes]."""
-    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return int(found.group(1)) * 1024 if found else 0
-
-
-def _host_limit(local_ranks: int) -> tuple[int, str]:
-    """Return (bytes for this process, where that comes from)."""
-    size, source = memory_limit()
-    return size // local_ranks, source if local_ranks == 1 else f"{source} / {local_ranks} ranks"
-
-
-# -- Limits memory during a trial, so that exceeding it raises instead of invoking the OOM killer --
-# On CPU nothing stops a process that takes too much until the kernel kills it. For the time of a trial the
-# process therefore bounds itself: an allocation beyond the limit fails with an ordinary error.
-
-
-@contextmanager
-def limited_memory(meter: MemoryMeter | None) -> Iterator[None]:
-    """Let allocations beyond the limit of ``meter`` fail while the body runs."""
-    with ExitStack() as stack:
-        if isinstance(meter, CPUMeter) and meter.judges:
-            import resource  # not on every system
-
             soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-            ceiling = [value for value in (soft, hard) if value != resource.RLIM_INFINITY]
             # Counted from now: pages that were given back, but whose addresses malloc keeps, can be used again.
-            resource.setrlimit(resource.RLIMIT_DATA, (min([meter.data_limit, *ceiling]), hard))
-            stack.callback(resource.setrlimit, resource.RLIMIT_DATA, (soft, hard))
-        elif isinstance(meter, CUDAMeter) and meter.memory_limit is not None:
-            total = torch.cuda.get_device_properties(meter.device).total_memory
-            before = torch.cuda.get_per_process_memory_fraction(meter.device)
-            share = min(before, meter.memory_limit / total)
-            torch.cuda.set_per_process_memory_fraction(share, meter.device)
-            stack.callback(torch.cuda.set_per_process_memory_fraction, before, meter.device)
-        yield  # else the limit raises by itself, or memory cannot be read
+            now = psutil.Process().memory_info()
+            room = self.size - self.owed - now.rss
+            if room <= 0:
+                raise MemoryError(f"{size_in_words(now.rss)} are in use before the step")
+            allowed = now.data + room
+            lower = [value for value in (soft, hard) if value != resource.RLIM_INFINITY]
+            resource.setrlimit(resource.RLIMIT_DATA, (min([allowed, *lower]), hard))
+            try:
+                yield
+            except RuntimeError as error:
+                # oneDNN says no more if it has no memory for the machine code of an operation.
+                if "could not create a primitive" in str(error):
+                    raise MemoryError(str(error)) from error
+                raise
+            finally:
+                resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+    def attempt(self, step: Callable[[], None], *, in_thread: bool = False) -> Failure | None:
+        """Call a step within the limit, perhaps in a thread of its own; return how it failed, or ``None``."""
+
+        def limited() -> None:
+            with self.enforced():
+                step()
+
+        if not in_thread:
+            return attempt(limited)
+
+        def with_threads() -> Failure | None:
+            # OpenMP starts the threads that work for this one here, because it ends the process if it cannot.
+            torch.zeros(2**15 * torch.get_num_threads()).add_(1)
+            return attempt(limited)
+
+        with ThreadPoolExecutor(1, "lockstep-trial") as thread:
+            return thread.submit(with_threads).result()
+
+
+def limit_of_trials(
+    device: torch.device, *, given: int | None = None, local_ranks: int = 1, owed: int = 0
+) -> MemoryLimit:
+    """Return the limit of a process: what is ``given`` [bytes], or on CPU its share of what its host has."""
+    if device.type == "cpu":
+        if given is not None:
+            return MemoryLimit(device, given, "memory_limit", owed)
+        size, source = memory_limit()
+        source += "" if local_ranks == 1 else f" / {local_ranks} ranks"
+        return MemoryLimit(device, size // local_ranks, source, owed)
+    if device.type == "cuda" and given is not None:
+        return MemoryLimit(device, given, "memory_limit")
+    return MemoryLimit(device, None, f"free memory of {device}")
 
 
 # -- Which errors mean that memory ran out, and how to get it back --
@@ -271,23 +176,21 @@ _TEXTS = (
     "module:pt_devmem allocation failed",  # HPU
     "resource_exhausted",  # XLA
     "std::bad_alloc",
+    "cudnn error: cudnn_status_not_supported",  # also if the workspace of no algorithm fits
 )
-# cuDNN answers this too when no algorithm's workspace fits; it counts only while the GPU is nearly full.
-_CUDNN_UNSUPPORTED = "cudnn error: cudnn_status_not_supported"
-_NEARLY_FULL = 0.9
 
 
-def is_out_of_memory(error: BaseException, *, memory_is_short: Callable[[], bool] | None = None) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Return whether ``error`` says that memory ran out, on whatever device."""
     seen: BaseException | None = error
     while seen is not None:
-        if _says_so(seen, memory_is_short or _cuda_is_nearly_full):
+        if _says_so(seen):
             return True
         seen = seen.__cause__
     return False
 
 
-def _says_so(error: BaseException, memory_is_short: Callable[[], bool]) -> bool:
+def _says_so(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(error, OSError):
@@ -295,17 +198,7 @@ def _says_so(error: BaseException, memory_is_short: Callable[[], bool]) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     text = str(error).lower()
-    if any(known in text for known in _TEXTS):
-        return True
-    return _CUDNN_UNSUPPORTED in text and memory_is_short()
-
-
-def _cuda_is_nearly_full() -> bool:
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
-        return False
-    free, total = torch.cuda.mem_get_info()
-    others = total - free - torch.cuda.memory_reserved()
-    return torch.cuda.max_memory_reserved() + others >= _NEARLY_FULL * total
+    return any(known in text for known in _TEXTS)
 
 
 @dataclass(frozen=True)
@@ -347,3 +240,18 @@ def release_memory(*, collect: bool = True) -> None:
     if hasattr(backend, "empty_cache") and getattr(backend, "is_initialized", lambda: True)():
         backend.empty_cache()
     trim()
+
+
+def ranks_that_are_full(failure: Failure | None, what: str) -> Mapping[int, str]:
+    """Return where memory ran out, and what did; another error of any rank ends all. Ranks: all; 4 bytes."""
+    said = "" if failure is None else failure.summary
+    if failure is not None and not failure.out_of_memory:
+        said = "!" + said
+    reasons = current_communicator().agree(failure is not None, said)
+    errors = {rank: text[1:] for rank, text in reasons.items() if text.startswith("!")}
+    if not errors:
+        return reasons
+    if failure is not None and failure.error is not None:
+        raise failure.error
+    rank, text = min(errors.items())
+    raise BatchSizeError(f"{what} failed on rank {rank}, so every rank stops: {text}")

@@ -1,37 +1,47 @@
-"""A whole search on all ranks: its options, its trials in turn, what people see of it."""
+"""A whole search on all ranks: its options, its trials by real steps, the largest size that fitted, what people see."""
 
 from __future__ import annotations
 
 import gc
-import io
 import json
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep._settings import Faults, is_whole
 from lightning_lockstep._system import write_report
-from lightning_lockstep._text import counted, plain_table, ranks_in_words, say, size_in_words
-from lightning_lockstep.batch_size.loaders import BatchLoaders, SearchRefusedError, loop_of
+from lightning_lockstep._text import counted, ranks_in_words, say, size_in_words
+from lightning_lockstep.batch_size.loaders import BatchLoaders, SearchRefusedError, in_fit, loop_of
 from lightning_lockstep.batch_size.memory import (
-    CPUMeter,
-    MemoryMeter,
-    keep_freed_memory,
-    meter_for,
+    MemoryLimit,
+    limit_of_trials,
     parse_bytes,
+    ranks_that_are_full,
+    release_memory,
     return_freed_memory,
 )
 from lightning_lockstep.batch_size.search import SizeSearch, Trial
-from lightning_lockstep.batch_size.trial import TrialRunner
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.c10d_operators import untouched_buckets
-from lightning_lockstep.errors import BatchSizeError, ConfigurationError, MissingExtraError
-from lightning_lockstep.steps.capabilities import HasEngineTrials, missing_capabilities
+from lightning_lockstep.distributed.local_collectives import UnansweredCollectiveError
+from lightning_lockstep.errors import BatchSizeError, ConfigurationError
+from lightning_lockstep.steps.capabilities import missing_capabilities
+from lightning_lockstep.steps.isolated import isolated, run_step, step_arguments
+from lightning_lockstep.steps.snapshot import (
+    Gradients,
+    ModuleAttributes,
+    Snapshot,
+    whole_run,
+)
 
 # -- The settings of AutoBatchSize, checked together --
 
@@ -40,7 +50,7 @@ from lightning_lockstep.steps.capabilities import HasEngineTrials, missing_capab
 class AutoBatchSizeSettings:
     """The arguments of :class:`AutoBatchSize`, checked; see there."""
 
-    mode: Literal["model", "binsearch", "power", "off"] = "model"
+    mode: Literal["binsearch", "off"] = "binsearch"
     steps_per_trial: int = 2
     init_val: int = 2
     max_trials: int = 25
@@ -48,19 +58,15 @@ class AutoBatchSizeSettings:
     margin: float = 0.05
     max_val: int = 8192
     memory_limit: str | int | float | None = None
-    limit: Literal["shard"] | None = "shard"
     global_batch_size: int | Literal["largest"] | None = None
-    on_oom: Literal["raise", "split", "skip"] = "raise"
+    on_oom: Literal["raise", "split"] = "raise"
     loss_reduction: Literal["mean", "sum"] = "mean"
-    reuse: bool = True
-    plot: bool = False
 
     def __post_init__(self) -> None:
         faults = Faults()
-        faults.choice("mode", self.mode, ("model", "binsearch", "power", "off"))
+        faults.choice("mode", self.mode, ("binsearch", "off"))
         faults.number("margin", self.margin, what="a share of the size found", least=0, below=1)
-        faults.choice("limit", self.limit, ("shard", None))
-        faults.choice("on_oom", self.on_oom, ("raise", "split", "skip"))
+        faults.choice("on_oom", self.on_oom, ("raise", "split"))
         faults.choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
         faults.check(
             bool(self.batch_arg_name), "batch_arg_name", self.batch_arg_name, "the name of an attribute"
@@ -85,11 +91,16 @@ class AutoBatchSizeSettings:
 # -- What is refused before any trial --
 
 
+def _engine_trials(trainer: Trainer) -> Any:
+    """Return what makes the steps of a trial if the strategy has an engine, or ``None``."""
+    return getattr(trainer.strategy, "engine_trials", None)
+
+
 def refuse_strategy(trainer: Trainer) -> None:
     """Raise where a trial on one rank alone is not possible, with the reason."""
-    if isinstance(trainer.strategy, HasEngineTrials):
+    if (trials := _engine_trials(trainer)) is not None:
         refuse_fixed_sizes(trainer, "AutoBatchSize is to choose the batch size")
-        if why := trainer.strategy.engine_trials.why_not_possible():
+        if why := trials.why_not_possible():
             raise SearchRefusedError(
                 f"no batch size can be tried with {type(trainer.strategy).__name__}: {why}."
                 " Set the batch size yourself."
@@ -105,28 +116,150 @@ def refuse_strategy(trainer: Trainer) -> None:
 
 def refuse_fixed_sizes(trainer: Trainer, what: str, *, accumulates: bool = False) -> None:
     """Raise where the configuration of an engine says a size that is to be changed."""
-    if not isinstance(trainer.strategy, HasEngineTrials):
+    if (trials := _engine_trials(trainer)) is None:
         return
-    trials = trainer.strategy.engine_trials
     why = trials.why_size_is_fixed() or (trials.why_accumulation_is_fixed() if accumulates else "")
     if why:
         raise SearchRefusedError(f"{what}, and {why}.")
 
 
-def refuse_engine(trainer: Trainer, on_oom: str) -> None:
+def refuse_split(trainer: Trainer) -> None:
     """Raise where an engine makes the steps, which cannot be run again in parts."""
-    if isinstance(trainer.strategy, HasEngineTrials):
+    if _engine_trials(trainer) is not None:
         raise SearchRefusedError(
-            f"on_oom={on_oom!r} is not possible with {type(trainer.strategy).__name__}: gradients are reduced"
+            f"on_oom='split' is not possible with {type(trainer.strategy).__name__}: gradients are reduced"
             " while the backward runs, and a batch that ended half way cannot be finished in parts. Write"
             " on_oom='raise'; the search for a batch size works."
         )
 
 
-# -- A whole search on all ranks: try, agree, repeat --
+# -- One trial of a batch size: real steps on a real batch, on this rank alone, then one message to the
+# others
+#
+# A trial runs on the module itself, not on its distributed wrapper, so no gradient is reduced and no rank
+# can leave another in a collective. Where an engine makes the steps, it makes those of a trial too. What is
+# sent to other ranks is answered on the spot, with tensors of the size that the real answer would have.
+# After each trial the ranks agree on how it went.
 
-# On CPU a malloc that keeps freed blocks needs up to about half as much again as what is in use.
-_SHARE_WITH_KEPT_BLOCKS = 0.6
+_STEPS = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+class TrialRunner:
+    """Runs trials of one loop."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        place: BatchLoaders,
+        *,
+        steps: int,  # of a trial; the second is the first with the optimizer's state in place
+        limit: MemoryLimit,
+        accumulates: bool,  # the run may, though the Trainer does not say so yet
+    ) -> None:
+        self._trainer, self._module, self._place = trainer, module, place
+        self._steps, self._limit, self._accumulates = steps, limit, accumulates
+        self._kind = loop_of(trainer)
+        self._engine = _engine_trials(trainer)
+        self._engine_state: Any = None
+        # A thread in which oneDNN once had no memory for the code of a convolution can run no new one any more, so it
+        # must not be the one that trains.
+        convolves = any(isinstance(one, _CONVOLUTIONS) for one in module.modules())
+        self._compiles = limit.device.type == "cpu" and convolves
+
+    def preserved(self) -> Snapshot:
+        """Return the state of the run, to put back once sizes have been tried."""
+        if self._engine is not None:
+            others = whole_run(self._module, generators=self._place.generators(), tensors=False)
+            self._engine_state = self._engine.state()  # with no gradients any more
+            return Snapshot(others, self._engine_state)
+        return whole_run(
+            self._module,
+            self._trainer.strategy.optimizers if self._kind == "fit" else (),
+            scaler=getattr(self._trainer.precision_plugin, "scaler", None),
+            generators=self._place.generators(),
+        )
+
+    def run(self, size: int) -> Trial:
+        """Try ``size`` and agree on how it went."""
+        # What a trial leaves in attributes of the module must not be memory of the next one, nor what that one reads.
+        gradients, attributes = Gradients(self._module), ModuleAttributes(self._module)
+        with self._alone() as passes:
+            failure = self._limit.attempt(lambda: self._steps_of(size, passes), in_thread=self._compiles)
+        if self._engine_state is not None:
+            self._engine_state.restore_structure()
+        attributes.restore()
+        gradients.restore()  # and the flags of an optimizer that was toggled when memory ran out
+        release_memory(collect=failure is not None)
+        full = ranks_that_are_full(failure, f"the step with batch size {size}")
+        return Trial(size, not full, full)
+
+    @contextmanager
+    def _alone(self) -> Iterator[int]:
+        """Keep steps of the body from the run; yields how many batches make an optimizer step."""
+        with isolated(self._trainer, self._module, by_module=self._engine is None):
+            if self._engine is None:
+                yield 1
+                return
+            with self._engine.alone(accumulates=self._accumulates and self._kind == "fit") as passes:
+                yield passes
+
+    def _steps_of(self, size: int, passes: int) -> None:
+        self._place.hold(size)  # a step may read it
+        for index in range(self._steps * passes):
+            batch = self._on_device(self._place.batch(size))
+            if self._kind == "fit":
+                arguments = step_arguments(self._module.training_step, batch, index)
+                step = partial(run_step, self._trainer, self._module, arguments, index, accumulate=passes)
+            else:
+                step = partial(self._evaluate, batch, index)
+            try:
+                step()
+            except UnansweredCollectiveError as error:
+                raise BatchSizeError(
+                    f"no batch size can be tried, because a trial runs on each rank alone: {error} Give the batch size"
+                    " yourself, or use find_executable_batch_size around the whole run."
+                ) from error
+
+    def _on_device(self, batch: Any) -> Any:
+        batch = self._trainer.precision_plugin.convert_input(batch)
+        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+    def _evaluate(self, batch: Any, index: int) -> None:
+        step = getattr(self._trainer.strategy, f"{_STEPS[self._kind]}")
+        self._module.eval()
+        with torch.no_grad():
+            step(*step_arguments(getattr(self._module, _STEPS[self._kind]), batch, index))
+
+
+# -- The largest size to try --
+
+
+def largest_to_try(
+    place: BatchLoaders, max_val: int, global_batch: int | None, *, as_configured: bool, accumulate: int
+) -> tuple[int, str]:
+    """Return the largest size of a search, and why it tries none above it. Ranks: all, together; a reduction."""
+    # `global_batch`: samples of all ranks in an optimizer step, of `accumulate` micro-batches if it is None;
+    # `as_configured`: nobody has said how many.
+    communicator = current_communicator()
+    most, why = max_val, f"it is max_val={max_val}"
+    if global_batch is not None:
+        share = math.ceil(global_batch / communicator.world_size)
+        if share <= most:
+            most, why = share, f"it is a rank's share of the global batch of {global_batch}"
+            if as_configured:
+                why += ", as configured; global_batch_size= asks for another, or for the 'largest' that fits"
+    samples = int(communicator.all_reduce(torch.tensor(place.samples), "min"))
+    if global_batch is None:
+        samples = max(1, samples // accumulate)
+    return (samples, "it is all data of a rank") if samples < most else (most, why)
+
+
+# -- A whole search on all ranks: try, agree, repeat --
 
 
 @dataclass(frozen=True)
@@ -137,14 +270,9 @@ class SearchResult:
     largest: int  # that fitted in a trial, before the margin
     accumulate: int  # micro-batches per optimizer step
     ranks: int
-    mode: str
     trials: Sequence[Trial]
     seconds: float  # that the search took
     reason: str  # why it ended there
-    limit_source: str  # of the memory limit
-    tight: bool  # memory on CPU is short, so the process goes on returning freed blocks at once
-    line: tuple[float, float] | None  # (a, b) of peak = a + b x size [bytes]
-    fingerprint: Mapping[str, Any] = field(default_factory=dict)  # what the answer depends on
 
     @property
     def global_batch(self) -> int:
@@ -164,22 +292,13 @@ def run_search(
 ) -> SearchResult:
     """Search on all ranks together until an answer is found."""
     began, communicator = time.perf_counter(), current_communicator()
-    meter = _meter_of_run(trainer, settings.memory_limit)
+    limit = _limit_of_run(trainer, settings.memory_limit)
     search = SizeSearch(
-        settings.mode,
-        settings.init_val,
-        max_val=most,
-        why_none_above=why_none_above,
-        max_trials=settings.max_trials,
-        noise=None if meter is None else meter.noise,
+        settings.init_val, max_val=most, why_none_above=why_none_above, max_trials=settings.max_trials
     )
     runner = TrialRunner(
-        trainer, module, place, steps=settings.steps_per_trial, meter=meter, accumulates=accumulates
+        trainer, module, place, steps=settings.steps_per_trial, limit=limit, accumulates=accumulates
     )
-    headroom = None
-    if meter is not None:
-        left = torch.tensor(meter.headroom, dtype=torch.float64)
-        headroom = float(communicator.all_reduce(left, "min"))
     trials: list[Trial] = []
 
     def tried(size: int) -> Trial:
@@ -188,8 +307,8 @@ def run_search(
         say_once(_trial_line(len(trials), trial))
         return trial
 
-    # On CPU, let a size need the same whatever was tried before; the run goes on so where memory is short.
-    on_cpu, tight = isinstance(meter, CPUMeter), False
+    # On CPU, let a size need the same whatever was tried before; the run goes on so if memory ran out in a trial.
+    on_cpu = limit.device.type == "cpu"
     if on_cpu:
         return_freed_memory()
     gc.freeze()  # the collector would go through all that existed before the search, again and again
@@ -198,37 +317,30 @@ def run_search(
             while not (proposal := search.propose()).stop:
                 search.record(tried(proposal.size))
             if not proposal.size:
-                raise BatchSizeError(_nothing_fits(search, proposal.reason, headroom, meter))
-            margin = 0.0 if settings.mode == "power" else settings.margin
-            size = _with_margin(search, proposal.size, margin, tried)
-            last = next(trial for trial in reversed(trials) if trial.size == size)
-            tight = on_cpu and _is_short(last)
+                raise BatchSizeError(_nothing_fits(search, proposal.reason, limit))
+            size = _with_margin(search, proposal.size, settings.margin, tried)
     finally:
         gc.unfreeze()
-        if on_cpu and not tight:
-            keep_freed_memory()
+        if on_cpu and search.high is None:
+            return_freed_memory(32 * 2**20)  # as glibc comes to do by itself
     return SearchResult(
         size=size,
         largest=search.low,
         accumulate=trainer.accumulate_grad_batches,
         ranks=communicator.world_size,
-        mode=search.mode,
         trials=tuple(trials),
         seconds=time.perf_counter() - began,
         reason=proposal.reason,
-        limit_source="" if meter is None else meter.source,
-        tight=tight,
-        line=search.line(),
     )
 
 
-def _meter_of_run(trainer: Trainer, memory_limit: str | int | float | None) -> MemoryMeter | None:
-    """Return what reads the memory of this rank in trials, or ``None`` where that cannot be read."""
+def _limit_of_run(trainer: Trainer, memory_limit: str | int | float | None) -> MemoryLimit:
+    """Return how much memory this rank may take in trials."""
     communicator = current_communicator()
     hosts = communicator.gather(communicator.host)
-    return meter_for(
+    return limit_of_trials(
         trainer.strategy.root_device,
-        memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
+        given=None if memory_limit is None else parse_bytes(memory_limit),
         local_ranks=hosts.count(communicator.host),
         owed=untouched_buckets(trainer.strategy.model),
     )
@@ -246,93 +358,46 @@ def _with_margin(search: SizeSearch, size: int, margin: float, tried: Callable[[
         # Fragmentation or another process took what was free before: a size must fit when it is tried again.
         smaller = int(smaller * min(1 - margin, 0.9))
     raise BatchSizeError(
-        f"batch size {first} did not fit though {size} did just before, nor did any below it"
+        f"batch size {first} did not fit, nor did any below it, although {size} had fitted just before: is another"
+        " program using the memory?"
     )
 
 
-def _is_short(trial: Trial) -> bool:
-    return trial.peak is None or trial.limit is None or trial.peak > _SHARE_WITH_KEPT_BLOCKS * trial.limit
-
-
-def _nothing_fits(search: SizeSearch, reason: str, headroom: float | None, meter: MemoryMeter | None) -> str:
-    smallest = min(search.trials, key=lambda trial: trial.size)
-    if smallest.size > 1:
-        return f"no batch size fits ({reason}); the smallest tried was {smallest.size}"
-    limit = smallest.limit
-    mend = (
-        "use a smaller model, a lower precision, activation checkpointing, or a strategy that shards or offloads the"
-        " optimizer."
-    )
-    if limit is None or headroom is None or meter is None:
-        return f"1 does not fit: one sample needs more memory than there is. To mend it, {mend}"
+def _nothing_fits(search: SizeSearch, reason: str, limit: MemoryLimit) -> str:
+    smallest = min(trial.size for trial in search.trials)
+    if smallest > 1:
+        return f"no batch size fits ({reason}); the smallest tried was {smallest}"
     # On CPU most of it may be the interpreter's: a network of 10 kB stands in a process of 400 MiB.
-    on_cpu = isinstance(meter, CPUMeter)
-    who = (
-        "this process (Python, its libraries, data, model and optimizer)" if on_cpu else "model and optimizer"
-    )
-    left = (
-        f"one sample needs more than the {size_in_words(headroom)} left"
-        if headroom > 0
-        else "nothing is left"
+    most = (
+        ""
+        if limit.size is None
+        else f" A rank may take {size_in_words(limit.size)} ({limit.source}), in which Python, its libraries, data,"
+        " model and optimizer count too. Raise that if the machine has more."
     )
     return (
-        f"1 does not fit: before the first step {who} {'takes' if on_cpu else 'take'}"
-        f" {size_in_words(limit - headroom)} of {size_in_words(limit)} ({meter.source}), and {left}."
-        f" Raise the limit if the machine has more, or {mend}"
+        f"1 does not fit: one sample needs more memory than there is.{most} Use a smaller model, a lower precision,"
+        " activation checkpointing, or a strategy that shards or offloads the optimizer."
     )
 
 
-def fingerprint_of(
-    trainer: Any, module: LightningModule, settings: AutoBatchSizeSettings, most: int
-) -> dict[str, Any]:
-    """Return what the answer of a search depends on, as plain values."""
-    parameters = list(module.parameters())
-    return {
-        "loop": loop_of(trainer),
-        "ranks": trainer.world_size,
-        "device": trainer.strategy.root_device.type,
-        "precision": str(trainer.precision),
-        "parameters": sum(p.numel() for p in parameters),
-        "trainable": sum(p.numel() for p in parameters if p.requires_grad),
-        "optimizers": [type(optimizer).__name__ for optimizer in trainer.strategy.optimizers],
-        "most": most,
-        "memory_limit": settings.memory_limit,
-        "margin": settings.margin,
-        "mode": settings.mode,
-    }
-
-
-# -- What people see of a search: a line a trial, a table, a picture, and the file a resumed run reads --
+# -- What people see of a search: a line for each trial, two at the end, and a file --
 
 
 def _trial_line(number: int, trial: Trial) -> str:
     line = f"batch size trial {number}: {trial.size:>6} per rank, "
-    if trial.peak is not None:
-        line += f"peak {size_in_words(trial.peak)} of {size_in_words(trial.limit)}, "
     if trial.fits:
         return line + "fits"
     first = next(iter(trial.reasons.values()), "")
     return line + f"out of memory on {ranks_in_words(trial.reasons)} ({first[:90]})"
 
 
-def _table(result: SearchResult) -> str:
-    """Return the closing table of a search."""
-    rows = [
-        (
-            each.size,
-            size_in_words(each.peak),
-            size_in_words(each.limit),
-            "fits" if each.fits else "out of memory",
-        )
-        for each in sorted(result.trials, key=lambda each: each.size)
-    ]
-    trials = plain_table(("size", "peak", "limit", "verdict"), rows)
+def _closing_lines(result: SearchResult, *, of_fit: bool) -> str:
     numbers = f"  batch size {result.size} per rank"
-    if result.fingerprint.get("loop") == "fit":
+    if of_fit:
         ranks = counted(result.ranks, "rank")
         numbers += f" x {result.accumulate} accumulated x {ranks} = {result.global_batch} per optimizer step"
-    head = f"AutoBatchSize ({result.mode}): {len(result.trials)} trials in {result.seconds:.1f} s, {result.reason}"
-    return "\n".join([head, trials, numbers])
+    head = f"AutoBatchSize: {len(result.trials)} trials in {result.seconds:.1f} s, {result.reason}"
+    return "\n".join([head, numbers])
 
 
 def say_once(text: str) -> None:
@@ -341,85 +406,9 @@ def say_once(text: str) -> None:
         say(text)
 
 
-def _file_of(folder: Path, loop: str) -> Path:
-    """Return where the result of a search is; one of an evaluation does not replace that of the fit."""
-    return folder / ("batch_size.json" if loop == "fit" else f"batch_size_{loop}.json")
-
-
-def keep_result(trainer: Trainer, folder: Path | None, result: SearchResult, *, plot: bool) -> None:
-    """Print the table and write the file, and a picture if asked to; all that on rank 0 alone."""
+def keep_result(trainer: Trainer, folder: Path | None, result: SearchResult) -> None:
+    """Print how the search ended, and write what one for a fit has found; on rank 0 alone."""
     if current_communicator().is_main:
-        say(_table(result))
-        path = _file_of(folder or Path(trainer.default_root_dir), loop_of(trainer))
-        if folder is not None:
-            write_report(path, json.dumps(asdict(result), indent=2) + "\n")
-        if plot:
-            write_report(path.with_suffix(".png"), _picture(result))
-
-
-def known_size(
-    trainer: Trainer, found: Mapping[str, Any], folder: Path | None, fingerprint: Mapping[str, Any]
-) -> tuple[int, bool] | None:
-    """Return (size, tight) that an earlier search found under the same conditions, by checkpoint or file."""
-    communicator, known = current_communicator(), None
-    if communicator.is_main:
-        # Under DeepSpeed the checkpoint is read later than this.
-        written = {} if folder is None else _read(_file_of(folder, loop_of(trainer)))
-        for earlier in (found, written):
-            if known is None and earlier.get("fingerprint") == dict(fingerprint):
-                known = int(earlier["size"]), bool(earlier.get("tight"))
-    answer: tuple[int, bool] | None = communicator.broadcast(known)
-    return answer
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Return what :func:`keep_result` wrote in an earlier run; empty where there is nothing to read."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) and isinstance(content.get("size"), int) else {}
-
-
-def _picture(result: SearchResult) -> bytes:
-    """Return a PNG of peak memory over batch size, with the limit and the size that was taken."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        needed = "the picture of memory over batch size"
-        raise MissingExtraError("matplotlib", extra="plot", needed_for=needed) from error
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    largest = max((t.peak or t.limit or 0.0 for t in result.trials), default=0.0)
-    scale, unit = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
-    fits = [t for t in result.trials if t.fits and t.peak is not None]
-    failed = [t for t in result.trials if not t.fits]
-    limits = [t.limit for t in result.trials if t.limit is not None]
-    axes.plot(
-        [t.size for t in fits], [t.peak / scale for t in fits if t.peak], "o", color="tab:blue", label="fits"
-    )
-    if failed:
-        heights = [(t.limit or 0.0) / scale for t in failed]
-        axes.plot([t.size for t in failed], heights, "x", color="tab:red", ms=9, mew=2, label="out of memory")
-    if limits:
-        axes.axhline(
-            limits[-1] / scale, color="tab:red", ls="--", lw=1, label=f"limit {size_in_words(limits[-1])}"
-        )
-    if result.line is not None:
-        (a, b), ends = result.line, [0.0, 1.03 * max(t.size for t in result.trials)]
-        label = f"{size_in_words(a)} + {b / 2**20:.3g} MiB a sample"
-        axes.plot(ends, [(a + b * x) / scale for x in ends], color="tab:blue", lw=1, label=label)
-    axes.axvline(result.size, color="tab:green", lw=1.5, label=f"chosen: {result.size}")
-    axes.set(
-        title=f"Batch size {result.size} (largest that fitted: {result.largest})",
-        xlabel="batch size per rank [samples]",
-        ylabel=f"peak memory [{unit}]",
-    )
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.margins(y=0.12)
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=150)
-    return content.getvalue()
+        say(_closing_lines(result, of_fit=in_fit(trainer)))
+        if folder is not None and in_fit(trainer):
+            write_report(folder / "batch_size.json", json.dumps(asdict(result), indent=2) + "\n")

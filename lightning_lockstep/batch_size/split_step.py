@@ -21,11 +21,6 @@ def samples_in(batch: Any) -> int:
     return next((int(tensor.shape[0]) for tensor in tensors_in(batch) if tensor.ndim), 1)
 
 
-def volume(batch: Any) -> int:
-    """Return how many numbers a batch holds."""
-    return sum(tensor.numel() for tensor in tensors_in(batch))
-
-
 def split(batch: Any, parts: int) -> list[Any]:
     """Cut a batch into that many micro-batches (one per sample at most), equal but for one sample."""
     # Tensors whose first dimension is the batch's are cut, and so are lists and tuples of that length that

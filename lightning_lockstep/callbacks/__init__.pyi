@@ -7,7 +7,6 @@ from lightning_lockstep.callbacks.effective_batch_size import EffectiveBatchSize
 from lightning_lockstep.callbacks.fp32_modules import FP32Modules as FP32Modules
 from lightning_lockstep.callbacks.overflow_detector import OverflowDetector as OverflowDetector
 from lightning_lockstep.callbacks.rank_logging import RankOrderedLogging as RankOrderedLogging
-from lightning_lockstep.callbacks.recompile_monitor import RecompileMonitor as RecompileMonitor
 from lightning_lockstep.callbacks.replica_check import ReplicaCheck as ReplicaCheck
 from lightning_lockstep.callbacks.static_shapes import StaticShapes as StaticShapes
 from lightning_lockstep.callbacks.stop_together import StopTogether as StopTogether

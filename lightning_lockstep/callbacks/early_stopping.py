@@ -2,30 +2,79 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_lockstep._lightning import EarlyStopping
-from lightning_lockstep._settings import Faults, plain_number
+from lightning_lockstep._settings import Faults, did_you_mean, plain_number
 from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep._trainer import faults_as_lightnings
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.stopping.early_stopping import (
-    MISSING,
-    REDUCTIONS,
-    Entry,
-    StepMetric,
-    combine,
-    missing_message,
-)
+from lightning_lockstep.errors import MetricMissingError
 
-_numbers = itertools.count()
+# -- One value of those of all ranks, from numbers alone: no Trainer, no ranks --
+
+Reduction = Literal["mean", "min", "max", "rank0"]
+
+
+class Entry(NamedTuple):
+    """What one rank has of the monitored metric."""
+
+    value: float | None  # None: the rank has not logged it
+    dtype: torch.dtype = torch.float32  # of the metric
+    names: Sequence[str] = ()  # what the rank has logged, if the metric is not among it
+
+
+class Reduced(NamedTuple):
+    """One value for all ranks."""
+
+    value: Tensor  # without dimensions, in the dtype of the metric
+    not_finite: tuple[int, ...]  # ranks whose value took part and is nan or infinite
+
+
+def reduce_entries(entries: Sequence[Entry], how: Reduction) -> Reduced:  # in rank order; one has a value
+    """Return one value from those of the ranks that have the metric; ``rank0``: of the lowest such rank."""
+    values = {rank: entry.value for rank, entry in enumerate(entries) if entry.value is not None}
+    first = min(values)
+    if how == "rank0":
+        values = {first: values[first]}
+    if any(map(math.isnan, values.values())):
+        number = math.nan
+    elif how in ("min", "max"):
+        number = (min if how == "min" else max)(values.values())
+    else:
+        number = sum(values.values()) / len(values)
+    dtype = entries[first].dtype
+    if how == "mean" and len(values) > 1 and not dtype.is_floating_point:
+        dtype = torch.float32
+    not_finite = tuple(rank for rank, value in values.items() if not math.isfinite(value))
+    return Reduced(torch.tensor(number, dtype=dtype), not_finite)
+
+
+def missing_message(monitor: str, entries: Sequence[Entry]) -> str:
+    """Return the text for a metric that some ranks, or all, have not logged; the same on every rank."""
+    names = list(dict.fromkeys(name for entry in entries for name in entry.names))
+    absent = [rank for rank, entry in enumerate(entries) if entry.value is None]
+    if len(absent) == len(entries):
+        return (
+            f"Early stopping conditioned on metric `{monitor}` which is not available."
+            " Pass in or modify your `EarlyStopping` callback to use any of the following:"
+            f" `{'`, `'.join(names)}`{did_you_mean(monitor, names)}"
+        )
+    present = [rank for rank in range(len(entries)) if rank not in absent]
+    return (
+        f"Early stopping monitors `{monitor}`, which is logged by {ranks_in_words(present)} and not by"
+        f" {ranks_in_words(absent)}. Log it on every rank, or pass missing='use_present' to decide"
+        " from the ranks that have it."
+    )
+
+
+# -- SyncedEarlyStopping: one decision for all ranks --
 
 
 class SyncedEarlyStopping(EarlyStopping):
@@ -51,10 +100,8 @@ class SyncedEarlyStopping(EarlyStopping):
         check_on_train_epoch_end: Whether to check after the training epoch rather than after validation.
         log_rank_zero_only: Changes nothing here: the message is the same on all ranks, and rank 0 alone logs it.
         reduce: How the values of all ranks are reduced to one: ``mean``, ``min``, ``max`` or ``rank0``.
-        missing: What to do when only some ranks have the metric: ``error``, or ``use_present`` to decide
+        missing: What to do if only some ranks have the metric: ``error``, or ``use_present`` to decide
             from those that have it.
-        check_every_n_steps: Check the metric at every n-th optimizer step of training instead. The values
-            travel while training goes on, and are read one step later: all ranks stop after the same batch.
 
     Raises:
         ConfigurationError: One message with every argument that cannot be used.
@@ -62,8 +109,7 @@ class SyncedEarlyStopping(EarlyStopping):
 
     Source: https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.EarlyStopping.html
 
-    Ranks: every rank has one. A check after an epoch is one gather of a few bytes; with
-    ``check_every_n_steps`` it is a message to rank 0 and one back, off the main thread, and no collective.
+    Ranks: every rank has one. A check is one gather of a few bytes.
     """
 
     def __init__(
@@ -80,9 +126,8 @@ class SyncedEarlyStopping(EarlyStopping):
         check_on_train_epoch_end: bool | None = None,
         log_rank_zero_only: bool = False,
         *,
-        reduce: Literal["mean", "min", "max", "rank0"] = "mean",
+        reduce: Reduction = "mean",
         missing: Literal["error", "use_present"] = "error",
-        check_every_n_steps: int | None = None,
     ) -> None:
         faults = Faults()
         is_name = isinstance(monitor, str) and bool(monitor)
@@ -92,10 +137,8 @@ class SyncedEarlyStopping(EarlyStopping):
         if patience != math.inf:
             faults.whole("patience", patience, least=0, what="a whole number of checks", such_as=3)
         faults.choice("mode", mode, tuple(self.mode_dict))
-        faults.choice("reduce", reduce, REDUCTIONS)
-        faults.choice("missing", missing, MISSING)
-        what = "a whole number of optimizer steps"
-        faults.whole("check_every_n_steps", check_every_n_steps, what=what, optional=True)
+        faults.choice("reduce", reduce, ("mean", "min", "max", "rank0"))
+        faults.choice("missing", missing, ("error", "use_present"))
         with faults_as_lightnings():
             faults.raise_all()
         super().__init__(
@@ -112,9 +155,6 @@ class SyncedEarlyStopping(EarlyStopping):
             log_rank_zero_only=log_rank_zero_only,
         )
         self.reduce, self.missing = reduce, missing
-        self.check_every_n_steps = check_every_n_steps
-        self._step_metric: StepMetric | None = None
-        self._trainer: Any = None
 
     @property
     def state_key(self) -> str:
@@ -123,85 +163,29 @@ class SyncedEarlyStopping(EarlyStopping):
             return super().state_key
         return f"EarlyStopping{ {'monitor': self.monitor, 'mode': self.mode}!r}"
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Prepare for a run. Ranks: all, together."""
-        super().setup(trainer, pl_module, stage)
-        communicator = current_communicator()
-        if self.check_every_n_steps is None or stage != "fit":
-            return
-        self._close()
-        name = f"early_stopping/{next(_numbers)}"
-        self._step_metric = StepMetric(communicator.side_channel, name, every=self.check_every_n_steps)
-        self._trainer = trainer
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to count steps where the run begins, which after a resume is not 0."""
-        if self._step_metric is not None:
-            self._step_metric.begin(trainer.global_step)
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Post this rank's value and decide on the one of the step before. Ranks: every rank."""
-        if self._step_metric is None or trainer.fast_dev_run:
-            return
-        for entries in self._step_metric.after_batch(trainer.global_step, lambda: self._read(trainer)):
-            self._check(trainer, entries)
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Check, or decide on the values that are still in flight. Ranks: all, together."""
-        if self._step_metric is None:
-            super().on_train_epoch_end(trainer, pl_module)
-        else:
-            self._drain()
-
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Check unless that is done after the training epoch, or inside it. Ranks: all, together."""
-        if self._step_metric is None:
-            super().on_validation_end(trainer, pl_module)
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Stop receiving values of other ranks."""
-        if stage == "fit":
-            self._close()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return Lightning's state, with every check that is in flight taken into account.
-
-        Ranks: all, together, as a checkpoint is saved.
-        """
-        self._drain()
-        return super().state_dict()
-
     def _run_early_stopping_check(self, trainer: Any) -> None:
         if trainer.fast_dev_run:
             return
-        self._check(trainer, current_communicator().gather(Entry.of(*self._read(trainer))))
-
-    def _read(self, trainer: Any) -> tuple[Tensor | None, list[str]]:
-        metric = _logged_in_this_step(trainer, self.monitor) if self._step_metric is not None else None
-        if metric is None:
-            metrics = trainer.callback_metrics
-            metric = metrics.get(self.monitor)
-        if metric is None:
-            return None, list(metrics)
-        return metric.squeeze() if metric.dim() else metric, []
+        metrics = trainer.callback_metrics
+        metric = metrics.get(self.monitor)
+        own = Entry(None, names=list(metrics)) if metric is None else Entry(float(metric), metric.dtype)
+        self._check(trainer, current_communicator().gather(own))
 
     def _check(self, trainer: Any, entries: Sequence[Entry]) -> None:
         """Decide from what all ranks have; all of them are here with the same entries."""
-        reduced = combine(
-            entries, monitor=self.monitor, how=self.reduce, missing=self.missing, strict=self.strict
-        )
-        if reduced is None:
+        absent = sum(entry.value is None for entry in entries)
+        nobody_has_it = absent == len(entries)
+        if (nobody_has_it and self.strict) or (0 < absent < len(entries) and self.missing == "error"):
+            raise MetricMissingError(missing_message(self.monitor, entries))
+        if nobody_has_it:
             if self.verbose and trainer.is_global_zero:
                 warnings.warn(missing_message(self.monitor, entries), RuntimeWarning, stacklevel=2)
             return
-        value = reduced.value
-        not_finite = reduced.not_finite if self.check_finite else ()
-        if not_finite:  # it stops, whatever the others have
+        value, not_finite = reduce_entries(entries, self.reduce)
+        if not_finite and self.check_finite:  # it stops, whatever the others have
             value = torch.tensor(entries[not_finite[0]].value)
         stop, message = self._evaluate_stopping_criteria(value)  # Lightning's, or that of a subclass
-        if not_finite and message and len(entries) > 1:
+        if not_finite and self.check_finite and message and len(entries) > 1:
             message += f" It is not finite on {ranks_in_words(not_finite)}."
         if stop:
             trainer.should_stop = True
@@ -209,26 +193,3 @@ class SyncedEarlyStopping(EarlyStopping):
             self.stopping_reason_message = message
         if message and self.verbose:  # the same on all ranks, so that once is enough
             self._log_info(trainer, message, log_rank_zero_only=True)
-
-    def _drain(self) -> None:
-        if self._step_metric is not None and self._trainer is not None:
-            in_flight = self._step_metric.drain()
-            # A check that was posted as the ranks decided to stop changes nothing any more.
-            for entries in in_flight if not self._trainer.should_stop else []:
-                self._check(self._trainer, entries)
-
-    def _close(self) -> None:
-        if self._step_metric is not None:
-            self._step_metric.close()
-        self._step_metric = self._trainer = None
-
-
-def _logged_in_this_step(trainer: Any, name: str) -> Tensor | None:
-    """Return what ``callback_metrics`` would for a tensor that ``training_step`` logs at every step."""
-    # ``callback_metrics`` goes through everything that was logged, which costs more than a check of one metric.
-    results: Any = trainer.fit_loop.epoch_loop._results
-    result = results.get(f"training_step.{name}")
-    if result is None or result.has_reset or not result.meta.on_step or not results.training:
-        return None
-    value = result._forward_cache
-    return value.detach() if isinstance(value, Tensor) else None

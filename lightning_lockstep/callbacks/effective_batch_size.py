@@ -193,8 +193,7 @@ class EffectiveBatchSize(Callback):
                 stacklevel=2,
             )
         if any_size:
-            strategy: Any = trainer.strategy
-            strategy.lifecycle.micro_batches = self.plan.sizes
+            trainer.strategy.micro_batches = self.plan.sizes  # type: ignore[attr-defined]
         trainer.accumulate_grad_batches = self.plan.accumulate
         place.apply(self.plan.micro_batch)
         if self.lr_scaling is not None and self.plan.total != reference:

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 from lightning_lockstep._settings import Faults, did_you_mean
-from lightning_lockstep.numerics.precision import run_in_fp32, undo_run_in_fp32
+from lightning_lockstep.numerics.precision import run_in_fp32, runs_in_fp32, undo_run_in_fp32
 from lightning_lockstep.numerics.statistics import NamePatterns, module_names
 
 
@@ -44,7 +44,8 @@ class FP32Modules(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Change the modules, where that has not been done."""
         if not self._changed:
-            self._changed = [run_in_fp32(module) for module in self.chosen(pl_module)]
+            chosen = self.chosen(pl_module)
+            self._changed = [run_in_fp32(module) for module in chosen if not runs_in_fp32(module)]
 
     def chosen(self, pl_module: LightningModule) -> list[nn.Module]:
         """Return the modules that are to run in float32.
@@ -87,3 +88,7 @@ class FP32Modules(Callback):
         for module in self._changed:
             undo_run_in_fp32(module)
         self._changed.clear()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Change the modules back: Lightning does not call ``teardown`` after an error."""
+        self.teardown(trainer, pl_module, "")

@@ -13,17 +13,15 @@ from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 from lightning_lockstep._settings import settings_of
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.overflow.detect import Detection
-from lightning_lockstep.overflow.detect_late import LateDetection
 from lightning_lockstep.overflow.diagnose import Counters
 from lightning_lockstep.overflow.report import RankReport
 from lightning_lockstep.overflow.settings import Action, Mode, OverflowSettings, refuse_strategy
-from lightning_lockstep.steps.capabilities import capabilities_of
 
 
 class OverflowDetector(Callback):
     """Finds the module, rank and batch that produced the first nan or infinity.
 
-    Each step checks the loss and the reduced gradients. When they hold a bad value, and before weights change,
+    Each step checks the loss and the reduced gradients. If they hold a bad value, and before weights change,
     each rank replays its batch under hooks, and a report names the module that produced it.
 
     Args:
@@ -35,20 +33,15 @@ class OverflowDetector(Callback):
             overflows that reach neither.
         action: ``"raise"`` ends the run on all ranks; ``"warn"`` reports and goes on; ``"skip"`` skips this
             optimizer step on all ranks and gives up after ``max_skips`` in a row.
-        gradients: Whether to check gradients. If false, only the loss is checked, and several ranks exchange 4
-            bytes per step.
+        gradients: Whether to check gradients, and not the loss alone.
         allow_inf: Patterns of values that may be infinite, such as ``*.mask*``.
         modules: Patterns of the modules to check; ``None`` for all.
         report_dir: Folder for the reports, which then get a picture too (needs matplotlib); by default the
             folder ``overflow`` in the run's log folder, without a picture.
         max_skips: For ``"skip"``: how many in a row.
-        check_every_n_steps: For ``mode="hooks"``: read the result for the activations every so many optimizer
-            steps, which avoids waiting for a GPU. The batches since the last read are kept, and one found bad
-            is replayed with the weights of that later step. Has no effect where several ranks act together. On
-            XLA devices, in both modes, the result is read every 10 to 50 steps unless this says otherwise.
-        underflow_threshold: Warn when this share of the gradients, or of an Adam update of float16 or bfloat16
-            weights, is flushed to zero; ``None`` for no such check.
-        underflow_every_n_steps: How often to check for that [optimizer steps].
+        check_every_n_steps: Optimizer steps between two looks. ``None``: each step; every 10 on XLA devices, which
+            each look stops. The batches since the last look are kept, and the first with a bad loss or activation is
+            replayed with the weights of the later step.
         scale_floor: Loss scale at or below which an overflow of scaled gradients is an alarm.
         timeout: Longest wait for the other ranks' findings after a hit [s].
 
@@ -60,8 +53,9 @@ class OverflowDetector(Callback):
     Raises:
         ConfigurationError: One message with every option that cannot be used.
 
-    Ranks: every rank has one. A step without a hit sends nothing, or 4 bytes where an engine divides the
-    gradients among the ranks; after a hit each rank sends its findings over the side channel.
+    Ranks: every rank has one. A step without a hit sends nothing, or 4 bytes with ``action="warn"``, with
+    ``gradients=False``, and if an engine divides the gradients among the ranks; after a hit each rank sends its
+    findings over the side channel.
     """
 
     def __init__(
@@ -77,16 +71,14 @@ class OverflowDetector(Callback):
         modules: Sequence[str] | None = None,
         report_dir: str | Path | None = None,
         max_skips: int = 10,
-        check_every_n_steps: int = 1,
-        underflow_threshold: float | None = 0.5,
-        underflow_every_n_steps: int = 100,
+        check_every_n_steps: int | None = None,
         scale_floor: float = 1.0,
         timeout: float = 300.0,
     ) -> None:
         super().__init__()
         self.settings = settings_of(OverflowSettings, locals())
         self._counters = Counters()
-        self._detection: Detection | LateDetection | None = None
+        self._detection: Detection | None = None
 
     @property
     def skipped_steps(self) -> int:
@@ -106,15 +98,13 @@ class OverflowDetector(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what cannot work, and open the side channel while all ranks are here."""
         if stage == "fit":
-            refuse_strategy(trainer, self.settings)
+            refuse_strategy(trainer)
             _ = current_communicator().side_channel
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the detection in place."""
         self._remove()
-        at_once = capabilities_of(trainer.strategy).runs_at_once
-        kind = Detection if at_once else LateDetection
-        self._detection = kind(trainer, pl_module, self.settings, self._counters)
+        self._detection = Detection(trainer, pl_module, self.settings, self._counters)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Keep the loss, and let a bad one reach every rank."""
@@ -139,13 +129,6 @@ class OverflowDetector(Callback):
         """Let go of the batch."""
         if self._detection is not None:
             self._detection.batch_end()
-
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Read what has not been read yet, so that no file is written after a step that was bad."""
-        if isinstance(self._detection, LateDetection):
-            self._detection.read()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read what has not been read yet, and take everything away."""

@@ -32,9 +32,7 @@ class RankOrderedLogging(Callback):
         files: ``text`` or ``json`` (one object per line) for ``rank-N.log`` or ``rank-N.jsonl``; ``None`` for
             no files.
         folder: Where the files go; by default ``logs`` in the Trainer's log folder.
-        fold: Whether equal lines of several ranks are printed once.
         order_timeout: Longest time that an in-order line waits for those of other ranks [s].
-        colour: Whether the console is coloured; ``None`` does so on a terminal.
 
     Raises:
         ConfigurationError: One message with every argument that cannot be used.
@@ -49,9 +47,7 @@ class RankOrderedLogging(Callback):
         level: str = "INFO",
         files: Literal["text", "json"] | None = "text",
         folder: str | Path | None = None,
-        fold: bool = True,
         order_timeout: float = 5.0,
-        colour: bool | None = None,
     ) -> None:
         faults = Faults()
         is_level = isinstance(level, str) and level.upper() in LEVELS
@@ -60,8 +56,7 @@ class RankOrderedLogging(Callback):
         faults.number("order_timeout", order_timeout, what="seconds", above=0, such_as=5)
         faults.raise_all()
         self.level, self.files, self.folder = level.upper(), files, folder
-        self.fold, self.order_timeout = fold, order_timeout
-        self.colour = colour
+        self.order_timeout = order_timeout
         self._takeover: ConsoleTakeover | None = None
         self._file: RankFile | None = None
         self._sender: LineSender | None = None
@@ -80,7 +75,7 @@ class RankOrderedLogging(Callback):
         if communicator.world_size > 1:
             self._sender = sender_on(communicator.side_channel)
             if self._sender.collector is not None:
-                self._sender.collector.configure(timeout=self.order_timeout, merging=self.fold)
+                self._sender.collector.windows.timeout = self.order_timeout
         handlers: list[logging.Handler] = [self._console(communicator)]
         if self._sender is not None:
             handlers.append(WarningHandler(self._sender))
@@ -106,7 +101,7 @@ class RankOrderedLogging(Callback):
             self._sender.flush()
 
     def _console(self, communicator: Communicator) -> ConsoleHandler:
-        console = ConsoleHandler(communicator.rank, level=self.level, colour=self.colour)
+        console = ConsoleHandler(communicator.rank, level=self.level)
         if communicator.rank != 0:
             # What names its rank was meant for every rank's console by its caller.
             console.addFilter(lambda record: hasattr(record, "lockstep_ranks"))
@@ -122,7 +117,7 @@ class RankOrderedLogging(Callback):
         if file is None or refused:
             raise ConfigurationError(
                 f"folder={str(folder)!r}: expected a folder in which every rank can make its log file, or files=None."
-                f"\n{refused}"
+                + "".join(f"\nrank {rank}: {why}" for rank, why in refused.items())
             )
         return file
 

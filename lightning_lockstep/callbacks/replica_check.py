@@ -17,13 +17,8 @@ from lightning_lockstep.replicas.audit import Audit, refuse_audit
 from lightning_lockstep.replicas.checksums import Checksums, folded
 from lightning_lockstep.replicas.contents import Buffers, Contents, facts, hyperparameters
 from lightning_lockstep.replicas.data import PROBED, BatchRecorder
-from lightning_lockstep.replicas.exchange import (
-    Check,
-    RankChecks,
-    differing_facts,
-    largest_differences,
-)
-from lightning_lockstep.replicas.report import Finding, report, start_table
+from lightning_lockstep.replicas.exchange import Check, RankChecks, differing_facts
+from lightning_lockstep.replicas.report import report, start_table
 
 _log = logging.getLogger(__name__)
 
@@ -93,8 +88,8 @@ class ReplicaCheck(Callback):
                 refuse_audit(trainer)
             if current_communicator().world_size == 1:
                 say(
-                    "ReplicaCheck: there is one process, which has all there is (under SPMD it is one program for all"
-                    " devices); nothing is compared."
+                    "ReplicaCheck compares nothing here: there is one process (under SPMD one program runs for all"
+                    " devices)."
                 )
             else:
                 _ = current_communicator().side_channel
@@ -111,7 +106,7 @@ class ReplicaCheck(Callback):
     ) -> None:
         """Look at the batch, if it is time to. Ranks: all, together, where it is audited."""
         if self._run is not None:
-            self._run.take_batch(batch, batch_idx)
+            self._run.take_batch(batch)
             self._run.audit(batch, batch_idx)
 
     def on_before_optimizer_step(
@@ -184,10 +179,9 @@ class _Run:
             )
         self._check()
 
-    def take_batch(self, batch: Any, index: int) -> None:
-        warning = self._batches.take(batch, self._count, index) if self._batches is not None else None
-        if warning is not None and self._communicator.is_main:
-            _log.warning("%s", warning)
+    def take_batch(self, batch: Any) -> None:
+        if self._batches is not None:
+            self._batches.take(batch, self._count)
 
     def audit(self, batch: Any, index: int) -> None:
         if self._audit is None or (self._count + 1) % self._audit_every:
@@ -214,7 +208,7 @@ class _Run:
             self._check()
         finding = self._checks.step_done()
         if finding is not None:
-            self._tell(finding)
+            self._act(report(finding), is_fault=True)
 
     def end(self) -> None:
         if self._count != self._checked:
@@ -222,7 +216,7 @@ class _Run:
         for question in self._communicator.broadcast(self._checks.finish(_AT_THE_END)):
             finding = self._checks.meet(question)
             if finding is not None:
-                self._tell(finding)
+                self._act(report(finding), is_fault=True)
 
     def close(self) -> None:
         self._checks.close()
@@ -267,11 +261,6 @@ class _Run:
 
     def _stepped(self, number: int) -> None:
         self._steps[number] += 1
-
-    def _tell(self, finding: Finding) -> None:
-        """Report a difference; all ranks are here, after the same batch."""
-        differences = largest_differences(self._communicator, finding, self._contents.sections())
-        self._act(report(finding, differences), is_fault=True)
 
     def _act(self, text: str, *, is_fault: bool) -> None:
         if is_fault and self._settings.action == "raise":

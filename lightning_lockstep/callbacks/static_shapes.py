@@ -1,58 +1,136 @@
-"""StaticShapes: batches of the same shapes, so that nothing is compiled after the first steps."""
+"""StaticShapes: batches of the same shapes, and the name of a batch that was compiled all the same."""
 
 from __future__ import annotations
 
+import logging
+import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm
 
-from lightning_lockstep._lightning import Callback, LightningModule, Trainer
-from lightning_lockstep._settings import settings_of
-from lightning_lockstep._text import say
+from lightning_lockstep._lightning import Callback, LightningModule, Trainer, TrainerFn
+from lightning_lockstep._settings import Faults, is_number, is_whole
+from lightning_lockstep._text import counted
+from lightning_lockstep.batch_size.padding import (
+    Key,
+    current,
+    mean_of_real,
+    parts,
+    real_samples,
+    samples_in,
+    with_lengths,
+    with_samples,
+)
 from lightning_lockstep.batch_size.split_step import tensors_in
 from lightning_lockstep.callbacks.auto_batch_size import AutoBatchSize
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.shapes.batches import Key, StaticShapesSettings, current, mean_of_real, real_samples
-from lightning_lockstep.shapes.loaders import ShapedStages, batch_size_in_use, refuse_joined_batches, stage_of
 from lightning_lockstep.steps.patching import put_in_place
+from lightning_lockstep.xla.runtime import compilations_so_far
+
+_log = logging.getLogger(__name__)
+
+# -- What was compiled --
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class _Compilations:
+    """Counts what ``torch.compile`` and, on its devices, torch-xla have compiled since it was last asked."""
+
+    def __init__(self, *, on_xla: bool = False) -> None:
+        self._on_xla = on_xla
+        self._newest = max(map(_begun, _records()), default=0)
+        self._of_xla = compilations_so_far() if on_xla else (0, 0.0)
+
+    def take(self) -> tuple[int, float]:
+        """Return how many graphs were compiled, and how long that took [s]."""
+        new = [one for one in _records() if _begun(one) > self._newest]
+        self._newest = max([self._newest, *map(_begun, new)])
+        # The backward of a graph is a separate record of the same compilation.
+        graphs, seconds = len({one.compile_id for one in new}), sum(one.duration_us or 0 for one in new) / 1e6
+        if self._on_xla:
+            (count, took), self._of_xla = self._of_xla, compilations_so_far()
+            graphs, seconds = graphs + self._of_xla[0] - count, seconds + self._of_xla[1] - took
+        return graphs, seconds
+
+
+def _records() -> list[Any]:
+    """Return torch's records of its last 64 compilations; nothing public says when something was compiled."""
+    utils = sys.modules.get("torch._dynamo.utils")  # there once torch.compile was used
+    return [] if utils is None else list(utils.get_compilation_metrics())
+
+
+def _begun(record: Any) -> int:
+    return int(record.start_time_us or 0)
+
+
+class LateBatch(NamedTuple):
+    """A batch in which something was compiled, after the first ones of its stage."""
+
+    stage: str
+    batch_idx: int  # of the loader, from 0
+    step: int  # optimizer steps made so far, with its own
+    graphs: int
+    seconds: float
+    shapes: Shapes  # of the tensors of the batch
+    before: Shapes  # of the stage's batch before it
+
+    def line(self) -> str:
+        """Return what is said of it."""
+        text = (
+            f"{self.stage} batch {self.batch_idx} (step {self.step}) compiled {counted(self.graphs, 'graph')}"
+        )
+        text += f" in {self.seconds:.1f} s"
+        if self.shapes == self.before:
+            return f"{text}, with the shapes of the batch before it; of torch.compile TORCH_LOGS=recompiles says why"
+        now, before = (", ".join(map(str, shapes)) or "none" for shapes in (self.shapes, self.before))
+        return (
+            f"{text}: its shapes are {now}, those of the batch before {before}. batch_size='train' fills up smaller"
+            " batches, lengths=[...] pads sequences"
+        )
+
+
+# -- The callback --
 
 _BATCH_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm)
+# So many first batches of a stage may compile without a warning; in training so many optimizer steps.
+_EXPECTED = 2
 
 
 class StaticShapes(Callback):
-    """Gives every batch of training, validation and test the same shapes, for ``torch.compile`` and torch-xla.
+    """Pads batches to the same shapes, and names each batch whose shapes were compiled after the first ones.
 
-    A step that is compiled for 64 samples is compiled again for a last batch of 12, and again for each length of
-    sequence. This leaves out or pads the last batch, pads sequences to a few lengths, and evaluates with the batch
-    size of training.
+    ``torch.compile`` and torch-xla compile a step again for a last batch that is smaller, for another batch size in
+    evaluation, and for each length of sequence. Without arguments nothing is padded: the batches that compile are
+    named, and what would save that. Prediction is never padded.
 
-    Padded samples must not count. A module whose batches are padded asks which samples are real, with
-    :meth:`real_samples` or :meth:`mean`; one that does not is refused at its first batch. What it logs is
-    weighted by the number of real samples. Prediction is unchanged.
+    Samples that are added must not count. A step whose batches may be filled up asks which samples are real, with
+    :meth:`real_samples` or :meth:`mean`, or ``ignored`` marks them; otherwise it is refused at its first batch. What
+    it logs is weighted by the number of real samples.
 
     Args:
-        last_batch: What to do with a last training batch that is not full. ``drop`` leaves it out, ``pad``
-            fills it up with copies of its last sample, ``keep`` leaves it as it is.
-        evaluation_last_batch: The same for validation and test; ``pad`` or ``keep``, as no sample may be left out.
-        evaluation_at_training_size: Whether validation and test take as many samples at once as training, where the
-            same samples are then evaluated: the loader drops none, and the Trainer does not limit its batches.
-        fill_values: Values of added samples instead of a copy, by key of the batch (by position, where a batch
-            is a list), such as ``{"labels": -100}``. With these, the loss and the metrics must ignore the added
-            samples.
-        sequence_lengths: Lengths to which sequences are padded, growing: each to the smallest that holds it.
-        sequence_values: What they are padded with, by key of the batch, such as ``{"input_ids": 0, "labels": -100}``.
-        sequence_dim: Dimension along which they are padded.
+        lengths: Lengths to which sequences are padded, growing: each to the smallest that holds it.
+        pad_values: What sequences are padded with, by key of the batch (by position, if a batch is a list), such as
+            ``{"input_ids": 0, "attention_mask": 0}``.
+        ignored: Values that loss and metrics pass over, by key, such as ``{"labels": -100}``: sequences are padded
+            with them, and added samples have them. Other tensors of an added sample are copies of the last one.
+        dim: Dimension along which sequences are padded.
+        batch_size: Fill up each smaller batch of training, validation and test to so many samples; ``train``: to the
+            batch size of training. ``None`` adds no samples.
 
     Attributes:
-        settings: The arguments.
+        late: Every batch in which something was compiled after the first ones of its stage.
 
     Raises:
         ConfigurationError: An argument cannot be used; the message lists every error. (On every rank, in a run:
             the data or the module does not allow what was asked for.)
 
-    Ranks: add it on every rank. Each pads its own batches; one small gather when loaders are made.
+    Ranks: add it on every rank; each pads and watches its own batches, and nothing is sent. Under XLA pending
+        operations are started at both ends of a batch, so that a compilation belongs to a known one.
     """
 
     real_samples = staticmethod(real_samples)
@@ -61,61 +139,78 @@ class StaticShapes(Callback):
     def __init__(
         self,
         *,
-        last_batch: Literal["drop", "pad", "keep"] = "drop",
-        evaluation_last_batch: Literal["pad", "keep"] = "keep",
-        evaluation_at_training_size: bool = True,
-        fill_values: Mapping[Key, float] | None = None,
-        sequence_lengths: Sequence[int] = (),
-        sequence_values: Mapping[Key, float] | None = None,
-        sequence_dim: int = 1,
+        lengths: Sequence[int] = (),
+        pad_values: Mapping[Key, float] | None = None,
+        ignored: Mapping[Key, float] | None = None,
+        dim: int = 1,
+        batch_size: Literal["train"] | int | None = None,
     ) -> None:
         super().__init__()
-        self.settings = settings_of(StaticShapesSettings, locals())
-        self._stages = ShapedStages(self.settings)
-        self._in_loop: set[str] = set()
-        self._undo: list[Callable[[], None]] = []
+        faults = Faults()
+        is_right = isinstance(lengths, Sequence) and all(is_whole(one) and one > 0 for one in lengths)
+        is_right = is_right and list(lengths) == sorted(set(lengths))
+        faults.check(is_right, "lengths", lengths, "lengths that grow, such as [64, 128, 256]")
+        for name, given in (("pad_values", pad_values), ("ignored", ignored)):
+            is_right = isinstance(given, Mapping) and all(
+                isinstance(key, (str, int)) and is_number(value) for key, value in given.items()
+            )
+            faults.check(
+                given is None or is_right, name, given, "a value for each key, such as {'labels': -100}"
+            )
+        if bool(lengths) != bool(pad_values) and not (lengths and ignored):
+            faults.add(
+                f"lengths={lengths!r} with pad_values={pad_values!r}: expected both or none: the lengths, and which"
+                " tensors are padded to them with what."
+            )
+        faults.whole("dim", dim, what="a dimension of the tensors")
+        is_right = batch_size in ("train", None) or (is_whole(batch_size) and batch_size > 0)
+        faults.check(is_right, "batch_size", batch_size, "'train', a number of samples or None")
+        faults.raise_all()
+        self.lengths, self.dim, self.batch_size = list(lengths), dim, batch_size
+        self.pad_values, self.ignored = dict(pad_values or {}), dict(ignored or {})
+        self._values = {**self.pad_values, **self.ignored}  # of padded sequences
+        self._training_size: int | None = None
+        self._undo: Callable[[], None] | None = None
+        self._begin()
+
+    def _begin(self, *, on_xla: bool = False) -> None:
+        self.late: list[LateBatch] = []
+        self._compilations = _Compilations(on_xla=on_xla)
+        self._is_on = False  # whether batches are those of the run, and not of a trial of another size
+        self._sizes: Counter[tuple[str, int]] = Counter()  # largest batch of each loader, by stage
+        self._before: dict[str, Shapes] = {}  # of the last batch, by stage
+        self._batches: Counter[str] = Counter()  # by stage
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take the place of two methods of the strategy. Ranks: all ranks; nothing is sent."""
+        """Take the place of a method of the strategy, and start a new record. Ranks: any, alone."""
         self._take_away()
-        known = self._stages.training_size
-        self._stages = ShapedStages(self.settings)
-        if stage != "fit":
-            self._stages.training_size = known  # a test after a fit is at its size, too
-        else:
-            self._refuse_what_divides_batches(trainer)
         strategy: Any = trainer.strategy
-        process, move = strategy.process_dataloader, strategy.batch_to_device
-
-        def process_dataloader(dataloader: object) -> object:
-            return process(self._stages.loader_of_run(trainer, dataloader))
+        self._begin(on_xla=strategy.root_device.type == "xla")
+        if stage == "fit":  # a test after a fit is at its size, too
+            self._training_size = None
+            self._refuse_splits(trainer)
+        move = strategy.batch_to_device
 
         def batch_to_device(batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-            batch = self._batch(trainer, batch, dataloader_idx)
-            return _with_mask(move(batch, device=device, dataloader_idx=dataloader_idx))
+            shaped = self._shaped(trainer, batch, dataloader_idx)
+            return move(shaped, device=device, dataloader_idx=dataloader_idx)
 
-        self._undo = [
-            put_in_place(strategy, "process_dataloader", process_dataloader),
-            put_in_place(strategy, "batch_to_device", batch_to_device),
-        ]
+        self._undo = put_in_place(strategy, "batch_to_device", batch_to_device)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """From here on batches are those of the run; raises where padding is not possible. Ranks: all."""
-        # Not at the start of an epoch, which Lightning leaves out where a run resumes in the middle of one.
-        self._in_loop.add("training")
-        self._stages.training_size = batch_size_in_use(trainer, "training", 0)
-        if self.settings.last_batch != "pad":
-            return
-        refuse_joined_batches(trainer, "training", "last_batch")
+        """From here on batches are those of the run; raises if samples cannot be added. Ranks: all."""
+        # Not at the start of an epoch, which Lightning leaves out if a run resumes in the middle of one.
+        self._is_on = True
+        loaders = self._loaders(trainer, "training")
+        self._training_size = _size_of(loaders[0])
         norms = [
-            name
-            for name, part in pl_module.named_modules()
-            if isinstance(part, _BATCH_NORMS) and part.training
+            name for name, one in pl_module.named_modules() if isinstance(one, _BATCH_NORMS) and one.training
         ]
-        if norms:
+        if norms and self.batch_size is not None and not _drops_last(loaders[0]):
             raise ConfigurationError(
-                f"StaticShapes(last_batch='pad') with batch normalisation ({', '.join(norms[:3])}): expected a module"
-                " without, as its statistics would count the added samples. Give last_batch='drop'."
+                f"StaticShapes(batch_size={self.batch_size!r}) with batch normalisation ({', '.join(norms[:3])}):"
+                " expected a module without, because its statistics would count added samples. Give the DataLoader of"
+                " training drop_last=True."
             )
 
     def on_train_batch_start(
@@ -126,28 +221,17 @@ class StaticShapes(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Let what is logged have the weight of the real samples. Ranks: any, alone."""
-        if current.real is not None:
-            results: Any = trainer._results
-            if results is not None:  # the weight of what is logged without a batch_size
-                results.batch_size = current.real
+        """Note what was compiled outside of batches; what is logged has the weight of the real samples."""
+        self._take(trainer)
+        results: Any = trainer._results
+        if current.mask is not None and results is not None:
+            results.batch_size = int(current.mask.sum())  # the weight of what is logged without a batch_size
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Refuse a training step that does not ask which samples are real. Ranks: all ranks, at their first batch."""
-        self._refuse_if_not_asked("training", "training_step", "last_batch")
+        """Refuse a training step that does not ask which samples are real. Ranks: all, at their first batch."""
+        self._refuse_if_not_asked("training")
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As at its start. Ranks: any, alone."""
-        self._in_loop.discard("training")
-
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As for training; the same for test."""
-        stage = stage_of(trainer)
-        self._in_loop.add(stage)
-        if self.settings.pads(stage):
-            refuse_joined_batches(trainer, stage, "evaluation_last_batch")
-
-    def on_validation_batch_end(
+    def on_train_batch_end(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
@@ -156,77 +240,126 @@ class StaticShapes(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """As for training; the same for test."""
-        stage = stage_of(trainer)
-        self._refuse_if_not_asked(stage, f"{stage}_step", "evaluation_last_batch")
+        """Say what this batch has compiled; refuse a step of evaluation that does not ask. Ranks: any, alone."""
+        stage = _stage_of(trainer)
+        if stage != "training":
+            self._refuse_if_not_asked(stage)
+        self._batch_done(trainer, stage, batch, batch_idx)
 
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As for training; the same for test."""
-        self._in_loop.discard(stage_of(trainer))
-        current.forget()
+    on_validation_batch_start = on_test_batch_start = on_predict_batch_start = on_train_batch_start
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
-    on_test_epoch_start, on_test_epoch_end = on_validation_epoch_start, on_validation_epoch_end
-    on_validation_batch_start = on_test_batch_start = on_train_batch_start
-    on_test_batch_end = on_validation_batch_end
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """As for training; the same for test and the check before training."""
+        self._is_on = True
+
+    on_sanity_check_start = on_test_start = on_validation_start
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave nothing behind. Ranks: any, alone."""
         self._take_away()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Undo every change, and print on rank 0 what was added. Ranks: any; nothing is sent."""
-        added = ", ".join(
-            f"{count} in {stage}" for stage, count in sorted(self._stages.added.items()) if count
-        )
-        if added and trainer.is_global_zero:
-            say(f"StaticShapes: samples added by rank 0 to fill up batches: {added}.")
+        """Leave nothing behind. Ranks: any, alone."""
         self._take_away()
 
     def _take_away(self) -> None:
-        for put_back in reversed(self._undo):
-            put_back()
-        self._undo = []
-        self._in_loop.clear()
+        if self._undo is not None:
+            self._undo()
+        self._undo, self._is_on = None, False
         current.forget()
 
-    def _refuse_what_divides_batches(self, trainer: Trainer) -> None:
-        splits = any(
-            isinstance(one, AutoBatchSize) and one.settings.on_oom == "split"
-            for one in getattr(trainer, "callbacks", [])
-        )
-        if splits and self.settings.last_batch == "pad":
+    def _take(self, trainer: Trainer) -> tuple[int, float]:
+        """Count what was compiled up to here, also of what was called and would be compiled later only."""
+        strategy: Any = trainer.strategy
+        if hasattr(strategy, "device_seed"):  # it runs later what is called now
+            strategy.sync()
+        return self._compilations.take()
+
+    def _batch_done(self, trainer: Trainer, stage: str, batch: Any, batch_idx: int) -> None:
+        shapes = tuple(tuple(one.shape) for one in tensors_in(batch))
+        accumulated = trainer.accumulate_grad_batches if stage == "training" else 1
+        self._batches[stage] += 1
+        graphs, seconds = self._take(trainer)
+        if graphs and self._batches[stage] > _EXPECTED * accumulated:
+            before = self._before[stage]
+            late = LateBatch(stage, batch_idx, trainer.global_step, graphs, seconds, shapes, before)
+            self.late.append(late)
+            who = "" if trainer.is_global_zero else f" rank {trainer.global_rank}:"
+            _log.warning("StaticShapes:%s %s", who, late.line())
+        self._before[stage] = shapes
+
+    def _loaders(self, trainer: Trainer, stage: str) -> list[Any]:
+        loop: Any = trainer.fit_loop
+        if stage == "validation":
+            in_fit = trainer.state.fn == TrainerFn.FITTING
+            loop = trainer.fit_loop.epoch_loop.val_loop if in_fit else trainer.validate_loop
+        elif stage == "test":
+            loop = trainer.test_loop
+        combined = loop._combined_loader
+        if self.batch_size is not None and len(combined.flattened) > 1 and combined._mode != "sequential":
             raise ConfigurationError(
-                "StaticShapes(last_batch='pad') with AutoBatchSize(on_oom='split'): expected one of them, as a batch"
-                " that is split is not the one that was padded. Give last_batch='drop', or another on_oom."
+                f"StaticShapes(batch_size={self.batch_size!r}) with several loaders of {stage} at once: expected one,"
+                " because there is one mask for a batch, and its parts have different numbers of samples."
+            )
+        return list(combined.flattened)
+
+    def _refuse_splits(self, trainer: Trainer) -> None:
+        callbacks = getattr(trainer, "callbacks", [])
+        splits = any(isinstance(one, AutoBatchSize) and one.settings.on_oom == "split" for one in callbacks)
+        if splits and self.batch_size is not None:
+            raise ConfigurationError(
+                f"StaticShapes(batch_size={self.batch_size!r}) with AutoBatchSize(on_oom='split'): expected one of"
+                " them, because a batch that is split is not the one that was filled up."
             )
 
-    def _refuse_if_not_asked(self, stage: str, step: str, option: str) -> None:
-        if (
-            current.mask is None
-            or current.was_asked
-            or self.settings.fill_values
-            or stage not in self._in_loop
-        ):
+    def _refuse_if_not_asked(self, stage: str) -> None:
+        if current.mask is None or current.was_asked or self.ignored:
             return
+        drop = ", or drop_last=True in its DataLoader" if stage == "training" else ""
         raise ConfigurationError(
-            f"StaticShapes({option}='pad'): expected {step} to ask which samples are real, as the added ones would"
-            " count in its loss and metrics. Take StaticShapes.mean(losses, batch) in the place of the mean, or"
-            " StaticShapes.real_samples(batch). Or give fill_values such as {'labels': -100}, if loss and metrics pass"
-            f" over that value, or {'drop' if stage == 'training' else 'keep'!r} instead of 'pad'."
+            f"StaticShapes(batch_size={self.batch_size!r}): expected {stage}_step to ask which samples are real,"
+            " because the added ones would count in its loss and metrics. Take StaticShapes.mean(losses, batch) in the"
+            " place of the mean, or StaticShapes.real_samples(batch). Or give ignored={'labels': -100}, if loss and"
+            f" metrics pass over that value{drop}."
         )
 
-    def _batch(self, trainer: Trainer, batch: Any, dataloader_idx: int) -> Any:
-        stage = stage_of(trainer)
-        if stage not in self._in_loop:
-            current.forget()
+    def _shaped(self, trainer: Trainer, batch: Any, dataloader_idx: int) -> Any:
+        """Return a batch in the shapes of its stage, and note how many of its samples are real."""
+        stage = _stage_of(trainer)
+        current.forget()
+        if not self._is_on or stage == "predict":
             return batch
-        size = batch_size_in_use(trainer, stage, dataloader_idx)
-        return self._stages.shaped(stage, batch, dataloader_idx, size)
+        missing = [key for key in self._values if key not in parts(batch)]
+        if missing and stage == "training":  # evaluation may have no labels
+            raise ConfigurationError(
+                f"StaticShapes has values for {', '.join(map(repr, missing))}: expected keys of the batches (positions,"
+                f" if a batch is a list). One of training is a {type(batch).__name__} with"
+                f" {', '.join(map(repr, parts(batch)))}."
+            )
+        if self.lengths:
+            batch = with_lengths(batch, self.lengths, self._values, self.dim)
+        real = samples_in(batch)
+        if self.batch_size is None or not real:
+            return batch
+        loader, place = self._loaders(trainer, stage)[dataloader_idx], (stage, dataloader_idx)
+        wanted = self._training_size if self.batch_size == "train" else self.batch_size
+        self._sizes[place] = size = max(wanted or 0, _size_of(loader) or 0, real, self._sizes[place])
+        if size > real or not _drops_last(loader):
+            current.mask = torch.arange(size) < real
+        return with_samples(batch, size, self.ignored)
 
 
-def _with_mask(batch: Any) -> Any:
-    """Put the mask of a batch next to it, on its device."""
-    tensors = tensors_in(batch)
-    if current.mask is not None and tensors:
-        current.mask = current.mask.to(tensors[0].device)
-    return batch
+def _stage_of(trainer: Trainer) -> str:
+    if trainer.predicting or trainer.testing:
+        return "predict" if trainer.predicting else "test"
+    return "training" if trainer.training else "validation"
+
+
+def _size_of(loader: Any) -> int | None:  # None: the loader does not say
+    size = getattr(loader, "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def _drops_last(loader: Any) -> bool:
+    return bool(getattr(loader, "drop_last", False))

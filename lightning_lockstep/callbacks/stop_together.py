@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from lightning_lockstep.distributed.failure.process_exit import outcome
 from lightning_lockstep.errors import Preempted
 from lightning_lockstep.launchers.environments import requeue_job, requeue_signal
 from lightning_lockstep.stopping.loader_position import LoaderPosition
-from lightning_lockstep.stopping.stop_requests import SignalWatch, StopFileWatch, connect, count_in_fit
+from lightning_lockstep.stopping.stop_requests import SignalWatch, StopFile, connect, count_in_fit
 
 _log = logging.getLogger(__name__)
 PREEMPTED = "preempted"
@@ -35,14 +34,13 @@ class StopTogether(Callback):
 
     Args:
         signals: Names of the signals that mean "save and end".
-        stop_file: A file that means the same once it exists; ``None`` for none. A relative path lies in the
-            Trainer's ``default_root_dir``. It is removed after the checkpoint is saved.
+        stop_file: A file that means the same once it exists, looked for each second; ``None`` for none. A relative path
+            lies in the Trainer's ``default_root_dir``. It is removed after the checkpoint is saved.
         exit_code: Exit code of every rank after a signal or a stop file; ``None`` lets ``fit`` return instead.
             75 is what ``sysexits.h`` calls a temporary failure: try again.
         dirpath: Folder of the checkpoint; by default that of the Trainer's checkpoint callback, else
             ``checkpoints`` in its ``default_root_dir``.
         filename: Name of the checkpoint, without ``.ckpt``.
-        stop_file_interval: Time between two looks for the stop file [s].
 
     Raises:
         ConfigurationError: One message with every argument that cannot be used.
@@ -60,27 +58,25 @@ class StopTogether(Callback):
         exit_code: int | None = 75,
         dirpath: str | Path | None = None,
         filename: str = "preempted",
-        stop_file_interval: float = 1.0,
     ) -> None:
-        _check_settings(signals, exit_code, filename, stop_file_interval)
+        _check_settings(signals, exit_code, filename)
         self.signals, self.stop_file, self.exit_code = tuple(signals), stop_file, exit_code
-        self.dirpath, self.filename, self.stop_file_interval = dirpath, filename, stop_file_interval
+        self.dirpath, self.filename = dirpath, filename
         self.decision: StopDecision | None = None
-        self._watches = ExitStack()
         self._reset()
 
     def _reset(self) -> None:
         self._agreement: StepAgreement | None = None
         self._communicator: Communicator | None = None
         self._signal_watch: SignalWatch | None = None
-        self._file_watch: StopFileWatch | None = None
+        self._file: StopFile | None = None
         self._minimum: tuple[Any, Any] | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Connect to the other ranks and begin to count batches from zero. Ranks: all, together."""
         if stage != "fit":
             return
-        self._watches.close()
+        self._give_signals_back()
         self._reset()
         self.decision = None
         self._communicator = current_communicator()
@@ -89,16 +85,13 @@ class StopTogether(Callback):
         count_in_fit(True)
         LoaderPosition.attach(trainer)  # strategies of this package have done so
         if self.stop_file is not None and self._communicator.local_rank == 0:
-            path = Path(trainer.default_root_dir, self.stop_file)
-            self._file_watch = StopFileWatch(path, self._preempt, interval=self.stop_file_interval)
-            self._watches.callback(self._file_watch.close)
+            self._file = StopFile(Path(trainer.default_root_dir, self.stop_file), self._preempt)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Note whose signal handlers there are, before Lightning sets its own."""
         requeues = requeue_signal(trainer._accelerator_connector.cluster_environment)
         numbers = {*(signal.Signals[name] for name in self.signals), *([requeues] if requeues else [])}
         self._signal_watch = SignalWatch(sorted(numbers), self._preempt)
-        self._watches.callback(self._signal_watch.restore)
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
         """Take the signals over; Lightning has set its own handlers just before."""
@@ -114,6 +107,8 @@ class StopTogether(Callback):
         """Leave if all ranks leave after this batch. Ranks: every rank, after every batch."""
         if self._agreement is None:
             return
+        if self._file is not None:
+            self._file.look()
         self.decision = self._agreement.passed() or self.decision
         # Gradients that were accumulated but not applied would be lost.
         if self.decision is not None and _completes_optimizer_step(trainer):
@@ -126,29 +121,33 @@ class StopTogether(Callback):
         """
         if self._agreement is None or self._communicator is None:
             return
-        self._watches.close()
+        self._give_signals_back()
         if self._minimum is not None:
             trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps = self._minimum
             self._minimum = None
         unanswered = self._agreement.unanswered(PREEMPTED)
         agreed = self._communicator.agree(bool(unanswered), "; ".join(unanswered))
         if agreed:
-            self._save_and_end(trainer, str(agreed).replace("\n", "; "))
+            self._save_and_end(trainer, "; ".join(f"rank {rank}: {why}" for rank, why in agreed.items()))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Put the signal handlers back."""
-        self._watches.close()
+        self._give_signals_back()
         count_in_fit(False)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Put the signal handlers back; :func:`check_breakpoint` still returns the decision."""
         if stage == "fit":
-            self._watches.close()
+            self._give_signals_back()
             count_in_fit(False)
 
     def _preempt(self, reason: str) -> None:
         if self._agreement is not None:
             self._agreement.request(reason, kind=PREEMPTED)
+
+    def _give_signals_back(self) -> None:
+        if self._signal_watch is not None:
+            self._signal_watch.restore()
 
     def _take_signals(self) -> None:
         if self._signal_watch is not None:
@@ -172,8 +171,8 @@ class StopTogether(Callback):
         requeues = requeue_signal(trainer._accelerator_connector.cluster_environment)
         asks_slurm = requeues is not None and f"received {requeues.name}" in reason
         path = self._save(trainer, asks_slurm)
-        if self._file_watch is not None:
-            self._file_watch.remove_file()
+        if self._file is not None:
+            self._file.remove()
         goes_on = f"resume from {path}"
         if asks_slurm and trainer.is_global_zero:  # it alone says what becomes of the job
             refused = requeue_job()
@@ -215,7 +214,7 @@ def _completes_optimizer_step(trainer: Any) -> bool:
     return is_last and not trainer.strategy.handles_gradient_accumulation
 
 
-def _check_settings(signals: Any, exit_code: Any, filename: Any, interval: Any) -> None:
+def _check_settings(signals: Any, exit_code: Any, filename: Any) -> None:
     faults = Faults()
     expected = "a list of names, such as ['SIGTERM', 'SIGUSR1']"
     if faults.check(not isinstance(signals, str), "signals", signals, expected):
@@ -226,5 +225,4 @@ def _check_settings(signals: Any, exit_code: Any, filename: Any, interval: Any) 
     faults.whole("exit_code", exit_code, least=0, most=255, optional=True)
     is_name = isinstance(filename, str) and bool(filename) and "/" not in filename
     faults.check(is_name, "filename", filename, "a name without a folder, such as 'preempted'")
-    faults.number("stop_file_interval", interval, what="seconds", above=0, such_as=1)
     faults.raise_all()

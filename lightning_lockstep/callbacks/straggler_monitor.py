@@ -12,11 +12,13 @@ from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 from lightning_lockstep._settings import Faults
 from lightning_lockstep._text import say
 from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.distributed.c10d_operators import watch_waits
 from lightning_lockstep.errors import Preempted
 from lightning_lockstep.steps.patching import put_in_place
 from lightning_lockstep.stragglers.exchange import Collection, StragglerExchange
 from lightning_lockstep.stragglers.report import change_line, figures, report
-from lightning_lockstep.stragglers.verdict import NOBODY, Part, StepTimer, Verdict, part_of_action
+from lightning_lockstep.stragglers.verdict import NOBODY, Verdict
+from lightning_lockstep.stragglers.waiting import Part, StepTimer, part_of_action
 
 _log = logging.getLogger(__name__)
 
@@ -27,14 +29,13 @@ _AT_THE_END = 2.0
 class StragglerMonitor(Callback):
     """Reports which rank the others wait for, since when, by how much, and in which part of its step.
 
-    When each rank arrived at which collective comes from torch's flight recorder (or, under the backend
-    ``mpi4py``, from our own notes), so that waiting is distinguished from work. Rank 0 prints a line when another rank
-    becomes the one that the others wait for, gives figures to the Trainer's loggers, and prints a table of the
-    ranks at the end.
+    Each rank measures, by its own clock, how long it waits for others in the collectives of its steps: the rank that
+    waits least is the one that the others wait for. On a GPU the device's waiting is measured. Rank 0 prints a line
+    when another rank becomes that one, gives figures to the Trainer's loggers, and prints a table of the ranks at the
+    end.
 
     Args:
-        every_n_steps: Batches after which rank 0 asks the others for their figures, and decides. Later where reading
-            the flight recorder would cost more than 0.5 % of the time.
+        every_n_steps: Optimizer steps after which the ranks send their figures to rank 0, which decides.
         min_share: Fraction of the time that the others must lose by waiting for a rank before it is reported (0
             to 1).
 
@@ -44,8 +45,8 @@ class StragglerMonitor(Callback):
     Raises:
         ConfigurationError: One message with every argument that cannot be used.
 
-    Ranks: every rank has one. Every ``every_n_steps`` a message to each rank and one back, over the side
-    channel; no collective. The cost per step is a few reads of a clock.
+    Ranks: every rank has one. Every ``every_n_steps`` a message to rank 0 over the side channel; no collective. The
+        cost of a step is a few reads of a clock, and two for each wait.
     """
 
     def __init__(self, *, every_n_steps: int = 50, min_share: float = 0.05) -> None:
@@ -59,9 +60,9 @@ class StragglerMonitor(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self._timer = StepTimer()
+        self._timer: StepTimer | None = None  # there is one if there is an exchange
         self._exchange: StragglerExchange | None = None
-        self._steps = 0
+        self._steps = self._global_step = 0
         self._undo: list[Callable[[], None]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -70,41 +71,49 @@ class StragglerMonitor(Callback):
             self._stop()
             self.verdict = NOBODY
             if current_communicator().world_size == 1:
-                say("StragglerMonitor: there is one rank, so no rank waits for another; nothing is measured.")
+                say(
+                    "StragglerMonitor measures nothing here: there is one rank, so no rank waits for another."
+                )
             else:
                 _ = current_communicator().side_channel
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure. Ranks: all ranks; nothing is sent but a few questions for rank 0's time."""
+        """Begin to measure. Ranks: all ranks; nothing is sent."""
         self._stop()
         communicator = current_communicator()
         if communicator.world_size > 1:
             self._exchange = StragglerExchange(
                 communicator, every_n_steps=self.every_n_steps, min_share=self.min_share
             )
-            self._watch_actions(trainer)
+            self._timer, self._global_step = StepTimer(trainer.strategy.root_device), trainer.global_step
+            self._watch_actions(trainer, self._timer)
+            self._undo.append(watch_waits(self._timer.wait_begins, self._timer.wait_ends))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave out the first step of an epoch, in which loaders start; a validation, and the step after it."""
-        self._timer.interrupt()
+        if self._timer is not None:
+            self._timer.interrupt()
 
     on_validation_start = on_train_epoch_start
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Note the begin of a backward pass."""
-        self._timer.backward_begins()
+        if self._timer is not None:
+            self._timer.backward_begins(loss)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note its end."""
-        self._timer.backward_ends()
+        if self._timer is not None:
+            self._timer.backward_ends()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End the step. Ranks: every rank, after every batch; does not wait."""
-        if self._exchange is None:
+        """End the step, with all batches that it has accumulated. Ranks: every rank; does not wait."""
+        if self._exchange is None or self._timer is None or trainer.global_step == self._global_step:
             return
-        self._exchange.step_done(self._steps, self._timer.end(self._steps))
+        self._global_step = trainer.global_step
+        self._exchange.step_done(self._steps, self._timer.end())
         self._steps += 1
         if self._exchange.collection is not None:
             self._tell(trainer, self._exchange.collection)
@@ -121,10 +130,10 @@ class StragglerMonitor(Callback):
         """Stop measuring. Ranks: any, alone."""
         self._stop()
 
-    def _watch_actions(self, trainer: Trainer) -> None:
+    def _watch_actions(self, trainer: Trainer, timer: StepTimer) -> None:
         """Time loading and the other callbacks through the calls to Lightning's profiler."""
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]
-        start, stop, timer = profiler.start, profiler.stop, self._timer
+        start, stop = profiler.start, profiler.stop
         own = f"]{self.state_key}."
         parts: dict[str, Part | None] = {}
 
@@ -149,9 +158,8 @@ class StragglerMonitor(Callback):
             self.verdict = window.verdict
             if window.changed:
                 _log.warning("%s", change_line(window, collection.hosts))
-            if window.losses.steps:
-                for logger in trainer.loggers:
-                    logger.log_metrics(figures(window), step=trainer.global_step)
+            for logger in trainer.loggers:
+                logger.log_metrics(figures(window), step=trainer.global_step)
 
     def _end(self, trainer: Trainer, *, timeout: float) -> None:
         if self._exchange is None:

@@ -195,10 +195,7 @@ def check_against_trainer(config: Mapping[str, Any], values: TrainerValues, faul
 
 
 def completed(config: Mapping[str, Any], values: TrainerValues, world_size: int) -> dict[str, Any]:
-    """Return a configuration with the Trainer's values, without ``auto`` but in parameters; what it says stays.
-
-    DeepSpeed parses it and finds the sizes of a batch that follow from the others; what it refuses is an error.
-    """
+    """Return a configuration that has the Trainer's values and is parsed by DeepSpeed, whose refusals are errors."""
     full: dict[str, Any] = without_auto(config)
     wanted = PRECISIONS.get(values.precision or "")
     if wanted is not None:
@@ -285,8 +282,10 @@ def _parse(config: Mapping[str, Any], world_size: int) -> tuple[set[str], Any, l
 
 def _refusal(config: Mapping[str, Any], error: Mapping[str, Any]) -> str:
     """Return one of pydantic's errors, with the section in front, which it does not know."""
-    way = [str(part) for part in error["loc"]]
+    way, what = [str(part) for part in error["loc"]], f"DeepSpeed refuses it: {error['msg'].rstrip('.')}."
     if not way:
-        return f"config: DeepSpeed refuses it: {error['msg'].rstrip('.')}."
+        return f"config: {what}"
+    if error["type"] == "extra_forbidden":
+        what = "DeepSpeed has no such key in this section."
     sections = [name for name, inner in config.items() if isinstance(inner, Mapping) and way[0] in inner]
-    return f"{'.'.join([*sections[:1], *way])}={error['input']!r}: DeepSpeed refuses it: {error['msg'].rstrip('.')}."
+    return f"{'.'.join([*sections[:1], *way])}={error['input']!r}: {what}"

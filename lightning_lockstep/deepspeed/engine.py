@@ -38,13 +38,13 @@ def agreed(communicator: Communicator, work: Callable[[], _Result]) -> _Result:
     failed = communicator.agree(bool(faults), "\n".join((socket.gethostname(), *faults)))
     if not failed:
         return result  # type: ignore[return-value]  # it has returned
-    said = {reason.partition("\n")[2] for reason in failed.reasons.values()}
-    if len(said) == 1 and len(failed.reasons) == communicator.world_size:
+    said = {reason.partition("\n")[2] for reason in failed.values()}
+    if len(said) == 1 and len(failed) == communicator.world_size:
         raise ConfigurationError(faults)
     raise ConfigurationError(
         [
             f"rank {rank} on {host}: {' '.join(lines)}"
-            for rank, (host, *lines) in ((rank, text.splitlines()) for rank, text in failed.reasons.items())
+            for rank, (host, *lines) in ((rank, text.splitlines()) for rank, text in failed.items())
         ]
     )
 

@@ -20,6 +20,7 @@ from lightning_lockstep.deepspeed.config import (
     section,
 )
 from lightning_lockstep.deepspeed.device_support import refuse_or_adapt
+from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.numerics.precision import requested_precision
 
 
@@ -61,8 +62,11 @@ class RunConfig:
             " those that are not to be used with CUDA_VISIBLE_DEVICES",
         )
         check_against_trainer(self.given, values, faults)
+        try:  # with values that contradict the configuration DeepSpeed would refuse what is not there
+            completed(self.given, TrainerValues() if faults.texts else values, world_size)
+        except ConfigurationError as error:
+            faults.texts += error.faults
         faults.raise_all()
-        completed(self.given, values, world_size)
         self.given, replaced = refuse_or_adapt(self.given, device_type, self._may_adapt)
         for line in replaced:
             self._say(line)

@@ -66,11 +66,8 @@ class GlobalBatchDataModule(LightningDataModule):
             # Once only: a callback that changes the batch size afterwards overrides it.
             sizes = micro_batches(self.global_batch_size, accumulate)
             self.batch_size, self._divided = -(-max(sizes) // ranks), True
-            lifecycle = getattr(
-                self.trainer.strategy if self.trainer is not None else None, "lifecycle", None
-            )
-            if lifecycle is not None:
-                lifecycle.micro_batches = sizes
+            if self.trainer is not None and hasattr(self.trainer.strategy, "micro_batches"):
+                self.trainer.strategy.micro_batches = sizes
         needed = self.global_batch_size if self._divided else self.batch_size * ranks * accumulate
         if needed is not None and samples < needed:
             raise ConfigurationError(

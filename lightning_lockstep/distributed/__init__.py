@@ -6,7 +6,7 @@ Nothing that trains imports ``torch.distributed`` or ``mpi4py`` elsewhere. There
 * the **side channel** (``communicator.side_channel``): messages over a separate connection, on separate threads,
   which work while the main thread sits in a collective and when a peer has exited.
 
-Both know the run by its :class:`RankGroup` (rank, size, store), which need not come from torch.
+Both know the run by its :class:`RankGroup` (rank, size, store).
 """
 
 from lightning_lockstep._registry import attach_stub

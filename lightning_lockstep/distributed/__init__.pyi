@@ -1,21 +1,13 @@
-from lightning_lockstep.distributed.coordination.communicator import Agreement as Agreement
 from lightning_lockstep.distributed.coordination.communicator import Communicator as Communicator
 from lightning_lockstep.distributed.coordination.communicator import PendingReduction as PendingReduction
-from lightning_lockstep.distributed.coordination.communicator import (
-    SingleProcessCommunicator as SingleProcessCommunicator,
-)
-from lightning_lockstep.distributed.coordination.communicator import TorchCommunicator as TorchCommunicator
-from lightning_lockstep.distributed.coordination.communicator import alone as alone
 from lightning_lockstep.distributed.coordination.communicator import at_shut_down as at_shut_down
 from lightning_lockstep.distributed.coordination.communicator import (
     current_communicator as current_communicator,
 )
 from lightning_lockstep.distributed.coordination.communicator import shut_down as shut_down
-from lightning_lockstep.distributed.coordination.communicator import use_communicator as use_communicator
 from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement as StepAgreement
 from lightning_lockstep.distributed.failure.propagation import FailurePropagation as FailurePropagation
 from lightning_lockstep.distributed.failure.record import FailureRecord as FailureRecord
-from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions as MPIBackendOptions
 from lightning_lockstep.distributed.mpi.backend import register_mpi_backend as register_mpi_backend
 from lightning_lockstep.distributed.process_group import RankGroup as RankGroup
 from lightning_lockstep.distributed.process_group import rendezvous_store as rendezvous_store

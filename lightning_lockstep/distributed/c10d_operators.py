@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,8 +44,8 @@ OPERATIONS = {
     "recv_any_source_": "recv",
 }
 
-_local = 0  # how many contexts answer collectives on this rank alone
-_lock = threading.Lock()
+#: What answers collectives on this rank alone now, in all threads; the innermost one last.
+local_answers: list[Any] = []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,22 +80,9 @@ def operator_named(name: str) -> Operator:
     )
 
 
-@contextmanager
-def while_answered_locally() -> Iterator[None]:
-    """Let :func:`answered_locally` be true in the body, for all threads."""
-    global _local
-    with _lock:
-        _local += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _local -= 1
-
-
 def answered_locally() -> bool:
     """Return whether collectives are answered on this rank now, so that no other rank takes part in them."""
-    return _local > 0
+    return bool(local_answers)
 
 
 # -- How a collective reduces, read inside a kernel of torch's dispatcher --
@@ -107,20 +93,12 @@ _Kind: Any = dist.ReduceOp.RedOpType
 def reduction_kind(given: Any) -> str | None:
     """Return how a collective reduces, such as ``sum``; ``None`` in a kernel of torch 2.9, where Python cannot ask."""
     if not isinstance(given, (_Kind, dist.ReduceOp)):
-        if not _can_be_read():
+        ask = getattr(given, "op", None)  # a class in C++ without methods in torch 2.9
+        if ask is None:
             return None
-        given = _Kind(given.op())
+        given = _Kind(ask())
     kind = given if isinstance(given, _Kind) else _Kind(given.op)
     return str(kind.name).lower()
-
-
-@functools.cache
-def _can_be_read() -> bool:
-    # Torch has no public way to ask which methods its classes in C++ have.
-    return any(
-        schema.name == "op" and "c10d.ReduceOp" in str(schema)
-        for schema in torch._C._jit_get_custom_class_schemas()  # type: ignore[attr-defined]
-    )
 
 
 # -- Gradient compression hooks of DistributedDataParallel, by name --
@@ -158,26 +136,22 @@ def compression_hook(
         return None, state
     alone = hook in _ONE_COLLECTIVE and wrapper is None
     made = wrapper(hook) if wrapper is not None else hook
-    name = f"communication hook {getattr(hook, '__qualname__', repr(hook))}"
 
     def in_order(state: Any, bucket):  # type: ignore[no-untyped-def]  # torch looks at the annotation
         # Gloo and mpi4py call back in threads of theirs, NCCL at once. A callback's collective would meet that of
         # the next bucket, in another order on each rank: with equal shapes the weights differ in silence.
         future = made(state, bucket)
-        if not hasattr(future, "then"):
-            raise TypeError(
-                f"The {name} returned {type(future).__name__}, expected a torch.futures.Future that gives the bucket's"
-                " tensor, such as `dist.all_reduce(..., async_op=True).get_future().then(lambda f: f.value()[0])`."
-            )
-        if not alone and not (bucket.buffer().is_cuda and "nccl" in dist.get_backend_config()):
+        # Torch names what is no future.
+        waits = not alone and isinstance(future, torch._C.Future)
+        if waits and not (bucket.buffer().is_cuda and "nccl" in dist.get_backend_config()):
             over = threading.Event()
             future.add_done_callback(lambda _: over.set())
             if not over.wait(timeout + _LATER):
                 raise CollectiveStallError(
-                    f"The future that the {name} returned for bucket {bucket.index()} is not complete after"
-                    f" {timeout:g} s, the timeout of the process group. Outside NCCL a bucket is completed before"
-                    " the next one is handed to the hook, so a hook must not complete futures in the call for a"
-                    " later bucket (`bucket.is_last()`): give each bucket a future that completes by itself."
+                    f"The future that {getattr(hook, '__qualname__', hook)} returned for bucket {bucket.index()} is not"
+                    f" complete after {timeout:g} s, the timeout of the process group. Outside NCCL a bucket is"
+                    " completed before the next one is handed to the hook, so a hook must not complete futures in the"
+                    " call for a later bucket (`bucket.is_last()`): give each bucket one that completes by itself."
                 )
             future.wait()  # raises its error
         return future
@@ -272,30 +246,32 @@ def deliver_gradients(
         # Where nothing waits for it, and where DDP looks for unused ones, a parameter without stays without.
         with_gradient = [p for p in parameters if gradients[p] is not None]
         parameters = with_gradient or (parameters[:1] if reduces else [])
-    if not parameters:
-        return
-    arrival = zero_with_gradients([gradients.pop(p) for p in parameters], parameters, ddp)
-    gradients.clear()
-    if ddp is not None and reduces and not backward_began:
+    # Each is where the gradient of its parameter arrives, on the way that autograd takes too.
+    arrivals = {
+        p: p.expand_as(p) if gradients[p] is not None else sum_of_nothing([p], ddp) for p in parameters
+    }
+    if parameters and ddp is not None and reduces and not backward_began:
         ddp.require_forward_param_sync = True
-        ddp.reducer.prepare_for_backward([arrival] if ddp.find_unused_parameters else [])
-    arrival.backward()  # type: ignore[no-untyped-call]
-    if ddp is not None and reduces:
+        ddp.reducer.prepare_for_backward([*arrivals.values()] if ddp.find_unused_parameters else [])
+    for parameter in reversed(parameters):  # as a backward comes to them in most models
+        torch.autograd.backward(arrivals.pop(parameter), gradients.pop(parameter))
+    gradients.clear()
+    if parameters and ddp is not None and reduces:
         ddp.reducer._check_reducer_finalized()  # RuntimeError: a bucket was not reduced, so DDP cannot go on
 
 
-def zero_with_gradients(
-    gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], model: nn.Module | None
-) -> Tensor:
-    """Return a zero whose backward, once, gives parameters of ``model`` these gradients; zeros in place of ``None``."""
+def sum_of_nothing(parameters: Sequence[Tensor], model: nn.Module | None) -> Tensor:
+    """Return a zero whose backward gives parameters of ``model`` gradients of zeros."""
+    # A sum of no element has them whatever the parameters hold; what is sparse stays sparse.
     sparse = {id(weight) for weight in sparse_weights(model)} if model is not None else ()
-    device = parameters[0].device
-    # A node for each: autograd comes to that of the last one first, as it does in most models.
-    zeros = [
-        _Arrival.apply(_zeros_like(p, id(p) in sparse) if g is None else g, device, p)  # type: ignore[no-untyped-call]
-        for g, p in zip(gradients, parameters, strict=True)
+    nothing = torch.empty(0, dtype=torch.int64, device=parameters[0].device)
+    terms = [
+        nn.functional.embedding(nothing.to(p.device), p, sparse=True)
+        if id(p) in sparse
+        else (p if p.dim() else p.reshape(1))[:0]
+        for p in parameters
     ]
-    return torch.stack(zeros).sum()
+    return torch.stack([term.sum().real.to(nothing.device, torch.float32) for term in terms]).sum()
 
 
 def sparse_weights(model: nn.Module) -> list[Tensor]:
@@ -306,24 +282,31 @@ def sparse_weights(model: nn.Module) -> list[Tensor]:
     return [layer.weight for layer in layers if layer.weight.requires_grad]
 
 
-def _zeros_like(parameter: Tensor, is_sparse: bool) -> Tensor:
-    # One element seen many times: no memory is needed where memory has just run out.
-    if not is_sparse:
-        return parameter.new_zeros(()).expand(parameter.shape)
-    rows = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-    values = parameter.new_empty(0, *parameter.shape[1:])
-    return torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=False)
+# -- Who waits for a collective, and how long --
 
 
-class _Arrival(torch.autograd.Function):
-    """Hands a parameter its gradient."""
+def watch_waits(begins: Callable[[], None], ends: Callable[[], None]) -> Callable[[], None]:
+    """Have the begin and the end of each wait of this thread for a collective called; returns what ends that."""
+    # DDP's reducer, in C++, is the one who does not wait through this method.
+    classes: list[Any] = [cls for cls in (dist.Work, *dist.Work.__subclasses__()) if "wait" in vars(cls)]
+    changed, own = [(cls, cls.wait) for cls in classes], threading.current_thread()
 
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, device: torch.device, parameter: Tensor) -> Tensor:
-        ctx.gradient = gradient
-        return torch.zeros((), device=device)  # real, whatever the parameter is
+    def timed(wait: Callable[..., Any], work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+        # Other threads of Python wait for something else; torch's, which run a backward pass on a GPU, have no name.
+        thread = threading.current_thread()
+        if thread is not own and not thread.name.startswith("Dummy"):
+            return wait(work, *args, **kwargs)
+        begins()
+        try:
+            return wait(work, *args, **kwargs)
+        finally:
+            ends()
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        gradient, ctx.gradient = ctx.gradient, None
-        return None, None, gradient
+    for cls, wait in changed:
+        cls.wait = lambda work, *args, _wait=wait, **kwargs: timed(_wait, work, *args, **kwargs)
+
+    def end() -> None:
+        for cls, wait in changed:
+            cls.wait = wait
+
+    return end

@@ -7,12 +7,10 @@ and numbers of numpy stay what they are, and so do objects of a class that this 
 
 from __future__ import annotations
 
-import io
 import pickle
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -22,7 +20,8 @@ import torch
 from lightning_lockstep._text import listed
 from lightning_lockstep.errors import ConfigurationError
 
-_RUNS_PROGRAMS = ("os", "posix", "nt", "sys")  # modules that torch refuses even where they are declared safe
+# Modules that torch refuses even where they are declared safe, with advice to load the file without its check.
+_RUNS_PROGRAMS = ("os", "posix", "nt", "sys")
 _CONTAINERS = (dict, OrderedDict, Counter)
 _SEQUENCES = (list, tuple, set, torch.Size)
 _SCALARS = (
@@ -63,25 +62,15 @@ class Inert:
         return f"<inert {self.origin}>"
 
 
-class _PlainDict:
-    """Stands for a subclass of ``dict``: only a plain dictionary gets items from the unpickler."""
-
-    def __new__(cls, *arguments: Any) -> OrderedDict[Any, Any]:  # type: ignore[misc]
-        return OrderedDict()
+def _stands_for(make: Callable[..., Any]) -> Any:
+    """Return a class whose objects are what ``make`` returns: the unpickler makes objects of classes alone."""
+    return type("Plain", (), {"__new__": lambda cls, *arguments: make(*arguments)})
 
 
-class _PlainList:
-    """Stands for a subclass of ``list``."""
-
-    def __new__(cls, *arguments: Any) -> list[Any]:  # type: ignore[misc]
-        return []
-
-
-class _PlainPath:
-    """Stands for the paths of ``pathlib``, which come through as strings."""
-
-    def __new__(cls, *parts: Any) -> str:  # type: ignore[misc]
-        return str(PurePosixPath(*map(str, parts)))
+# Only plain dictionaries and lists get items from the unpickler.
+_PLAIN_DICT = _stands_for(lambda *arguments: OrderedDict())
+_PLAIN_LIST = _stands_for(lambda *arguments: [])
+_PATH_TEXT = _stands_for(lambda *parts: str(PurePosixPath(*map(str, parts))))
 
 
 def read_plain(file: Path | IO[bytes]) -> Any:
@@ -111,16 +100,16 @@ def _load(file: Path | IO[bytes], foreign: Iterable[str]) -> Any:
             name = next((name for name, kind in stands_for.items() if repr(kind) in str(error)), None)
             if name is None or not _is_inert(stands_for[name]):
                 raise
-            stands_for[name] = _PlainDict if "SETITEM" in str(error) else _PlainList
+            stands_for[name] = _PLAIN_DICT if "SETITEM" in str(error) else _PLAIN_LIST
 
 
 def _stand_in(name: str) -> Any:
     if name in _OF_NUMPY:
         return _OF_NUMPY[name]
     if name == "collections.defaultdict":
-        return _PlainDict
+        return _PLAIN_DICT
     if name.startswith("pathlib.") and name.endswith("Path"):
-        return _PlainPath
+        return _PATH_TEXT
     return type(f"Inert[{name}]", (Inert,), {"origin": name})
 
 
@@ -174,16 +163,16 @@ def is_plain(value: object) -> bool:
     return kind in _SCALARS
 
 
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield what nested containers hold, with its place."""
+def _inert_in(value: Any, name: str = "") -> Iterator[str]:
+    """Yield the places of inert objects in nested containers, and of which class each is."""
     if type(value) in _CONTAINERS:
         for key, part in value.items():
-            yield from _leaves(part, f"{name}.{key}" if name else str(key))
+            yield from _inert_in(part, f"{name}.{key}" if name else str(key))
     elif type(value) in _SEQUENCES:
         for part in value:
-            yield from _leaves(part, name)
-    else:
-        yield name, value
+            yield from _inert_in(part, name)
+    elif _is_inert(value):
+        yield f"{name} ({getattr(value, 'origin', '?')})".strip()
 
 
 # -- A checkpoint of Lightning, of which a run needs no hyperparameter --
@@ -191,8 +180,7 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 _THEIR_TYPES = ("hparams_type", "datamodule_hparams_type")
 _MOST_NAMED = 5  # in one message
-#: What is said of a file that holds more.
-TRUST = (
+_TRUST = (
     "Expected plain data, as anything else could run code when it is read; none of it was run. If you trust the file,"
     " give weights_only=False to fit, validate, test or predict."
 )
@@ -228,53 +216,7 @@ def load_without_objects(
         content.pop(key, None)
     objects = list(_inert_in({key: value for key, value in content.items() if key != "state_dict"}))
     if objects:
-        raise ConfigurationError(f"{path}: holds objects of classes: {listed(objects, _MOST_NAMED)}. {TRUST}")
+        raise ConfigurationError(
+            f"{path}: holds objects of classes: {listed(objects, _MOST_NAMED)}. {_TRUST}"
+        )
     return content  # type: ignore[no-any-return]
-
-
-def _inert_in(value: Any) -> Iterator[str]:
-    for name, leaf in _leaves(value, ""):
-        if _is_inert(leaf):
-            yield f"{name} ({getattr(leaf, 'origin', '?')})".strip()
-
-
-def objects_in_checkpoint(checkpoint: Mapping[str, Any]) -> list[str]:
-    """Return sentences on what is to be saved and will not load as plain data."""
-    given = {key: checkpoint.get(key) or {} for key in _HYPERPARAMETERS}
-    hyperparameters = [
-        f"{name} ({type(value).__name__})"
-        for key, values in given.items()
-        for name, value in (values if type(values) is dict else {key: values}).items()
-        if not is_plain(value) and type(value) not in torch.serialization.get_safe_globals()
-    ]
-    others = [
-        f"{name} ({type(leaf).__module__}.{type(leaf).__qualname__})"
-        for name, leaf in _leaves({k: v for k, v in checkpoint.items() if k not in _NOT_LOOKED_AT}, "")
-        if type(leaf) not in _SCALARS and not isinstance(leaf, torch.Tensor) and _becomes_inert(leaf)
-    ]
-    said = []
-    if hyperparameters:
-        said.append(
-            f"the checkpoints have hyperparameters that are objects of classes: {listed(hyperparameters, _MOST_NAMED)}."
-            " A fit resumes without them. To read them: load_from_checkpoint(path, weights_only=False). To leave one"
-            " out: save_hyperparameters(ignore=[its name]), and give it to load_from_checkpoint as an argument."
-        )
-    if others:
-        said.append(
-            f"the checkpoints have objects of classes: {listed(others, _MOST_NAMED)}. To resume from them, give"
-            " weights_only=False to fit, validate, test or predict; or keep numbers, text, tensors, lists and dicts"
-            " there instead."
-        )
-    return said
-
-
-_NOT_LOOKED_AT = ("state_dict", *_HYPERPARAMETERS, *_THEIR_TYPES)
-
-
-def _becomes_inert(value: Any) -> bool:
-    file = io.BytesIO()
-    with suppress(Exception):  # what cannot be saved fails when it is
-        torch.save(value, file)
-        file.seek(0)
-        return any(_inert_in(read_plain(file)))
-    return False

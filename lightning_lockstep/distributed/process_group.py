@@ -1,22 +1,22 @@
 """The ranks of a run as one group: the store at which they meet, torch's process group on it, and who is in it.
 
-The communicator and the side channel know a run by its :class:`RankGroup` alone. It is derived from torch's
-default process group, whoever has made that; a strategy without one (XLA) makes its own from rank, size and
-store and passes it to :func:`use_group`.
+The communicator and the side channel know a run by its :class:`RankGroup` alone, which is derived from torch's default
+process group, whoever has made that.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,71 +24,45 @@ from torch import Tensor
 from torch.distributed import Store, TCPStore
 
 from lightning_lockstep._settings import HAS_MET, restore_variables
-from lightning_lockstep._text import first_line, say
+from lightning_lockstep._text import first_line
 from lightning_lockstep.distributed.rendezvous import ANY, listening_address
 from lightning_lockstep.errors import LaunchError
 
 # ------------------------------------------------------------------ the group of ranks
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class RankGroup:
-    """The ranks of a run and the store where they meet, if any; one that is made anew equals no earlier one."""
+    """The ranks of a run and the store where they meet; one that is made anew equals no earlier one."""
 
     rank: int
     world_size: int
-    store: Store | None = None
+    store: Store
+    communicator: Any = None  # of these ranks, once one is made
 
 
 _AVAILABLE = dist.is_available()
 _lock = threading.Lock()
-_given: RankGroup | None = None
-_of_torch: tuple[object, RankGroup | None] = (None, None)  # torch's process group, and ours for it
+_groups: WeakKeyDictionary[dist.ProcessGroup, RankGroup] = WeakKeyDictionary()
 
 
 def current_group() -> RankGroup | None:
     """Return the group of ranks that this process belongs to now, or ``None``."""
-    global _of_torch
-    if _given is not None:
-        return _given
     world = dist.group.WORLD if _AVAILABLE else None
-    known, group = _of_torch
-    if known is world:
-        return group
+    if world is None:
+        return None
+    known = _groups.get(world)  # without the lock, which a process may have been forked with
+    if known is not None:
+        return known
     with _lock:
-        if _of_torch[0] is not world:
-            made = None if world is None else RankGroup(dist.get_rank(), dist.get_world_size(), _store())
-            _of_torch = (world, made)
-        return _of_torch[1]
+        # The store of the default group has no public accessor in torch 2.9 to 2.13.
+        store = dist.distributed_c10d._get_default_store()
+        return _groups.setdefault(world, RankGroup(dist.get_rank(), dist.get_world_size(), store))
 
 
-def use_group(group: RankGroup | None) -> None:
-    """Make ``group``, which no process group of torch connects, the current one; ``None`` forgets it."""
-    global _given, _of_torch
-    _given, _of_torch = group, (None, None)
-
-
-@contextmanager
-def world_of_one() -> Iterator[None]:
-    """Let torch's default process group in the body be one of this rank alone. Ranks: any, alone."""
-    global _given, _of_torch
-    everyone, before = dist.group.WORLD, (_given, _of_torch)
-    one = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    dist.group.WORLD, _given = one, None
-    try:
-        yield
-    finally:
-        dist.group.WORLD = everyone
-        _given, _of_torch = before
-        dist.destroy_process_group(one)
-
-
-def _store() -> Store | None:
-    # The store of the default group has no public accessor in torch 2.9 to 2.13.
-    with suppress(RuntimeError, ValueError, AttributeError, AssertionError):
-        store: Store = dist.distributed_c10d._get_default_store()
-        return store
-    return None
+def forget_group() -> None:
+    """Let the next call of :func:`current_group` make the group anew."""
+    _groups.clear()
 
 
 # ------------------------------------------------------------------ the store at which ranks meet
@@ -97,7 +71,6 @@ _stores: dict[tuple[str, int], TCPStore] = {}
 _made: Counter[tuple[str, int]] = Counter()  # process groups made on each of them
 _place_before: dict[str, str | None] = {}  # variables of the place as they were before this package set them
 _NAME = "lockstep/name"
-_RESOLVE_FOR = 60.0  # how long the name of rank 0's host may take to be known [s]
 
 
 def rendezvous_store(
@@ -122,7 +95,6 @@ def rendezvous_store(
             " rank 0 and to a free port on it."
         )
     if (address, port) not in _stores:
-        _wait_for_name(address, timeout=min(timeout, _RESOLVE_FOR))
         by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         listens_at = listening_address(address) if rank == 0 and not by_agent else None
         try:
@@ -140,25 +112,6 @@ def rendezvous_store(
     if rank == 0 and name is not None:  # also in a store that it has hosted before (host_rendezvous)
         _stores[address, port].set(_NAME, name)
     return _stores[address, port]
-
-
-def _wait_for_name(address: str, *, timeout: float) -> None:
-    """Wait until the address of rank 0 can be resolved: on Kubernetes that begins after some ranks."""
-    deadline, told = time.monotonic() + timeout, False
-    while True:
-        try:
-            socket.getaddrinfo(address, None)
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"MASTER_ADDR={address!r} cannot be resolved on {socket.gethostname()!r}, tried for"
-                    f" {timeout:.0f} s: expected the name or address of rank 0's host."
-                ) from error
-        if not told:
-            say(f"lightning-lockstep: waits until the name {address!r} of rank 0's host can be resolved")
-            told = True
-        time.sleep(min(1.0, timeout))
 
 
 def _check_name(store: Store, rank: int, name: str, place: str) -> None:
@@ -277,20 +230,35 @@ def start_process_group(
         attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_made[address, port]}"
         _made[address, port] += 1
         served = dist.Backend.backend_capability.get(backend, [])
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore(f"attempt/{attempt}", store),
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-            device_id=device if device.type != "cpu" and device.type in served else None,
-        )
+        with _ended_by_ctrl_c():
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore(f"attempt/{attempt}", store),
+                rank=rank,
+                world_size=world_size,
+                timeout=timeout,
+                device_id=device if device.type != "cpu" and device.type in served else None,
+            )
     except dist.DistError as error:
         raise LaunchError(
-            f"The ranks did not meet: rank {rank} of {world_size} waited at {address}:{port} for up to"
-            f" {limit:.0f} s. Check that every rank was started, that all were given the same address and port,"
-            f" and that the network lets them through. What torch said: {first_line(error)}"
+            f"The ranks did not meet: rank {rank} of {world_size} waited at MASTER_ADDR={address}, MASTER_PORT={port}"
+            f" for up to {limit:.0f} s. Check that every rank was started, that all were given the same two, that the"
+            f" name is known here, and that the network lets them through. What torch said: {first_line(error)}"
         ) from error
+
+
+@contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """Let Ctrl-C end this process at once in the body, which waits in C++, where it does not reach Python's handler."""
+    usual = signal.getsignal(signal.SIGINT)
+    may_set = threading.current_thread() is threading.main_thread() and usual is signal.default_int_handler
+    if may_set:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if may_set:
+            signal.signal(signal.SIGINT, usual)
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], group: Any = None) -> None:

@@ -77,11 +77,6 @@ def address_towards(host: str) -> str:
     return "127.0.0.1"
 
 
-def host_of(address: str) -> str:
-    """Return the host in an address such as ``tcp://10.0.0.1:4000`` or ``tcp://[fe80::1]:4000``."""
-    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-
-
 def addresses_here() -> set[str]:
     """Return the addresses of all interfaces of this host, loopback included."""
     import psutil

@@ -6,21 +6,19 @@ with tensors on ``meta`` in their places. It is read on any number of ranks, and
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import pickle
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from lightning_lockstep._text import first_line, ranks_in_words
-from lightning_lockstep.distributed.plain_data import TRUST, load_without_objects
+from lightning_lockstep.distributed.plain_data import load_without_objects
 from lightning_lockstep.errors import ConfigurationError
 
 #: The file of a folder that holds what is no divided tensor.
@@ -105,40 +103,14 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load the state of an optimizer, whole or divided. Ranks: each, alone."""
-    _check_groups(optimizer, state)
-    parameters: Any = parameters_of(optimizer)
+    parameters: dict[Any, Tensor] = dict(enumerate(parameters_of(optimizer)))
 
     def fitting(value: Tensor, place: Place) -> Any:
-        parameter = parameters[place[0]]
-        if value.ndim == 0 or not is_divided(parameter):
-            return value
-        if value.shape != parameter.shape:
-            raise ConfigurationError(
-                f"The checkpoint has a tensor of shape {tuple(value.shape)} that {type(optimizer).__name__} keeps for a"
-                f" parameter of shape {tuple(parameter.shape)}: expected equal shapes, which are divided in the same"
-                " way."
-            )
-        return _divided_like(value, parameter)
+        parameter = parameters.get(place[0])  # torch refuses a state for another number of parameters
+        # What is kept for a parameter in another shape, such as the number of steps, is whole on each rank.
+        return _divided_like(value, parameter) if value.shape == getattr(parameter, "shape", None) else value
 
     optimizer.load_state_dict({**state, "state": _mapped(state["state"], fitting)})
-
-
-def _check_groups(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    saved, own = (
-        [len(group["params"]) for group in groups]
-        for groups in (state["param_groups"], optimizer.param_groups)
-    )
-    if saved != own:
-        raise ConfigurationError(
-            f"The checkpoint has the state of an optimizer for {_in_groups(saved)}, and {type(optimizer).__name__} is"
-            f" for {_in_groups(own)}: expected as many parameters in the same groups. Let configure_optimizers make"
-            " them as in the run that saved the checkpoint, or load its weights alone (`load_from_checkpoint`)."
-        )
-
-
-def _in_groups(sizes: Sequence[int]) -> str:
-    groups = "" if len(sizes) == 1 else f" in {len(sizes)} groups of {', '.join(map(str, sizes))}"
-    return f"{sum(sizes)} parameters{groups}"
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -156,18 +128,14 @@ def is_parts_folder(path: str | Path) -> bool:
 
 def all_see_parts(path: str | Path, gather: Callable[[Any], Sequence[Any]]) -> bool:
     """Return whether a path is such a folder; raise on all ranks where they see different things. Ranks: all."""
-    kind = "a folder of parts" if is_parts_folder(path) else "another checkpoint"
-    kinds, paths = zip(*gather((kind if Path(path).exists() else "nothing", str(path))), strict=True)
-    if len(set(kinds)) > 1:
-        seen = [
-            f"{kind} on {ranks_in_words(rank for rank, one in enumerate(kinds) if one == kind)}"
-            for kind in dict.fromkeys(kinds)
-        ]
+    found, paths = zip(*gather((is_parts_folder(path), str(path))), strict=True)
+    if len(set(found)) > 1:
+        elsewhere = ranks_in_words(rank for rank, is_there in enumerate(found) if not is_there)
         raise ConfigurationError(
-            f"{paths[0]}: there is {', '.join(seen)}: expected one checkpoint that all ranks see. Put it on a disk that"
-            " all nodes share, and give its absolute path."
+            f"{paths[0]} is a folder of parts, but not on {elsewhere}: expected one checkpoint that all ranks see. Put"
+            " it on a disk that all nodes share, and give its absolute path."
         )
-    return bool(kinds[0] == "a folder of parts")
+    return bool(found[0])
 
 
 def save_parts(checkpoint: dict[str, Any], folder: Path, *, is_main: bool) -> None:
@@ -229,21 +197,19 @@ def load_parts(
         raise
     except (EOFError, OSError, RuntimeError, pickle.UnpicklingError) as error:
         raise ConfigurationError(f"{folder / REST} cannot be read: {first_line(error)}. {_WHOLE}") from error
-    states = rest.get("optimizer_states", [])
-    del states[len(optimizers) :]
-    for optimizer, state in zip(optimizers, states, strict=False):
-        _check_groups(optimizer, state)
+    del rest.get("optimizer_states", [])[len(optimizers) :]
     own = module.state_dict()
+    parameters = [dict(enumerate(parameters_of(one))) for one in optimizers]
 
     def like(place: Place) -> object:
         match place:
             case ("state_dict", name):
                 return own.get(str(name))
             case ("optimizer_states", int(number), "state", int(parameter), _):
-                return parameters_of(optimizers[number])[parameter]
+                return parameters[number].get(parameter)
         return None  # what the program itself has added
 
-    return read_parts(folder, rest, like, weights_only=weights_only)
+    return read_parts(folder, rest, like)
 
 
 _WHOLE = "Expected all files as they were saved, whole: copy the folder again, or give an earlier checkpoint."
@@ -253,14 +219,10 @@ def read_parts(
     folder: Path,
     rest: dict[str, Any],  # what the folder's file of it holds
     like: Callable[[Place], object] = lambda place: None,  # a divided tensor like it; else it is read whole
-    *,
-    weights_only: bool = True,
 ) -> dict[str, Any]:
     """Return the checkpoint of a folder. Ranks: all, together; or a process without others."""
     import torch.distributed.checkpoint as dcp
 
-    if weights_only:
-        _check_table(folder / _TABLE)
     wanted: dict[str, Any] = {}
 
     def to_fill(value: Tensor, place: Place) -> Any:
@@ -279,35 +241,3 @@ def read_parts(
         with _in_one_line(ConfigurationError, f"{folder} cannot be read by", _WHOLE):
             dcp.load(wanted, checkpoint_id=folder)
     return content
-
-
-class _Table(pickle.Unpickler):
-    """Makes nothing but what torch writes into its table of contents, which it reads as any pickle."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module in _MODULES or module.startswith(_MODULES[-1]):
-            found = super().find_class(module, name)
-            is_record = isinstance(found, type) and (
-                dataclasses.is_dataclass(found) or issubclass(found, (enum.Enum, PurePath, torch.Size))
-            )
-            if (
-                is_record
-                or isinstance(found, torch.dtype)
-                or (module, name) == ("torch.serialization", "_get_layout")
-            ):
-                return found
-        raise ConfigurationError(f"names {module}.{name}, which torch does not write there. {TRUST}")
-
-
-# Where torch has what is in its table, the path of the folder included.
-_MODULES = ("pathlib", "pathlib._local", "torch", "torch.serialization", "torch.distributed.checkpoint.")
-
-
-def _check_table(path: Path) -> None:
-    try:
-        with open(path, "rb") as file:
-            _Table(file).load()
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{path}: {error}") from None
-    except Exception as error:  # whatever comes of bytes that are no pickle
-        raise ConfigurationError(f"{path} cannot be read: {first_line(error)}. {_WHOLE}") from error

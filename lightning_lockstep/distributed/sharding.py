@@ -21,7 +21,6 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import distribute_tensor
 
 from lightning_lockstep._lightning import find_shared_parameters, set_shared_parameters
 from lightning_lockstep.distributed.process_group import broadcast_tensors
@@ -146,28 +145,6 @@ def give_up_gathered(module: nn.Module) -> None:
         part.reshard()
 
 
-def check_written(module: nn.Module) -> None:
-    """Raise where a parameter that is gathered was written to since, which this rank's part does not get."""
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    for one in _holders(module):
-        whole: Any = _gathered(one)
-        part = one.sharded_param
-        if whole not in names:
-            continue
-        mine = distribute_tensor(whole.detach(), part.device_mesh, part.placements, src_data_rank=None)
-        kept = part.detach().to_local().to(mine.to_local())
-        if not torch.equal(_as_bytes(mine.to_local()), _as_bytes(kept)):  # NaN equals itself
-            raise ConfigurationError(
-                f"{names[whole]} was written to while it was gathered, in a step or after a call of the module, and the"
-                " ranks would lose that: expected writes between steps, as at the start of on_train_batch_end, where"
-                " each rank has its part, and in place (`p.copy_(...)`), since `p.data = ...` does nothing there."
-            )
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
 def own_gradients(module: nn.Module) -> list[Tensor]:
     """Return this rank's parts of the gradients, and whole ones that wait for a reduction; nothing is sent."""
     found: list[Any] = [parameter.grad for parameter in module.parameters()]
@@ -177,25 +154,6 @@ def own_gradients(module: nn.Module) -> list[Tensor]:
         whole = (one.unsharded_accumulated_grad, getattr(_gathered(one), "grad", None))
         parts += [gradient for gradient in whole if gradient is not None]
     return parts
-
-
-def can_drop_steps() -> bool:
-    """Return whether torch can clean up after a step that was broken off."""
-    return hasattr(FSDPModule, "reset_iter_state")
-
-
-def drop_step(module: nn.Module) -> None:
-    """Free all that a step has gathered and not reduced, wherever it was broken off."""
-    parts: list[Any] = divided_parts(module)
-    inner = {part for one in parts for part in divided_parts(one) if part is not one}
-    for part in parts:
-        if part not in inner and any(_gathered(one) is not None for one in _holders(part)):
-            part.reset_iter_state()
-    for one in _holders(module):
-        one.unsharded_accumulated_grad = None
-        parameter = _gathered(one)
-        if parameter is not None:
-            parameter.grad = None
 
 
 def _holders(module: nn.Module) -> list[Any]:

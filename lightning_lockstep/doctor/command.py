@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import shlex
@@ -12,7 +11,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import lightning_lockstep
@@ -37,35 +35,18 @@ from lightning_lockstep.errors import ConfigurationError, LaunchError
 # -- Which checks a command line asks for, and which of their rows --
 
 
-@dataclass(frozen=True)
-class Selection:
-    """What a command line asks for."""
-
-    names: tuple[str, ...]  # in the order in which they are started
-    folders: tuple[str, ...] = ()  # of runs
-    least: Status = Status.NOT_APPLICABLE  # only rows of this status or a worse one are shown
-
-
-def select(arguments: Sequence[str], only: str | None = None) -> Selection:
-    """Return what arguments ask for; without names all checks that need no arguments."""
-    known = list(CHECKS)
-    statuses = {status.value: status for status in Status}
-    wanted = [name for name in (only or "").split(",") if name]
-    least = [statuses[name] for name in wanted if name in statuses]
-    names, folders = [], []
-    for argument in [*arguments, *(name for name in wanted if name not in statuses)]:
+def select(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return checks, in the order in which they are started, and folders of runs; without names all by default."""
+    known, names, folders = list(CHECKS), [], []
+    for argument in arguments:
         if argument in known:
             names.append(argument)
         elif "run" in names:
             folders.append(argument)
         else:
             _raise_unknown(argument)
-    chosen = list(dict.fromkeys(names)) or [name for name in known if name not in NOT_BY_DEFAULT]
-    return Selection(
-        tuple(sorted(chosen, key=known.index)),
-        tuple(folders),
-        min(least, key=lambda status: status.severity, default=Status.NOT_APPLICABLE),
-    )
+    chosen = {*names} or {*known} - {*NOT_BY_DEFAULT}
+    return sorted(chosen, key=known.index), folders
 
 
 def _raise_unknown(name: str) -> None:
@@ -106,18 +87,19 @@ def _parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("checks", nargs="*", metavar="CHECK", help="checks to run; after `run`, run folders")
     add("--json", action="store_true", help="print one JSON object, and nothing else")
-    add(
-        "--only",
-        metavar="NAMES",
-        help="checks to run, separated by commas; or `warning` or `problem`: only such rows",
-    )
+    add("--only", choices=("warning", "problem"), help="show only rows of this status or a worse one")
     add("--timeout", type=_number(0.1), help="time limit per check in seconds (default: set by each check)")
     add("--strict", action="store_true", help="exit with code 3 if there are warnings")
-    add("--explain", metavar="CHECK", help="print why a check matters, without running it")
     add("--nproc", type=_number(1, int), help="ranks that `network` starts on this host (default: 2)")
     add("--hosts", metavar="A,B", default="", help="hosts that `mpi` checks, by ssh without a password")
     add("--hostfile", metavar="FILE", help="an mpirun hostfile with such hosts")
-    add("--ssh-args", metavar="ARGS", default="", help="arguments passed to ssh, such as '-p 2222 -i key'")
+    add(
+        "--ssh-args",
+        type=shlex.split,
+        metavar="ARGS",
+        default=(),
+        help="arguments passed to ssh, such as '-p 2222 -i key'",
+    )
     add(
         "--model-parameters",
         "--model-params",
@@ -140,74 +122,67 @@ def _number(least: float, kind: type = float) -> Callable[[str], Any]:
     return number
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command and end the process with its exit code."""
+def read(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str], CheckOptions]:
+    """Return what a command line asks for: as it was given, the names of checks, and their options."""
     given = _parser().parse_intermixed_args(argv)
-    try:
-        if given.explain is not None:
-            [name] = select([given.explain]).names
-            why = importlib.import_module(CHECKS[name].module).WHY
-            sys.stdout.write(f"{name}: {CHECKS[name].summary}\n\n{' '.join(why.split())}\n")
-            raise SystemExit(_NO_PROBLEM)
-        selection = select(given.checks, given.only)
-        options = CheckOptions(
-            timeout=given.timeout,
-            nproc=given.nproc,
-            hosts=tuple(filter(None, map(str.strip, given.hosts.split(",")))),
-            hostfile=given.hostfile,
-            ssh_args=_ssh_args(given.ssh_args),
-            folders=selection.folders,
-            model_parameters=given.model_parameters,
-            gpus=given.gpus,
-        )
-        code = _run(selection, options, as_json=given.json, strict=given.strict)
-    except ConfigurationError as error:
-        say(f"{_PROGRAM}: {error}")
-        code = _USAGE
-    raise SystemExit(code)
-
-
-def _ssh_args(given: str) -> tuple[str, ...]:
-    try:
-        return tuple(shlex.split(given))
-    except ValueError as error:
-        raise ConfigurationError(
-            f"--ssh-args {given!r}: expected shell syntax, such as '-p 2222 -i key' ({error})."
-        ) from error
-
-
-def _run(selection: Selection, options: CheckOptions, *, as_json: bool, strict: bool) -> int:
-    """Run the checks, `network` with the other ranks of the job if there are any; return the exit code."""
-    if hosts_of(options) and "mpi" not in selection.names:
+    names, folders = select(given.checks)
+    options = CheckOptions(
+        timeout=given.timeout,
+        nproc=given.nproc,
+        hosts=tuple(filter(None, map(str.strip, given.hosts.split(",")))),
+        hostfile=given.hostfile,
+        ssh_args=tuple(given.ssh_args),
+        folders=tuple(folders),
+        model_parameters=given.model_parameters,
+        gpus=given.gpus,
+    )
+    if hosts_of(options) and "mpi" not in names:
         raise ConfigurationError(
             "--hosts and --hostfile are for the check mpi. To test the network between hosts, start the doctor on them:"
             " mpirun --hostfile hosts lockstep-doctor network, or with srun or torchrun."
         )
-    checks, ranks = Checks(selection.names, options), None
+    return given, names, options
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command and end the process with its exit code."""
     try:
-        ranks = network.join() if "network" in selection.names else None
+        given, names, options = read(argv)
+    except ConfigurationError as error:
+        say(f"{_PROGRAM}: {error}")
+        raise SystemExit(_USAGE) from None
+    least = Status(given.only) if given.only else Status.NOT_APPLICABLE
+    raise SystemExit(run_checks(names, options, least, as_json=given.json, strict=given.strict))
+
+
+def run_checks(
+    names: Sequence[str], options: CheckOptions, least: Status, *, as_json: bool, strict: bool
+) -> int:
+    """Run the checks, `network` with the other ranks of the job if there are any; return the exit code."""
+    checks, ranks, began = Checks(names, options), None, time.monotonic()
+    try:
+        ranks = network.join() if "network" in names else None
         if ranks is not None and 0 not in ranks.mine:
-            ranks.serve()
-            return _left(ranks, _NO_PROBLEM)
+            return _left(ranks, ranks.serve())
     except (LaunchError, ImportError) as error:
         say(f"{_PROGRAM}: {error}")
         os._exit(_PROBLEM)  # MPI may hang, or wait for this rank
     if ranks is not None:
-        checks = _ChecksOfRanks(selection.names, options, ranks)
-    results = _print_json(checks) if as_json else _print_table(checks, selection.least)
+        checks = _ChecksOfRanks(names, options, ranks)
+    results = _print_json(checks, began) if as_json else _print_table(checks, least, began)
     status = worst(result.status for result in results)
     code = _ONLY_WARNINGS if strict and status is Status.WARNING else _NO_PROBLEM
     code = _PROBLEM if status is Status.PROBLEM else code
     if ranks is None:
         return code
-    ranks.end()  # not before all is printed: mpirun ends a job of which one rank ends without MPI
+    sys.stdout.flush()  # mpirun ends a job of which one rank ends without MPI, or with another code than 0
+    ranks.end(code)
     return _left(ranks, code)
 
 
 def _left(ranks: network.Ranks, code: int) -> int:
     """Return an exit code, or end this process with it if MPI would never let it end."""
     if ranks.hangs:
-        sys.stdout.flush()
         os._exit(code)
     return code
 
@@ -231,8 +206,7 @@ class _ChecksOfRanks(Checks):
         yield CheckResult("network", tuple(found), time.monotonic() - began)
 
 
-def _print_json(checks: Checks) -> list[CheckResult]:
-    began = time.monotonic()
+def _print_json(checks: Checks, began: float) -> list[CheckResult]:
     results = sorted(checks.results(), key=lambda result: list(CHECKS).index(result.check))
     report = {
         "host": socket.gethostname(),
@@ -244,11 +218,10 @@ def _print_json(checks: Checks) -> list[CheckResult]:
     return results
 
 
-def _print_table(checks: Checks, least: Status) -> list[CheckResult]:
-    began = time.monotonic()
+def _print_table(checks: Checks, least: Status, began: float) -> list[CheckResult]:
     results: list[CheckResult] = []
     to = table.console(of_a_rank=isinstance(checks, _ChecksOfRanks))
-    table.print_heading(to)
+    has_rows = False
     with to.status("") as line:  # on a terminal, below the rows
 
         def show_what_runs() -> None:
@@ -259,7 +232,7 @@ def _print_table(checks: Checks, least: Status) -> list[CheckResult]:
 
         for result in checks.results(show_what_runs):
             results.append(result)
-            table.print_result(to, result, least=least)
+            has_rows |= table.print_result(to, result, least=least, heading=not has_rows)
     table.print_fixes(to, results, least=least)
     table.print_verdict(to, results, time.monotonic() - began)
     return results

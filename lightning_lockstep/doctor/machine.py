@@ -9,6 +9,8 @@ import resource
 import shutil
 import socket
 import sys
+import sysconfig
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -48,6 +50,7 @@ class Python:
     version: str
     packages: Mapping[str, str]  # version by distribution, in lower case with ``-`` between words
     folders: Mapping[str, str]  # in which each distribution is installed
+    headers: str  # the folder for those of C
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Limits:
     memory_limited_by: str  # what sets that, in words
     host_memory: int  # [bytes]
     open_files: int | None  # of one process; None: no limit
-    shared_memory: int | None  # size of ``/dev/shm`` [bytes]; None: there is none
+    shared_memory: int | None  # free in ``/dev/shm`` [bytes]; None: there is none
 
 
 # A file of /proc or of a toolkit is small; what is larger was not meant [characters].
@@ -84,7 +87,7 @@ class Machine:
     def python(self) -> Python:
         """Its Python."""
         version = ".".join(map(str, sys.version_info[:3]))
-        return Python(sys.executable, version, *_packages(sys.path))
+        return Python(sys.executable, version, *_packages(sys.path), sysconfig.get_paths()["include"])
 
     @cached_property
     def limits(self) -> Limits:
@@ -93,7 +96,7 @@ class Machine:
         open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         shared_memory = None
         with suppress(OSError):
-            shared_memory = shutil.disk_usage("/dev/shm").total
+            shared_memory = shutil.disk_usage("/dev/shm").free
         return Limits(
             cores=len(usable_cores()),
             host_cores=os.cpu_count() or 1,
@@ -126,6 +129,12 @@ class Machine:
             return Path(path).exists()
         except (OSError, ValueError):
             return False
+
+    def age(self, path: str) -> float | None:
+        """Return how long ago a file was written [s], ``None`` if there is none."""
+        with suppress(OSError):
+            return max(0.0, time.time() - Path(path).stat().st_mtime)
+        return None
 
     def glob(self, pattern: str) -> list[str]:
         """Return the paths that match an absolute pattern, sorted."""
@@ -166,6 +175,14 @@ def _packages(search_path: Sequence[str]) -> tuple[dict[str, str], dict[str, str
 
 
 # -- What several checks read and advise --
+
+
+#: Lines that bring more shared memory.
+MORE_SHARED_MEMORY = (
+    "ls -lS /dev/shm  # what fills it: programs that were killed leave files there",
+    "# if it is too small, in a container: docker run --shm-size=8g (or --ipc=host); elsewhere:",
+    "sudo mount -o remount,size=8G /dev/shm",
+)
 
 
 def last_line(text: str) -> str:

@@ -20,7 +20,8 @@
           |                                                                  |
           |<----------   2/answered/R ---------------------------------------|
           |   ...        the same for gloo with an interface set, nccl, nccl without peer-to-peer copies, mpi4py
-          |--- end() ->  N/asked   end --------------------------------------|-> exits
+          |--- end() ->  N/asked   end, exit code ---------------------------|-> exits with it
+          |<----------   N/answered/R ---------------------------------------|
 
 Rank 0 alone decides, in ``network_findings.py``; a rank that does not answer in time is a finding. What can hang does
 so in a process of its own. Only MPI cannot, because a rank starts it once: it runs in a thread of this process.
@@ -29,8 +30,10 @@ so in a process of its own. Only MPI cannot, because a rank starts it once: it r
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -54,6 +57,7 @@ from lightning_lockstep.distributed.rendezvous import address_towards, addresses
 from lightning_lockstep.doctor.probes import network_rank
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.external_ranks import external_ranks
+from lightning_lockstep.launchers.rank_variables import started_from_outside
 
 Answer = dict[str, Any]
 T = TypeVar("T")
@@ -111,6 +115,11 @@ class Ranks:
             found.setdefault(where if len(machines[facts["name"]]) > 1 else facts["name"], []).append(rank)
         return found
 
+    @property
+    def place(self) -> str:
+        """Where the ranks meet."""
+        return f"{self.address}:{self._port}"
+
     def meet(self) -> None:
         """Wait until all ranks have reported, on rank 0."""
         self.facts = self._answers("facts", range(self.size), _ARRIVAL)
@@ -122,19 +131,24 @@ class Ranks:
         own, others = self._do(request), [rank for rank in range(self.size) if rank not in self.mine]
         return own | self._answers(f"{self._number}/answered", others, limit + _MARGIN)
 
-    def serve(self) -> None:
-        """Do what rank 0 asks, on any other rank, until it asks nothing more or has ended."""
+    def serve(self) -> int:
+        """Do what rank 0 asks, on any other rank; return the exit code of all, or 1 if rank 0 has not given it."""
+        code = 1
         with suppress(RuntimeError):  # of torch's store: rank 0 is gone, or asks nothing for too long
             while (request := self._next())["do"] != "end":
                 for rank, answer in self._do(request).items():
                     self._put(f"{self._number}/answered/{rank}", answer)
+            code = request["code"]
+            self._put(f"{self._number}/answered/{self.mine[0]}", {})
         self._close()
+        return code
 
-    def end(self) -> None:
-        """Let the other ranks end, on rank 0."""
+    def end(self, code: int) -> None:
+        """Let the other ranks end with an exit code, on rank 0, whose host may have the store and so ends last."""
         self._number += 1
         with suppress(RuntimeError):
-            self._put(f"{self._number}/asked", {"do": "end"})
+            self._put(f"{self._number}/asked", {"do": "end", "code": code})
+            self._answers(f"{self._number}/answered", [r for r in self.facts if r not in self.mine], _MARGIN)
         self._close()
 
     def _next(self) -> Answer:
@@ -220,9 +234,14 @@ def ranks_here(count: int) -> Ranks:
 def join() -> Ranks | None:
     """Return the ranks of the job that torchrun, mpirun or srun has started this process for; ``None`` outside one."""
     # All of the job call this; there is a LaunchError on those that do not reach rank 0 in time.
+    if not started_from_outside():
+        return None
     here = socket.gethostname()
     # Else torch prints stacks in C++ for each lost connection.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    importlib.import_module(
+        "lightning_lockstep.launchers.environments"
+    )  # torch: long on a busy host, and no hang
     try:
         found = within(_ARRIVAL, external_ranks)  # under mpirun it starts MPI, which may hang
     except TimeoutError as error:
@@ -239,10 +258,14 @@ def join() -> Ranks | None:
         store = rendezvous_store(rank, size, address=address, port=port, timeout=_ARRIVAL, name=found.name)
         return Ranks(size, [rank], store, address, port)
     except RuntimeError as error:  # torch's kinds of a lost connection derive from it
-        means = ", ".join(addresses_of(address)) or "no address"
+        means, at = addresses_of(address), f"{address}:{port}"
+        if means != [address]:
+            at += f" (here {', '.join(means) or 'no address'})"
+        # What the system says of the last address; torch also prints bytes of that address.
+        why = re.findall(r"errno: \d+ - ([^)]+)", str(error))
         raise LaunchError(
-            f"rank {rank} on {here} does not reach rank 0 at {address}:{port} (here {means}), from interface"
-            f" {_interface_towards(address) or 'none'}: {first_line(error)}"
+            f"rank {rank} on {here} does not reach rank 0 at {at}, from interface"
+            f" {_interface_towards(address) or 'none'}: {why[-1] if why else first_line(error)}"
         ) from error
 
 
@@ -289,6 +312,7 @@ def host_facts() -> Answer:
         "interfaces": found,
         "outside": [str(one) for one in addresses if not (one.is_loopback or one.is_link_local)],
         "shared_memory": free,  # of /dev/shm [bytes]; None: there is none
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
         "devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
     }
 
@@ -311,21 +335,12 @@ def _interface_towards(host: str) -> str:
 
 
 def reach_others(hosts: Mapping[str, Answer], rank: int) -> Answer:
-    """Connect from the first rank of a host to the others, and resolve the names of all."""
+    """Connect from the first rank of a host to the others."""
     if rank not in [host["rank"] for host in hosts.values()]:
         return {}
     others = {label: host for label, host in hosts.items() if host["rank"] != rank}
-    names = [host["name"] for host in hosts.values()]
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        reached = dict(zip(others, pool.map(_reach, others.values()), strict=True))
-        resolved = dict(zip(names, pool.map(_resolve, names), strict=True))
-    return {"reached": reached, "resolved": resolved}
-
-
-def _resolve(name: str) -> list[str]:
-    with suppress(UnicodeError):  # such as a label of more than 63 characters
-        return addresses_of(name)
-    return []
+        return dict(zip(others, pool.map(_reach, others.values()), strict=True))
 
 
 def _reach(host: Answer) -> Answer:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_lockstep._text import listed, ranks_in_words, size_in_words, time_in_words
-from lightning_lockstep.doctor.machine import last_line
+from lightning_lockstep.doctor.machine import MORE_SHARED_MEMORY, last_line
 from lightning_lockstep.doctor.network import REACH_ALL, STEPS, Answer, Ranks
 from lightning_lockstep.doctor.probes.network_rank import LARGE
 from lightning_lockstep.doctor.registry import Finding, not_applicable, ok, problem, warning
@@ -28,7 +28,7 @@ def examine(ranks: Ranks, backends: Sequence[str]) -> Iterator[Finding]:
         return
     for host, of_host in ranks.hosts.items():
         yield from _shared_memory(host, len(of_host), ranks.facts[of_host[0]]["shared_memory"])
-    paths = Paths({}, {})
+    paths: Paths = {}
     if len(ranks.hosts) > 1:
         yield from _connections(ranks, paths)
     if len(ranks.facts) < ranks.size:
@@ -44,7 +44,8 @@ def examine(ranks: Ranks, backends: Sequence[str]) -> Iterator[Finding]:
 def _reported(ranks: Ranks) -> Iterator[Finding]:
     places = "; ".join(f"{host}: {ranks_in_words(of_host)}" for host, of_host in ranks.hosts.items())
     if missing := set(range(ranks.size)) - ranks.facts.keys():
-        evidence = f"{ranks_in_words(missing)} of {ranks.size} did not report in time. Reported: {places}"
+        who = f"{ranks_in_words(missing)} of {ranks.size}"
+        evidence = f"{who} did not report at {ranks.place} in time. Reported: {places}"
         fix = "# look at what these ranks have printed, and at the firewall of rank 0's host"
         yield problem("ranks", evidence, fix)
     else:
@@ -67,17 +68,11 @@ def _shared_memory(host: str, count: int, free: int | None) -> Iterator[Finding]
             "shared memory",
             f"{host}: {size_in_words(free)} of /dev/shm are free, for {count} ranks; NCCL and data loader workers fail"
             " with a bus error when it is full",
-            "# in a container: docker run --shm-size=8g (or --ipc=host); elsewhere:",
-            "sudo mount -o remount,size=8G /dev/shm",
+            *MORE_SHARED_MEMORY,
         )
 
 
-@dataclass
-class Paths:
-    """How hosts reach each other."""
-
-    reached: dict[tuple[str, str], str]  # by host: at which address it reaches another host
-    own_names: dict[str, list[str]]  # by host: the addresses that its own name stands for there
+Paths = dict[tuple[str, str], str]  # at which address a host reaches another one
 
 
 def _connections(ranks: Ranks, paths: Paths) -> Iterator[Finding]:
@@ -87,12 +82,11 @@ def _connections(ranks: Ranks, paths: Paths) -> Iterator[Finding]:
         for host, of_host in ranks.hosts.items()
     }
     answers = ranks.ask(REACH_ALL, do="reach", hosts=hosts)
-    silent = {"reached": {"the others": {"tried": ["it did not answer in time"]}}, "resolved": {}}
+    silent = {"the others": {"tried": ["it did not answer in time"]}}
     for start, host in hosts.items():
-        answer = answers.get(host["rank"], silent)
-        for end, found in answer["reached"].items():
+        for end, found in answers.get(host["rank"], silent).items():
             if "address" in found:
-                paths.reached[start, end] = found["address"]
+                paths[start, end] = found["address"]
                 continue
             source = next(iter(host["outside"]), "ADDRESS")
             yield problem(
@@ -101,19 +95,8 @@ def _connections(ranks: Ranks, paths: Paths) -> Iterator[Finding]:
                 f"# a firewall drops the packets, or there is no route between the two. On {end}, as root:",
                 f"ufw allow from {source}   # or: firewall-cmd --zone=trusted --add-source={source}",
             )
-        resolved = answer["resolved"]
-        paths.own_names[start] = resolved.get(host["name"], [])
-        unknown = {one["name"]: one["outside"] for one in hosts.values() if not resolved.get(one["name"], 1)}
-        if unknown:
-            yield warning(
-                "host names",
-                f"{start} cannot resolve {', '.join(unknown)}; a MASTER_ADDR, hostfile or Slurm node list that names"
-                " such a host does not work there",
-                f"# on {start}:",
-                *(f"echo '{at[0]} {name}' | sudo tee -a /etc/hosts" for name, at in unknown.items() if at),
-            )
-    if len(paths.reached) == len(hosts) * (len(hosts) - 1):
-        places = sorted({f"{end} at {address}" for (_, end), address in paths.reached.items()})
+    if len(paths) == len(hosts) * (len(hosts) - 1):
+        places = sorted({f"{end} at {address}" for (_, end), address in paths.items()})
         yield ok("connections", f"every host reaches the others ({listed(places, 8)})")
 
 
@@ -121,9 +104,10 @@ def _connections(ranks: Ranks, paths: Paths) -> Iterator[Finding]:
 
 _P2P, _GLOO_INTERFACE, _NCCL_INTERFACE = "NCCL_P2P_DISABLE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _CURES = {"gloo": (_GLOO_INTERFACE,), "nccl": (_P2P, _NCCL_INTERFACE)}
-_MEANING = {
-    _GLOO_INTERFACE: "else gloo listens at the interface that is set, or where the host's own name leads",
-    _NCCL_INTERFACE: "else NCCL takes an interface that the other hosts do not reach",
+# What happens without the variable.
+_UNSET = {
+    _GLOO_INTERFACE: "unset, gloo listens at the address that a host's own name stands for",
+    _NCCL_INTERFACE: "unset, NCCL takes an interface that the other hosts do not reach",
     _P2P: "peer-to-peer copies between GPUs fail or corrupt data on this host, most often because PCIe access control"
     " (ACS) or the IOMMU redirects them; better: switch ACS off in the BIOS, or boot with iommu=pt",
 }
@@ -135,33 +119,38 @@ def _backend(ranks: Ranks, backend: str, paths: Paths) -> Iterator[Finding]:
     if found.step == "meet" and all(error.startswith("LookupError") for error in errors):
         yield not_applicable(backend, f"it needs one device per rank: {errors[0].partition(': ')[2]}")
         return
-    yield found.finding()
-    if found.step in ("", "start", "meet"):
-        return
-    for variable in _CURES.get(backend, ()):
+    first = found.finding()
+    for variable in _CURES.get(backend, ()) if found.step not in ("", "start", "meet") else ():
         values = dict.fromkeys(ranks.hosts, "1") if variable == _P2P else _interfaces(ranks, paths)
         if not values or (variable == _NCCL_INTERFACE and len(ranks.hosts) < 2):
             continue
-        again, subject = _try(ranks, backend, variable, values), f"{backend}, second try"
-        if again.step:
-            yield not_applicable(subject, f"it also fails with {variable} set, in the step {again.step}")
+        if step := _try(ranks, backend, variable, values).step:
+            told = (
+                f"{first.evidence}. With {variable} set it fails too, in the step {_NAMES.get(step, step)!r}"
+            )
+            first = replace(first, evidence=told)
             continue
-        told = f"it works with {variable}={listed(list(dict.fromkeys(values.values())), _SHOWN)}: {_MEANING[variable]}"
-        if variable == _GLOO_INTERFACE:
-            names = (f"{host}: {', '.join(own) or 'nowhere'}" for host, own in paths.own_names.items())
-            told += f" ({'; '.join(names) or 'on this host'})"
         lines = [f"export {variable}={value}  # on {host}" for host, value in values.items()]
         if len(set(values.values())) == 1:
             lines = [f"export {variable}={next(iter(values.values()))}"]
-        yield problem(subject, told, *lines)
-        return
+        told = f"{first.evidence}. {_cured(ranks, variable, values)}"
+        first = replace(first, evidence=told, fix=tuple(lines))
+        break
+    yield first
+
+
+def _cured(ranks: Ranks, variable: str, values: Mapping[str, str]) -> str:
+    """Return that a variable helps, and why."""
+    given = {facts["variables"].get(variable) for facts in ranks.facts.values()} - {None}
+    why = f"it was set to {', '.join(sorted(given))}" if given else _UNSET[variable]
+    return f"It works with {variable}={listed(list(dict.fromkeys(values.values())), _SHOWN)}; {why}"
 
 
 def _interfaces(ranks: Ranks, paths: Paths) -> dict[str, str]:
     """Return the interface of each host at which the others reach it; empty if one has none."""
     found: dict[str, str] = {}
     for host, of_host in ranks.hosts.items():
-        addresses = {address for (_, end), address in paths.reached.items() if end == host} or {ranks.address}
+        addresses = {address for (_, end), address in paths.items() if end == host} or {ranks.address}
         for name, own in ranks.facts[of_host[0]]["interfaces"].items():
             if addresses & set(own):
                 found.setdefault(host, name)
@@ -186,7 +175,7 @@ _KINDS = ("ended", "silent", "error", "late", "waited")
 _WAITED = re.compile("time(d )?.?out|another rank", re.IGNORECASE)
 _SILENT: Answer = {"ok": False, "silent": True, "error": "it did not answer in time"}
 # Where in its sources a backend writes from, which is long and of no use here.
-_SOURCE = re.compile(r"\[/?[\w./-]+\.(cc|cpp|h):\d+\] ?")
+_SOURCE = re.compile(r"\[(enforce fail at )?/?[\w./-]+\.(cc|cpp|h):\d+\] ?")
 _SHOWN = 4  # errors of ranks that are shown in full
 _FIXES = {
     "SIGKILL": "dmesg | grep -i 'out of memory'  # who killed it: the kernel or the scheduler",

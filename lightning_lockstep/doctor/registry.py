@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_lockstep.errors import ConfigurationError, LaunchError
-from lightning_lockstep.launchers.mpi_hosts import Host, is_host_name, read_hostfile
+from lightning_lockstep.launchers.mpirun_command import read_hostfile
 
 # -- What a check has found: its status, the evidence, and the commands that fix it --
 
@@ -111,7 +111,6 @@ class CheckOptions:
     folders: tuple[str, ...] = ()  # of runs
     model_parameters: float | None = None  # for which memory is estimated
     gpus: int | None = None  # for which that is estimated; None: those of this host
-    strategy: str | None = None  # that is about to run; None outside a run
     backends: tuple[str, ...] = ()  # over which its ranks communicate; none: all are tested
 
     def to_json(self) -> dict[str, Any]:
@@ -125,24 +124,24 @@ class CheckOptions:
         return cls(**{**data, **lists})
 
 
-def hosts_of(options: CheckOptions) -> list[Host]:
+def hosts_of(options: CheckOptions) -> list[str]:
     """Return the hosts that ``--hosts`` and ``--hostfile`` name; none for this host alone."""
-    if wrong := [name for name in options.hosts if not is_host_name(name)]:
+    if wrong := [name for name in options.hosts if not name or name.startswith("-")]:
         raise ConfigurationError(
             f"--hosts: {', '.join(map(repr, wrong))}: expected names or addresses of hosts with commas between them,"
             " such as --hosts node1,node2."
         )
-    listed: list[Host] = []
+    listed: list[str] = []
     if options.hostfile is not None:
         try:
-            listed = read_hostfile(Path(options.hostfile), f"--hostfile {options.hostfile}")
+            listed = read_hostfile(Path(options.hostfile))
         except LaunchError as error:
             raise ConfigurationError(str(error)) from error
         if not listed:
             raise ConfigurationError(
                 f"--hostfile {options.hostfile}: it names no host. Expected one per line."
             )
-    return [*map(Host, options.hosts), *listed]
+    return [*options.hosts, *listed]
 
 
 # -- Which checks there are --
@@ -150,7 +149,7 @@ def hosts_of(options: CheckOptions) -> list[Host]:
 
 @dataclass(frozen=True)
 class Check:
-    """A check: a function ``check`` of a module, and there ``WHY`` it matters."""
+    """A check: a function ``check`` of a module."""
 
     summary: str
     module: str
@@ -184,7 +183,7 @@ CHECKS = {
         runs_alone=True,
     ),
     "mpi": Check(
-        "mpirun and mpi4py of one MPI; ssh, versions and slots of the hosts", f"{_HERE}.mpi", timeout=150.0
+        "mpirun and mpi4py of one MPI; ssh to the hosts, and mpirun on them", f"{_HERE}.mpi", timeout=150.0
     ),
     "slurm": Check(
         "allocation, tasks per node, srun, MPI types, time limit and signal", f"{_HERE}.slurm", timeout=90.0

@@ -38,14 +38,13 @@ def console(*, is_error: bool = False, of_a_rank: bool = False) -> Console:
     return made
 
 
-def print_heading(to: Console) -> None:
-    """Print the names of the columns."""
-    _print_row(to, *(Text(name, style="bold") for name in ("check", "status", "looked at", "found")))
-
-
-def print_result(to: Console, result: CheckResult, *, least: Status = Status.NOT_APPLICABLE) -> None:
-    """Print the rows of a check."""
+def print_result(
+    to: Console, result: CheckResult, *, least: Status = Status.NOT_APPLICABLE, heading: bool = False
+) -> bool:
+    """Print the rows of a check, below the names of the columns if wanted; return whether there were any."""
     shown = [finding for finding in result.findings if finding.status.severity >= least.severity]
+    if shown and heading:
+        _print_row(to, *(Text(name, style="bold") for name in ("check", "status", "looked at", "found")))
     for number, finding in enumerate(shown):
         evidence, _, block = finding.evidence.partition("\n")
         is_table = bool(block) and all(line.startswith("  ") for line in block.splitlines())
@@ -58,6 +57,7 @@ def print_result(to: Console, result: CheckResult, *, least: Status = Status.NOT
         )
         if is_table:  # the last column is too narrow for the columns of another table
             to.print(Text(block), soft_wrap=True)
+    return bool(shown)
 
 
 def print_fixes(
@@ -76,7 +76,9 @@ def print_fixes(
         to.print("\nTo fix, paste:", style="bold")
     for number, (fix, entries) in enumerate(groups.items(), 1):
         names = ", ".join(dict.fromkeys(f"{check}: {finding.subject}" for check, finding in entries))
-        to.print(Text(f"\n# {number}. {names}", style=_STYLES[entries[0][1].status]), soft_wrap=True)
+        status = entries[0][1].status
+        optional = " (optional)" if status is Status.OK else ""
+        to.print(Text(f"\n# {number}. {names}{optional}", style=_STYLES[status]), soft_wrap=True)
         for line in fix:
             to.print(Text(line), soft_wrap=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from lightning_lockstep.launchers.rank_variables import find_slurm_step, started_from_outside
+from lightning_lockstep.launchers.rank_variables import find_mpi_rank, find_slurm_step, started_from_outside
 
 
 @dataclass(frozen=True)
@@ -32,26 +32,16 @@ def external_ranks() -> ExternalRanks | None:
         count = environment.world_size()
         if count < 2:
             return None
-        rank, per_node = environment.global_rank(), _per_node(count)
+        here, given = find_mpi_rank() or find_slurm_step(), os.environ.get("LOCAL_WORLD_SIZE", "")
+        known = here.local_size if here is not None and here.size == count else None
+        per_node = int(given) if given.isdigit() else known
         # Under mpirun the first look at the address is a meeting of all ranks, and all of them come by here.
         name = getattr(environment, "rendezvous_name", None)
-        return ExternalRanks(rank, count, per_node, environment.main_address, environment.main_port, name)
+        address, port = environment.main_address, environment.main_port
+        return ExternalRanks(environment.global_rank(), count, per_node, address, port, name)
     if {"NODE_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         # Started by hand on each node; each starts the other ranks of its node itself.
         return ExternalRanks(
             environment.node_rank(), None, None, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         )
     return None
-
-
-def _per_node(count: int) -> int | None:
-    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
-    step = find_slurm_step()
-    if step is not None and step.size == count:
-        return step.local_size
-    # An mpirun that sets no such variable; its step, if it has one, has a task for each node.
-    nodes = os.environ.get("SLURM_NNODES", "")
-    known = nodes.isdigit() and int(nodes) > 0 and count % int(nodes) == 0
-    return count // int(nodes) if known else None

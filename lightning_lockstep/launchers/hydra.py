@@ -2,129 +2,82 @@
 
 from __future__ import annotations
 
+import base64
 import copy
-import importlib
-import inspect
-import io
+import json
 import os
 import pickle
 import subprocess
 import sys
-import tempfile
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import is_dataclass
-from enum import Enum
 from pathlib import Path
-from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
+from lightning_lockstep._settings import RANK_CONFIG
 from lightning_lockstep._system import write_whole
-from lightning_lockstep.distributed.failure.process_exit import at_exit
-from lightning_lockstep.distributed.rendezvous import signed, verified
 from lightning_lockstep.errors import ConfigurationError, LaunchError
-from lightning_lockstep.launchers.rank_variables import find_slurm_step
+from lightning_lockstep.launchers.rank_variables import find_slurm_step, slurm_job
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig, ListConfig
 
 
-# -- A frozen configuration as bytes, for ranks that do not read the command line --
-# OmegaConf keeps the types of a structured config, so this is a pickle; but one that can hold nodes of
-# OmegaConf, dataclasses, enumerations and plain values only, and that is read only if it carries the
-# signature of this job.
-#
-# Types go by their names, even those that cannot be found under them here. In a process to which a launcher
-# of sweeps has sent the job, the classes of the program's own script are copies, and Hydra has loaded its
-# plugins a second time.
-
-_PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"}
-_PLAIN = {
-    "_operator": {"getitem"},  # annotations such as ``list[int]``
-    "builtins": {
-        *("Ellipsis", "NoneType", "bool", "bytes", "complex", "dict", "float", "frozenset", "int", "list"),
-        *("object", "set", "str", "tuple"),
-    },
-    "collections": {"OrderedDict", "defaultdict"},
-    "pathlib": _PATHS,
-    "pathlib._local": _PATHS,  # Python 3.13
-    "types": {"NoneType", "UnionType", "GenericAlias"},
-    "typing": {"Any", "Dict", "List", "Literal", "Optional", "Sequence", "Tuple", "Union"},
-}
+# -- A frozen configuration as text, for ranks that do not read the command line --
 
 
-def pickled(config: DictConfig | None) -> bytes:
-    """Return a configuration as a pickle that the program itself can read, wherever this is called."""
-    buffer = io.BytesIO()
-    _ConfigPickler(buffer).dump(config)
-    return buffer.getvalue()
+def config_to_text(config: DictConfig | None) -> str:
+    """Return a configuration, or none, as text."""
+    from omegaconf import OmegaConf
+
+    return "" if config is None else json.dumps([OmegaConf.to_yaml(config), OmegaConf.is_struct(config)])
 
 
-def class_named(module: str, name: str) -> Any:
-    """Return the class of this name; pickles refer to it."""
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
+def config_from_text(text: str) -> DictConfig | None:
+    """Return what :func:`config_to_text` was given, its dataclasses but for Hydra's own as plain dictionaries."""
+    from hydra.conf import HydraConf
+    from omegaconf import OmegaConf
 
-
-class _ConfigPickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        """Let a class that is not the one under its name be that one for the reader."""
-        if not isinstance(value, type) or _found_under_its_name(value):
-            return NotImplemented
-        return class_named, (value.__module__, value.__qualname__)
-
-
-def _found_under_its_name(kind: type) -> bool:
-    try:
-        return class_named(kind.__module__, kind.__qualname__) is kind
-    except (ImportError, AttributeError):
-        return False
-
-
-def config_to_bytes(config: DictConfig | None) -> bytes:
-    """Return a configuration, or none, as bytes with the signature of this job."""
-    return signed(pickled(config))
-
-
-def config_from_bytes(data: bytes) -> DictConfig | None:
-    """Return what :func:`config_to_bytes` was given."""
-    # LaunchError: it does not come from a rank of this job; UnpicklingError: it is no configuration.
-    config: DictConfig | None = _ConfigUnpickler(io.BytesIO(verified(data))).load()
+    if not text:
+        return None
+    values, is_struct = json.loads(text)
+    config: DictConfig = OmegaConf.create(values)
+    if "hydra" in config:  # of which Hydra takes no other kind
+        own = OmegaConf.structured(HydraConf)
+        OmegaConf.set_struct(own, False)
+        config.hydra = OmegaConf.merge(own, config.hydra)
+        OmegaConf.set_struct(config.hydra, None)
+    OmegaConf.set_struct(config, is_struct or None)
     return config
 
 
-class _ConfigUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == (__name__, class_named.__name__):
-            return self.find_class
-        if name in _PLAIN.get(module, ()):
-            return super().find_class(module, name)
-        found = super().find_class(module, name)
-        nodes = module.startswith("omegaconf.") and isinstance(found, type)
-        if nodes or (isinstance(found, type) and (issubclass(found, Enum) or is_dataclass(found))):
-            return found
-        raise pickle.UnpicklingError(f"{module}.{name} is no part of a configuration")
+# -- What runs this program again --
+
+# In a process to which a launcher of sweeps has sent a job, the command of the program that has sent it.
+_sent_by: tuple[list[str], str | None] | None = None
 
 
-# -- Which program a Hydra job belongs to, also where a launcher of sweeps runs the job in a process of its
-# own
-#
-# Such a process (a worker of joblib, a task of submitit) is another program than the user's: it was sent
-# the user's function and calls it. A further rank has to be the user's program, so it is found from that
-# function.
+def sent_by(program: tuple[list[str], str | None] | None) -> None:
+    """Have further ranks of this process be the program that has sent it its job."""
+    global _sent_by
+    _sent_by = program
 
 
 def program_arguments(started_in: str) -> tuple[list[str], str | None]:
     """Return what follows the interpreter on the command line, and the folder in which it means this program."""
-    function = _function_sent_here()
-    if function is not None:
-        return _program_of(function, started_in)
+    if _sent_by is not None:
+        return _sent_by
     import __main__
 
     spec = getattr(__main__, "__spec__", None)
+    if spec is not None and spec.name.partition(".")[0] in ("joblib", "submitit"):
+        raise LaunchError(
+            "Further ranks cannot be started by running the program again in a process of hydra/launcher=joblib or"
+            " submitit, which is another program: expected one with `lightning_lockstep.hydra_main`, or"
+            " start_method='fork', or submitit's tasks_per_node as the number of ranks."
+        )
     if spec is not None:
         return ["-m", spec.name], started_in
     script = Path(started_in, sys.argv[0])
@@ -138,55 +91,27 @@ def program_arguments(started_in: str) -> tuple[list[str], str | None]:
     return [str(script)], str(Path.cwd())
 
 
-def _function_sent_here() -> FunctionType | None:
-    """The function of the job that runs, if it was sent to this process; ``None`` in the program itself."""
-    function = None
-    frame = inspect.currentframe()
-    while frame is not None:
-        # These two functions of Hydra run a command line and a job. A job that was sent to another process is known by
-        # the function that runs it there, and nowhere else.
-        if _is_in(frame, "hydra._internal.utils", "_run_hydra"):
-            return None
-        if _is_in(frame, "hydra.core.utils", "run_job"):
-            function = inspect.unwrap(frame.f_locals["task_function"])
-        frame = frame.f_back
-    return function
-
-
-def _is_in(frame: FrameType, module: str, function: str) -> bool:
-    return (frame.f_globals.get("__name__"), frame.f_code.co_name) == (module, function)
-
-
-def _program_of(function: FunctionType, started_in: str) -> tuple[list[str], str | None]:
-    # A function that was sent by its code has no file, from cloudpickle 3.1.3 on; its module has.
-    module, names = function.__module__, function.__globals__
-    file, package = names.get("__file__"), names.get("__package__")
-    if module != "__main__":
-        # A console command imports the function and calls it. The file stands for the command in messages.
-        code = f"import sys; from {module} import {function.__name__} as main; sys.argv[0] = {file or module!r}; main()"
-        return ["-c", code], started_in
-    if file is None or not Path(file).is_file():
-        raise LaunchError(
-            f"This Hydra program cannot start further ranks: {function.__name__}() was sent here from {file}, which"
-            " is not a file on this host. Start the program from a script that every host can read."
-        )
-    if package is not None:  # python -m
-        return ["-m", ".".join([*filter(None, [package]), Path(file).stem])], started_in
-    return [file], str(Path.cwd())
-
-
 # -- The command that starts one more rank of a Hydra program, with the configuration that rank 0 has --
 # Running the same command line again on every rank composes the configuration once per rank: `${now:...}`
 # gives each rank its own folder, quotes are lost on the way, and in a sweep a rank does not know which
-# of the jobs it belongs to. So the configuration is resolved once, on rank 0, and passed on as a file:
-# every `@hydra.main` program accepts `--experimental-rerun FILE`, which runs the program on a finished
-# configuration and creates no folder.
+# of the jobs it belongs to. So the configuration is resolved once, on rank 0, and handed on in an environment
+# variable, which mpirun carries to other hosts too: a file would have to lie in a folder that all hosts share, where
+# others may replace it, and a forced end would leave it behind. Every `@hydra.main` program accepts
+# `--experimental-rerun FILE`, which runs the program on a finished configuration and creates no folder.
 
 # Hydra announces the option as experimental on every use; matched from the start of its message.
 _QUIET = ("-W", "ignore:Experimental rerun CLI option:UserWarning")
+_LONGEST = 120_000  # Linux takes variables of up to 128 KiB
 
-# The last configuration written, its path and its descriptor: all children of one job share it.
-_written: tuple[DictConfig, str, int] | None = None
+# Hydra's option wants a path: that of a file without a name, in the process that runs the program.
+_RECEIVE = f"""
+import base64, os, sys, tempfile, zlib
+file = tempfile.TemporaryFile(buffering=0)
+file.write(zlib.decompress(base64.b64decode(os.environ.pop({RANK_CONFIG!r}))))
+file.seek(0)
+os.set_inheritable(file.fileno(), True)
+os.execv(sys.argv[1], [*sys.argv[1:], "--experimental-rerun", "/dev/fd/%d" % file.fileno()])
+"""
 
 
 def current_hydra_config() -> DictConfig | None:
@@ -209,36 +134,22 @@ def freeze(config: DictConfig) -> DictConfig:
 
 
 def _resolve_in_place(container: Any) -> None:
+    # Not by OmegaConf.resolve, which takes all interpolations or raises.
     from omegaconf import OmegaConf, flag_override
+    from omegaconf.errors import OmegaConfBaseException
 
     keys = list(container.keys()) if OmegaConf.is_dict(container) else range(len(container))
     for key in keys:
-        # Hydra makes its own part read-only.
-        with flag_override(container, ["readonly", "struct"], [False, False]):
+        # Hydra makes its own part read-only; an interpolation may name a value that nobody gave.
+        with (
+            flag_override(container, ["readonly", "struct"], [False, False]),
+            suppress(OmegaConfBaseException),
+        ):
             if OmegaConf.is_interpolation(container, key):
-                _put_value(container, key)
+                container[key] = container[key]
         inner = inner_container(container, key)
         if inner is not None:
             _resolve_in_place(inner)
-
-
-def _put_value(container: Any, key: Any) -> None:
-    """Put the value of the interpolation under a key in its place; one without a value stays as it is."""
-    from omegaconf import Container
-    from omegaconf.errors import OmegaConfBaseException
-
-    # By private names, since OmegaConf.resolve takes all interpolations or raises, and setting a key loses types.
-    node = container._get_node(key)
-    try:
-        value = node._dereference_node()
-    except OmegaConfBaseException:
-        return  # names a value that nobody gave; an error only where it is read
-    if isinstance(value, Container):
-        value = copy.deepcopy(value)
-        value._set_parent(container)
-        container._content[key] = value
-    else:
-        node._set_value(value._value())
 
 
 def inner_container(container: Any, key: Any) -> DictConfig | ListConfig | None:
@@ -263,23 +174,14 @@ def for_other_ranks(config: DictConfig) -> DictConfig:
 
 
 def _without_files(logging_config: Any) -> Any:
-    """Drop the handlers that write files from a `logging.config` dictionary."""
+    """Have handlers that do nothing take the place of those that write files in a `logging.config` dictionary."""
     from omegaconf import OmegaConf
 
     plain: Any = OmegaConf.to_container(logging_config, resolve=False)
-    if not isinstance(plain, dict) or not isinstance(plain.get("handlers"), dict):
-        return plain
-    files = {
-        name
-        for name, handler in plain["handlers"].items()
-        if isinstance(handler, dict)
-        and ("filename" in handler or "FileHandler" in str(handler.get("class", "")))
-    }
-    plain["handlers"] = {name: handler for name, handler in plain["handlers"].items() if name not in files}
-    loggers = plain.get("loggers")
-    for logger in [plain.get("root"), *(loggers.values() if isinstance(loggers, dict) else [])]:
-        if isinstance(logger, dict) and isinstance(logger.get("handlers"), list):
-            logger["handlers"] = [name for name in logger["handlers"] if name not in files]
+    handlers = (plain.get("handlers") if isinstance(plain, dict) else None) or {}
+    for name, handler in handlers.items():
+        if isinstance(handler, dict) and "filename" in handler:
+            handlers[name] = {"class": "logging.NullHandler"}
     return plain
 
 
@@ -293,41 +195,22 @@ def without_hydra(config: DictConfig) -> DictConfig:
     return task
 
 
-def hydra_child_command() -> tuple[list[str], str | None] | None:
-    """Return the command that starts another rank of the Hydra job that is running."""
+def hydra_child_command() -> tuple[list[str], str | None, dict[str, str]] | None:
+    """Return (command, folder, variables) that starts another rank of the Hydra job that is running, on any host."""
     config = current_hydra_config()
     if config is None:
         return None
     program, folder = program_arguments(str(config.hydra.runtime.cwd))
+    packed = base64.b64encode(zlib.compress(pickle.dumps(for_other_ranks(config)))).decode()
+    if len(packed) > _LONGEST:
+        raise LaunchError(
+            f"The configuration of this job takes {len(packed):,} bytes when packed: expected at most {_LONGEST:,}, the"
+            " most that other ranks can be given. Keep long lists in a file that the configuration names, or start the"
+            " ranks with torchrun or mpirun."
+        )
     interpreter = [sys.executable, *subprocess._args_from_interpreter_flags(), *_QUIET]  # type: ignore[attr-defined]
-    return [*interpreter, *program, "--experimental-rerun", _config_file(config)], folder
-
-
-def _config_file(config: DictConfig) -> str:
-    global _written
-    if _written is not None and _written[0] is config:
-        return _written[1]
-    if _written is not None:
-        os.close(_written[2])
-    content = pickled(for_other_ranks(config))
-    # Only processes of this user can read it, and it is gone when this process is.
-    handle, path = tempfile.mkstemp(prefix="lockstep-config-", suffix=".pickle")
-    nameless = Path(f"/proc/{os.getpid()}/fd/{handle}")
-    if nameless.exists():
-        # Open for as long as this process lives, it needs no name: however that ends, nothing is left of it.
-        Path(path).unlink()
-        path = str(nameless)
-    else:
-        at_exit(_remove, path, os.getpid())
-    with os.fdopen(handle, "wb", closefd=False) as file:
-        file.write(content)
-    _written = (config, path, handle)
-    return path
-
-
-def _remove(path: str, owner: int) -> None:
-    if os.getpid() == owner:  # a forked rank runs the same exit handlers
-        Path(path).unlink(missing_ok=True)
+    command = [sys.executable, "-I", "-c", _RECEIVE, *interpreter, *program]
+    return command, folder, {RANK_CONFIG: packed}
 
 
 # -- The folder of a run: made for this run alone, and found again by a later attempt of the same run --
@@ -359,16 +242,10 @@ def run_names(environ: Mapping[str, str] | None = None) -> list[tuple[str, int]]
             names.append((f"torchrun-{_plain(run)}", restarts))
     if "SLURM_JOB_ID" in environ:
         requeues = _number(environ.get("SLURM_RESTART_COUNT"))
-        names.append((f"slurm-{_slurm_job(environ)}", requeues + restarts))
+        step = find_slurm_step(environ)
+        name = slurm_job(environ) + (f"-{step.step}" if step is not None else "")
+        names.append((f"slurm-{_plain(name)}", requeues + restarts))
     return names
-
-
-def _slurm_job(environ: Mapping[str, str]) -> str:
-    job = environ["SLURM_JOB_ID"]
-    if "SLURM_ARRAY_JOB_ID" in environ:
-        job = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ.get('SLURM_ARRAY_TASK_ID')}"
-    step = find_slurm_step(environ)
-    return _plain(job if step is None else f"{job}-{step.step}")
 
 
 def run_folder(wanted: str) -> str:

@@ -1,26 +1,23 @@
-"""The mpirun that is installed, its command line, and what becomes of its output."""
+"""The mpirun that is installed, the command line with which it starts ranks, and the hosts of a hostfile."""
 
 from __future__ import annotations
 
-import errno
-import io
 import os
 import re
-import select
+import shlex
 import shutil
+import socket
 import sys
-import threading
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
-from typing import IO, TextIO
 
 from lightning_lockstep._system import run_program
+from lightning_lockstep._text import plain_table
+from lightning_lockstep.distributed.rendezvous import addresses_here, addresses_of
 from lightning_lockstep.errors import ConfigurationError, LaunchError
-
-# -- Which mpirun to use, and the command line and environment with which it starts ranks --
 
 _VERSION = 20  # how long mpirun may take to say what it is [s]
 # Variables that ranks on other hosts need as they are here; mpirun passes the rest of its variables.
@@ -28,6 +25,7 @@ _PASSED_ON = (
     *("PATH", "PYTHON", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "OMP_", "MKL_"),
     *("LOCKSTEP_", "HYDRA_", "HF_", "CUDA_"),
 )
+_EXPECTED = "Expected lines such as 'node1 slots=4' (Open MPI) or 'node1:4' (MPICH)."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +36,10 @@ class MPIRunSettings:
     mpirun: str | None = None
     mpirun_args: tuple[str, ...] = ()
     ssh_args: tuple[str, ...] = ()
-    grace_period: float = 10.0
 
     def __post_init__(self) -> None:
         if self.hostfile is not None and not Path(self.hostfile).is_file():
-            raise ConfigurationError(
-                f"hostfile={str(self.hostfile)!r}: there is no such file. Expected one host per line, such as"
-                " 'node1 slots=4' (Open MPI) or 'node1:4' (MPICH)."
-            )
+            raise ConfigurationError(f"hostfile={str(self.hostfile)!r}: there is no such file. {_EXPECTED}")
 
 
 @dataclass(frozen=True)
@@ -93,7 +87,7 @@ def mpirun_command(
         command = [mpirun.path, "-l", "-n", size, "-ppn", str(num_processes)]
         command += ["-f", str(settings.hostfile)] if settings.hostfile else []
         return [*command, *settings.mpirun_args]
-    command = [mpirun.path, "-n", size, "--output", "tag", "--bind-to", "none"]
+    command = [mpirun.path, "-n", size, "--tag-output", "--bind-to", "none"]
     mapping = f"ppr:{num_processes}:node"
     if settings.hostfile:
         command += ["--hostfile", str(settings.hostfile), "--map-by", mapping, "--prefix", mpirun.prefix]
@@ -107,15 +101,6 @@ def mpirun_command(
     else:
         command += ["--map-by", f"{mapping}:OVERSUBSCRIBE"]
     return [*command, *settings.mpirun_args]
-
-
-def hostname_command(mpirun: MPIRun, hosts: Sequence[str], ssh_args: Sequence[str]) -> list[str]:
-    """Return the command that prints the name of every host from there."""
-    names, count = ",".join(hosts), str(len(hosts))
-    if mpirun.kind == "hydra":
-        return [mpirun.path, "-hosts", names, "-ppn", "1", "-n", count, "hostname"]
-    command = [mpirun.path, "-H", names, "--prefix", mpirun.prefix, "-n", count, "--map-by", "ppr:1:node"]
-    return [*command, *_ssh(ssh_args), "hostname"]
 
 
 def mpirun_environ(settings: MPIRunSettings) -> dict[str, str]:
@@ -136,102 +121,95 @@ def _ssh(ssh_args: Sequence[str]) -> list[str]:
     return ["--prtemca", "plm_ssh_args", " ".join(ssh_args)] if ssh_args else []
 
 
-# -- Passes on what mpirun prints, each line with its rank, to streams that may be closed, full or on a full disk --
+# -- The hosts of a hostfile, looked at before anything starts: each must accept ssh without a password, and let
+# mpirun start a process there. What else is wrong with a host or with the slots, mpirun says itself.
 
-#: How long a full pipe may take to be read on, once the ranks have ended or been told to [s].
-PATIENCE = 5.0
-_LOOK_EVERY = 0.5  # [s]
-# How `--output tag` of Open MPI and `-l` of MPICH mark a line.
-_TAGGED = re.compile(r"^\[(?:\d+,)?(\d+)\](?:<\w+>:)? ?(.*)$", re.DOTALL)
-
-
-class _Stream(threading.Thread):
-    """Passes one stream on, past Python's buffer, whose lock a blocked write would hold when this process exits."""
-
-    # It goes on reading when it can no longer write, so that the ranks go on too; that is said once.
-
-    def __init__(
-        self, name: str, source: IO[bytes], target: TextIO | None, say: Callable[[str], None]
-    ) -> None:
-        super().__init__(daemon=True)
-        self._what, self._source, self._target, self._say = name, source, target, say
-        self._said = False
-        self._ending: float | None = None  # since when it waits no longer than PATIENCE
-        self._moved = 0.0  # when something was last written, by the monotonic clock [s]
-        self._descriptor: int | None = None
-        if isinstance(target, io.TextIOWrapper):  # not what a program has put in its place
-            with suppress(OSError, ValueError):
-                self._descriptor = target.fileno()
-
-    def run(self) -> None:
-        for line in self._source:
-            text = line.decode(errors="replace").replace("\0", "")
-            mark = ""
-            if tagged := _TAGGED.match(text):
-                mark, text = f"[rank {tagged[1]}] ", tagged[2]
-            if text.strip():
-                self.write(mark + text)
-
-    def write(self, text: str) -> None:
-        """Write ``text``; wait while a pipe is full, unless the ranks are ending. Never raises."""
-        if self._target is None:
-            return
-        try:
-            if self._descriptor is None:
-                self._target.write(text)
-                self._target.flush()
-            else:
-                self._write(text.encode(self._target.encoding, errors="replace"), self._descriptor)
-        except (OSError, ValueError) as error:
-            # A disk may have room again; a pipe whose reader is gone stays so.
-            if not (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
-                self._target = None
-            if not self._said:
-                self._said = True
-                self._say(
-                    f"lightning-lockstep: {self._what} cannot be written to ({error}). The ranks go on; what they"
-                    " print there is lost.\n"
-                )
-
-    def _write(self, data: bytes, descriptor: int) -> None:
-        while data:
-            while not select.select([], [descriptor], [], _LOOK_EVERY)[1]:
-                if self.is_stuck():
-                    raise TimeoutError(errno.ETIMEDOUT, "it is full and is not read")
-            # A pipe that is ready takes this much without blocking.
-            data = data[os.write(descriptor, data[: select.PIPE_BUF]) :]
-            self._moved = time.monotonic()
-
-    def expect_end(self) -> None:
-        self._ending = self._ending or time.monotonic()
-
-    def is_stuck(self) -> bool:
-        """Return whether the ranks are ending and nothing has been written for longer than :data:`PATIENCE`."""
-        return self._ending is not None and time.monotonic() - max(self._moved, self._ending) > PATIENCE
+_CONNECT = 6  # longest wait for ssh to connect [s]
+_ANSWER = 46  # longest wait for a host to answer [s]
+_MPIRUN = 40  # longest wait for `mpirun hostname` [s]
 
 
-class OutputRelay:
-    """Relays standard output and standard error of one mpirun, each in a separate thread."""
+def read_hostfile(path: Path) -> list[str]:
+    """Return the hosts of a hostfile of Open MPI (``node1 slots=4``) or MPICH (``node1:4``)."""
+    try:
+        lines = [line.split("#")[0].split() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"hostfile {path}: it cannot be read ({error}). {_EXPECTED}") from error
+    hosts = [_without_slots(words[0]) for words in lines if words]
+    if wrong := [host for host in hosts if host.startswith("-")]:  # mpirun would take them for options
+        raise LaunchError(f"hostfile {path}: {wrong[0]!r} is no name of a host. {_EXPECTED}")
+    return hosts
 
-    def __init__(self, out: tuple[IO[bytes], TextIO | None], err: tuple[IO[bytes], TextIO | None]) -> None:
-        self._err = _Stream("standard error", *err, self.say)
-        self._streams = (_Stream("standard output", *out, self.say), self._err)
-        for stream in self._streams:
-            stream.start()
 
-    def say(self, text: str) -> None:
-        """Print something of our own to standard error."""
-        self._err.write(text)
+def _without_slots(word: str) -> str:
+    """Return the host of ``host:slots``; an address of IPv6 has colons itself, and slots only after brackets."""
+    if word.startswith("["):
+        return word[1:].partition("]")[0]
+    name, _, count = word.partition(":")
+    return word if ":" in count else name
 
-    def expect_end(self) -> None:
-        """Have the ranks wait no more for a stream that is full, since they have been told to end."""
-        for stream in self._streams:
-            stream.expect_end()
 
-    def finish(self) -> None:
-        """Wait until everything has been passed on, as long as it is taken."""
-        self.expect_end()
-        for stream in self._streams:
-            while stream.is_alive() and not stream.is_stuck():
-                stream.join(0.1)
-            stream.join(1.0)  # it may still be saying so
+def check_hosts(settings: MPIRunSettings, mpirun: MPIRun, *, num_nodes: int) -> None:
+    """Make sure that ranks can be started on the hosts of the hostfile, if there is one."""
+    if settings.hostfile is None:
+        if num_nodes > 1:
+            raise LaunchError(
+                f"num_nodes={num_nodes} was given, but no hostfile: expected hostfile=... with {num_nodes} hosts, or"
+                " ranks that are started by mpirun or srun."
+            )
+        return
+    hosts = read_hostfile(Path(settings.hostfile))[:num_nodes]
+    faults = ssh_faults(hosts, settings.ssh_args)
+    if any(faults):
+        rows = [(host, fault or "ready") for host, fault in zip(hosts, faults, strict=True)]
+        raise LaunchError(
+            f"Not every host is ready to run ranks:\n\n{plain_table(('host', 'what to do'), rows)}"
+        )
+    if fault := mpirun_fault(hosts, mpirun, settings):
+        raise LaunchError(fault)
+
+
+def is_this_host(name: str) -> bool:
+    """Return whether a host of a hostfile is the one on which this process runs, to which no ssh is needed."""
+    own = socket.gethostname()
+    if name in ("localhost", own, own.partition(".")[0]):
+        return True
+    here = addresses_here()
+    return any(address in here or ip_address(address).is_loopback for address in addresses_of(name))
+
+
+def ssh_faults(hosts: Sequence[str], ssh_args: Sequence[str]) -> list[str]:
+    """Try ssh to all hosts at once; return what to do about each, nothing for one that answers."""
+    with ThreadPoolExecutor(max(len(hosts), 1)) as pool:
+        return list(pool.map(lambda host: _ssh_fault(host, ssh_args), hosts))
+
+
+def _ssh_fault(host: str, ssh_args: Sequence[str]) -> str:
+    if is_this_host(host):
+        return ""
+    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT}"]
+    answer = run_program(["ssh", *options, *ssh_args, "--", host, "true"], _ANSWER)
+    if answer.succeeded:
+        return ""
+    errors = [line for line in answer.error.splitlines() if line.strip()]
+    why = f"no answer within {_ANSWER} s" if answer.timed_out else errors[-1] if errors else "no output"
+    return f"`{shlex.join(['ssh', *ssh_args, host, 'true'])}` must work without a question: {why}"
+
+
+def mpirun_fault(hosts: Sequence[str], mpirun: MPIRun, settings: MPIRunSettings) -> str:
+    """Let mpirun print the name of every host from there; return what is wrong, if anything is."""
+    names, count = ",".join(hosts), str(len(hosts))
+    command = [mpirun.path, "-hosts", names, "-ppn", "1", "-n", count, "hostname"]
+    if mpirun.kind == "open_mpi":
+        command = [mpirun.path, "-H", names, "--prefix", mpirun.prefix, "-n", count, "--map-by", "ppr:1:node"]
+        command += [*_ssh(settings.ssh_args), "hostname"]
+    answer = run_program(command, _MPIRUN, mpirun_environ(settings))
+    if answer.timed_out:
+        return (
+            f"`{' '.join(command)}` gave no answer within {_MPIRUN} s, though ssh works: the hosts must reach"
+            " each other on all ports, not only ssh's. Open the firewall between them."
+        )
+    if answer.returncode or len(answer.output.split()) < len(hosts):
+        output = "\n".join(line for line in (answer.output + answer.error).splitlines() if line.strip("- "))
+        return f"`{' '.join(command)}` failed with exit code {answer.returncode}:\n\n{output[-1500:]}"
+    return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import sys
@@ -24,60 +23,36 @@ from lightning_lockstep._lightning import (
 )
 from lightning_lockstep._settings import Faults, is_whole, settings_of
 from lightning_lockstep._system import usable_cores
-from lightning_lockstep._text import say
 from lightning_lockstep.distributed import Communicator, FailurePropagation, current_communicator
 from lightning_lockstep.distributed.failure.exit_notes import (
     keep_failure,
     parent_reads_notes,
     remove_earlier_report,
 )
-from lightning_lockstep.distributed.failure.process_exit import outcome, outcome_of
+from lightning_lockstep.distributed.failure.process_exit import Ending, outcome, set_ending
 from lightning_lockstep.distributed.failure.propagation import propagation_on
-from lightning_lockstep.distributed.failure.record import BATCHES, describe_error, tell_place_by
+from lightning_lockstep.distributed.failure.record import describe_error, tell_place_by
 from lightning_lockstep.distributed.guard.collective_call import tell_batch_by
-from lightning_lockstep.distributed.guard.guard import CollectiveGuard, guard_on
-from lightning_lockstep.distributed.guard.watch import GuardSettings
+from lightning_lockstep.distributed.guard.guard import CollectiveGuard, GuardSettings, guard_on
+from lightning_lockstep.distributed.side_channel.channel import SideChannel
 from lightning_lockstep.distributed.side_channel.opening import side_channel_if_open, use_silence_limit
-from lightning_lockstep.errors import ConfigurationError, LockstepError
+from lightning_lockstep.errors import LockstepError
 
-# -- How many CPU threads a rank may use, and on which cores --
-
-
-def plan_threads(
-    threads_per_rank: int | Literal["auto"], *, cores: tuple[int, ...], local_rank: int, local_world_size: int
-) -> tuple[int, tuple[int, ...]]:
-    """Return the number of threads of a rank, and its own cores, which more ranks than cores share."""
-    share = max(1, len(cores) // local_world_size)
-    threads = share if threads_per_rank == "auto" else int(threads_per_rank)
-    width = min(max(threads, 1), len(cores))
-    first = (local_rank * width) % len(cores)
-    mine = tuple(cores[(first + i) % len(cores)] for i in range(width))
-    return threads, mine
+# -- How many CPU threads a rank may use --
 
 
-def apply_threads(
-    threads_per_rank: int | Literal["auto"], *, bind_cores: bool, local_rank: int, local_world_size: int
-) -> tuple[int, tuple[int, ...]]:
-    """Set the number of threads of this rank, and pin it to its cores if asked."""
+def apply_threads(threads_per_rank: int | Literal["auto"], *, ranks_here: int) -> int:
+    """Set the number of threads of this rank, one of several that share the usable cores; return it."""
     # ``OMP_NUM_THREADS`` set by the user (or by ``torchrun``) wins over ``auto``.
-    cores = usable_cores()
-    threads, mine = plan_threads(
-        threads_per_rank, cores=cores, local_rank=local_rank, local_world_size=local_world_size
-    )
-    chosen_outside = os.environ.get("OMP_NUM_THREADS", "")
-    if threads_per_rank == "auto" and chosen_outside.isdigit() and int(chosen_outside) > 0:
-        threads = int(chosen_outside)
+    if threads_per_rank == "auto":
+        chosen = os.environ.get("OMP_NUM_THREADS", "")
+        given = int(chosen) if chosen.isdigit() else 0
+        threads = given or max(1, len(usable_cores()) // ranks_here)
+    else:
+        threads = threads_per_rank
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
-    if not bind_cores:
-        return threads, cores  # all that it may use
-    if not hasattr(os, "sched_setaffinity"):
-        raise ConfigurationError(
-            "bind_cores=True was given, but this operating system cannot pin a process to cores;"
-            " leave it out, or bind with the program that starts the ranks."
-        )
-    os.sched_setaffinity(0, mine)
-    return threads, mine
+    return threads
 
 
 # -- In which job of Hydra this process is, if in any --
@@ -109,8 +84,7 @@ def folder_of_run(trainer: Any, job_folder: str | None) -> Path | None:
 
 # -- Per-rank life cycle: CPU threads, failure handling, exit report --
 # Every strategy of ours holds one supervisor and calls it at the few moments that matter: the launch, the
-# ranks having met, a step boundary. It knows the run by its communicator alone, so a strategy needs neither
-# DistributedDataParallel nor a process group of torch to use it.
+# ranks having met, a step boundary. It knows the run by its communicator alone, so any strategy can use it.
 
 
 def _no_trainer() -> None:
@@ -124,7 +98,6 @@ class SupervisorSettings(GuardSettings):
     grace_period: float = 10.0
     silence_limit: float = 120.0
     threads_per_rank: int | Literal["auto"] = "auto"
-    bind_cores: bool = False
 
     def check(self, faults: Faults) -> None:
         super().check(faults)
@@ -133,7 +106,6 @@ class SupervisorSettings(GuardSettings):
         faults.number("silence_limit", self.silence_limit, what="seconds", above=0, such_as=120)
         enough = threads == "auto" or (is_whole(threads) and threads >= 1)
         faults.check(enough, "threads_per_rank", threads, "'auto' or a whole number from 1")
-        faults.flag("bind_cores", self.bind_cores)
 
     @property
     def guard_settings(self) -> GuardSettings:
@@ -149,9 +121,6 @@ class RankSupervisor:
         self.propagation: FailurePropagation | None = None  # None until the ranks have met
         self.guard: CollectiveGuard | None = None  # None until the ranks have met, and where it is off
         self.threads = 0  # until the launch
-        self.cores: tuple[int, ...] = ()  # numbers of those that it may use
-        # Called before this process is ended by force; a launcher ends its children here.
-        self.on_force: Callable[[], None] | None = None
         self._trainer: Callable[[], Any] = _no_trainer
         job = current_job()  # a spawned rank, which gets this object, is in none
         self._job_folder = None if job is None else job[0]
@@ -168,13 +137,8 @@ class RankSupervisor:
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.at_step_boundary
         trainer._signal_connector._sigterm_notifier_fn = self._told_to_end
 
-    def apply_threads(self, *, local_rank: int, local_world_size: int) -> None:
-        self.threads, self.cores = apply_threads(
-            self.settings.threads_per_rank,
-            bind_cores=self.settings.bind_cores,
-            local_rank=local_rank,
-            local_world_size=local_world_size,
-        )
+    def apply_threads(self, *, ranks_here: int) -> None:
+        self.threads = apply_threads(self.settings.threads_per_rank, ranks_here=ranks_here)
 
     def ranks_have_met(self, *, prints_report: bool) -> Communicator:
         """Open the side channel and begin to listen for failures."""
@@ -184,14 +148,11 @@ class RankSupervisor:
         if communicator.is_main and (folder := self._folder()) is not None:
             remove_earlier_report(folder)
         if communicator.world_size > 1:
-            self.propagation = propagation_on(communicator.side_channel)
-            self.propagation.begin_fit()
-            self.propagation.grace_period = self.settings.grace_period
-            self.propagation.prints_report = prints_report  # of another rank's failure
-            self.propagation.parent_prints = parent_reads_notes()
-            self.propagation.folder = self._folder
-            self.propagation.on_force = self.on_force
-            self.guard = guard_on(communicator.side_channel, self.propagation, self.settings.guard_settings)
+            propagation, settings = self._take_part(communicator.side_channel), self.settings.guard_settings
+            propagation.prints_report = prints_report  # of another rank's failure
+            propagation.begin_fit()
+            guards = communicator.gather(settings.guard)
+            self.guard = guard_on(communicator.side_channel, propagation, settings, of_ranks=guards)
             tell_batch_by(self._batch)
         return communicator
 
@@ -199,9 +160,15 @@ class RankSupervisor:
         """Take part in failures of ranks that are connected already, before they meet for this Trainer, if ever."""
         channel = side_channel_if_open(open_if_easy=True)
         if channel is not None:
-            self.propagation = propagation_on(channel)
-            self.propagation.folder = self._folder
-            self.propagation.begin_fit()
+            self._take_part(channel).join()
+
+    def _take_part(self, channel: SideChannel) -> FailurePropagation:
+        """Set how failures end this rank, before one can arrive."""
+        self.propagation = propagation = propagation_on(channel)
+        propagation.grace_period = self.settings.grace_period
+        propagation.parent_prints = parent_reads_notes()
+        propagation.folder = self._folder
+        return propagation
 
     def refuse(self, error: LockstepError) -> NoReturn:
         """Raise an error that every rank raises, before the ranks meet for this Trainer: rank 0 prints it."""
@@ -211,6 +178,9 @@ class RankSupervisor:
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function``; when it raises, inform the other ranks, or report which of them failed first."""
         try:
+            if self.propagation is not None:
+                self.propagation.join()
+                self.propagation.check()
             return function(*args, **kwargs)
         except _TunerExitException:
             raise  # no failure: all ranks leave a run that was only to find something, and Lightning goes on
@@ -235,7 +205,7 @@ class RankSupervisor:
         if code in (None, 0, outcome.expected_exit_code):
             return
         record = describe_error(error, trainer.global_rank, trainer.world_size)
-        outcome_of(error).saved = keep_failure(record.in_folder(self._folder())).saved_to()
+        set_ending(error, Ending(keep_failure(record.in_folder(self._folder())).saved_to()))
 
     def at_step_boundary(self) -> None:
         """Stop here if another rank has failed or this one was told to end; costs a few attribute reads."""
@@ -245,33 +215,11 @@ class RankSupervisor:
         if trainer is not None and trainer.received_sigterm:
             raise SIGTERMException(128 + signal.SIGTERM)
 
-    def say_interruption(self, error: BaseException, last_checkpoint: str) -> None:
-        """Say on rank 0 which signal has ended a fit, on which rank and where, and how to go on from it."""
-        trainer = self._trainer()
-        if trainer is None or trainer.state.fn != "fit" or not trainer.is_global_zero:
-            return
-        told = None if self.propagation is None else self.propagation.record
-        record = told or describe_error(error, trainer.global_rank, trainer.world_size)
-        told_to_end = record.summary.startswith("SIGTERMException")
-        if record.kind != "interrupt" and not told_to_end:
-            return
-        given = "" if told_to_end else "signals=['SIGTERM', 'SIGINT']"
-        goes_on = "This run has saved no checkpoint."
-        if last_checkpoint:
-            goes_on = (
-                f"To go on from the last checkpoint of this run: fit(..., ckpt_path={last_checkpoint!r})."
-            )
-        # Of several ranks the report of a failure, which comes last, says it too.
-        headline = f"{record.headline()}\n" if told is None or not told_to_end else ""
-        saves = f"The callback StopTogether({given}) saves one at the end of the batch, and ends all ranks."
-        say(f"\nlightning-lockstep: {headline}{goes_on} {saves}\n")
-
     def __getstate__(self) -> dict[str, Any]:
         return {
             **self.__dict__,
             "propagation": None,
             "guard": None,
-            "on_force": None,
             "_trainer": _no_trainer,
         }
 
@@ -302,10 +250,10 @@ class RankSupervisor:
         place: dict[str, Any] = {}
         if trainer.state.fn == "fit":
             place = {"epoch": trainer.current_epoch, "step": trainer.global_step}
-        batch, batches = _batch(trainer, stage), _evaluation_batches(trainer)
+        batch = _batch(trainer, stage)
         if batch >= 0:
             place["batch"] = batch
-        return {**place, "stage": stage, **({} if batches is None else {BATCHES: batches})}
+        return {**place, "stage": stage}
 
 
 def _batch(trainer: Any, stage: str) -> int:
@@ -318,11 +266,3 @@ def _batch(trainer: Any, stage: str) -> int:
     loops = {"test": trainer.test_loop, "predict": trainer.predict_loop}
     loop = of_validation if stage in ("validate", "sanity_check") else loops.get(stage)
     return -1 if loop is None else int(loop.batch_progress.current.ready) - 1
-
-
-def _evaluation_batches(trainer: Any) -> int | None:
-    """Return how many batches this rank's loaders for evaluation have, if they are known."""
-    by_function = {"test": trainer.num_test_batches, "predict": trainer.num_predict_batches}
-    numbers = by_function.get(trainer.state.fn, trainer.num_val_batches)
-    total = sum(numbers) if isinstance(numbers, list) else numbers
-    return int(total) if total and math.isfinite(total) else None

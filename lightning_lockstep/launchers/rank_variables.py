@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
-import shutil
-import socket
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-from lightning_lockstep._system import run_program
-from lightning_lockstep.errors import LaunchError
 
 # -- Which task of a Slurm step this process is, by the variables that srun sets for each step; imports no
 # torch
 
 #: Shells, which Lightning takes for interactive work: what is started in them is no task.
 INTERACTIVE = ("bash", "interactive")
-_ASK_SLURM = 10.0  # how long Slurm may take to give a node's address [s]
+#: What :attr:`MPIRank.started_by` is for ranks of a Slurm step.
+SRUN = "srun"
 
 
 @dataclass(frozen=True)
@@ -37,6 +31,14 @@ class SlurmStep:
     tasks_per_node: tuple[int, ...]
     nodes: str  # as Slurm abbreviates their names, such as ``node[5-9,12]``
     cluster: str = ""  # two clusters on one host may give their jobs the same number
+    started_by = SRUN
+
+    @property
+    def layout(self) -> tuple[str, str]:
+        """The ranks per node, `2+1` if they differ, and the number of nodes."""
+        counts = self.tasks_per_node
+        each = "+".join(map(str, counts)) if len(set(counts)) > 1 else str(self.local_size)
+        return each, str(len(counts))
 
     @property
     def local_size(self) -> int:
@@ -71,6 +73,13 @@ def find_slurm_step(environ: Mapping[str, str] | None = None) -> SlurmStep | Non
     )
 
 
+def slurm_job(environ: Mapping[str, str] | None = None) -> str:
+    """Return the name of this process's job as commands of Slurm take it; empty outside of one."""
+    environ = os.environ if environ is None else environ
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID", "")
+    return environ.get("SLURM_JOB_ID", "") if array is None else f"{array}_{task}"
+
+
 def _number(text: str) -> int:
     return int(text) if text.isdecimal() else 0
 
@@ -81,35 +90,6 @@ def counts_in(listed: str) -> tuple[int, ...]:
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):
         counts += [int(count)] * int(times or 1)
     return tuple(counts)
-
-
-def first_node(nodes: str) -> str:
-    """Return the first of several nodes: ``node[5-9,12]``, ``node1,node2`` or ``node1 node2``."""
-    first = re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", nodes)
-    return first.split(" ")[0].split(",")[0]
-
-
-@functools.cache
-def address_of_node(name: str) -> str:
-    """Return the name of a node if it can be resolved, else the address that Slurm knows it by."""
-    for address in (name, _address_by_slurm(name)):
-        if address:
-            with suppress(OSError):
-                socket.getaddrinfo(address, None)
-                return address
-    raise LaunchError(
-        f"Slurm names {name!r} as the node of rank 0, and {socket.gethostname()!r} cannot resolve that name. Put an"
-        " address of that node in front of srun: export MASTER_ADDR=..."
-    )
-
-
-def _address_by_slurm(name: str) -> str | None:
-    scontrol = shutil.which("scontrol")
-    if scontrol is None:
-        return None
-    answer = run_program([scontrol, "show", "node", "--oneliner", name], _ASK_SLURM)
-    found = re.search(r"\bNodeAddr=(\S+)", answer.output) if answer.succeeded else None
-    return found[1] if found else None
 
 
 # -- Ranks that mpirun, mpiexec or srun has started, recognised by environment variables alone --
@@ -136,8 +116,6 @@ _FROM_OUTSIDE = (
     "LSB_JOBID",
     *RANK_VARIABLES,
 )
-#: What :attr:`MPIRank.started_by` is for ranks of a Slurm step.
-SRUN = "srun"
 
 
 @dataclass(frozen=True)
@@ -149,6 +127,11 @@ class MPIRank:
     size: int
     local_rank: int
     local_size: int
+
+    @property
+    def layout(self) -> tuple[str, str]:
+        """The ranks per node and the number of nodes, if all nodes have as many as this one."""
+        return str(self.local_size), f"{self.size / self.local_size:g}"
 
 
 def started_from_outside() -> bool:

@@ -1,25 +1,25 @@
-"""Ranks that run the same program again, watched by the first; Ctrl-C on a terminal."""
+"""Ranks that run the same program again, watched by the first."""
 
 from __future__ import annotations
 
 import gc
 import os
-import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from lightning_lockstep._lightning import TrainerFn, _basic_subprocess_cmd, _SubprocessScriptLauncher
+from lightning_lockstep._lightning import (
+    ClusterEnvironment,
+    _basic_subprocess_cmd,
+    _SubprocessScriptLauncher,
+)
 from lightning_lockstep._settings import LAUNCHER_PID, launcher_pid
-from lightning_lockstep._text import ranks_in_words, say
-from lightning_lockstep.distributed import alone, shut_down
+from lightning_lockstep._text import ranks_in_words
+from lightning_lockstep.distributed import shut_down
 from lightning_lockstep.distributed.failure.exit_notes import keep_failure
 from lightning_lockstep.distributed.failure.process_exit import (
     at_exit,
@@ -31,62 +31,9 @@ from lightning_lockstep.distributed.process_group import forget_rendezvous, host
 from lightning_lockstep.distributed.rendezvous import token_for_children
 from lightning_lockstep.distributed.side_channel.opening import known_rank
 from lightning_lockstep.errors import LaunchError
-from lightning_lockstep.launchers.environments import (
-    AloneEnvironment,
-    LockstepEnvironment,
-    check_has_device,
-)
-from lightning_lockstep.launchers.rank_processes import SAY_AFTER, BadEnd, RankProcesses, end_with_parent
+from lightning_lockstep.launchers.environments import LockstepEnvironment, check_has_device
+from lightning_lockstep.launchers.rank_processes import end_with_parent
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, current_job
-
-# -- Ctrl-C for a main thread that sits in a collective --
-# Python runs signal handlers on the main thread, between two bytecodes, which a rank that waits in C++ for
-# a peer never reaches. But the handler in C writes the signal's number to a wake-up descriptor, which a
-# thread here reads.
-
-
-def watch_interrupts(on_stuck: Callable[[], None], *, patience: float) -> Callable[[], None]:
-    """Call ``on_stuck`` when Ctrl-C has not ended this process after ``patience`` [s]; returns what ends the watch."""
-    # That is, when Python's handler was not reached, or was and the process is leaving because of a failure. A program
-    # that handles the ``KeyboardInterrupt`` itself goes on.
-    if threading.current_thread() is not threading.main_thread():
-        return lambda: None
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    if before != -1:  # another library uses it, so nothing is watched
-        signal.set_wakeup_fd(before)
-        return lambda: None
-    ended, handled = threading.Event(), threading.Event()
-    usual = signal.getsignal(signal.SIGINT)
-
-    def note(number: int, frame: FrameType | None) -> None:
-        handled.set()
-        assert callable(usual)
-        usual(number, frame)
-
-    def run() -> None:  # holds both sockets: the signal handler knows the writer by its number only
-        with suppress(OSError), reader, writer:
-            while not ended.is_set() and (numbers := reader.recv(16)):
-                if signal.SIGINT in numbers and not ended.wait(patience):
-                    if outcome.forced_exit_pending or not handled.is_set():
-                        on_stuck()
-                        return
-                    handled.clear()
-
-    def end() -> None:
-        ended.set()
-        if threading.current_thread() is threading.main_thread():
-            signal.set_wakeup_fd(-1)
-            if signal.getsignal(signal.SIGINT) is note:
-                signal.signal(signal.SIGINT, usual)
-        writer.close()
-
-    if callable(usual):
-        signal.signal(signal.SIGINT, note)
-    threading.Thread(target=run, name="lockstep-interrupt", daemon=True).start()
-    return end
-
 
 # -- Starts the ranks of this node by running the same program again, and watches them --
 # The first process of a node is a rank itself and the parent of the others. The variables that tell a rank
@@ -95,6 +42,8 @@ def watch_interrupts(on_stuck: Callable[[], None], *, patience: float) -> Callab
 
 # How often the parent looks for children that have ended [s].
 _LOOK_EVERY = 0.1
+# How long the operating system may take to end a killed process [s].
+_KILLED = 5.0
 # How long the report of a child that has exited may still take to arrive [s].
 _REPORT_DELAY = 0.5
 # Python's own exit code for a standard stream that it could not write out at its end, all else being well.
@@ -105,42 +54,61 @@ _TOO_LATE = (
     " with the most ranks run first, put each into a script of its own, or let each start new ranks with"
     " strategy='lockstep_ddp_spawn'."
 )
-_FIT_ALONE = (
-    "Trainer.fit() with devices=1, but an earlier Trainer of this script, or the program that started it, has connected"
-    " several ranks: expected validate, test or predict, which each rank runs alone. Fits would give each rank other"
-    " weights. To train on all ranks, set devices to the number of ranks on each node. Train on one device in a script"
-    " of its own, or let each Trainer start new ranks with strategy='lockstep_ddp_spawn'."
-)
-_DIVIDED = (
-    "The parameters of this module are divided among the ranks, so one rank cannot run it alone: expected a module"
-    " with whole parameters. Make a new one from a checkpoint, with load_from_checkpoint."
-)
 
 
-def _is_orderly(code: int) -> bool:
-    return code in (0, _NOT_FLUSHED, outcome.expected_exit_code)
-
-
-class _StartedRanks(RankProcesses):
+class _StartedRanks:
     """The child ranks of one job of this process, and the supervisor of the Trainer that they work for now."""
 
     def __init__(self, job: object, supervisor: RankSupervisor) -> None:
-        super().__init__(first=1, is_orderly=_is_orderly)
         self.job = job
-        self.end_watch: Callable[[], None] = lambda: None
+        self.processes: list[subprocess.Popen[bytes]] = []  # of the ranks 1, 2, ... of this node
+        self._stopping = False  # who ends badly from then on does so because of that
         self.work_for(supervisor)
 
     def work_for(self, supervisor: RankSupervisor) -> None:
         """Let a Trainer's supervisor learn when a child exits, and end the children before a forced end."""
         self.supervisor = supervisor
-        supervisor.on_force = self.kill
+        outcome.on_force = self.kill
 
-    def end(self, patience: float) -> list[int]:
-        """Wait for the children to exit by themselves, then kill those that are left; return their ranks here."""
-        self.wait(patience)
-        left = self.running()
-        self.kill()
-        return left
+    def start(self, number: int, environ: Mapping[str, str]) -> None:
+        """Start as many, each with its number on this node."""
+        if not number:
+            return
+        command, folder, variables = rank_command()
+        try:
+            for local_rank in range(1, number + 1):
+                of_rank = {**environ, **variables, "LOCAL_RANK": str(local_rank)}
+                self.processes.append(subprocess.Popen(command, env=of_rank, cwd=folder))
+        except OSError as error:
+            self.kill()
+            raise LaunchError(
+                f"Rank {local_rank} of {number + 1} could not be started: {error}. Expected enough memory"
+                " and processes for all ranks of this host. Give a smaller number of ranks."
+            ) from error
+
+    def running(self) -> bool:
+        """Return whether one still runs."""
+        return any(process.poll() is None for process in self.processes)
+
+    def ended_badly(self) -> dict[int, subprocess.Popen[bytes]]:
+        """Return the ranks that have failed by themselves, as far as is known now."""
+        codes = {rank: process.poll() for rank, process in enumerate(self.processes, 1)}
+        orderly = None, 0, _NOT_FLUSHED, outcome.expected_exit_code
+        bad = [rank for rank, code in codes.items() if code not in orderly]
+        return {} if self._stopping else {rank: self.processes[rank - 1] for rank in bad}
+
+    def wait(self, seconds: float = float("inf")) -> None:
+        """Wait until all have ended, or for so long."""
+        deadline = time.monotonic() + seconds
+        while self.running() and time.monotonic() < deadline:
+            time.sleep(_LOOK_EVERY)
+
+    def kill(self) -> None:
+        """End all that still run, at once."""
+        self._stopping = True
+        for process in self.processes:
+            process.kill()  # nothing for one that has ended
+        self.wait(_KILLED)
 
 
 _started: _StartedRanks | None = None
@@ -150,6 +118,28 @@ def connected_rank() -> tuple[int, int] | None:
     """Return (rank, world size) by which this process is already connected in its job, or ``None``."""
     is_next_job = _started is not None and _started.job != current_job()
     return None if is_next_job else known_rank()
+
+
+# In which job of this process the ranks have met; how many of each node, and on how many nodes.
+_met: tuple[object, tuple[int, int]] | None = None
+
+
+def have_met(num_devices: int, num_nodes: int) -> None:
+    """Note with how many ranks a Trainer of this job has connected them."""
+    global _met
+    _met = current_job(), (num_devices, num_nodes)
+
+
+def check_ranks(
+    supervisor: RankSupervisor, environment: ClusterEnvironment, *, num_devices: int, num_nodes: int
+) -> None:
+    """Refuse, on every rank, a Trainer that expects other ranks than were started or are connected."""
+    # By their number and place alone, some ranks would take others on other nodes for those that have met.
+    as_size = _met[1] if _met is not None and _met[0] == current_job() else None
+    try:
+        check_has_device(environment, num_devices, num_nodes, connected_rank(), as_size)
+    except LaunchError as error:
+        supervisor.refuse(error)
 
 
 def runs_without_children(supervisor: RankSupervisor) -> None:
@@ -177,13 +167,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the ranks of this node unless that has been done, then run ``function`` under the supervisor."""
-        if isinstance(self.cluster_environment, AloneEnvironment):
-            return self._run_alone(function, *args, trainer=trainer, **kwargs)
         size = {"num_devices": self.num_processes, "num_nodes": self.num_nodes}
-        try:
-            check_has_device(self.cluster_environment, **size, connected=connected_rank())
-        except LaunchError as error:
-            self._supervisor.refuse(error)
+        check_ranks(self._supervisor, self.cluster_environment, **size)
         self.cluster_environment.validate_settings(**size)
         if not self.cluster_environment.creates_processes_externally:
             self._start_ranks()
@@ -194,23 +179,11 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self._supervisor.attach(trainer)
         return self._supervisor.run(function, *args, **kwargs)
 
-    def _run_alone(self, function: Callable[..., Any], *args: Any, trainer: Any, **kwargs: Any) -> Any:
-        """Run ``function`` in a world of one, on each rank that comes here; nothing is sent."""
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._supervisor.refuse(LaunchError(_FIT_ALONE))
-        parameters = trainer.lightning_module.parameters()
-        if any(hasattr(one, "device_mesh") or hasattr(one, "ds_tensor") for one in parameters):
-            self._supervisor.refuse(LaunchError(_DIVIDED))
-        self._supervisor.attach(trainer)
-        self._supervisor.join_connected()
-        with alone():
-            return self._supervisor.run(function, *args, **kwargs)
-
     def _start_ranks(self) -> None:
         global _started
         job = current_job()
         if _started is not None and _started.job == job:
-            if self.num_processes not in (1, len(_started.processes) + 1):
+            if self.num_processes != len(_started.processes) + 1:
                 raise LaunchError(_TOO_LATE.format(self.num_processes))
             # The children, and the ranks of other nodes, run this same script and will reach this Trainer too.
             self.procs = _started.processes
@@ -218,11 +191,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             return
         forget_earlier_job(self._supervisor.settings.grace_period)
         self._check_can_spawn_children()
-        environ = self._rank_environment()
         ranks = _StartedRanks(job, self._supervisor)
-        ranks.start(lambda local_rank: self._start_rank(local_rank, environ), self.num_processes - 1)
+        ranks.start(self.num_processes - 1, self._rank_environment())
         _started, self.procs = ranks, ranks.processes
-        ranks.end_watch = watch_interrupts(self._interrupted, patience=self._supervisor.settings.grace_period)
         threading.Thread(target=self._watch, args=(ranks,), name="lockstep-watch", daemon=True).start()
 
     def _rank_environment(self) -> dict[str, str]:
@@ -243,40 +214,33 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             LAUNCHER_PID: str(os.getpid()),
         }
 
-    def _start_rank(self, local_rank: int, environ: dict[str, str]) -> subprocess.Popen[bytes]:
-        command, folder = rank_command()
-        return subprocess.Popen(command, env={**environ, "LOCAL_RANK": str(local_rank)}, cwd=folder)
-
     def _watch(self, ranks: _StartedRanks) -> None:
         while _started is ranks:
-            ranks.look()
-            if ranks.bad:
+            if bad := ranks.ended_badly():
                 time.sleep(_REPORT_DELAY)
-                self._child_ended(ranks, ranks.bad[0])
+                first = min(
+                    bad, key=lambda rank: bad[rank].returncode >= 0
+                )  # killed ones before consequences
+                self._child_ended(ranks, first, bad[first])
                 return
             if not ranks.running():
                 return
             time.sleep(_LOOK_EVERY)
 
-    def _child_ended(self, ranks: _StartedRanks, end: BadEnd) -> None:
-        rank = self.cluster_environment.node_rank() * self.num_processes + end.rank
+    def _child_ended(self, ranks: _StartedRanks, local_rank: int, process: subprocess.Popen[bytes]) -> None:
+        rank = self.cluster_environment.node_rank() * self.num_processes + local_rank
         propagation = ranks.supervisor.propagation
         if propagation is not None:
-            propagation.report_child_exit(rank, end.returncode, end.pid)
+            propagation.report_child_exit(rank, process.returncode, process.pid)
             return
         # The ranks have not met yet, so the main thread waits for a rank that will not come.
-        _, summary, code = describe_exit(end.returncode)
+        _, summary, code = describe_exit(process.returncode)
         ranks.kill()
         end_now(
             code,
-            f"\nlightning-lockstep: rank {rank} (process {end.pid}) ended before all ranks had met:"
+            f"\nlightning-lockstep: rank {rank} (process {process.pid}) ended before all ranks had met:"
             f" {summary}. What it printed is above. The other ranks were stopped.\n",
         )
-
-    def _interrupted(self) -> None:
-        if _started is not None:
-            _started.kill()
-        end_now(130, "\nlightning-lockstep: interrupted; all ranks were stopped.\n")
 
 
 def forget_earlier_job(patience: float) -> None:  # patience: for ranks that are still busy [s]
@@ -285,15 +249,15 @@ def forget_earlier_job(patience: float) -> None:  # patience: for ranks that are
     if _started is None:
         return
     earlier, _started = _started, None
-    earlier.end_watch()
     shut_down(destroy_process_group=True)
-    earlier.end(patience)
+    earlier.wait(patience)
+    earlier.kill()
     gc.collect()  # an engine of that job, in a cycle of references, would keep its group and the group's store
     forget_rendezvous()
 
 
-def rank_command() -> tuple[list[str], str | None]:
-    """Return (command, folder) that runs this program again."""
+def rank_command() -> tuple[list[str], str | None, dict[str, str]]:
+    """Return (command, folder, environment variables) that runs this program again."""
     if "hydra.core.hydra_config" in sys.modules:
         from lightning_lockstep.launchers.hydra import hydra_child_command
 
@@ -308,7 +272,7 @@ def rank_command() -> tuple[list[str], str | None]:
             " it into a file, or fork the ranks from this process: strategy='lockstep_ddp_fork', or"
             " start_method='fork'."
         )
-    return list(_basic_subprocess_cmd()), None
+    return list(_basic_subprocess_cmd()), None, {}
 
 
 @at_exit
@@ -317,22 +281,12 @@ def _end_children() -> None:
     if ranks is None:
         return
     if outcome.forced_exit_pending or outcome.ends_with_error:  # the others may wait for this rank forever
-        patience = ranks.supervisor.settings.grace_period
-        if killed := ranks.end(patience):
-            say(
-                f"lightning-lockstep: killed {ranks_in_words(killed)} of this host, which did not end within"
-                f" {patience:g} s."
-            )
-            outcome.printed_a_line()
-            outcome.repeat_headline()
+        ranks.wait(ranks.supervisor.settings.grace_period)
+        ranks.kill()
         return
-    ranks.wait(SAY_AFTER)
-    ranks.say_who_runs()
     ranks.wait()
-    ranks.look()
-    # An exit code may have been agreed on since it was seen.
-    bad = [end for end in sorted(ranks.bad, key=lambda end: end.rank) if not _is_orderly(end.returncode)]
-    if failed := {end.rank: describe_exit(end.returncode)[1] for end in bad}:
+    bad = ranks.ended_badly()
+    if failed := {rank: describe_exit(process.returncode)[1] for rank, process in bad.items()}:
         propagation = ranks.supervisor.propagation
         # It came when this rank was at its end.
         if propagation is not None and propagation.record is not None:

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain, count, zip_longest
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_lockstep._lightning import move_data_to_device
 from lightning_lockstep.distributed import Gather, SideChannel, current_communicator
+from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.loaders.global_order import parts_of
 from lightning_lockstep.steps.patching import put_in_place, replaced
 from lightning_lockstep.steps.snapshot import ModuleAttributes
@@ -48,14 +49,15 @@ class _Evaluation:
 
     def __init__(self, trainer: Any, loop: Any, timeout: float) -> None:
         self._trainer, self._loop, self._timeout = trainer, loop, timeout
-        self._number, self._gathers, self._combined = 0, 0, set[str]()  # of the run under way
+        self._number, self._gathers, self._combined = "", 0, set[str]()  # of the run under way
 
     def run(self) -> Any:
-        _, numbers = current_communicator().side_channel.get_or_create(_gather_and_numbers)
-        self._number, self._gathers, self._combined = next(numbers), 0, set()
+        propagation = propagation_on(current_communicator().side_channel)
+        self._number, self._gathers, self._combined = propagation.topic("evaluation"), 0, set()
         loop = self._loop
         with ExitStack() as stack:
-            stack.enter_context(_around_evaluation(self._trainer, loop, self._step, self._before_reading))
+            for owner, hooks in self._hooks():
+                stack.enter_context(replaced(owner, **hooks))
             for metric in self._metrics():
                 if isinstance(metric, Metric) and metric.process_group is None:
                     sync = partial(_with_whole_lists, metric, metric._sync_dist)
@@ -65,6 +67,26 @@ class _Evaluation:
             self._before_reading(ended=True)
             loop._results.reset(metrics=False)
         return outputs
+
+    def _hooks(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Yield what takes the place of methods of Lightning: of a step, and before what was logged is read."""
+        loop, connector = self._loop, self._trainer._logger_connector
+        name = "_predict_step" if hasattr(loop, "_predict_step") else "_evaluation_step"
+        make_step = getattr(loop, name)
+        yield loop, {name: lambda *args: self._step(partial(make_step, *args), args[1], args[2])}
+        if name == "_evaluation_step":
+            end_loader, end_all = loop._store_dataloader_outputs, connector.on_epoch_end
+
+            def read_loader() -> None:
+                self._before_reading(ended=False)
+                end_loader()
+
+            def read_all() -> None:
+                self._before_reading(ended=True)
+                end_all()
+
+            yield loop, {"_store_dataloader_outputs": read_loader}
+            yield connector, {"on_epoch_end": read_all}
 
     def _metrics(self) -> list[Metric | MetricCollection]:
         """Return the metrics of the module and of callbacks, those in plain lists and dictionaries included."""
@@ -83,13 +105,16 @@ class _Evaluation:
         if any(one is None or one.sizes(batch_idx % len(one))[0] for one in parts):
             make()
             return
-        lists = [(one, len(one)) for one in _predictions_and_indices(self._loop, dataloader_idx)]
+        lists = []
+        if hasattr(self._loop, "_predictions"):
+            lists = [self._loop._predictions[dataloader_idx], self._loop.epoch_batch_indices[dataloader_idx]]
+        lengths = [len(one) for one in lists]
         seen = getattr(getattr(loaders[dataloader_idx], "batch_sampler", None), "seen_batch_indices", None)
         if seen:
             seen[batch_idx] = []  # a BasePredictionWriter gets them
         with self._not_counting():
             make()
-        for one, length in lists:
+        for one, length in zip(lists, lengths, strict=True):
             del one[length:]
 
     @contextmanager
@@ -122,7 +147,7 @@ class _Evaluation:
     def _combine(self, results: Any, index: int | None) -> None:
         """Give each value that a rank has logged for a loader, and Lightning does not reduce, to all ranks."""
         own = {key: one for key, one in results.items() if key not in self._combined and _is_of(one, index)}
-        gather, _ = current_communicator().side_channel.get_or_create(_gather_and_numbers)
+        gather = current_communicator().side_channel.get_or_create(_gather)
         gather.timeout = self._timeout
         found = gather.collect(
             f"{self._number}.{self._gathers}", {key: _Logged.of(one) for key, one in own.items()}
@@ -142,9 +167,8 @@ class _Evaluation:
         self._combined.update(logged)
 
 
-def _gather_and_numbers(channel: SideChannel) -> tuple[Gather, Iterator[int]]:
-    """Return what gathers on a channel, and the numbers of the evaluations of its ranks."""
-    return Gather(channel, "evaluation"), count()
+def _gather(channel: SideChannel) -> Gather:
+    return Gather(channel, "evaluation")
 
 
 def _is_of(one: Any, index: int | None) -> bool:
@@ -211,35 +235,3 @@ def _joins_batches(loop: Any) -> bool:
     """Return whether each batch of a loop is made of batches of several loaders."""
     combined = loop._combined_loader
     return len(combined.flattened) > 1 and combined._mode != "sequential"
-
-
-@contextmanager
-def _around_evaluation(
-    trainer: Any,
-    loop: Any,
-    step: Callable[[Callable[[], None], int, int], None],
-    before_reading: Callable[[bool], Any],
-) -> Iterator[None]:
-    """Let ``step(make, batch_idx, dataloader_idx)`` make each step, and be told before logged values are read."""
-    # `before_reading` gets False at the end of a loader, True at the end of all.
-    connector, predicts = trainer._logger_connector, hasattr(loop, "_predict_step")
-    make_step = loop._predict_step if predicts else loop._evaluation_step
-    end_loader: Any = getattr(loop, "_store_dataloader_outputs", None)
-    end_all = connector.on_epoch_end
-    name = "_predict_step" if predicts else "_evaluation_step"
-    vars(loop)[name] = lambda *args: step(partial(make_step, *args), args[1], args[2])
-    if not predicts:
-        vars(loop)["_store_dataloader_outputs"] = lambda: before_reading(False) or end_loader()
-        vars(connector)["on_epoch_end"] = lambda: before_reading(True) or end_all()
-    try:
-        yield
-    finally:
-        for owner, place in ((loop, name), (loop, "_store_dataloader_outputs"), (connector, "on_epoch_end")):
-            vars(owner).pop(place, None)
-
-
-def _predictions_and_indices(loop: Any, dataloader_idx: int) -> list[list[Any]]:
-    """Return the lists to which a loop adds a prediction and its indices; none of one that does not predict."""
-    if not hasattr(loop, "_predictions"):
-        return []
-    return [loop._predictions[dataloader_idx], loop.epoch_batch_indices[dataloader_idx]]

@@ -11,11 +11,13 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler
 
 from lightning_lockstep._lightning import _IndexBatchSamplerWrapper, isolate_rng
@@ -31,25 +33,16 @@ class Division:
     drop_last: bool = False  # what fills no optimizer step
     least: int = 1  # a last micro-batch of fewer samples is put into the one before
 
-    def __len__(self) -> int:
-        """Return the number of micro-batches."""
-        windows, rest = divmod(self.samples, sum(self.sizes))
-        if self.drop_last or (windows and rest < self.least):
+    def bounds(self) -> NDArray[Any]:
+        """Return where in the order each micro-batch begins, and where the last one ends."""
+        steps, rest = divmod(self.samples, sum(self.sizes))
+        if self.drop_last or (steps and rest < self.least):
             rest = 0
-        return windows * len(self.sizes) + -(-rest // max(self.sizes))
-
-    def bounds(self, number: int) -> tuple[int, int]:
-        """Return where in the order a micro-batch begins and ends."""
-        windows = self.samples // sum(self.sizes)
-        window, place = divmod(number, len(self.sizes))
-        start, sizes, rest = window * sum(self.sizes), self.sizes, self.samples - windows * sum(self.sizes)
-        if window >= windows:  # the last optimizer step, of fewer samples
-            start, place = windows * sum(self.sizes), number - windows * len(self.sizes)
-            count = len(self) - windows * len(self.sizes)
-            sizes = micro_batches(rest, count)
-        start += sum(sizes[:place])
-        is_last = number == len(self) - 1 and not self.drop_last
-        return start, self.samples if is_last else start + sizes[place]
+        last = micro_batches(rest, -(-rest // max(self.sizes)))  # of an optimizer step of fewer samples
+        found = numpy.concatenate([[0], numpy.tile(self.sizes, steps), last]).astype(numpy.int64).cumsum()
+        if not self.drop_last:
+            found[-1] = self.samples
+        return found
 
 
 def micro_batches(size: int, count: int) -> tuple[int, ...]:
@@ -73,13 +66,13 @@ class GlobalBatches(Sampler[Any]):
         self.batch_size = None if division is None else -(-max(division.sizes) // ranks)
         self.drop_last = bool(getattr(inner, "drop_last", False))
         self._sizes: list[tuple[int, int]] = []
-        # Epoch, batch and sample at which a resumed run goes on that divides the order in another way.
-        self._resumed: tuple[int, int, int] | None = None
+        self._whole = None if division is None else division.bounds()
+        self._resumed: tuple[int, Any] = (-1, None)  # the epoch that is resumed, and its bounds
 
     def __len__(self) -> int:
         """Return the number of batches of every rank."""
-        if self._division is not None:
-            return len(self._division)
+        if self._whole is not None:
+            return len(self._whole) - 1
         whole, rest = divmod(len(self._inner), self._ranks)
         return whole + bool(rest and not self.drop_last)
 
@@ -89,46 +82,35 @@ class GlobalBatches(Sampler[Any]):
 
     def sizes(self, number: int) -> tuple[int, int]:
         """Return how many samples of batch ``number`` of the epoch are this rank's, and all ranks'."""
-        if self._division is None:
+        if self._whole is None:
             return self._sizes[number]
-        start, stop = self._bounds(number)
+        start, stop = self._bounds[number : number + 2].tolist()
         return len(range(start + self._rank, stop, self._ranks)), stop - start
 
-    def _bounds(self, number: int) -> tuple[int, int]:
-        assert self._division is not None
-        epoch, batch, sample = self._resumed or (-1, 0, 0)
-        if epoch != self.sampler.epoch or number < batch:
-            return self._division.bounds(number)
-        size = max(self._division.sizes)
-        start = sample + (number - batch) * size
-        return start, min(start + size, self._division.bounds(len(self) - 1)[1])
+    @property
+    def _bounds(self) -> Any:
+        epoch, bounds = self._resumed
+        return bounds if epoch == self.sampler.epoch else self._whole
 
     def samples_before(self, number: int) -> int | None:
         """Return how many samples of the order come before a batch of the epoch; ``None`` if batches decide."""
-        if self._division is None:
-            return None
-        return self._bounds(number)[0] if number < len(self) else self._division.samples
+        return None if self._whole is None else int(self._bounds[number])
 
     def go_on_at(self, sample: int, epoch: int) -> int:
         """Return the batch at which an epoch goes on of which so many samples were seen, and begin that one there."""
-        assert self._division is not None
-        self._resumed = None
-        for number in range(len(self)):
-            if self._division.bounds(number)[0] == sample:
-                return number
-        last = self._division.bounds(len(self) - 1)[1]
-        batch = max(0, len(self) - -(-(last - sample) // max(self._division.sizes)))
-        self._resumed = epoch, batch, sample
+        assert self._division is not None and self._whole is not None
+        rest = replace(self._division, samples=self._division.samples - sample).bounds()
+        batch = len(self._whole) - len(rest)
+        self._resumed = epoch, numpy.concatenate([self._whole[:batch], rest + sample])
         return batch
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches; one of a single padding sample where it has none."""
-        if self._division is None:
+        if self._whole is None:
             yield from self._of_batches()
             return
         order = self._drawn(self.sampler)
-        for number in range(len(self)):
-            start, stop = self._bounds(number)
+        for start, stop in pairwise(self._bounds.tolist()):
             part = order[start + self._rank : stop : self._ranks] or order[start : start + 1]
             yield part if self._inner is not None else part[0]
 

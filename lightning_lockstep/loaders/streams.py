@@ -15,7 +15,7 @@ import os
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.steps.patching import LoaderAround, length_of
+from lightning_lockstep.steps.patching import LoaderAround
 
 # What divides samples among the ranks: data sets, data pipes, and a stage of webdataset's pipelines.
 _DIVIDERS = {
@@ -42,21 +42,17 @@ def shared_stream(
     *,
     rank: int,
     ranks: int,
-    trains: bool,
-    micro_batches: Sequence[int] | None = None,
     ahead: Callable[[], int] = lambda: 1,
 ) -> Any:
     """Return a loader that gives this rank its part of a stream, or the loader itself. Ranks: all; a gather."""
-    # `micro_batches`: samples of all ranks in each micro-batch of an optimizer step, in turn; None: what the loader
-    # says. `ahead`: how many batches are read before the first of them is given, so that the sizes of all are known.
+    # `ahead`: how many batches are read before the first of them is given, so that the sizes of all are known.
     parts = None
     reads = getattr(type(loader), "__iter__", None) is DataLoader.__iter__
     if reads and isinstance(loader.dataset, IterableDataset) and not divides_itself(loader.dataset):
-        wholes = micro_batches or [(loader.batch_size or 1) * ranks]
-        parts = StreamParts(loader, wholes, rank, ranks, least=0 if trains or loader.drop_last else ranks)
-    found = communicator.gather(None if parts is None else parts.wholes)
+        parts = StreamParts(loader, rank, ranks)
+    found = communicator.gather(None if parts is None else parts.whole)
     if len(set(found)) > 1:
-        told = ", ".join(f"rank {i}: {one[0] if one else 'not divided'}" for i, one in enumerate(found))
+        told = ", ".join(f"rank {i}: {one or 'not divided'}" for i, one in enumerate(found))
         raise ConfigurationError(
             f"The ranks divide a stream into global batches of different sizes ({told}): expected a DataLoader with the"
             " same data set and batch_size on all ranks."
@@ -95,14 +91,14 @@ class SharedStream(LoaderAround):
         return int(self.batch_sampler.batches_of(len(self.dataset)))
 
     def __iter__(self) -> Iterator[Any]:
-        read, number = deque[Any](), 0
-        self.batch_sampler.begin()
-        for number, (total, batch) in enumerate(self._loader, 1):
-            self.batch_sampler.note(number - 1, total)
+        parts, read = self.batch_sampler, deque[Any]()
+        parts.totals, parts.ended = [], False
+        for total, batch in self._loader:
+            parts.totals.append(total)
             read.append(batch)
             while len(read) >= max(self._ahead(), 1):
                 yield read.popleft()
-        self.batch_sampler.note(number, 0)
+        parts.ended = True
         yield from read
 
 
@@ -112,102 +108,43 @@ class StreamParts(IterableDataset[Any]):
     # In the rank's own process it is asked as a batch sampler and its sampler are. The sizes of a batch are exact once
     # it was read; one that has not been read counts as full, and one behind the end has no samples.
 
-    shuffle = True
-
-    def __init__(
-        self, loader: DataLoader[Any], wholes: Sequence[int], rank: int, ranks: int, *, least: int
-    ) -> None:
-        self.dataset, self.wholes = loader.dataset, tuple(wholes)
-        self._rank, self._ranks = rank, ranks
-        self._drop_last, self._least = loader.drop_last, least  # fewer are put into the last batch but one
+    def __init__(self, loader: DataLoader[Any], rank: int, ranks: int) -> None:
+        self.dataset, self.whole = loader.dataset, (loader.batch_size or 1) * ranks
+        self._rank, self._ranks, self._drop_last = rank, ranks, loader.drop_last
         self._collate, self._makes_batches = loader.collate_fn, loader.batch_size is not None
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # as that of Lightning's DistributedSampler
-        # Epoch, batch and sample at which a resumed run goes on.
-        self._resumed = (-1, 0, 0)
         self._epoch = torch.zeros(1, dtype=torch.int64)
         if loader.num_workers:  # which may be there already
             self._epoch.share_memory_()  # type: ignore[no-untyped-call]
-        self.begin()
+        # Sizes of the batches of this epoch that were read, and whether they are all.
+        self.totals, self.ended = list[int](), False
 
     def __len__(self) -> int:
         """Return a number that no stream reaches: how many batches there are is not known."""
         return sys.maxsize
 
-    @property
-    def sampler(self) -> StreamParts:
-        """What Lightning tells the epoch."""
-        return self
-
     def set_epoch(self, epoch: int) -> None:
         """Shuffle for this epoch, from the next beginning of the stream on."""
         self._epoch.fill_(epoch)
 
-    def begin(self) -> None:
-        """Forget the sizes of the epoch before."""
-        self._others: dict[int, int] = {}  # sizes of batches that are not full
-        self._count = sys.maxsize  # of batches
-
-    def note(self, number: int, total: int) -> None:
-        """Note the size of a batch that was read; 0 behind the last one."""
-        if total == 0:
-            self._count = number
-        elif total != self._whole(number):
-            self._others[number] = total
-
     def sizes(self, number: int) -> tuple[int, int]:
         """Return how many samples of batch ``number`` are this rank's, and all ranks'."""
-        total = 0 if number >= self._count else self._others.get(number, self._whole(number))
+        unread = 0 if self.ended else self.whole
+        total = self.totals[number] if number < len(self.totals) else unread
         return len(range(self._rank, total, self._ranks)), total
-
-    def samples_before(self, number: int) -> int:
-        """Return how many samples of the order come before a batch of the epoch."""
-        (batch, sample), wholes = self._place(), self.wholes
-        turns, rest = divmod(number, len(wholes))
-        before, behind = divmod(batch, len(wholes))
-        return sample + (turns - before) * sum(wholes) + sum(wholes[:rest]) - sum(wholes[:behind])
-
-    def go_on_at(self, sample: int, epoch: int) -> int:
-        """Return the batch at which an epoch goes on of which so many samples were seen, and begin that one there."""
-        batch, length = -(-sample // max(self.wholes)), length_of(self.dataset)
-        if length is not None:  # by which the fit loop counts
-            batch = self.batches_of(length) - self.batches_of(length - sample)
-        self._resumed = epoch, batch, sample
-        return batch
 
     def batches_of(self, samples: int) -> int:
         """Return how many batches there are of so many samples."""
-        turns, rest = divmod(samples, sum(self.wholes))
-        number = turns * len(self.wholes)
-        while rest >= (self._whole(number) if self._drop_last else self._least if number else 1) and rest > 0:
-            rest, number = rest - self._whole(number), number + 1
-        return number
-
-    def _place(self) -> tuple[int, int]:
-        """Return the batch and the sample at which this epoch goes on, if it is resumed."""
-        epoch, batch, sample = self._resumed
-        return (batch, sample) if epoch == int(self._epoch) else (0, 0)
-
-    def _whole(self, number: int) -> int:
-        """Return the size of a full batch; of those that a resumed epoch leaves out it is what was seen."""
-        batch, sample = self._place()
-        if number < batch:
-            return sample * (number + 1) // batch - sample * number // batch
-        return self.wholes[number % len(self.wholes)]
+        return samples // self.whole if self._drop_last else -(-samples // self.whole)
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         """Yield the parts that are this worker's turn."""
         info, epoch = get_worker_info(), int(self._epoch)
         turn, turns = (0, 1) if info is None else (info.id, info.num_workers)
         stream = _WholeStream(self.dataset, epoch, (self.seed + epoch) % 2**32)
-        before, seen = self._place()
-        stream.read(0 if before else seen)  # else those batches have them
-        following: list[Any] = []
         for number in itertools.count():
-            batch = following + stream.read(self._whole(number) - len(following))
-            following = stream.read(self._least)
-            if len(following) < self._least:
-                batch, following = batch + following, []
-            if not batch or (self._drop_last and len(batch) < self._whole(number)):
+            batch = stream.read(self.whole)
+            if not batch or (self._drop_last and len(batch) < self.whole):
                 return
             if number % turns == turn:
                 part = batch[self._rank :: self._ranks] or batch[:1]
@@ -230,8 +167,6 @@ class _WholeStream:
 
     def read(self, count: int) -> list[Any]:
         """Return the next samples, at the end fewer."""
-        if count == 0:
-            return []
         with self._alone():
             return list(itertools.islice(self._samples, count))
 
@@ -257,9 +192,15 @@ class _WholeStream:
 @contextmanager
 def _as_only_worker(dataset: Any, seed: int) -> Iterator[None]:
     """Let what divides samples by ``get_worker_info`` find one worker, if this process is one."""
-    info = get_worker_info()
-    with _as_worker(info and type(info)(id=0, num_workers=1, seed=seed, dataset=dataset)):
+    # No public name sets what it returns.
+    holder: Any = torch.utils.data._utils.worker
+    info = holder._worker_info
+    if info is not None:
+        holder._worker_info = type(info)(id=0, num_workers=1, seed=seed, dataset=dataset)
+    try:
         yield
+    finally:
+        holder._worker_info = info
 
 
 def _begin_worker(begin: Callable[[int], None], number: int) -> None:
@@ -279,14 +220,3 @@ def _reading(loader: DataLoader[Any], parts: StreamParts) -> DataLoader[Any]:
     vars(made).update(dataset=parts, collate_fn=tuple, worker_init_fn=begin, in_order=True)
     vars(made).update(batch_size=None, batch_sampler=None, drop_last=False)
     return made
-
-
-@contextmanager
-def _as_worker(info: Any) -> Iterator[None]:
-    """Let ``torch.utils.data.get_worker_info`` return ``info``."""
-    holder: Any = torch.utils.data._utils.worker
-    before, holder._worker_info = holder._worker_info, info
-    try:
-        yield
-    finally:
-        holder._worker_info = before

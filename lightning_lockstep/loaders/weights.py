@@ -3,7 +3,7 @@
 A strategy averages the gradients of the ranks and Lightning divides each loss by the micro-batches of an optimizer
 step, as if each had the same number of samples. Here the loss of a micro-batch is multiplied by its share before the
 backward. How many samples each rank has is known from the global order, so nothing is sent for it. The number of items
-(``num_items`` in what ``training_step`` returns) is known on its rank only: 8 bytes are reduced for each micro-batch,
+(``num_items`` in what ``training_step`` returns) is known on its rank only: 16 bytes are reduced for each micro-batch,
 and where an optimizer step has several, its gradients are multiplied by one number at its end.
 """
 
@@ -53,8 +53,7 @@ class StepWeights:
         # Items of all ranks: of the first micro-batch of an optimizer step, and of the step so far.
         self._first = self._items = 0.0
         self.corrects = True  # whether gradients can be multiplied once all micro-batches had their backward
-        self.in_parts = 0  # samples of the batch that this rank alone runs again in parts
-        self._counted_at = (-1, -1)  # epoch and batch of the last count
+        self.in_parts = False  # whether this rank alone runs the batch again, in parts
 
     def clear(self) -> None:
         """Forget what the steps of a fit were like."""
@@ -77,35 +76,33 @@ class StepWeights:
                 f"A batch that does not fit cannot be split where training_step returns {_KEY}, as the parts would"
                 " count by their samples: use a smaller batch."
             )
-        here = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx
-        if self.in_parts and self._counted_at == here:
-            return
-        self._counted_at = here
         wrong = None
         if left_out:
             count = 0.0
         elif not self._gives_items:
-            count = float(self.in_parts or samples or 0)
+            wrong, count = f"no {_KEY}", float(samples or 0)  # wrong if other ranks count items
         else:
             count = math.nan if items is _MISSING else float(items)
             if not math.isfinite(count) or count < 0:  # so that all ranks learn of it
                 wrong, count = f"no {_KEY}" if items is _MISSING else f"{_KEY}={count:g}", math.nan
-        self.weight = self._by_items(trainer, count, wrong, communicator)
+        self.weight = self._by_counts(trainer, count, wrong, communicator)
 
-    def _by_items(self, trainer: Any, items: float, wrong: str | None, communicator: Communicator) -> float:
+    def _by_counts(self, trainer: Any, own: float, wrong: str | None, communicator: Communicator) -> float:
         accumulated = trainer.accumulate_grad_batches
         if self._gives_items and accumulated > 1 and not self.corrects:
             raise ConfigurationError(
                 f"{_KEY} with accumulate_grad_batches={accumulated} under DeepSpeed: expected 1, as its engine reduces"
                 " the gradients of a micro-batch before the items of the next are counted."
             )
-        found = float(communicator.all_reduce(torch.tensor([items], dtype=torch.float64)))
-        if math.isnan(found):
+        counts = torch.tensor([own, 0.0] if self._gives_items else [0.0, own], dtype=torch.float64)
+        items, samples = communicator.all_reduce(counts).tolist()
+        found = items + samples
+        if math.isnan(found) or (items and samples):
             _refuse(wrong, communicator)
         if trainer.fit_loop.epoch_loop.batch_idx % accumulated == 0 or not self.corrects:
             self._first, self._items = found, 0.0
         self._items += found
-        return items * communicator.world_size / (self._first or 1.0)
+        return own * communicator.world_size / (self._first or 1.0)
 
     def _by_samples(self, trainer: Any, ranks: int) -> float:
         number, accumulated = trainer.fit_loop.epoch_loop.batch_idx, trainer.accumulate_grad_batches

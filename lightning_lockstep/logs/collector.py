@@ -220,7 +220,6 @@ class Collector:
     def __init__(
         self, channel: SideChannel, *, emit: Callable[[logging.LogRecord], None] | None = None
     ) -> None:
-        self.merging = True  # whether equal lines become one
         self._emit = emit or (lambda record: logging.getLogger(record.name).handle(record))
         self._channel, self._host = channel, socket.gethostname()
         self.windows = Windows(channel.world_size)
@@ -235,10 +234,6 @@ class Collector:
         channel.at_close(self.close)
         with suppress(RuntimeError):  # Python is exiting, and prints what is held back at the end
             threading.Thread(target=self._run, name="lockstep-log-order", daemon=True).start()
-
-    def configure(self, *, timeout: float, merging: bool) -> None:
-        """Change the time that lines wait [s] and whether equal ones are merged."""
-        self.windows.timeout, self.merging = timeout, merging
 
     def add(self, topic: str, call: LogCall) -> None:
         """Take a line of rank 0; returns at once."""
@@ -302,7 +297,7 @@ class Collector:
             is_warning = site[0] == WARNING
             if is_warning and lines[0].ranks[0] == 0:
                 continue  # rank 0 has printed it at once
-            for line in merge_equal(lines) if self.merging or is_warning else lines:
+            for line in merge_equal(lines):
                 self._print_record(record_of(line))
             if missing and not is_warning:
                 text = f"{ranks_in_words(missing)} did not log this line within {waited:.1f} s"

@@ -109,11 +109,9 @@ def _coloured(text: str, style: str) -> str:
 class ConsoleHandler(logging.Handler):
     """Writes to the console, above a progress bar where there is one."""
 
-    def __init__(self, rank: int, *, level: int | str, colour: bool | None) -> None:
+    def __init__(self, rank: int, *, level: int | str) -> None:
         super().__init__(level)
-        if colour is None:
-            colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-        self.setFormatter(TextFormat(rank, colour=colour))
+        self.setFormatter(TextFormat(rank, colour=sys.stderr.isatty() and "NO_COLOR" not in os.environ))
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

@@ -26,7 +26,6 @@ from lightning_lockstep.distributed.side_channel.opening import known_rank, side
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.logs.collector import (
     LINE,
-    WARNING,
     Collector,
     Line,
     LogCall,
@@ -226,7 +225,6 @@ class LineSender:
         self.collector = Collector(channel) if channel.rank == 0 else None
         self.process = os.getpid()
         self._kept: deque[LogCall] = deque(maxlen=1_000)
-        self._posters = {t: channel.poster(t, to=0, make=with_real_path) for t in (LINE, WARNING)}
         if self.collector is None:
             # A channel that is closed has delivered its lines, and this object is not to be kept by what is called at
             # the end of the process.
@@ -238,7 +236,7 @@ class LineSender:
             self.collector.add(topic, call)
             return
         self._kept.append(call)
-        self._posters[topic](call)
+        self.channel.post(topic, with_real_path(call), to=0)
 
     def flush(self) -> None:
         """Send what is queued; when rank 0 has failed, print here what it may not have printed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -82,7 +82,8 @@ class _Float32Forward:
         module = self._inner.inner
         leaves, _ = pytree.tree_flatten((args, kwargs))
         given = next((x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()), None)
-        example = given if given is not None else next(_floating(module), None)
+        floating = (p for p in module.parameters() if p.is_floating_point())
+        example = given if given is not None else next(floating, None)
         device = (example.device if example is not None else torch.device("cpu")).type
         with torch.autocast(device, enabled=False):
             args, kwargs = pytree.tree_map(_widen, (args, kwargs))
@@ -107,10 +108,6 @@ class _Float32Forward:
                 if f"inner.{name}" in wide:
                     buffer.copy_(wide[f"inner.{name}"])
         return output
-
-
-def _floating(module: nn.Module) -> Iterator[Tensor]:
-    return (p for p in module.parameters() if p.is_floating_point())
 
 
 def _widen(value: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -187,22 +186,20 @@ def any_bad(tensors: Sequence[Tensor]) -> bool:
     # each costs more than reading them. The operation with which ``torch.amp.GradScaler`` unscales gradients
     # takes a whole list of any dtypes in one call; with a scale of one it leaves them as they are. On a GPU it
     # refuses bfloat16 and writes what it has read, and a norm of the whole list is as few calls.
-    flags: list[Tensor] = []
-    others: list[Tensor] = []
     if tensors and tensors[0].is_cpu:
+        # Else a sparse tensor, a DTensor, one of another device or another that the operation refuses is among them.
         with suppress(RuntimeError, NotImplementedError, TypeError):
             found = torch.zeros(1)
             # One pass, which leaves the tensors as they are.
             torch._amp_foreach_non_finite_check_and_unscale_([*tensors], found, torch.ones(()))
-            flags.append(found)
-        # Else a sparse tensor, a DTensor, one of another device or another that the operation refuses is among them.
-    if not flags:
-        usual: dict[torch.device, list[Tensor]] = defaultdict(list)
-        for tensor in tensors:
-            (usual[tensor.device] if _is_usual(tensor) else others).append(tensor)
-        with torch.no_grad():
-            flags = [~torch.nn.utils.get_total_norm(group, math.inf).isfinite() for group in usual.values()]
-    return any(bool(flag) for flag in flags) or any(map(has_bad_values, others))
+            return bool(found)
+    usual = [tensor for tensor in tensors if _is_usual(tensor)]
+    with torch.no_grad():
+        if usual and usual[0].device.type == "xla":  # whose maximum passes over a nan
+            bad = ~torch.stack([tensor.isfinite().all() for tensor in usual]).all()
+        else:
+            bad = ~torch.nn.utils.get_total_norm(usual, math.inf).isfinite()
+    return bool(bad) or any(has_bad_values(tensor) for tensor in tensors if not _is_usual(tensor))
 
 
 def _is_usual(tensor: Tensor) -> bool:

@@ -1,8 +1,9 @@
-"""The detector that looks at each step before its optimizer steps."""
+"""The detection of one fit on one rank: what is recorded, looked at and done at each point of a training step."""
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -10,33 +11,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 
 from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import LockstepError
-from lightning_lockstep.numerics.statistics import any_bad, has_bad_values
-from lightning_lockstep.overflow.activations import ActivationWatch
+from lightning_lockstep.numerics.statistics import any_bad, has_bad_values, module_names, output_values
 from lightning_lockstep.overflow.diagnose import Counters, Response
 from lightning_lockstep.overflow.frames import FrameRecorder
 from lightning_lockstep.overflow.replay import Occasion, StepRecord
 from lightning_lockstep.overflow.report import COLUMNS, ReportPublisher
 from lightning_lockstep.overflow.settings import OverflowSettings, refuse_compiled
-from lightning_lockstep.overflow.underflow import UnderflowCheck
-from lightning_lockstep.steps.capabilities import HasEngineGradients, RunsLater
-from lightning_lockstep.steps.patching import put_in_place
+from lightning_lockstep.steps.capabilities import capabilities_of
+from lightning_lockstep.steps.patching import put_in_place, replaced
 from lightning_lockstep.steps.snapshot import BufferCopies, RandomState
 
-# -- What detecting at once and detecting later have in common: what is recorded of a step, batches that are
-# traced instead, and when the run ends
+_log = logging.getLogger(__name__)
+# Optimizer steps between two looks on devices that run later what is called now, where each look stops them.
+_LATER = 10
 
 
-class StepDetection:
-    """Detects overflows from its construction until :meth:`remove`."""
+class Detection:
+    """Looks at the steps of one fit, from its construction until :meth:`remove`."""
 
     # There is one on every rank; each method is called at the same point of the same step on all of them.
-
-    watch_type = ActivationWatch
 
     def __init__(
         self, trainer: Trainer, module: LightningModule, settings: OverflowSettings, counters: Counters
@@ -45,27 +44,29 @@ class StepDetection:
             refuse_compiled(module)
         self._trainer, self._module, self._settings, self._counters = trainer, module, settings, counters
         self._communicator = current_communicator()
-        strategy = trainer.strategy
+        strategy: Any = trainer.strategy
         # Keeps a part of the gradients on each rank; None: they are whole, in ``.grad``.
-        self._engine = strategy.engine_gradients() if isinstance(strategy, HasEngineGradients) else None
-        self._seeded = strategy if isinstance(strategy, RunsLater) else None
+        self._engine = strategy.engine_gradients() if hasattr(strategy, "engine_gradients") else None
+        self._seeded = strategy if hasattr(strategy, "device_seed") else None
+        # A step that was taken cannot be skipped.
+        rarely = not capabilities_of(strategy).runs_at_once and settings.action != "skip"
+        self._every = settings.check_every_n_steps or (_LATER if rarely else 1)
+        # Whether a loss or activation that is bad on this rank is to reach the gradients of all ranks. A warning must
+        # not change the run, one process has no other rank to inform, and with an engine all ask.
+        several = self._communicator.world_size > 1
+        self._spreads = settings.action != "warn" and several and self._engine is None
         folder = Path(settings.report_dir or Path(trainer.log_dir or trainer.default_root_dir) / "overflow")
         self._publisher = ReportPublisher(self._communicator, folder, settings)
         self._buffers = BufferCopies(module)
-        self._tracing: FrameRecorder | None = None  # of the batch under way, where it is traced
-        # Whether a loss or activation that is bad on this rank is to reach the gradients of all ranks.
-        self._spreads = False
+        self._tracing: FrameRecorder | None = None  # of the batch under way, if it is traced
         self.record: StepRecord | None = None
-        self._watch = self.watch_type(module, settings) if settings.mode == "hooks" else None
+        self._suspect: StepRecord | None = None  # a micro-batch that made the gradients bad
+        self._unread: list[StepRecord] = []  # since the last look
+        self._last: StepRecord | None = None  # if some steps may not have been looked at when the fit ends
+        self._steps = 0  # of the optimizer
+        self._watch = _ActivationWatch(module, settings) if settings.mode == "hooks" else None
         self._response = Response(
-            trainer,
-            module,
-            settings,
-            self._communicator,
-            self._publisher,
-            self._watch,
-            counters,
-            self._engine,
+            trainer, module, settings, self._communicator, self._publisher, counters, self._engine
         )
         # Below the distributed wrapper and inside autocast.
         original = module.training_step
@@ -137,49 +138,10 @@ class StepDetection:
         ]
         self._publisher.publish_trace(number, "\n".join(lines))
 
-    def _is_last(self, record: StepRecord) -> bool:
-        last = self._settings.abort_after_batch_num
-        return last is not None and record.occasion.batch_number >= last
-
-    def _abort_after(self, record: StepRecord) -> None:
-        if self._is_last(record):
-            raise LockstepError(
-                f"OverflowDetector: aborting after batch {record.occasion.batch_number}, as"
-                f" abort_after_batch_num={self._settings.abort_after_batch_num} asks."
-            )
-
-
-def _spread_bad_values(flags: Sequence[Tensor], gradient: Tensor) -> Tensor:
-    """Return the gradient as it is, or nan where any flag is not finite."""
-    # This way a loss that is bad on one rank, or an activation that the loss does not depend on, is in the
-    # reduced gradients of every rank. A finite flag leaves each bit as it was.
-    for flag in flags:
-        gradient = gradient * (1 + (0 * flag).sum().to(gradient.dtype))
-    return gradient
-
-
-# -- The detection of one fit on one rank: what is recorded, checked and done at each point of a training
-# step
-
-
-class Detection(StepDetection):
-    """Looks at each step before its weights change; see :class:`StepDetection`."""
-
-    def __init__(
-        self, trainer: Trainer, module: LightningModule, settings: OverflowSettings, counters: Counters
-    ) -> None:
-        super().__init__(trainer, module, settings, counters)
-        # A warning must not change the run, one process has no other rank to inform, and with an engine all ask.
-        several = self._communicator.world_size > 1
-        self._spreads = settings.action != "warn" and several and self._engine is None
-        self._underflow = UnderflowCheck(settings, module)
-        self._suspect: StepRecord | None = None  # a micro-batch that made the gradients bad
-        self._last: StepRecord | None = None
-        self._unread: list[StepRecord] = []  # whose flags of activations have not been read
-        self._checked = 0  # optimizer steps
+    # -- the look ----------------------------------------------------------------------------------------
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Check, and act on a hit before the weights change."""
+        """Check every so many steps, and act on a hit before the weights change."""
         record = self.record
         if record is None or self._tracing is not None:
             return
@@ -187,70 +149,90 @@ class Detection(StepDetection):
             return  # an accumulated batch, at whose end it is looked at
         record.optimizer_steps += 1
         record.stepped = True
-        if self._watch is not None:
-            self._watch.remember(self._trainer.global_step)
-        on_all_ranks, origin = self._check(optimizer, record)
-        if on_all_ranks:
-            origin = self._suspect or origin or record
-            self._response.to_common_hit(optimizer, origin)
+        self._unread.append(record)
+        self._steps += 1
+        if self._steps % self._every:
+            return
+        bad, origin = self._look([p for group in optimizer.param_groups for p in group["params"]])
+        if bad:
+            origin = origin or record
+            self._respond(optimizer, origin, record)
             record.skipped = origin.skipped
         else:
             self._counters.bad_in_a_row = 0
-            if origin is not None:
-                self._response.to_single_rank_hit(origin)
-            # Reduced gradients are the same on every rank.
-            if self._communicator.is_main:
-                self._underflow(self._trainer, optimizer)
-        self._suspect = None
 
     def batch_end(self) -> None:
-        """Let go of the batch, unless it made the gradients bad that are being accumulated."""
+        """Let go of the batch, unless it is looked at later."""
         record, self.record = self.record, None
         if record is None:
             return
-        if self._engine is not None and self._watch is not None:
+        if self._watch is not None or self._every > 1:
             self._last = record
         if not record.stepped and self._tracing is None:
-            self._keep(record)
-            if self._suspect is None and self._micro_batch_is_bad(record):
+            if self._every > 1 or record.activation_flag is not None:
+                self._unread.append(record)
+            if self._every == 1 and self._suspect is None and self._micro_batch_is_bad(record):
                 self._suspect = record
                 self._buffers = BufferCopies(self._module)
         if record.skipped:
             self._module.log("overflow_skipped_steps", float(self._counters.skipped_steps))
         self._print_trace(record.occasion)
-        self._abort_after(record)
+        last = self._settings.abort_after_batch_num
+        if last is not None and record.occasion.batch_number >= last:
+            self.end()
+            raise LockstepError(
+                f"OverflowDetector: aborting after batch {record.occasion.batch_number}, as"
+                f" abort_after_batch_num={last} asks."
+            )
 
     def end(self) -> None:
-        """Act on a bad activation of the last steps, where the run ends between two reads."""
-        origin = self._first_unread()
-        if self._engine is not None:
-            # Its next step would be in another fit, so that nothing is left to skip.
-            if self._settings.mode == "hooks" and self._on_any_rank(origin is not None):
-                origin = origin or self._last
-                if origin is not None:
-                    self._response.to_common_hit(self._trainer.optimizers[0], origin)
-        elif origin is not None and self._communicator.world_size == 1:
-            self._response.to_common_hit(self._trainer.optimizers[0], origin)
-        elif origin is not None:
-            self._response.to_single_rank_hit(origin)
+        """Look at the last steps, if the run ends between two looks."""
+        last = self._last
+        if last is None:  # each step was looked at: the same on every rank
+            return
+        # Gradients of a batch that no step followed are not those of all ranks, so all ask.
+        with_gradients = self._every > 1 and self._engine is None and bool(self._unread)
+        bad, origin = self._look(self._module.parameters() if with_gradients else None, ask=True)
+        if bad:
+            self._respond(self._trainer.optimizers[0], origin or last, last)
 
-    def _check(self, optimizer: Optimizer, record: StepRecord) -> tuple[bool, StepRecord | None]:
-        """Return whether all ranks know of something bad, and the step to replay if this one does."""
-        # A mean over ranks carries a nan of any of them into the gradients of all, unless each holds but a part.
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        steps = [step for step in (self._suspect, record) if step is not None]
-        here, origin = False, None
+    def _look(
+        self, parameters: Iterable[Tensor] | None, *, ask: bool = False
+    ) -> tuple[bool, StepRecord | None]:
+        """Return whether a value was bad since the last look, the same on every rank, and the first such step here."""
+        steps = [*([] if self._suspect is None else [self._suspect]), *self._unread]
+        here, origin = False, self._suspect
+        self._unread, self._suspect = [], None
+        others = self._losses(steps) + [flag for step in steps if (flag := step.activation_flag) is not None]
+        given = None if parameters is None else list(parameters)
         # All at once first: each look makes the host wait for a GPU, and nearly always nothing is bad.
-        if self._gradients_are_bad(parameters, [*self._losses(steps), *self._flags_due(record)]):
-            here = self._gradients_are_bad(parameters)
-            origin = next((step for step in steps if self._loss_is_bad(step)), None)
-            origin = self._first_due(record) or origin
-        elif self._is_due:
-            self._unread = []
-        # Nothing is sent without a hit, but for 4 bytes in this case.
-        if self._communicator.world_size == 1 or self._engine is not None or not self._settings.gradients:
-            return self._on_any_rank(here or origin is not None), origin
-        return here, origin
+        if any_bad(others) if given is None else self._gradients_are_bad(given, others):
+            here = given is not None and self._gradients_are_bad(given)
+            origin = origin or next((step for step in steps if self._is_bad(step)), None)
+        # A mean over ranks carries a nan of any of them into the gradients of all, unless each holds but a part, or
+        # they are not looked at. Otherwise nothing is sent without a hit.
+        if self._communicator.world_size > 1 and self._spreads and self._settings.gradients and not ask:
+            if origin is not None and not here:
+                number = origin.occasion.batch_number
+                _log.warning(
+                    "nan or inf in batch %d of this rank, but in no gradient of the step."
+                    " OverflowDetector(action='warn') names the module.",
+                    number,
+                )
+            return here, origin
+        return self._on_any_rank(here or origin is not None), origin
+
+    def _respond(self, optimizer: Optimizer, origin: StepRecord, record: StepRecord) -> None:
+        """Act on a hit that came of ``origin`` and was found at the end of ``record``."""
+        if origin is not record and self._every > 1:
+            later = record.occasion.batch_number - origin.occasion.batch_number
+            origin.notes.append(
+                f"Found {later} batches later (check_every_n_steps={self._every}), and replayed with the weights of"
+                " that later step. check_every_n_steps=1 replays it with its own."
+            )
+        # What a replay computes is no output of the step.
+        with nullcontext() if self._watch is None else replaced(self._watch, active=False):
+            self._response.to_common_hit(optimizer, origin)
 
     def _on_any_rank(self, here: bool) -> bool:
         if self._communicator.world_size == 1:
@@ -258,7 +240,7 @@ class Detection(StepDetection):
         return bool(self._communicator.all_reduce(torch.tensor(int(here), dtype=torch.int32), "max"))
 
     def _gradients_are_bad(self, parameters: Iterable[Tensor], others: Sequence[Tensor] = ()) -> bool:
-        """Return whether a gradient, where they are looked at, or another value is bad; a GPU is waited for once."""
+        """Return whether a gradient, if they are looked at, or another value is bad; a GPU is waited for once."""
         if not self._settings.gradients:
             return any_bad(others)
         if self._engine is None:
@@ -272,8 +254,8 @@ class Detection(StepDetection):
             return []
         return [record.loss for record in records if record.loss is not None]
 
-    def _loss_is_bad(self, record: StepRecord) -> bool:
-        return any(map(has_bad_values, self._losses([record])))
+    def _is_bad(self, record: StepRecord) -> bool:
+        return any(map(has_bad_values, [*self._losses([record]), record.activation_flag]))
 
     def _micro_batch_is_bad(self, record: StepRecord) -> bool:
         """Return whether gradients or loss are bad after a micro-batch that no optimizer step follows."""
@@ -281,34 +263,68 @@ class Detection(StepDetection):
         # With an engine a bad gradient may lie on another rank: all ranks ask.
         return bad if self._engine is None else self._on_any_rank(bad)
 
-    def _flags_due(self, record: StepRecord) -> list[Tensor]:
-        """Return the activation flags that are to be read now, every so many optimizer steps; keep the others."""
-        self._keep(record)
-        self._checked += 1
-        flags = [step.activation_flag for step in self._unread] if self._is_due else []
-        return [flag for flag in flags if flag is not None]
 
-    @property
-    def _is_due(self) -> bool:
-        return self._checked % self._settings.check_every_n_steps == 0
+def _spread_bad_values(flags: Sequence[Tensor], gradient: Tensor) -> Tensor:
+    """Return the gradient as it is, or nan where any flag is not finite."""
+    # This way a loss that is bad on one rank, or an activation that the loss does not depend on, is in the
+    # reduced gradients of every rank. A finite flag leaves each bit as it was.
+    for flag in flags:
+        gradient = gradient * (1 + (0 * flag).sum().to(gradient.dtype))
+    return gradient
 
-    def _first_due(self, record: StepRecord) -> StepRecord | None:
-        """Return the first step with a bad activation of those that are to be read now."""
-        every = self._settings.check_every_n_steps
-        origin = self._first_unread() if self._is_due else None
-        if origin is not None and origin is not record and every > 1:
-            later = record.occasion.batch_number - origin.occasion.batch_number
-            origin.notes.append(
-                f"Found {later} batches later (check_every_n_steps={every}), and replayed with the weights of that"
-                " later step."
-            )
-        return origin
 
-    def _keep(self, record: StepRecord) -> None:
-        if record.activation_flag is not None:
-            self._unread.append(record)
+# -- Every activation of every step (``mode="hooks"``) --
 
-    def _first_unread(self) -> StepRecord | None:
-        """Return the first step with a bad activation that has not been read, and forget them all."""
-        unread, self._unread = self._unread, []
-        return next((step for step in unread if has_bad_values(step.activation_flag)), None)
+
+class _ActivationWatch:
+    """Notes lowest and highest value of every output of a step; nothing is sent, and on a GPU nothing waited for."""
+
+    # One hook of all modules, so that nothing hangs on those of the model: a copy of the model, or what is loaded
+    # from a pickle of it, has none of this.
+
+    def __init__(self, module: LightningModule, settings: OverflowSettings) -> None:
+        self.active = False  # whether outputs are looked at now
+        self._values: list[Tensor] = []  # lowest and highest of each output of this step, on the device
+        self._allowed = settings.allowed
+        self._device = torch.empty(0, device=module.device).device  # with its index
+        self._names = {m: name for m, name in module_names(module).items() if settings.watched.match(name)}
+        self._handle = register_module_forward_hook(self._called)
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+    def begin_step(self) -> None:
+        """Forget the last step and watch from here on."""
+        self._values, self.active = [], True
+
+    def flag(self) -> Tensor | None:
+        """Return a number on the device: zero, or nan when an output of this step was bad; ``None`` without any."""
+        return (0 * torch.stack(self._values)).sum(dtype=torch.float32) if self._values else None
+
+    def _called(self, module: Any, args: Any, output: Any) -> None:
+        if not self.active or (name := self._names.get(module)) is None:
+            return
+        for label, value in output_values(output):
+            if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+                self._note(name, label, value)
+
+    def _note(self, name: str, label: str, tensor: Tensor) -> None:
+        allow_inf = self._allowed.match(f"{name}.{label}")
+        ends: Sequence[Tensor]
+        try:
+            if tensor.device != self._device or hasattr(tensor, "to_local"):
+                raise NotImplementedError
+            values = tensor.detach()
+            if values.device.type == "xla":
+                # Its minimum and maximum pass over a nan, and aminmax is read to the host.
+                bad_here = values.isnan().any() if allow_inf else ~values.isfinite().all()
+                ends = (torch.where(bad_here, float("nan"), 0.0),) * 2
+            else:
+                ends = torch.aminmax(values)
+        except (RuntimeError, NotImplementedError, TypeError):
+            # Sparse, complex, empty, meta, a DTensor, of 8 bits, or on another device: looked at at once.
+            bad = has_bad_values(tensor, allow_inf=allow_inf)
+            ends = (torch.tensor(float("nan") if bad else 0.0, device=self._device),) * 2
+        if allow_inf:
+            ends = [torch.where(end.isinf(), 0, end) for end in ends]
+        self._values += ends

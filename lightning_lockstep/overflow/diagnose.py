@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,22 +15,17 @@ from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.local_collectives import UnansweredCollectiveError
 from lightning_lockstep.errors import OverflowDetectedError
 from lightning_lockstep.numerics.statistics import has_bad_values, tensor_statistics
-from lightning_lockstep.overflow.activations import ActivationWatch
 from lightning_lockstep.overflow.frames import FrameRecorder, Producer
-from lightning_lockstep.overflow.replay import NO_LINE, LineFinder, Remedy, StepRecord, advice, replay, search
+from lightning_lockstep.overflow.replay import OUTSIDE, Remedy, StepRecord, advice, replay, search
 from lightning_lockstep.overflow.report import RankReport, ReportPublisher
 from lightning_lockstep.overflow.settings import OverflowSettings
 from lightning_lockstep.steps.capabilities import (
     EngineGradients,
-    HasEngineGradients,
-    RunsLater,
     capabilities_of,
     missing_capabilities,
 )
 
 _log = logging.getLogger(__name__)
-# Reports of a rank on what it alone knows of.
-_SINGLE_RANK_REPORTS = 5
 _TOGETHER = (
     "all ranks replayed a batch whose loss or gradients are not finite, to find the module that made them so."
 )
@@ -56,10 +50,8 @@ class Response:
     settings: OverflowSettings
     communicator: Communicator
     publisher: ReportPublisher
-    watch: ActivationWatch | None  # of all activations, if there is one
     counters: Counters
     engine: EngineGradients | None = None  # keeps the gradients and makes the steps, if there is one
-    single_reports: int = 0
 
     def to_common_hit(self, optimizer: Optimizer, record: StepRecord) -> None:
         """Act on a hit that every rank knows of, at the same optimizer step; ``record`` is replayed."""
@@ -71,20 +63,15 @@ class Response:
         in_a_row = self.counters.bad_in_a_row
         text = ""
         if in_a_row == 1:
-            report = self._diagnose(record, all_ranks=True)
-            text = self.publisher.publish(report, why, self.watch)
+            report = self._replayed(record, self._known(record))
+            self.counters.reports.append(report)
+            text = self.publisher.publish(report, why)
         if self.settings.action == "raise":
             raise OverflowDetectedError(text)
         if self.settings.action == "skip":
             self._skip(optimizer, record)
         elif in_a_row > 1 and in_a_row & (in_a_row - 1) == 0 and self.communicator.is_main:
             _log.warning("nan or inf in %d optimizer steps in a row; see the report above", in_a_row)
-
-    def to_single_rank_hit(self, record: StepRecord) -> None:
-        """Report what only this rank knows of, while the others go on."""
-        self.single_reports += 1
-        if self.single_reports <= _SINGLE_RANK_REPORTS:
-            self.publisher.publish_single(self._diagnose(record, all_ranks=False))
 
     def _why_alarm(self, record: StepRecord) -> str | None:
         """Return why this is an alarm, the same on every rank; ``None`` for an ordinary skip of a loss scaler."""
@@ -105,13 +92,13 @@ class Response:
     def _what_is_bad(self, record: StepRecord) -> str:
         """Return what was seen, the same on every rank, and give up gradients that only say what this detector says."""
         flags = {"activation": has_bad_values(record.activation_flag), "loss": self._is_bad(record.loss)}
-        if self.watch is None:
+        if self.settings.mode != "hooks":
             return "the loss or the gradients are not finite"
         entries = self.publisher.collect(flags).entries.values()
         if not any(entry["activation"] for entry in entries) or any(entry["loss"] for entry in entries):
             return "the loss or the gradients are not finite"
         if self.communicator.world_size > 1 and self.engine is None and self.settings.action != "warn":
-            record.bad_gradients = ["not shown: this detector has made all of them nan, to tell all ranks"]
+            record.made_nan = True
         return "an output of a module is not finite, while the loss is"
 
     def _is_bad(self, loss: Tensor | None) -> bool:
@@ -153,56 +140,23 @@ class Response:
 
     # -- Which module made the first bad value --
 
-    def _diagnose(self, record: StepRecord, *, all_ranks: bool) -> RankReport:
-        """Replay the recorded batch under a recorder and report what was found on this rank."""
-        with nullcontext() if self.watch is None else self.watch.paused():
-            report = self._replayed(record, self._known(record), all_ranks=all_ranks)
-        self.counters.reports.append(report)
-        return report
-
-    def _replayed(self, record: StepRecord, report: RankReport, *, all_ranks: bool) -> RankReport:
+    def _replayed(self, record: StepRecord, report: RankReport) -> RankReport:
         """Add to a report what a replay shows."""
-        # Collectives of the step are answered on this rank. Where that shows no bad value on any rank, and
-        # all are here (``all_ranks``), they replay it once more with real collectives. Where the parameters
+        # Collectives of the step are answered on this rank. If that shows no bad value on any rank, all replay it
+        # once more with real collectives. Where the parameters
         # are divided among the ranks, they replay it together in the first place.
         strategy = self.trainer.strategy
         missing = missing_capabilities(strategy, "step_alone")
-        if missing and not isinstance(strategy, HasEngineGradients):
+        if missing and not hasattr(strategy, "engine_gradients"):
             report.notes.append(f"Not replayed: on {type(strategy).__name__}, {missing[0]}.")
             return report
-        if self.divided and not all_ranks:
-            report.notes.append(
-                "Not replayed: the parameters are divided among the ranks, and this rank alone knows of it."
-            )
-            return report
         recorder = self._replay_together(record) if self.divided else self._replay(record, alone=True)
-        if recorder.alone and all_ranks and self._only_together(recorder):
+        if recorder.alone and self._only_together(recorder):
             recorder = self._replay(record, alone=False)
         report.notes += self._notes(recorder, record)
         self._add_findings(report, recorder, record)
-        outside = report.producer is None and report.backward_producer is None
-        if report.clean is False and (
-            outside or (report.producer is not None and report.producer.kind == "code")
-        ):
-            report.lines = self._lines(record, recorder)
-            if outside and not report.lines:
-                report.remedy = Remedy(text=NO_LINE)
-                return report
         report.remedy = self._remedy(report, record, recorder)
         return report
-
-    def _lines(self, record: StepRecord, recorder: FrameRecorder) -> list[str]:
-        """Return the lines of the program that made the first bad value, found by one more replay."""
-        if not recorder.alone or isinstance(self.trainer.strategy, RunsLater):
-            return []
-        finder, hooks = (
-            LineFinder(),
-            FrameRecorder(self.module, replace(self.settings, modules=(), gradients=False)),
-        )
-        watched = replace(record, function=finder.around(record.function))
-        with suppress(Exception):  # it must not replace what it was called for
-            replay(self.trainer, self.module, watched, hooks, answer_collectives=True)
-        return finder.lines()
 
     @property
     def divided(self) -> bool:
@@ -259,11 +213,10 @@ class Response:
         report = RankReport(self.communicator.rank, self.communicator.host, record.occasion)
         scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
         report.loss = None if record.loss is None else float(record.loss.sum()) / scale
-        if record.bad_gradients is None:
+        if record.made_nan:
+            report.gradients = ["not shown: this detector has made all of them nan, to tell all ranks"]
+        else:
             report.gradients = self._bad_gradients()
-            report.optimizer = self._bad_optimizer_state()
-        else:  # known later: the gradients are others by now, and the optimizer has taken in the bad ones
-            report.gradients = record.bad_gradients
         report.notes += record.notes
         return report
 
@@ -285,7 +238,7 @@ class Response:
     def _remedy(self, report: RankReport, record: StepRecord, recorder: FrameRecorder) -> Remedy:
         first = report.producer or report.backward_producer
         if first is None:
-            return Remedy()
+            return Remedy(text=OUTSIDE) if report.clean is False else Remedy()
         found: Remedy | None = None
         if first.low_precision and first.kind not in ("weight", "batch"):
             if not recorder.alone:  # each rank tries as often as it needs, which must not send anything
@@ -312,16 +265,6 @@ class Response:
             f"{name}: {_counts(parameter.grad)} of {parameter.grad.numel()}"
             for name, parameter in self.module.named_parameters()
             if parameter.grad is not None and has_bad_values(parameter.grad)
-        ]
-
-    def _bad_optimizer_state(self) -> list[str]:
-        names: dict[Tensor, str] = {p: name for name, p in self.module.named_parameters()}
-        return [
-            f"{key} of {names.get(parameter, 'the part on this rank')} ({type(optimizer).__name__}): {_counts(value)}"
-            for optimizer in self.trainer.optimizers
-            for parameter, state in getattr(optimizer, "state", {}).items()
-            for key, value in (state.items() if isinstance(state, dict) else ())
-            if has_bad_values(value)
         ]
 
 

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import linecache
-import math
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_lockstep._lightning import LightningModule, Trainer
-from lightning_lockstep.distributed.guard.collective_call import call_site, site_text
 from lightning_lockstep.numerics.precision import run_in_fp32, runs_in_fp32, undo_run_in_fp32
-from lightning_lockstep.numerics.statistics import has_bad_values, module_names
+from lightning_lockstep.numerics.statistics import module_names
 from lightning_lockstep.overflow.frames import FrameRecorder, Producer
-from lightning_lockstep.steps.capabilities import RunsLater
 from lightning_lockstep.steps.isolated import from_a_state, run_forward_backward
 from lightning_lockstep.steps.patching import put_in_place
 from lightning_lockstep.steps.snapshot import BufferCopies, RandomState
@@ -80,7 +74,7 @@ def search(root: nn.Module, first: Producer, run: Callable[[], Producer | None])
 def _shorter(
     chosen: list[str], by_name: dict[str, nn.Module], run: Callable[[], Producer | None]
 ) -> list[str]:
-    """Return the one module that holds all the chosen ones, where it does as well as they do."""
+    """Return the one module that holds all the chosen ones, if it does as well as they do."""
     parents = {name.rpartition(".")[0] for name in chosen}
     parent = next(iter(parents))
     if len(chosen) == 1 or len(parents) > 1 or parent not in by_name or not parent:
@@ -131,109 +125,10 @@ def _in_float32(modules: Sequence[nn.Module]) -> Iterator[None]:
             undo_run_in_fp32(module)
 
 
-# -- Which line of the program made the first bad value, where no module did --
-
-
-class LineFinder(TorchFunctionMode):
-    """Notes the first operation inside a step that makes nan or inf of finite values, and the user's line of it."""
-
-    # In the backward that is the line of the forward whose gradient it is.
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[str, str] = {}  # a line of the report each, by what was made
-        self._nodes: dict[
-            Any, Any
-        ] = {}  # of the graph, of operations seen so far, each with the handle of its hook
-
-    def around(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the step that is watched."""
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return step(*args, **kwargs)
-
-        return watched
-
-    def lines(self) -> list[str]:
-        """Return what was found, and let go of the graph."""
-        for handle in self._nodes.values():
-            handle.remove()
-        self._nodes.clear()
-        return list(self.found.values())
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        given = list(_leaves((args, kwargs or {})))
-        before = _worst(given)  # now: an operation in place writes over it
-        result = func(*args, **(kwargs or {}))
-        made = _worst(_leaves(result))
-        # An infinity that was written there on purpose, as into a mask, is none that was made.
-        meant = made == "inf" and any(isinstance(value, float) and math.isinf(value) for value in given)
-        if made and made not in self.found and not before and not meant:
-            self.found[made] = f"{made} was made of finite values by {_name(func)}, {_line()}"
-        elif made == "nan" and before == "inf" and made not in self.found:
-            self.found[made] = f"nan was made of it by {_name(func)}, {_line()}"
-        for value in _leaves(result):
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                self._watch(value.grad_fn, _name(func), _line())
-        return result
-
-    def _watch(self, node: Any, name: str, line: str) -> None:
-        waiting = [node]
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in self._nodes:
-                continue
-            self._nodes[node] = node.register_hook(partial(self._gradient, name, line))
-            waiting += [inner for inner, _ in node.next_functions]
-
-    def _gradient(self, name: str, line: str, made: Any, given: Any) -> None:
-        kind = _worst(made)
-        if kind and not self.found and not _worst(given):
-            self.found[kind] = f"{kind} was made of finite gradients by the backward of {name}, {line}"
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, Mapping):
-        yield from _leaves(list(value.values()))
-    else:
-        yield value
-
-
-def _worst(values: Iterable[Any]) -> str:
-    bad = [value for value in values if has_bad_values(value)]
-    if any(has_bad_values(value, allow_inf=True) for value in bad):
-        return "nan"
-    return "inf" if bad else ""
-
-
-def _name(function: Any) -> str:
-    return str(getattr(function, "__name__", function)).strip("_")
-
-
-def _line() -> str:
-    """Return place and text of the user's line that is being run."""
-    place = call_site()
-    found = next((f for f in _frames() if place == site_text(*f)), None)
-    text = "" if found is None else linecache.getline(*found[:2]).strip()
-    return f"{place}: {text}" if text else place
-
-
-def _frames() -> Iterator[tuple[str, int, str]]:
-    frame = sys._getframe(1)
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
-        frame = frame.f_back  # type: ignore[assignment]
-
-
-NO_LINE = (
-    "No line could be named. Put detect_overflow(tensor, 'name') of this package behind lines of training_step: the"
-    " next replay names the first whose value is bad."
+#: Advice if the value was made in ``training_step``, or in the module's own backward.
+OUTSIDE = (
+    "Put detect_overflow(tensor, 'name') of this package behind lines of training_step: the next replay names the first"
+    " whose value is bad."
 )
 
 # -- Replaying one batch exactly as it was: same weights, same buffers, same random numbers --
@@ -271,7 +166,7 @@ class StepRecord:
     skipped: bool = False  # such a step was skipped
     notes: list[str] = field(default_factory=list)  # for the report
     device_seed: int | None = None  # of random numbers that a strategy keeps for its devices
-    bad_gradients: list[str] | None = None  # names, where the gradients are others by now
+    made_nan: bool = False  # its gradients were, by the detector, to tell all ranks
 
 
 def replay(
@@ -289,8 +184,8 @@ def replay(
     # A strategy that divides the parameters gathers them by hooks on calls of the module.
     step = partial(_called_by, module, record.function) if recorder.divided else record.function
     with ExitStack() as stack:
-        strategy = trainer.strategy
-        if isinstance(strategy, RunsLater) and record.device_seed is not None:
+        strategy: Any = trainer.strategy
+        if record.device_seed is not None:
             stack.callback(strategy.set_device_seed, strategy.device_seed())
             strategy.set_device_seed(record.device_seed)
         answers = stack.enter_context(

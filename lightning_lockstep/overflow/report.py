@@ -15,11 +15,11 @@ import torch
 
 from lightning_lockstep._system import write_report
 from lightning_lockstep._text import say
-from lightning_lockstep.distributed import Communicator, Gather, Gathered, Message
+from lightning_lockstep.distributed import Communicator, Gather, Gathered
 from lightning_lockstep.distributed.failure.process_exit import outcome
+from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.errors import MissingExtraError
 from lightning_lockstep.numerics.statistics import json_number
-from lightning_lockstep.overflow.activations import ActivationWatch
 from lightning_lockstep.overflow.frames import Frame, Producer
 from lightning_lockstep.overflow.replay import Occasion, Remedy
 from lightning_lockstep.overflow.settings import OverflowSettings
@@ -50,10 +50,8 @@ class RankReport:
     backward_producer: Producer | None = None  # of the first bad gradient, from good ones
     propagators: list[str] = field(default_factory=list)  # modules that passed it on
     gradients: list[str] = field(default_factory=list)  # a line for each bad one, as reduced over all ranks
-    optimizer: list[str] = field(default_factory=list)  # a line for each bad entry of a state
     remedy: Remedy = field(default_factory=Remedy)
     notes: list[str] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)  # of the program, which made it where no module did
     clean: bool | None = None  # replaying gave no bad value on this rank; None: it was not replayed
 
     @property
@@ -66,7 +64,6 @@ class RankReport:
         first = self.producer or self.backward_producer
         rank = f"rank {self.rank} (host {self.host})"
         lines = [f"{rank}: {_WITHOUT_PRODUCER[self.clean] if first is None else first.sentence()}"]
-        lines += [f"  {line}" for line in self.lines]
         lines += [f"  {line}" for line in self.remedy.lines()]
         return "\n".join(lines)
 
@@ -87,11 +84,9 @@ class RankReport:
             lines.append("Clean: replaying the batch on this rank produced no nan or inf.")
         elif self.clean is False and self.producer is None and self.backward_producer is None:
             lines.append(f"No module: {_WITHOUT_PRODUCER[False]}.")
-        lines += self.lines
         lines += _listed("Passed on by", self.propagators)
         if self.rank == 0:  # they are the same on every rank
             lines += _listed("Bad gradients (as reduced over all ranks)", self.gradients)
-        lines += _listed("Bad optimizer state", self.optimizer)
         lines += [f"Note: {note}" for note in self.notes]
         lines += self.remedy.lines()
         return "\n".join(lines)
@@ -130,14 +125,11 @@ def _frame_json(frame: Frame) -> dict[str, Any]:
 
 # -- The picture of a report: how large each module's outputs were, against the largest number of the format
 
-_WORST = 6
 _FLOOR = 1e-8
-_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:cyan")
 
 
-def draw(reports: Sequence[Mapping[str, Any]], history: Mapping[int, Mapping[str, float]]) -> bytes:
-    """Return a PNG of the modules' largest outputs, also of those of the steps before where recorded."""
-    # Drawn is the first report with a producer; ``history`` has, by step, the largest output of each module.
+def draw(reports: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return a PNG of the modules' outputs in the first report with a producer."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -147,14 +139,9 @@ def draw(reports: Sequence[Mapping[str, Any]], history: Mapping[int, Mapping[str
         ) from error
     report = next((r for r in reports if r["producer"] or r["backward_producer"]), reports[0])
     frames = report["frames"] or report["backward_frames"]
-    many = len(history) > 1
-    figure = Figure(figsize=(15 if many else 9, 7), layout="constrained")
+    figure = Figure(figsize=(9, 7), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, 2 if many else 1, squeeze=False, width_ratios=[1, 1.4] if many else None)[0]
-    limit, dtype = _limit(frames)
-    _draw_frames(axes[0], frames, limit, dtype)
-    if many:
-        _draw_history(axes[1], history, limit, dtype, producer=(report["producer"] or {}).get("module"))
+    _draw_frames(figure.subplots(), frames, *_limit(frames))
     first = report["producer"] or report["backward_producer"] or {"module": "no module of this rank"}
     figure.suptitle(
         f"rank {report['rank']}, epoch {report['epoch']}, batch {report['batch_idx']}, step {report['step']}:"
@@ -190,39 +177,6 @@ def _draw_frames(axes: Any, frames: Sequence[Mapping[str, Any]], limit: float, d
     axes.set_title("the failing batch, in order of the calls", fontsize=10)
 
 
-def _draw_history(
-    axes: Any, history: Mapping[int, Mapping[str, float]], limit: float, dtype: str, *, producer: str | None
-) -> None:
-    """Draw a line per module over the steps; the producer and the largest while finite are named."""
-    steps, names = list(history), {name for magnitudes in history.values() for name in magnitudes}
-    largest = {
-        name: max((v for s in steps if math.isfinite(v := history[s].get(name, 0.0))), default=0.0)
-        for name in names
-    }
-    ordered = sorted(names, key=lambda name: (name == producer, largest[name], name))
-    for index, name in enumerate(ordered):
-        style: dict[str, Any] = {"color": "0.85", "linewidth": 0.8}
-        if index >= len(ordered) - _WORST:
-            style = {"color": _COLOURS[index % _WORST], "linewidth": 1.6, "marker": "."}
-            style["label"] = (name or "(LightningModule)") + (" (produced it)" if name == producer else "")
-        if name == producer:
-            style.update(color="tab:red", linewidth=2.4)
-        values = [float(history[step].get(name, math.nan)) for step in steps]
-        # A gap where there is no number, and an X beyond the limit for a nan or inf.
-        axes.plot(steps, [max(v, _FLOOR) if math.isfinite(v) else math.nan for v in values], **style)
-        bad = [step for step in steps if not math.isfinite(history[step].get(name, 0.0))]
-        axes.scatter(bad, [limit * 10] * len(bad), marker="X", color=style["color"], zorder=3)
-    axes.axhline(limit, color="tab:red", linestyle="--", linewidth=1)
-    axes.text(steps[0], limit, f"{dtype} limit {limit:.3g}", color="tab:red", va="bottom", fontsize=8)
-    axes.set_yscale("log")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("largest output magnitude; a gap and an X beyond the limit: nan or inf")
-    axes.set_title(f"all modules over the last {len(steps)} steps; the largest are named", fontsize=10)
-    handles, labels = axes.get_legend_handles_labels()
-    axes.figure.legend(handles[::-1], labels[::-1], fontsize=7, ncols=2, loc="outside lower right")
-
-
 def _limit(frames: Sequence[Mapping[str, Any]]) -> tuple[float, str]:
     """Return the largest number of the narrowest format that any output was used in, and its name."""
     best = (math.inf, "float32")
@@ -239,39 +193,31 @@ def _limit(frames: Sequence[Mapping[str, Any]]) -> tuple[float, str]:
 # No collective is involved, so nothing here can hang.
 
 _log = logging.getLogger(__name__)
-_SINGLE = "overflow/single-rank"
 # Ranks that replay together are at most a step apart from each other [s].
 _PATIENCE = 30.0
-
-# Counts the runs of this process, the same on every rank, so that no two runs share a topic.
-_runs = 0
 
 
 class ReportPublisher:
     """Collects the reports of all ranks; rank 0 prints them once, in rank order, and writes them to files."""
 
     def __init__(self, communicator: Communicator, folder: Path, settings: OverflowSettings) -> None:
-        global _runs
-        _runs += 1
         self.communicator, self.folder, self.settings = communicator, folder, settings
         self._collections = 0
         channel = communicator.side_channel
-        self._gather = Gather(channel, f"overflow/{_runs}", timeout=settings.timeout)
+        topic = propagation_on(channel).topic("overflow")  # no two runs share one
+        self._gather = Gather(channel, topic, timeout=settings.timeout)
         patience = min(settings.timeout, _PATIENCE)
-        self._arrivals = Gather(channel, f"overflow/{_runs}/arrivals", timeout=patience)
-        self._remove = channel.on(_SINGLE, self._print_single) if communicator.is_main else None
+        self._arrivals = Gather(channel, f"{topic}/arrivals", timeout=patience)
 
     def close(self) -> None:
         self._gather.close()
         self._arrivals.close()
-        if self._remove is not None:
-            self._remove()
 
-    def collect(self, entry: Mapping[str, Any], *, to: int | None = None) -> Gathered:
+    def collect(self, entry: Mapping[str, Any], *, for_all: bool = True) -> Gathered:
         """Send this rank's entry, which JSON can hold, and return those that came in time."""
-        # With ``to`` that rank alone receives them and waits; the others get back their own.
+        # Not ``for_all``, rank 0 alone receives them and waits; the others get back their own.
         self._collections += 1
-        return self._gather.collect(self._collections, dict(entry), to=to)
+        return self._gather.collect(self._collections, dict(entry), for_all=for_all)
 
     def all_arrive(self) -> bool:
         """Return whether all ranks get here in half a minute; one that does not may be in a collective."""
@@ -281,50 +227,38 @@ class ReportPublisher:
                 return False
         return True
 
-    @outcome.writing_report()
-    def publish(self, report: RankReport, why: str, watch: ActivationWatch | None) -> str:
+    def publish(self, report: RankReport, why: str) -> str:
         """Print and write the reports of a hit that all know of; return the error's text, the same on all."""
+        with outcome.writes_report:
+            return self._publish(report, why)
+
+    def _publish(self, report: RankReport, why: str) -> str:
         gathered = self.collect(
             {"head": report.head(), "origin": report.is_origin, "occasion": asdict(report.occasion)}
         )
         missing = {rank: f"rank {rank}: no report within {gathered.timeout:g} s" for rank in gathered.missing}
         heads = {rank: entry["head"] for rank, entry in gathered.entries.items()} | missing
-        # With accumulated gradients the ranks may mean different batches; that of the first origin counts.
+        # The ranks may mean different batches, with accumulated gradients or several steps since the last look; that
+        # of the first origin counts, or of the first if nothing was replayed.
         entries = list(gathered.entries.values())
-        occasion = Occasion(**next((e for e in entries if e["origin"]), entries[0])["occasion"])
-        history = watch.magnitudes() if watch is not None and report.is_origin else {}
-        entry = {"text": report.text(), "json": report.as_json(), "history": history}
-        reports = self.collect(entry, to=0).entries
+        occasions = [e["occasion"] for e in entries if e["origin"]] or [e["occasion"] for e in entries]
+        occasion = Occasion(**min(occasions, key=lambda each: each["batch_number"]))
+        reports = self.collect({"text": report.text(), "json": report.as_json()}, for_all=False).entries
         stem = f"batch-{occasion.batch_number}"
         head = combined(occasion, heads, why)
         if self.communicator.is_main:
             texts = missing | {rank: entry["text"] for rank, entry in reports.items()}
             as_json = [entry["json"] for entry in reports.values()]
             self._write(stem, f"\n{combined(occasion, texts, why)}\n", as_json)
-            # The steps before are drawn as they were on the rank whose report is drawn.
-            self._draw(stem, as_json, next((h for entry in reports.values() if (h := entry["history"])), {}))
+            self._draw(stem, as_json)
         return f"{head}\nFull report: {self.folder / f'{stem}.txt'}"
-
-    def publish_single(self, report: RankReport) -> None:
-        """Have rank 0 print and write the report of this rank, which no other rank knows of."""
-        why = "seen on this rank only; it does not reach the gradients"
-        body = {
-            "text": f"\n{combined(report.occasion, {report.rank: report.text()}, why)}\n",
-            "json": report.as_json(),
-            "batch": report.occasion.batch_number,
-        }
-        self.communicator.side_channel.post(_SINGLE, body, to=0)
 
     def publish_trace(self, batch_number: int, text: str) -> None:
         """Print and write the traced frames of all ranks, in rank order."""
-        entries = self.collect({"text": text}, to=0).entries
+        entries = self.collect({"text": text}, for_all=False).entries
         if self.communicator.is_main:
             whole = "\n".join(entry["text"] for entry in entries.values())
             self._write(f"trace-batch-{batch_number}", whole, [])
-
-    def _print_single(self, message: Message) -> None:
-        text, stem = str(message.body["text"]), f"batch-{int(message.body['batch'])}-rank-{message.sender}"
-        self._write(stem, text, [message.body["json"]])
 
     def _write(self, stem: str, text: str, reports: Sequence[Mapping[str, Any]]) -> None:
         """Print a report and write it as text and as JSON; where that is not possible, say so."""
@@ -332,12 +266,12 @@ class ReportPublisher:
         write_report(self.folder / f"{stem}.txt", text)
         write_report(self.folder / f"{stem}.json", json.dumps({"ranks": list(reports)}, indent=1))
 
-    def _draw(self, stem: str, reports: list[Any], history: Mapping[Any, Any]) -> None:
+    def _draw(self, stem: str, reports: list[Any]) -> None:
         if self.settings.report_dir is None or not reports:
             return
         # A broken matplotlib must not make rank 0 act differently from the others.
         try:
-            content = draw(reports, {int(step): seen for step, seen in history.items()})
+            content = draw(reports)
         except Exception as error:
             _log.warning("the picture of an overflow could not be drawn: %s: %s", type(error).__name__, error)
         else:

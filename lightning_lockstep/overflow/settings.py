@@ -14,7 +14,7 @@ from lightning_lockstep._lightning import Trainer
 from lightning_lockstep._settings import Faults, is_whole
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.numerics.statistics import NamePatterns
-from lightning_lockstep.steps.capabilities import HasEngineGradients, missing_capabilities
+from lightning_lockstep.steps.capabilities import missing_capabilities
 
 # -- The options of an OverflowDetector, checked --
 
@@ -38,16 +38,15 @@ class OverflowSettings:
     modules: Sequence[str] | None = None
     report_dir: str | Path | None = None
     max_skips: int = 10
-    check_every_n_steps: int = 1
-    underflow_threshold: float | None = 0.5
-    underflow_every_n_steps: int = 100
+    check_every_n_steps: int | None = None
     scale_floor: float = 1.0
     timeout: float = 300.0
 
     def __post_init__(self) -> None:
         faults = Faults("OverflowDetector")
-        for name in ("max_frames_to_save", "max_skips", "check_every_n_steps", "underflow_every_n_steps"):
+        for name in ("max_frames_to_save", "max_skips"):
             faults.whole(name, getattr(self, name))
+        faults.whole("check_every_n_steps", self.check_every_n_steps, optional=True)
         faults.whole(
             "abort_after_batch_num",
             self.abort_after_batch_num,
@@ -63,9 +62,6 @@ class OverflowSettings:
         )
         for name in ("scale_floor", "timeout"):
             faults.number(name, getattr(self, name), above=0)
-        faults.number(
-            "underflow_threshold", self.underflow_threshold, what="a share", above=0, most=1, optional=True
-        )
         faults.choice("mode", self.mode, ("replay", "hooks"))
         faults.choice("action", self.action, ("raise", "warn", "skip"))
         faults.flag("gradients", self.gradients)
@@ -80,13 +76,10 @@ class OverflowSettings:
             self.report_dir,
             "a folder, or None",
         )
-        every = f"check_every_n_steps={self.check_every_n_steps!r}"
-        if self.check_every_n_steps != 1 and self.mode != "hooks":
-            faults.add(f"{every} requires mode='hooks'; mode='replay' checks every step.")
-        if self.check_every_n_steps != 1 and self.action == "skip":
+        if self.check_every_n_steps not in (None, 1) and self.action == "skip":
             faults.add(
-                f"{every} cannot be combined with action='skip': a step that was taken cannot be skipped any more."
-                " Use 1, or action='raise' or 'warn'."
+                f"check_every_n_steps={self.check_every_n_steps!r} cannot be combined with action='skip': a step that"
+                " was taken cannot be skipped any more. Use 1, or action='raise' or 'warn'."
             )
         faults.raise_all()
         for name in ("trace_batch_nums", "allow_inf", "modules"):
@@ -112,9 +105,9 @@ def _is_list_of(value: object, is_right: Any) -> bool:
 # -- What the detector cannot work with, refused before training --
 
 
-def refuse_strategy(trainer: Trainer, settings: OverflowSettings) -> None:
+def refuse_strategy(trainer: Trainer) -> None:
     """Raise where gradients differ among ranks and no engine reports them, or are not there to be checked."""
-    if isinstance(trainer.strategy, HasEngineGradients):
+    if hasattr(trainer.strategy, "engine_gradients"):
         return
     name = type(trainer.strategy).__name__
     for why in missing_capabilities(trainer.strategy, "whole_gradients"):
@@ -122,26 +115,10 @@ def refuse_strategy(trainer: Trainer, settings: OverflowSettings) -> None:
             f"OverflowDetector does not work with {name}: {why}. Use a DDP or single-device strategy to find the"
             " overflow."
         )
-    for why in missing_capabilities(trainer.strategy, "runs_at_once"):
-        _refuse_early_answers(trainer, settings, name, why)
     if getattr(trainer.strategy, "_model_averaging_period", None):
         raise ConfigurationError(
             f"OverflowDetector does not work with model_averaging_period on {name}: between two averages each rank"
             " has its own gradients, so that one rank would act alone. Train without it to find the overflow."
-        )
-
-
-def _refuse_early_answers(trainer: Trainer, settings: OverflowSettings, name: str, why: str) -> None:
-    if settings.action == "skip":
-        raise ConfigurationError(
-            f"OverflowDetector(action='skip') does not work with {name}: {why}, and once the answer is known the step"
-            " was taken and cannot be skipped. Use action='raise', which leaves the weights as they were before the"
-            " bad step, or 'warn'."
-        )
-    if not settings.gradients and trainer.world_size > 1:
-        raise ConfigurationError(
-            f"OverflowDetector(gradients=False) does not work with {name} on several ranks: {why}, so only"
-            " the reduced gradients inform all ranks. Use gradients=True."
         )
 
 

@@ -158,9 +158,9 @@ class Audit:
                 for buffer, value in zip(buffers, values, strict=True):
                     buffer.copy_(value)
 
-        lifecycle = getattr(trainer.strategy, "lifecycle", None)
+        weights = getattr(trainer.strategy, "weights", None)
         # What this rank's own last loss counted in its step says nothing about another rank's.
-        as_it_is = nullcontext() if lifecycle is None else replaced(lifecycle.weights, weight=1.0)
+        as_it_is = nullcontext() if weights is None else replaced(weights, weight=1.0)
         with as_it_is, _no_timed_kernels(), from_a_state(trainer, module, random, restore_buffers):
             step = partial(module.training_step, *arguments)
             run_forward_backward(trainer, module, step, around_backward=keep)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_lockstep._lightning import PYTORCH, LightningModule, Trainer
 from lightning_lockstep.distributed.c10d_operators import parameters_in_words
 from lightning_lockstep.distributed.sharded_state import is_divided, ranks_of_part
-from lightning_lockstep.replicas.checksums import BitViews, Checksums, can_be_read
+from lightning_lockstep.replicas.checksums import Checksums, can_be_read
 from lightning_lockstep.steps.capabilities import capabilities_of
 
 Buffers = Literal["auto", "all", "none"]
@@ -38,10 +38,9 @@ class Named(NamedTuple):
 
     names: list[str]
     tensors: list[Tensor]
-    views: BitViews
 
     def checksums(self) -> Checksums:
-        return Checksums(self.tensors, self.views)
+        return Checksums(self.tensors)
 
 
 class Contents:
@@ -52,7 +51,6 @@ class Contents:
     ) -> None:
         self._trainer, self._module, self._buffers = trainer, module, buffers
         self._optimizer_state = optimizer_state
-        self._views = {section: BitViews() for section in SECTIONS}
         #: The ranks that hold the same as this one, by name, of what is divided; the rest is whole on each rank.
         self.held: dict[str, tuple[int, ...]] = {}
         self._ranks: dict[Any, tuple[int, ...]] = {}  # the same, by mesh and placements
@@ -74,7 +72,7 @@ class Contents:
 
     def sections(self) -> dict[str, Named]:
         """Return the tensors of each kind."""
-        found = {section: Named([], [], views) for section, views in self._views.items()}
+        found = {section: Named([], []) for section in SECTIONS}
         for name, buffer in self._chosen_buffers():
             self._add(found["buffers"], name, buffer)
         if self._buffers_alone:
@@ -88,7 +86,7 @@ class Contents:
 
     def gradients(self, optimizer: Optimizer) -> Named:
         """Return the gradients with which an optimizer is about to step."""
-        found = Named([], [], BitViews())  # they are other tensors in each step
+        found = Named([], [])
         for name, parameter in self._parameters(optimizer):
             self._add(found, name, parameter.grad, parameter)
         return found
@@ -179,10 +177,6 @@ def hyperparameters(optimizers: Sequence[Any]) -> dict[str, str]:
     }
 
 
-#: What may differ between ranks that train rightly; it is said, and the run goes on.
-REMARKS = ("hparams", "version")
-
-
 def facts(trainer: Any, module: LightningModule) -> dict[str, str]:
     """Return all that must be the same on the ranks before the first step."""
     found: dict[str, str] = {}
@@ -202,16 +196,12 @@ def facts(trainer: Any, module: LightningModule) -> dict[str, str]:
     found["batches an epoch"] = str(min(trainer.num_training_batches, most))
     for package in ("torch", PYTORCH.partition(".")[0], "lightning-lockstep"):
         found[f"version of {package}"] = _version(package)
-    for owner in (module, trainer.datamodule):
-        values: Mapping[str, Any] = getattr(owner, "hparams", {})
-        for name in values:
-            if (text := _plain_of(values, name)) is not None:
-                found[f"hparams of {type(owner).__name__}: {name}"] = text
     return found
 
 
 def is_remark(what: str) -> bool:
-    return what.startswith(REMARKS)
+    """Return whether ranks that train rightly may differ in it; it is said, and the run goes on."""
+    return what.startswith("version of ")
 
 
 def _version(package: str) -> str:
@@ -219,13 +209,6 @@ def _version(package: str) -> str:
         return version(package)
     except ImportError:
         return "unknown"
-
-
-def _plain_of(values: Mapping[str, Any], name: str) -> str | None:
-    try:
-        return _plain(values[name])
-    except Exception:  # of OmegaConf: an interpolation that only Hydra's own process can resolve
-        return None
 
 
 def _plain(value: Any) -> str | None:

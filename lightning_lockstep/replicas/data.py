@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import IterableDataset
 
 from lightning_lockstep._text import ranks_in_words
-from lightning_lockstep._trainer import divides_data
+from lightning_lockstep.numerics.statistics import output_values
 from lightning_lockstep.replicas.checksums import Checksums, can_be_read, folded
 
-#: Batches in a row that are looked at: the first of a fit and of its second epoch, the last before a check.
+#: Batches in a row that are looked at: the first of a fit, the last before a check.
 PROBED = 4
 # Two ranks must have had the same batches in so many of these rows, but for the first one.
 _ROWS = 2
@@ -52,7 +51,7 @@ def batch_sums(batch: Any, loaders: int) -> list[BatchSum] | None:
     parts = [batch]
     if loaders > 1:
         parts = list(batch.values() if isinstance(batch, Mapping) else batch)
-    leaves = [list(_leaves(part)) for part in parts]
+    leaves = [[leaf for _, leaf in output_values(part)] for part in parts]
     if len(parts) != loaders or not all(_is_known(leaf) for of_part in leaves for leaf in of_part):
         return None
     return [BatchSum(of_part) for of_part in leaves]
@@ -66,28 +65,15 @@ def _is_known(leaf: Any) -> bool:
     )
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    elif is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, field.name) for field in fields(value)]
-    if isinstance(value, (list, tuple)):
-        for member in value:
-            yield from _leaves(member)
-    else:
-        yield value
-
-
 class BatchRecorder:
-    """Checksums of the batches of this rank, and whether a second epoch repeats the first."""
+    """Checksums of the batches of this rank."""
 
     def __init__(self, trainer: Any, every_n_steps: int) -> None:
-        self._trainer, self._every = trainer, every_n_steps
+        self._every = every_n_steps
         combined = trainer.fit_loop._combined_loader
         loaders = combined.flattened
         self._parts = 1 if combined._mode == "sequential" else len(loaders)
         self._row: list[list[BatchSum]] = [[] for _ in range(self._parts)]
-        self._epochs: dict[int, list[list[BatchSum]]] = {}
         # Ranks that share one model, as in tensor parallelism, have the same batches too.
         samplers = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
         shares = samplers.get("num_replicas", trainer.world_size)
@@ -95,30 +81,17 @@ class BatchRecorder:
             self._parts == len(loaders) and not trainer.overfit_batches and shares == trainer.world_size
         )
 
-    def take(self, batch: Any, number: int, index: int) -> str | None:  # in the fit, and in its epoch
-        """Look at a batch, before its step, if it is time to; returns a warning, or nothing."""
-        if not self.active:
-            return None
-        epoch = self._trainer.current_epoch
-        early = index < PROBED and (epoch in self._epochs or len(self._epochs) < 2)
-        before_check = number < PROBED or -(number + 1) % self._every < PROBED
-        if not early and not before_check:
-            return None
+    def take(self, batch: Any, number: int) -> None:  # of the fit
+        """Look at a batch, before its step, if a check follows soon."""
+        if not self.active or (number >= PROBED and -(number + 1) % self._every >= PROBED):
+            return
         sums = batch_sums(batch, self._parts)
         if sums is None:
             self.active = False
-            return None
-        if before_check:
-            for row, one in zip(self._row, sums, strict=True):
-                row.append(one)
-                del row[:-PROBED]
-        if not early:
-            return None
-        rows = self._epochs.setdefault(epoch, [[] for _ in range(self._parts)])
-        for row, one in zip(rows, sums, strict=True):
+            return
+        for row, one in zip(self._row, sums, strict=True):
             row.append(one)
-        last = min(PROBED, self._trainer.num_training_batches) - 1
-        return self._repeated(epoch) if index == last else None
+            del row[:-PROBED]
 
     def row(self) -> list[list[BatchSum]]:
         """Return the last batches, and begin another row if it will be as long."""
@@ -126,23 +99,6 @@ class BatchRecorder:
         if self._every >= PROBED:
             self._row = [[] for _ in range(self._parts)]
         return row
-
-    def _repeated(self, epoch: int) -> str | None:
-        if epoch - 1 not in self._epochs:
-            return None
-        before = row_of(self._epochs[epoch - 1])
-        for number, row in enumerate(row_of(self._epochs[epoch])):
-            # Of fewer batches the same order is no rarity.
-            if before[number] != row or len(set(row)) < PROBED:
-                continue
-            if _shuffles(loader := self._trainer.fit_loop._combined_loader.flattened[number]):
-                return (
-                    f"ReplicaCheck: epoch {epoch} began with the same batches in the same order as epoch {epoch - 1},"
-                    f" though {_named(number, self._parts)} shuffles. {_described(loader)} Call"
-                    " its set_epoch(epoch) at the start of each epoch, as Lightning does for what it finds as"
-                    " loader.sampler or loader.batch_sampler.sampler."
-                )
-        return None
 
 
 class BatchComparison:
@@ -177,53 +133,17 @@ def same_batches_text(trainer: Any, number: int, ranks: Sequence[int]) -> str:
     Nothing where the data set has fewer samples than there are ranks, so that samplers repeat some.
     """
     loaders = trainer.fit_loop._combined_loader.flattened
-    loader = loaders[number]
-    dataset = getattr(loader, "dataset", None)
+    dataset = getattr(loaders[number], "dataset", None)
+    streams = isinstance(dataset, IterableDataset)
     with contextlib.suppress(TypeError, NotImplementedError):
-        if not isinstance(dataset, IterableDataset) and len(dataset) < trainer.world_size:  # type: ignore[arg-type]
+        if not streams and len(dataset) < trainer.world_size:  # type: ignore[arg-type]
             return ""
-    if isinstance(dataset, IterableDataset):
-        advice = (
-            "Give the strategy iterable_datasets='shard', by which a strategy of lightning-lockstep divides it, or let"
-            " its __iter__ yield each rank's share, such as itertools.islice(samples, rank, None, world_size) with rank"
-            " and world_size from torch.distributed, and of that each worker's (torch.utils.data.get_worker_info)"
-        )
-    elif not divides_data(trainer):
-        advice = (
-            "use_distributed_sampler=False was given to the Trainer: leave it out, or make the loader with"
-            " sampler=DistributedSampler(dataset)"
-        )
-    elif _sampler(loader) is None:
-        advice = (
-            "Lightning puts a sampler into a DataLoader of torch alone: give each rank its share by its rank"
-        )
-    else:
-        advice = "Give each rank its share of the samples: your own sampler must go by the rank"
+    advice = "has an index: leave the sampler to the Trainer (no use_distributed_sampler=False, a DataLoader of torch),"
+    advice += " or let your own go by the rank"
+    if streams:
+        advice = "is iterable: give the strategy iterable_datasets='shard', or let its __iter__ yield each rank's share"
+    loader = "the training loader" if len(loaders) == 1 else f"training loader {number} of {len(loaders)}"
     return (
-        f"{ranks_in_words(ranks)} work on the same batches: {_named(number, len(loaders))} gives them to each."
-        f" {_described(loader)} {advice}."
+        f"{ranks_in_words(ranks)} work on the same batches: {loader} gives them to each. Its data set"
+        f" {type(dataset).__name__} {advice}."
     )
-
-
-def _named(number: int, count: int) -> str:
-    return "the training loader" if count == 1 else f"training loader {number} of {count}"
-
-
-def _described(loader: Any) -> str:
-    dataset, sampler = getattr(loader, "dataset", None), _sampler(loader)
-    if isinstance(dataset, IterableDataset):
-        return f"Its data set {type(dataset).__name__} is iterable, so that Lightning puts no DistributedSampler in."
-    given = f"without a DistributedSampler (its sampler: {type(sampler).__name__})"
-    if isinstance(sampler, DistributedSampler):
-        given = f"with a {type(sampler).__name__} for rank {sampler.rank} of {sampler.num_replicas}"
-    return f"Its data set {type(dataset).__name__} is not iterable, {given}."
-
-
-def _sampler(loader: Any) -> Any:
-    batches = getattr(loader, "batch_sampler", None)
-    return getattr(batches, "sampler", None) or getattr(loader, "sampler", None)
-
-
-def _shuffles(loader: Any) -> bool:
-    parts = (_sampler(loader), getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None))
-    return any(isinstance(part, RandomSampler) or getattr(part, "shuffle", False) is True for part in parts)

@@ -5,7 +5,7 @@
     check: a number for all that      --------->  all have come: equal, or request a stop (`stop_agreement`)
            is to be equal                         with the groups of ranks that agree
     after the same batch on all ranks: the first rank of each group sends a number for each tensor to all; every rank
-    judges, measures the largest differences, and acts, as all others do
+    judges and acts, as all others do
 
 What is divided, as in hybrid sharding, has a number for itself, with the ranks that hold the same; those alone are
 compared, and only they answer.
@@ -24,9 +24,6 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement
@@ -34,7 +31,7 @@ from lightning_lockstep.distributed.side_channel.channel import Message, SideCha
 from lightning_lockstep.replicas.checksums import Checksums, folded
 from lightning_lockstep.replicas.contents import Named
 from lightning_lockstep.replicas.data import BatchComparison, BatchSum, row_of, same_batches_text
-from lightning_lockstep.replicas.report import NAMED, Difference, Differences, Finding, judge
+from lightning_lockstep.replicas.report import Finding, judge
 
 _log = logging.getLogger(__name__)
 
@@ -259,59 +256,3 @@ def differing_facts(
     if len({fold for _, fold in told}) == 1:
         return fit, {}
     return fit, dict(enumerate(communicator.gather(dict(facts))))
-
-
-# -- How far tensors are from those of a rank that is not in the minority --
-
-# Values of a block, and blocks of a tensor that are compared: not all of a large one is sent.
-_BLOCK, _BLOCKS = 2**16, 16
-
-
-def largest_differences(
-    communicator: Communicator, finding: Finding, sections: Mapping[str, Named]
-) -> Differences:
-    """Return how far the first tensors that differ are from those of the reference. Ranks: all, together."""
-    own: dict[str, Difference] = {}
-    for section, names in finding.tensors.items():
-        tensors = dict(zip(sections[section].names, sections[section].tensors, strict=True))
-        for name, parts in list(names.items())[:NAMED]:
-            # Other ranks may have another part by this name.
-            own_tensor = tensors.get(name) if any(communicator.rank in part for part in parts) else None
-            difference = _difference(communicator, own_tensor, finding.reference)
-            if difference is not None:
-                own[name] = difference
-    found: dict[str, Difference] = {}
-    for of_rank in communicator.gather(own):
-        for name, difference in of_rank.items():
-            found[name] = max(difference, found.get(name, difference))
-    return found
-
-
-def _difference(communicator: Communicator, tensor: Tensor | None, reference: int) -> Difference | None:
-    """Return how far a tensor is from that of another rank, by its first blocks that differ on any rank."""
-    blocks = [] if tensor is None else _blocks(tensor)
-    kind = None if tensor is None else (tensor.shape, tensor.dtype)
-    sums = Checksums(blocks).numbers()
-    their_kind, right = communicator.broadcast((kind, sums), reference)
-    is_like = kind is not None and kind == their_kind
-    wrong = [number for number, pair in enumerate(zip(sums, right, strict=is_like)) if len({*pair}) > 1]
-    all_wrong = sorted(
-        {n for of_rank in communicator.gather(wrong[:_BLOCKS] if is_like else []) for n in of_rank}
-    )
-    some = [number for number in all_wrong[:_BLOCKS] if number < len(blocks)]
-    mine = torch.cat([blocks[number] for number in some]).cpu() if some else torch.empty(0)
-    other = communicator.broadcast(mine, reference)
-    if tensor is None or not is_like or not len(mine):
-        return None
-    flips = mine.view(torch.uint8) ^ other.view(torch.uint8)
-    bits = sum(int(((flips >> bit) & 1).sum()) for bit in range(8))
-    differing = (flips.view(len(mine), -1) != 0).any(dim=1)
-    distance = (mine[differing].double() - other[differing].double()).abs()
-    largest = float(distance.nan_to_num(float("inf")).max()) if len(distance) else 0.0
-    return Difference(largest, int(differing.sum()), tensor.numel(), bits, set(wrong) <= set(some))
-
-
-def _blocks(tensor: Tensor) -> list[Tensor]:
-    flat = tensor.detach().resolve_conj()
-    flat = torch.view_as_real(flat) if flat.is_complex() else flat
-    return list(torch.split(flat.contiguous().reshape(-1), _BLOCK))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_lockstep._text import counted, listed, plain_table, ranks_in_words
 from lightning_lockstep.replicas.contents import SECTIONS, is_remark
 
-#: How many tensors of each kind a report names, and how many settings.
-NAMED = 5
+# How many tensors of each kind a report names, and how many settings.
+_NAMED = 5
 _SETTINGS_NAMED = 12
 
 Parts = list[list[int]]  # ranks that have the same, the most first
@@ -30,7 +30,6 @@ class Finding:
     tensors: Mapping[str, Mapping[str, Parts]] = field(default_factory=dict)
     settings: Mapping[str, Mapping[int, str]] = field(default_factory=dict)  # by name and rank, what differs
     suspects: Sequence[int] = ()  # ranks in the minority, as far as there is one
-    reference: int = 0  # a rank that is none
     reasons: Sequence[str] = ()
     held: Sequence[int] = ()  # ranks that hold the same part of the model, if it is one that differs
     data: str = ""  # what is wrong with the data, if that is the finding
@@ -40,19 +39,6 @@ class Finding:
         """What differs, by name."""
         tensors = {name for of_kind in self.tensors.values() for name in of_kind}
         return {"data"} if self.data else {*self.settings, *tensors}
-
-
-class Difference(NamedTuple):
-    """How far a tensor of one rank is from that of the reference."""
-
-    largest: float
-    values: int  # that differ
-    size: int  # of all values
-    bits: int  # that differ
-    is_all: bool  # else no more than a part of a large tensor was compared
-
-
-Differences = Mapping[str, Difference]  # the largest of any rank, by the name of a tensor
 
 
 # -- What differs, who is in the minority, why: decided by every rank, from the same answers --
@@ -100,7 +86,6 @@ def judge(
         tensors=tensors,
         settings=differing,
         suspects=suspects,
-        reference=min({*answers} - {*suspects}),
         reasons=reasons,
         held=held,
     )
@@ -202,7 +187,8 @@ def _reason_apart_from_steps(tensors: Mapping[str, Mapping[str, Parts]], answers
     if has_state and "optimizer state" not in tensors:
         return (
             "Settings, optimizer steps and the state of optimizers are equal, so gradients always were: a hook or a"
-            " callback wrote weights on some ranks only, or a checkpoint was loaded there alone."
+            " callback wrote other weights on some ranks (by a seed of each, for instance), or a checkpoint was loaded"
+            " there alone."
         )
     if any(answer["gradients"] or not answer["sees_gradients"] for answer in answers.values()):
         return (
@@ -263,7 +249,7 @@ def _who_has_what(values: Mapping[int, str]) -> str:
 # -- The text, the same on every rank --
 
 
-def report(finding: Finding, differences: Differences) -> str:
+def report(finding: Finding) -> str:
     """Return what is printed, and what the error says."""
     if finding.data:
         return f"{finding.data} Seen in the last batches up to batch {finding.count} of this fit."
@@ -274,36 +260,26 @@ def report(finding: Finding, differences: Differences) -> str:
         who = f"{ranks_in_words(finding.held)}, which hold the same part of the model,"
     lines = [f"{who} differ in their {' and '.join(kinds)}, found {when}", ""]
     rows = [
-        (name, _in_words(parts), *_difference(differences.get(name)))
+        (name, _in_words(parts))
         for names in finding.tensors.values()
-        for name, parts in list(names.items())[:NAMED]
+        for name, parts in list(names.items())[:_NAMED]
     ]
     if rows:
-        lines.append(plain_table(("differs", "ranks that agree", "largest difference", "values"), rows))
+        lines.append(plain_table(("differs", "ranks that agree"), rows))
         more = [
-            f"{counted(len(names) - NAMED, 'more tensor')} of {kind}"
+            f"{counted(len(names) - _NAMED, 'more tensor')} of {kind}"
             for kind, names in finding.tensors.items()
-            if len(names) > NAMED
+            if len(names) > _NAMED
         ]
         lines += [f"  and {', '.join(more)}"] if more else []
         lines.append("")
-    good = "never before" if finding.good is None else f"after batch {finding.good}"
-    if finding.good == 0:
-        good = "at the start"
-    lines.append(f"They were last found equal {good}.{_which_batch(finding)}{_who(finding)}")
-    reasons = [*_of_differences(finding, differences), *finding.reasons]
-    lines += ["Likely reasons:" if len(reasons) > 1 else "Likely reason:"]
-    lines += [f"  {number}. {reason}" for number, reason in enumerate(reasons, 1)]
+    known = {None: "never found equal", 0: "last found equal at the start"}
+    lines.append(
+        f"They were {known.get(finding.good, f'last found equal after batch {finding.good}')}.{_who(finding)}"
+    )
+    lines += ["Likely reasons:" if len(finding.reasons) > 1 else "Likely reason:"]
+    lines += [f"  {number}. {reason}" for number, reason in enumerate(finding.reasons, 1)]
     return "\n".join(lines)
-
-
-def _which_batch(finding: Finding) -> str:
-    between = finding.count - (finding.count if finding.good is None else finding.good)
-    if between <= 1:
-        return ""
-    every = max(1, between // 100)
-    which = "the batch" if every == 1 else "nearly the batch"
-    return f" ReplicaCheck(every_n_steps={every}) looks more often, to tell {which}."
 
 
 def _who(finding: Finding) -> str:
@@ -316,20 +292,6 @@ def _in_words(parts: Parts) -> str:
     most = _minority(parts)
     texts = [ranks_in_words(part) + (" <- differs" if part[0] in most else "") for part in parts]
     return listed(texts, 4) if len(parts) < 5 else f"none of {counted(len(parts), 'group')}"
-
-
-def _difference(most: Difference | None) -> tuple[str, str]:
-    if most is None or not most.values:
-        return "-", "-"
-    return f"{most.largest:.3g}", f"{'' if most.is_all else 'at least '}{most.values:,} of {most.size:,}"
-
-
-def _of_differences(finding: Finding, differences: Differences) -> list[str]:
-    """Return the reason that the values themselves suggest, if they do."""
-    names = [name for of_kind in finding.tensors.values() for name in of_kind]
-    if len(names) == 1 and names[0] in differences and differences[names[0]].bits == 1:
-        return [f"One bit of one value of {names[0]} differs, which is what memory that fails leaves behind."]
-    return []
 
 
 # -- At the start, before the first step: a table of who has what --

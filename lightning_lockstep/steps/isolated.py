@@ -32,7 +32,6 @@ from lightning_lockstep.distributed.c10d_operators import ddp_of
 from lightning_lockstep.distributed.local_collectives import LocalAnswers, local_collectives
 from lightning_lockstep.distributed.process_group import process_group_exists
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.steps.capabilities import StepsApart
 from lightning_lockstep.steps.patching import replaced
 from lightning_lockstep.steps.snapshot import BufferCopies, Gradients, ModuleAttributes, RandomState, Snapshot
 
@@ -54,7 +53,7 @@ def isolated(
     strategy, run = trainer.strategy, cast(Any, trainer)  # its annotations leave some of these out
     callbacks, loggers, profiler = run.callbacks, run.loggers, run.profiler
     with ExitStack() as stack:
-        if by_module and isinstance(strategy, StepsApart):
+        if by_module and hasattr(strategy, "steps_apart"):
             stack.enter_context(strategy.steps_apart(module))
         if by_module:
             if ddp_of(strategy.model) is not None:
@@ -248,24 +247,19 @@ class _Stopped(Exception):  # noqa: N818  (a signal, no error)
 def _local_answers(world_size: int) -> dict[str, Callable[..., Any]]:
     """Return what replaces methods of a strategy whose messages are not answered further down."""
 
-    def gathered(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return tensor.expand(world_size, *tensor.shape).clone() if world_size > 1 else tensor
+    def unchanged(value: Any, *args: Any, **kwargs: Any) -> Any:
+        return value
 
     if process_group_exists():
         # The others are made of operations on tensors, which are answered; this one receives objects.
-        return {"broadcast": _unchanged}
+        return {"broadcast": unchanged}
     return {
-        "all_gather": gathered,
-        "reduce": _unchanged,
-        "broadcast": _unchanged,
-        "reduce_boolean_decision": _unchanged,
+        "all_gather": lambda tensor, *args, **kwargs: (
+            torch.stack([tensor] * world_size) if world_size > 1 else tensor
+        ),
+        **dict.fromkeys(("reduce", "broadcast", "reduce_boolean_decision"), unchanged),
         "barrier": _nothing,
     }
-
-
-def _unchanged(value: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return what was given."""
-    return value
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import random
 import tempfile
 import weakref
@@ -11,31 +10,39 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Protocol
 
 import numpy
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 # -- The state of every random number generator that a training step may draw from --
 
 
 @dataclass
 class RandomState:
-    """State of the generators of torch (CPU and CUDA), Python and numpy."""
+    """State of the generators of torch (CPU and CUDA), Python and numpy, and of some others of torch."""
 
     torch_cpu: Tensor
     torch_cuda: dict[int, Tensor]  # by index of the device
     python: Any
     numpy: Any  # of the global generator
+    others: list[tuple[torch.Generator, Tensor]]
 
     @classmethod
-    def capture(cls, device: torch.device | None = None) -> RandomState:
+    def capture(
+        cls, device: torch.device | None = None, others: Iterable[torch.Generator] = ()
+    ) -> RandomState:
         """Take the states, of CUDA that of ``device`` or all in use; nothing is read from a device."""
-        return cls(torch.get_rng_state(), _cuda_states(device), random.getstate(), _numpy_state())
+        return cls(
+            torch.get_rng_state(),
+            _cuda_states(device),
+            random.getstate(),
+            numpy.random.get_state(legacy=False),
+            [(generator, generator.get_state()) for generator in others],
+        )
 
     def restore(self) -> None:
         torch.set_rng_state(self.torch_cpu)
@@ -43,31 +50,8 @@ class RandomState:
             torch.cuda.set_rng_state(state, index)
         random.setstate(self.python)
         numpy.random.set_state(self.numpy)
-        _numpy_state.known = None
-
-
-class _NumpyState:
-    """State of numpy's global generator, asked for only when it has moved: that takes longer than all else here."""
-
-    # Of the Mersenne Twister, its numbers and the position in them, where numpy's ctypes interface says [bytes].
-    _SIZE = 624 * 4 + 4
-
-    def __init__(self) -> None:
-        self.known: Any = None
-        self._seen: tuple[Any, bytes] | None = None
-
-    def __call__(self) -> Any:
-        generator = numpy.random.get_bit_generator()  # type: ignore[attr-defined]  # numpy's stub leaves it out
-        is_twister = isinstance(generator, numpy.random.MT19937)
-        memory = ctypes.string_at(generator.ctypes.state_address, self._SIZE) if is_twister else b""
-        # Normal numbers come in pairs, and one left over is not in that memory.
-        moved = not is_twister or self._seen != (generator, memory)
-        if moved or self.known is None or self.known["has_gauss"]:
-            self._seen, self.known = (generator, memory), numpy.random.get_state(legacy=False)
-        return self.known
-
-
-_numpy_state = _NumpyState()
+        for generator, state in self.others:
+            generator.set_state(state)
 
 
 def _cuda_states(device: torch.device | None) -> dict[int, Tensor]:
@@ -118,7 +102,7 @@ class ModuleAttributes:
 def _kept(value: Any, seen: set[int]) -> Callable[[], Any]:
     """Return a function that gives the very same object back, with what is in it now."""
     if not isinstance(value, (Tensor, list, set, dict)) or id(value) in seen:
-        return partial(_same, value)
+        return lambda: value
     if isinstance(value, Tensor):
         return partial(_with_values, value, value.detach().cpu().clone())
     seen.add(id(value))
@@ -126,10 +110,6 @@ def _kept(value: Any, seen: set[int]) -> Callable[[], Any]:
     numbered = items.items() if isinstance(items, dict) else enumerate(items)
     inner = {k: _kept(item, seen) for k, item in numbered if isinstance(item, (Tensor, list, set, dict))}
     return partial(_refill, value, items, inner)
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _with_values(tensor: Tensor, values: Tensor) -> Tensor:
@@ -211,9 +191,7 @@ class Snapshot:
     def __enter__(self) -> Snapshot:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.restore()
 
 
@@ -223,21 +201,13 @@ def whole_run(
     *,
     scaler: object | None = None,  # of the precision plugin
     generators: Iterable[torch.Generator] = (),  # of loaders and samplers, in addition to the global ones
+    tensors: bool = True,  # False: an engine keeps parameters and buffers itself
 ) -> Snapshot:
     """Return a snapshot of all that training steps change."""
-    parts: list[Part] = [RandomState.capture(), Generators(generators)]
-    parts += [OptimizerState(optimizer) for optimizer in optimizers]
+    parts: list[Part] = [RandomState.capture(others=generators), *map(OptimizerState, optimizers)]
     parts += [] if scaler is None else [ScalerState(scaler)]
-    values = StoredCopies([*module.parameters(), *module.buffers()])
-    parts += [values, ModuleAttributes(module), Gradients(module)]
-    return Snapshot(*parts)
-
-
-def without_tensors(module: nn.Module, *, generators: Iterable[torch.Generator] = ()) -> Snapshot:
-    """Return a snapshot for an engine, which keeps parameters, buffers and optimizers itself."""
-    return Snapshot(
-        RandomState.capture(), Generators(generators), ModuleAttributes(module), Gradients(module)
-    )
+    parts += [StoredCopies([*module.parameters(), *module.buffers()])] if tensors else []
+    return Snapshot(*parts, ModuleAttributes(module), Gradients(module))
 
 
 class Gradients:
@@ -293,14 +263,6 @@ class BufferCopies:
                     torch._foreach_copy_([self._copies[i] for i in stale], [now[i] for i in stale])
         self._versions = [b._version for b in now]
 
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Return each buffer that may have changed since the last refresh, and its copy."""
-        return [
-            (buffer, copied)
-            for buffer, copied, version in zip(self._originals, self._copies, self._versions, strict=True)
-            if buffer.numel() <= _SMALL or buffer._version != version
-        ]
-
     def restore(self) -> None:
         """Make the buffers what they were at the last refresh."""
         with torch.no_grad():
@@ -340,16 +302,15 @@ class OptimizerState:
                 del group[key]
             group.update(kept)
         attributes = vars(optimizer)
-        for key in [key for key, value in attributes.items() if _is_plain(value)]:
-            if key not in self._attributes:
-                del attributes[key]
+        for key in [
+            key for key, value in attributes.items() if _is_plain(value) and key not in self._attributes
+        ]:
+            del attributes[key]
         attributes.update(self._attributes)
 
 
 def _tensors_in(state: Any) -> list[Tensor]:
-    tensors: list[Tensor] = []
-    apply_to_collection(list(state.values()), Tensor, tensors.append)
-    return tensors
+    return [leaf for leaf in pytree.tree_leaves(list(state.values())) if isinstance(leaf, Tensor)]
 
 
 def _with_the_same_tensors(state: Any) -> dict[Any, Any]:
@@ -370,17 +331,6 @@ class ScalerState:
     def restore(self) -> None:
         vars(self._scaler).clear()
         vars(self._scaler).update(self._attributes)
-
-
-class Generators:
-    """States of random generators of torch."""
-
-    def __init__(self, generators: Iterable[torch.Generator]) -> None:
-        self._states = [(generator, generator.get_state()) for generator in generators]
-
-    def restore(self) -> None:
-        for generator, state in self._states:
-            generator.set_state(state)
 
 
 def _copied(value: Any) -> Any:

@@ -40,9 +40,7 @@ def settle_counters(loops: dict[str, Any], accumulated: int) -> ResumePoint:
     epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
     validation = loops["epoch_loop.val_loop.batch_progress"]
     epoch, batch = epochs["current"], batches["current"]
-    # A loader that has saved its own state goes on behind the batch that it gave last.
-    keeps_state = bool(loops["state_dict"].get("combined_loader"))
-    done = batch["ready"] if keeps_state else batch["processed"]
+    done = batch["processed"]
     no_batches_left = batches["is_last_batch"] and done == batch["ready"]
     epoch_ended = epoch["processed"] == epoch["started"]
     if epoch["ready"] > epoch["started"] or (epoch_ended and (no_batches_left or not done)):
@@ -52,7 +50,7 @@ def settle_counters(loops: dict[str, Any], accumulated: int) -> ResumePoint:
         )
         point = ResumePoint(epoch["processed"], epoch_open=epoch_open)
     else:
-        partial = 0 if no_batches_left or keeps_state else done % accumulated  # their gradients are not saved
+        partial = 0 if no_batches_left else done % accumulated  # their gradients are not saved
         total, done = batches["total"]["processed"] - batch["processed"] + done - partial, done - partial
         # A limit or a request has ended an epoch that has batches left; Lightning counts it as a whole one.
         rest_open = 0 < done == batch["ready"] and not epoch_ended

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -154,30 +156,27 @@ class SignalWatch:
             handler(number, frame)
 
 
-class StopFileWatch:
-    """Looks for a file, on a separate thread."""
+class StopFile:
+    """A file that asks for a stop once it exists."""
 
-    def __init__(self, path: Path, request: Request, *, interval: float = 1.0) -> None:  # [s]
-        self.path, self._request, self._interval = path, request, interval
-        self._ended = threading.Event()
+    def __init__(self, path: Path, request: Request, *, interval: float = 1.0) -> None:
+        self.path, self._request = path, request
+        self._interval = interval  # between two looks [s]
         self.seen = False
-        self._thread = threading.Thread(target=self._watch, name="lockstep-stop-file", daemon=True)
-        self._thread.start()
+        self._looked = -math.inf
 
-    def close(self) -> None:
-        self._ended.set()
-        self._thread.join(5.0)
+    def look(self) -> None:
+        """Look for the file, if it was not found and the last look was a while ago; after each batch."""
+        if self.seen or time.monotonic() - self._looked < self._interval:
+            return
+        self._looked = time.monotonic()
+        # Network disks answer EACCES, EIO or ESTALE for a while, which counts as no file, and `Path.exists` raises.
+        self.seen = os.path.exists(self.path)  # noqa: PTH110
+        if self.seen:
+            self._request(f"found the stop file {self.path}")
 
-    def remove_file(self) -> None:
+    def remove(self) -> None:
         """Remove the file if this process saw it, so that the resumed run does not stop again."""
         if self.seen:
             with suppress(OSError):
                 self.path.unlink()
-
-    def _watch(self) -> None:
-        while not self._ended.is_set():
-            if self.path.exists():
-                self.seen = True
-                self._request(f"found the stop file {self.path}")
-                return
-            self._ended.wait(self._interval)

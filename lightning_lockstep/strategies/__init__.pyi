@@ -1,8 +1,6 @@
 from lightning_lockstep.strategies.ddp import LockstepDDPStrategy as LockstepDDPStrategy
 from lightning_lockstep.strategies.deepspeed import LockstepDeepSpeedStrategy as LockstepDeepSpeedStrategy
 from lightning_lockstep.strategies.fsdp import LockstepFSDPStrategy as LockstepFSDPStrategy
-from lightning_lockstep.strategies.lifecycle import RankLifecycle as RankLifecycle
 from lightning_lockstep.strategies.mpi import LockstepMPIStrategy as LockstepMPIStrategy
-from lightning_lockstep.strategies.options import LifecycleSettings as LifecycleSettings
-from lightning_lockstep.strategies.xla import LockstepXLASPMDStrategy as LockstepXLASPMDStrategy
 from lightning_lockstep.strategies.xla import LockstepXLAStrategy as LockstepXLAStrategy
+from lightning_lockstep.strategies.xla_spmd import LockstepXLASPMDStrategy as LockstepXLASPMDStrategy

@@ -11,21 +11,16 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 from typing_extensions import Unpack
 
 from lightning_lockstep._lightning import ClusterEnvironment, DDPStrategy
-from lightning_lockstep._settings import settings_of
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.c10d_operators import compression_hook, sparse_weights
 from lightning_lockstep.distributed.guard.verify import verify_parameters
 from lightning_lockstep.steps.capabilities import Capabilities
-from lightning_lockstep.strategies.lifecycle import LifecycleHooks, RankLifecycle, RankStartup
-from lightning_lockstep.strategies.options import (
-    DDPSettings,
-    OptionsOfDDP,
-    options_of_ddp,
-    reject_unknown,
-)
+from lightning_lockstep.strategies.lifecycle import RankLifecycle
+from lightning_lockstep.strategies.options import DDPSettings, OptionsOfDDP, options_of_ddp, taken
+from lightning_lockstep.strategies.startup import RankStartup
 
 
-class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
+class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
     """DDP on CPU or CUDA, one process per device, on one or several nodes.
 
     In addition to Lightning's ``DDPStrategy``: when a rank fails, all ranks stop and its traceback is printed
@@ -48,7 +43,6 @@ class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
             take turns, so that each sample is used once, in training and evaluation.
         threads_per_rank: CPU threads per rank; ``auto`` is usable cores / ranks of the node, unless
             ``OMP_NUM_THREADS`` is set.
-        bind_cores: Whether each rank is pinned to its own cores.
         timeout: Longest wait for another rank in a collective [s].
         guard: ``watch`` finds out why a collective does not complete, and all ranks raise the same error;
             ``verify`` also compares what the ranks call before each collective; ``off`` does neither.
@@ -58,8 +52,8 @@ class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
             communication hook as torch documents it.
         ddp_comm_state: State for a hook given as a function.
         gradient_as_bucket_view: Whether gradients live in the buckets that are reduced, which saves a copy.
-        cluster_environment: Tells which rank this process is; by default the one among the Trainer's plugins, or else
-            found by environment variables.
+        cluster_environment: Tells which rank this process is; by default found by environment variables. (A plugin of
+            the Trainer is taken only if the strategy is given by its name.)
         options: Further options of :class:`torch.nn.parallel.DistributedDataParallel`, such as
             ``static_graph``, ``find_unused_parameters``, ``bucket_cap_mb``, and Lightning's
             ``accelerator``, ``parallel_devices``, ``checkpoint_io``, ``precision_plugin``.
@@ -72,6 +66,7 @@ class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
     """
 
     strategy_name = "lockstep_ddp"
+    settings: DDPSettings
 
     def __init__(
         self,
@@ -82,7 +77,6 @@ class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
         uneven_inputs: Literal["error", "truncate", "join"] = "error",
         iterable_datasets: Literal["as_given", "shard"] = "as_given",
         threads_per_rank: int | Literal["auto"] = "auto",
-        bind_cores: bool = False,
         timeout: float | timedelta = 1800.0,
         guard: Literal["off", "watch", "verify"] = "watch",
         stall_timeout: float = 60.0,
@@ -95,20 +89,15 @@ class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         **options: Unpack[OptionsOfDDP],
     ) -> None:
-        reject_unknown(options, type(self), options_of_ddp())
-        self.settings = settings_of(DDPSettings, locals())
-        self.lifecycle = RankLifecycle(self, self.settings, startup=self.make_startup())
+        self.settings, handed_on = taken(DDPSettings, type(self), locals(), options_of_ddp())
         self._comm_wrapper = options.get("ddp_comm_wrapper")
         super().__init__(
+            self.make_startup(),
             cluster_environment=cluster_environment,
-            process_group_backend=process_group_backend,
-            timeout=self.settings.duration,
-            start_method=start_method,
             ddp_comm_state=ddp_comm_state,
             gradient_as_bucket_view=gradient_as_bucket_view,
-            **options,
+            **handed_on,
         )
-        self.detect_unless_given(cluster_environment)
         self._hooks: list[RemovableHandle] = []
 
     def make_startup(self) -> RankStartup:
@@ -139,7 +128,7 @@ class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
             self.model.register_comm_hook(state, hook)  # type: ignore[union-attr,operator] # wrapped just now
 
     def teardown(self) -> None:
-        """See :meth:`LifecycleHooks.teardown`."""
+        """See :meth:`RankLifecycle.teardown`."""
         while self._hooks:
             self._hooks.pop().remove()
         super().teardown()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -14,16 +13,13 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from lightning_lockstep._lightning import (
-    ClusterEnvironment,
     DDPStrategy,
     DeepSpeedStrategy,
     LightningModule,
-    MisconfigurationException,
     Precision,
     TrainerFn,
 )
 from lightning_lockstep._registry import public
-from lightning_lockstep._settings import settings_of
 from lightning_lockstep._text import say
 from lightning_lockstep._trainer import weights_only_of_run
 from lightning_lockstep.deepspeed.builds import load_ops, needed_builders
@@ -51,20 +47,13 @@ from lightning_lockstep.deepspeed.run_config import RunConfig, device_type_given
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.checkpoint_folder import saved_at
 from lightning_lockstep.distributed.plain_data import load_without_objects
-from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.capabilities import Capabilities
-from lightning_lockstep.strategies.lifecycle import LifecycleHooks, RankLifecycle
-from lightning_lockstep.strategies.mpi import startup_over
-from lightning_lockstep.strategies.options import DeepSpeedSettings, OptionsOfLightning, reject_unknown
-from lightning_lockstep.strategies.uneven_inputs import check_has_loss
-
-_LEFT_OUT = (
-    "lightning-lockstep: checkpoints are written without the hyperparameter {}: it holds modules that DeepSpeed"
-    " trains, which cannot be pickled. The weights are there; load them with load_from_checkpoint(path, {})."
-)
+from lightning_lockstep.strategies.lifecycle import RankLifecycle
+from lightning_lockstep.strategies.options import DeepSpeedSettings, OptionsOfRanks, taken
+from lightning_lockstep.strategies.startup import startup_over
 
 
-class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
+class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
     """DeepSpeed on CUDA or CPU, one process per device, on one or several nodes, ZeRO stages 0 to 3.
 
     In addition to Lightning's ``DeepSpeedStrategy``: it runs on CPUs too, over gloo or MPI, so that a
@@ -87,20 +76,10 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         adapt: Whether settings that DeepSpeed does not support on this device are replaced by supported ones,
             each replacement printed; otherwise they are refused.
         exclude_frozen_parameters: Whether checkpoints leave out parameters without gradients.
-        start_method: As for :class:`LockstepDDPStrategy`, like all that follows.
-        grace_period: Time from learning of a failure until a rank is ended by force [s].
-        silence_limit: How long a rank may be stopped, or its host unreachable [s].
-        uneven_inputs: What happens when ranks have different numbers of training batches.
-        iterable_datasets: ``as_given``, or ``shard`` to divide an ``IterableDataset`` among ranks and workers.
-        threads_per_rank: CPU threads per rank.
-        bind_cores: Whether each rank is pinned to its own cores.
-        timeout: Longest wait for another rank in a collective [s].
-        guard: ``off``, ``watch`` or ``verify``.
-        stall_timeout: How long a collective may take before the ranks compare where they are [s].
-        process_group_backend: ``gloo``, ``nccl`` or ``mpi4py``; by default that of the device.
-        cluster_environment: Tells which rank this process is; by default the one among the Trainer's plugins, or else
-            found by environment variables.
-        options: Lightning's ``accelerator``, ``parallel_devices`` and ``precision_plugin``.
+        options: As for :class:`LockstepDDPStrategy`: ``start_method``, ``grace_period``, ``silence_limit``,
+            ``uneven_inputs``, ``iterable_datasets``, ``threads_per_rank``, ``timeout``, ``guard``, ``stall_timeout``,
+            ``process_group_backend`` (``mpi4py`` too), ``cluster_environment``; and Lightning's ``accelerator``,
+            ``parallel_devices``, ``precision_plugin``.
 
     Raises:
         ConfigurationError: One message with everything that cannot be used.
@@ -110,8 +89,7 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
     """
 
     strategy_name = "lockstep_deepspeed"
-    runs_alone = False  # DeepSpeed keeps groups of the ranks that it has seen first
-    _said_left_out = False
+    settings: DeepSpeedSettings
     _load_folder: Load | None = None  # of the checkpoint in hand, once hooks have seen it
 
     def __init__(
@@ -125,22 +103,10 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         consolidate: bool = False,
         adapt: bool = False,
         exclude_frozen_parameters: bool = False,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        grace_period: float = 10.0,
-        silence_limit: float = 120.0,
-        uneven_inputs: Literal["error", "truncate", "join"] = "error",
-        iterable_datasets: Literal["as_given", "shard"] = "as_given",
-        threads_per_rank: int | Literal["auto"] = "auto",
-        bind_cores: bool = False,
-        timeout: float | timedelta = 1800.0,
-        guard: Literal["off", "watch", "verify"] = "watch",
-        stall_timeout: float = 60.0,
-        process_group_backend: str | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        **options: Unpack[OptionsOfLightning],
+        **options: Unpack[OptionsOfRanks],
     ) -> None:
-        self.settings = settings_of(DeepSpeedSettings, locals())
-        reject_unknown(options, type(self), OptionsOfLightning.__optional_keys__)
+        accepted = OptionsOfRanks.__optional_keys__
+        self.settings, handed_on = taken(DeepSpeedSettings, type(self), locals(), accepted)
         import_deepspeed(device_type_given())  # it reads and parses the configuration
         given = with_named_options(
             read_config(config),
@@ -150,22 +116,13 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
             nvme_path=nvme_path,
         )
         self._run_config = RunConfig(given, adapt=adapt, say=self._say)
-        self.lifecycle = RankLifecycle(
-            self,
-            self.settings,
-            startup=startup_over(process_group_backend, start_method),
-            precision=self._resolve_precision,
-        )
-        self.lifecycle.weights.corrects = False  # gradients are in the engine
         super().__init__(
+            startup_over(self.settings),
             config=dict(self._run_config.given),
-            cluster_environment=cluster_environment,
-            process_group_backend=process_group_backend,
-            timeout=self.settings.duration,
             exclude_frozen_parameters=exclude_frozen_parameters,
-            **options,
+            **handed_on,
         )
-        self.detect_unless_given(cluster_environment)
+        self.weights.corrects = False  # gradients are in the engine
         self._let_go: Callable[[], None] = lambda: None  # of what DeepSpeed knows this rank by
 
     # -- before the ranks start ------------------------------------------------------------------------
@@ -182,7 +139,8 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         if self.cluster_environment.global_rank() == 0:
             say(f"lightning-lockstep: {line}")
 
-    def _resolve_precision(self, plugin: Precision, requested: str | None, device_type: str) -> Precision:
+    def resolve_precision(self, plugin: Precision, requested: str | None, device_type: str) -> Precision:
+        """See :meth:`RankLifecycle.resolve_precision`."""
         return resolve_deepspeed_precision(self._run_config.given, plugin, requested, device_type)
 
     # -- on each rank ----------------------------------------------------------------------------------
@@ -236,18 +194,6 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
         with divided_as_made(self._run_config.of_evaluation(self._precision_name)):
             yield
 
-    def _init_optimizers(self) -> Any:
-        try:
-            return super()._init_optimizers()
-        except MisconfigurationException as error:
-            if "single optimizer" not in str(error):
-                raise
-        raise ConfigurationError(
-            f"configure_optimizers of {type(self.lightning_module).__name__} returns several optimizers or schedulers:"
-            " expected one optimizer and at most one scheduler, as DeepSpeed's engine has one of each. Give one"
-            " optimizer parameter groups with their own options, or use strategy='lockstep_ddp'."
-        )
-
     def _setup_model_and_optimizer(
         self, model: Any, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Any]:
@@ -287,16 +233,12 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
 
     # -- training steps, and what other features can do with them -------------------------------------
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training step, after which every rank takes part in the backward."""
-        stage = self._complete_config["zero_optimization"]["stage"]
-        if stage != 2 or not self._module.automatic_optimization:
-            return super().training_step(*args, **kwargs)
-        output = DeepSpeedStrategy.training_step(self, *args, **kwargs)
-        self.lifecycle.weigh(output, [*args, *kwargs.values()][0])
-        why = "DeepSpeed's stage 2 adds up gradients in the order in which the backward gives them"
-        check_has_loss(output, why)
-        return output
+    @property
+    def needs_loss(self) -> str:
+        """Why each rank's step must give a loss, in stage 2."""
+        if self._complete_config["zero_optimization"]["stage"] != 2:
+            return ""
+        return "DeepSpeed's stage 2 adds up gradients in the order in which the backward gives them"
 
     @property
     def handles_gradient_accumulation(self) -> bool:
@@ -339,13 +281,11 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
     ) -> None:
         """Write a checkpoint folder, in place of one of that name once the new one is whole."""
         target = self.broadcast(str(filepath))
-        checkpoint, left_out = without_trained_parts(checkpoint, self._module)
-        if left_out and not self._said_left_out and self.global_rank == 0:
-            say(_LEFT_OUT.format(" and ".join(left_out), ", ".join(f"{name}=..." for name in left_out)))
-        self._said_left_out = self._said_left_out or bool(left_out)
+        checkpoint = without_trained_parts(checkpoint, self._module)
         exclude, module = self.exclude_frozen_parameters, self.deepspeed_engine.module
+        local = bool(self._complete_config.get("checkpoint", {}).get("use_node_local_storage", False))
         with (
-            self.lifecycle.whole_folder(target) as draft,
+            self.whole_folder(target, on_each_node=local) as draft,
             saving_as(module, checkpoint, exclude_frozen=exclude) as to_save,
             warnings.catch_warnings(),
         ):

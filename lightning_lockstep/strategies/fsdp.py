@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint as recomputed
 from typing_extensions import Unpack
 
 from lightning_lockstep._lightning import (
-    ClusterEnvironment,
     DDPStrategy,
     LightningModule,
     ModelParallelStrategy,
     Precision,
     TrainerFn,
 )
-from lightning_lockstep._settings import settings_of
 from lightning_lockstep._trainer import given_to_trainer, weights_only_of_run
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.checkpoint_folder import saved_at
@@ -39,18 +37,16 @@ from lightning_lockstep.distributed.sharded_state import (
     save_parts,
 )
 from lightning_lockstep.distributed.sharding import (
-    check_written,
     divide,
     divided_parts,
     give_up_gathered,
     make_mesh,
+    own_gradients,
     set_reductions,
     take_values,
 )
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.numerics.precision import resolve_precision
-from lightning_lockstep.steps.capabilities import Capabilities
-from lightning_lockstep.strategies.fsdp_steps import DividedGradients, TrialsOfParts
+from lightning_lockstep.steps.capabilities import Capabilities, EngineGradients
 from lightning_lockstep.strategies.fsdp_units import (
     check_divided,
     check_optimizers,
@@ -58,21 +54,17 @@ from lightning_lockstep.strategies.fsdp_units import (
     refuse_address,
     refuse_callbacks,
     roots_of,
-    units_in_precision,
     units_of,
 )
-from lightning_lockstep.strategies.lifecycle import LifecycleHooks, RankLifecycle
-from lightning_lockstep.strategies.mpi import startup_over
-from lightning_lockstep.strategies.options import FSDPSettings, OptionsOfLightning, reject_unknown
-from lightning_lockstep.strategies.uneven_inputs import check_has_loss
+from lightning_lockstep.strategies.lifecycle import RankLifecycle
+from lightning_lockstep.strategies.options import FSDPSettings, OptionsOfRanks, taken
+from lightning_lockstep.strategies.startup import startup_over
 
-_BOTH = "cpu:gloo,cuda:nccl"
 _COMPUTES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-_LOOKS = 8  # backwards; a copy that follows the weights first differs from them after a few
 _PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", *_COMPUTES)
 
 
-class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
+class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
     """A model divided among the ranks by torch's ``fully_shard`` (FSDP2), one process a device, on CPU or CUDA.
 
     Each rank keeps a part of every parameter, of its gradient and of what the optimizer keeps for it. Units of the
@@ -94,20 +86,10 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         reduce_dtype: In which gradients are reduced: ``float32``, or ``compute`` for the dtype of the computation.
         state_dict: Checkpoints as one plain file of whole tensors (``full``), or a folder in which each rank writes
             its part (``sharded``). Either is read, whatever this says.
-        start_method: As for :class:`LockstepDDPStrategy`; so are the following.
-        grace_period: Time from learning of a failure until a rank is ended by force [s].
-        silence_limit: How long a rank may be stopped, or its host unreachable [s].
-        uneven_inputs: What happens when ranks have different numbers of training batches.
-        iterable_datasets: ``as_given``, or ``shard`` to divide an ``IterableDataset`` among ranks and workers.
-        threads_per_rank: CPU threads per rank.
-        bind_cores: Whether each rank is pinned to its own cores.
-        timeout: Longest wait for another rank in a collective [s].
-        guard: ``off``, ``watch`` or ``verify``.
-        stall_timeout: How long a collective may take before the ranks compare where they are [s].
-        process_group_backend: ``gloo``, ``nccl`` or ``mpi4py``; by default that of the device.
-        cluster_environment: Tells which rank this process is; by default the one among the Trainer's plugins, or else
-            found by environment variables.
-        options: Lightning's ``accelerator``, ``parallel_devices`` and ``precision_plugin``.
+        options: As for :class:`LockstepDDPStrategy`: ``start_method``, ``grace_period``, ``silence_limit``,
+            ``uneven_inputs``, ``iterable_datasets``, ``threads_per_rank``, ``timeout``, ``guard``, ``stall_timeout``,
+            ``process_group_backend`` (``mpi4py`` too), ``cluster_environment``; and Lightning's ``accelerator``,
+            ``parallel_devices``, ``precision_plugin``.
 
     Raises:
         ConfigurationError: One message with everything that cannot be used.
@@ -120,6 +102,7 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
     # is about fully_shard (a module without configure_model, checkpoints) would be replaced.
 
     strategy_name = "lockstep_fsdp"
+    settings: FSDPSettings
 
     def __init__(
         self,
@@ -131,65 +114,36 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         activation_checkpointing: bool = False,
         reduce_dtype: Literal["float32", "compute"] = "float32",
         state_dict: Literal["full", "sharded"] = "full",
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        grace_period: float = 10.0,
-        silence_limit: float = 120.0,
-        uneven_inputs: Literal["error", "truncate", "join"] = "error",
-        iterable_datasets: Literal["as_given", "shard"] = "as_given",
-        threads_per_rank: int | Literal["auto"] = "auto",
-        bind_cores: bool = False,
-        timeout: float | timedelta = 1800.0,
-        guard: Literal["off", "watch", "verify"] = "watch",
-        stall_timeout: float = 60.0,
-        process_group_backend: str | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        **options: Unpack[OptionsOfLightning],
+        **options: Unpack[OptionsOfRanks],
     ) -> None:
-        reject_unknown(options, type(self), OptionsOfLightning.__optional_keys__)
-        self.settings = settings_of(FSDPSettings, locals())
-        self.lifecycle = RankLifecycle(
-            self,
-            self.settings,
-            startup=startup_over(process_group_backend, start_method),
-            precision=_resolve_precision,
-        )
-        super().__init__(
-            cluster_environment=cluster_environment,
-            process_group_backend=process_group_backend,
-            timeout=self.settings.duration,
-            start_method=start_method,
-            **options,
-        )
-        self.detect_unless_given(cluster_environment)
-        self._backwards = 0
+        accepted = OptionsOfRanks.__optional_keys__
+        self.settings, handed_on = taken(FSDPSettings, type(self), locals(), accepted)
+        super().__init__(startup_over(self.settings), **handed_on)
 
     # -- before the ranks start ------------------------------------------------------------------------
 
+    def resolve_precision(self, plugin: Precision, requested: str | None, device_type: str) -> Precision:
+        """See :meth:`RankLifecycle.resolve_precision`."""
+        name = requested or str(plugin.precision)
+        if name not in _PRECISIONS:
+            raise ConfigurationError(f"precision={name!r}: expected one of {', '.join(_PRECISIONS)}.")
+        return super().resolve_precision(plugin, requested, device_type)
+
     def _configure_launcher(self) -> None:
         # The Trainer is under construction here: the last moment at which a fault stops it before any rank.
-        device_type, startup = self.device_type, self.lifecycle.startup
-        if self.settings.offload == "cpu" and device_type == "cuda":
-            startup.backend = startup.backend or _BOTH
-            if "nccl" in startup.backend and "cpu:" not in startup.backend:
+        if self.device_type == "cuda":
+            if self.settings.offload == "cpu":  # norms of gradients are in the memory of the host
+                self.startup.backend = self.startup.backend or "cpu:gloo,cuda:nccl"
+            backend = self.startup.backend or ""
+            if "gloo" in backend and "nccl" not in backend:
                 raise ConfigurationError(
-                    f"process_group_backend={startup.backend!r} with offload='cpu': expected {_BOTH!r} (the default),"
-                    " as the ranks also reduce norms of gradients, which are in the memory of the host."
+                    f"process_group_backend={backend!r} on GPUs: expected 'nccl' (the default): over gloo a process"
+                    " that gathers whole weights of a GPU ends with a segmentation fault."
                 )
-        given_backend = startup.backend or ""
-        if device_type == "cuda" and "gloo" in given_backend and "nccl" not in given_backend:
-            raise ConfigurationError(
-                f"process_group_backend={given_backend!r} on GPUs: expected 'nccl' (the default): over gloo a"
-                " process that gathers whole weights of a GPU ends with a segmentation fault."
-            )
         super()._configure_launcher()
         self._mesh_sizes()
         given = given_to_trainer("callbacks") or ()
         refuse_callbacks(given if isinstance(given, Sequence) else [given], parts=self._saves_parts)
-        if self._layer_sync is not None and device_type == "cpu":
-            raise ConfigurationError(
-                "sync_batchnorm=True on CPU: expected False, as torch has SyncBatchNorm for CUDA alone. Use layers that"
-                " normalize each sample, such as GroupNorm."
-            )
 
     @property
     def launcher(self) -> Any:
@@ -240,11 +194,11 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         self.setup_precision_plugin()
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False  # torch cannot train what was gathered for the first time in it
-        self._backwards = 0
 
     def _divide(self, module: LightningModule, precision: str) -> None:
         settings, compute = self.settings, _COMPUTES.get(precision)
-        units, full = units_in_precision(module, settings.shard, halves=compute is not None)
+        callbacks: Any = module.trainer.callbacks  # type: ignore[attr-defined]
+        units, full = units_of(module, settings.shard, callbacks=callbacks, halves=compute is not None)
         if settings.activation_checkpointing:
             for unit in units:
                 unit.forward = partial(recomputed, unit.forward, use_reentrant=False)
@@ -277,7 +231,7 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
 
     def teardown(self) -> None:
         """Release what the run used; the module stays divided, on its device. Ranks: every rank; waits for none."""
-        self.lifecycle.teardown()
+        self.forget_loaders()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         if self.accelerator is not None:
@@ -291,21 +245,7 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         give_up_gathered(self._module)  # a hook may have called the module
         check_trained(self._module)
 
-    def pre_backward(self, closure_loss: Any) -> None:
-        """Raise, before the first backwards of a run, where the step has written to what is gathered for it."""
-        self._backwards += 1
-        if self._backwards <= _LOOKS:
-            check_written(self._module)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training step, after which every rank takes part in the backward."""
-        if not self._module.automatic_optimization:
-            return super().training_step(*args, **kwargs)
-        output = DDPStrategy.training_step(self, *args, **kwargs)
-        self.lifecycle.weigh(output, [*args, *kwargs.values()][0])
-        why = "the ranks gather and reduce the parts of the model together in the backward"
-        check_has_loss(output, why)
-        return output
+    needs_loss = "the ranks gather and reduce the parts of the model together in the backward"
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Make an optimizer's step, after which no rank goes on with what it has gathered before.
@@ -345,11 +285,6 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         """Return what this rank holds of the gradients, once the module is divided."""
         return DividedGradients(self)
 
-    @property
-    def engine_trials(self) -> TrialsOfParts:
-        """Steps on one rank alone, to see what memory they need."""
-        return TrialsOfParts(self)
-
     # -- checkpoints -----------------------------------------------------------------------------------
 
     restore_checkpoint_after_setup = True  # once the module is divided, so that each rank takes its part
@@ -379,10 +314,9 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
         if not self._saves_parts:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        self.look_at(checkpoint)
         target = self.broadcast(str(filepath)).removeprefix("file://")
         refuse_address(target)
-        with self.lifecycle.whole_folder(target) as draft:
+        with self.whole_folder(target) as draft:
             save_parts(checkpoint, Path(draft), is_main=self.is_global_zero)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -403,12 +337,25 @@ class LockstepFSDPStrategy(LifecycleHooks, DDPStrategy):
             load_optimizer(optimizer, state)
 
 
+class DividedGradients(EngineGradients):
+    """Gradients of which each rank has a part, and steps of their optimizers, as one rank sees them."""
+
+    def __init__(self, strategy: Any) -> None:
+        self._module, self._precision = strategy.lightning_module, strategy.precision_plugin
+
+    def gradients(self) -> list[Tensor]:
+        """Return this rank's parts, and whole gradients that wait for a reduction."""
+        return own_gradients(self._module)
+
+    def skip_step(self, optimizer: Optimizer) -> None:
+        """Let the next step of an optimizer change nothing: it gets no gradients."""
+        for parameter in parameters_of(optimizer):
+            parameter.grad = None
+
+    def loss_scale(self) -> tuple[float, float] | None:
+        scaler = getattr(self._precision, "scaler", None)
+        return None if scaler is None else (float(scaler.get_scale()), 0.0)
+
+
 # For which precision a module was divided; it stays so.
 _precision_of: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-
-
-def _resolve_precision(plugin: Precision, requested: str | None, device_type: str) -> Precision:
-    name = requested or str(plugin.precision)
-    if name not in _PRECISIONS:
-        raise ConfigurationError(f"precision={name!r}: expected one of {', '.join(_PRECISIONS)}.")
-    return resolve_precision(plugin, requested, device_type)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from lightning_lockstep._lightning import (
     Checkpoint,
@@ -30,89 +29,51 @@ LEAST_UNIT = 100_000
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def units_in_precision(
-    module: LightningModule, rule: Any, *, halves: bool
+def units_of(
+    module: LightningModule, rule: Any, *, callbacks: Iterable[Any] | None = None, halves: bool = False
 ) -> tuple[list[nn.Module], set[nn.Module]]:
-    """Return the units of a module, inner ones first, and of them those that compute in float32 all the same."""
-    units = units_of(module, rule)
-    if not units and rule != "auto" and not callable(rule):
+    """Return the units, inner ones first, and of them those that compute in float32; raise if there cannot be any."""
+    # `callbacks`: of the Trainer; None: it has not begun, and configure_model may make layers. `halves`: whether units
+    # compute in 16 bits.
+    if divided_parts(module):
+        return [], set()
+    units, faults = _units(module, rule), Faults(type(module).__name__)
+    _look_at_parameters(module, faults)
+    if callbacks is not None and not units and rule != "auto" and not callable(rule):
         classes = sorted({type(one).__name__ for one in module.modules()} - {type(module).__name__})
-        raise ConfigurationError(
-            f"shard={rule!r}: expected names of classes among the modules of {type(module).__name__}: "
-            + ", ".join(classes)
-        )
-    given = [one for one in module.trainer.callbacks if isinstance(one, public("FP32Modules"))]  # type: ignore[attr-defined]
+        expected = f"names of classes among its modules: {', '.join(classes)}"
+        faults.check(False, "shard", rule, expected)
+    given = [one for one in callbacks or () if isinstance(one, public("FP32Modules"))]
     whole = {part for callback in given for part in callback.chosen(module)}
     whole |= {part for part in module.modules() if runs_in_fp32(part)}
     inside = {part for one in whole for part in one.modules() if part is not one}
     units = [unit for unit in units if unit not in inside]  # they compute as the module around them
-    if not halves:
-        _check_dtypes(module, units)
-        return units, set()
-    # In a unit that computes in 16 bits, one that does not is a unit by itself.
-    wide = {part for unit in units for part in unit.modules() if part in whole or isinstance(part, _NORMS)}
-    full = {part for part in wide - inside if next(part.parameters(), None) is not None}
-    units = [one for one in module.modules() if one in units or one in full][::-1]
-    for name, _, parts in _places(module, units):
-        if len(parts) > 1:
-            raise ConfigurationError(
-                f"{name} is shared by {_kinds(parts)}, of which one computes in float32 (FP32Modules, or"
-                " batch normalization) and is a part by itself: expected all that share a parameter in one part. Let"
-                " FP32Modules name a module that has them all in it, or none of them."
-            )
-    _check_dtypes(module, units)
-    return units, full
-
-
-def _check_dtypes(module: LightningModule, units: Sequence[nn.Module]) -> None:
-    """Raise where parameters of different dtypes would be trained in one part."""
-    first: dict[nn.Module | None, tuple[str, nn.Parameter]] = {}
-    for name, parameter, parts in _places(module, units):
-        if not parameter.requires_grad:
-            continue
-        other, like = first.setdefault(next(iter(parts)), (name, parameter))
-        if like.dtype != parameter.dtype:
-            raise ConfigurationError(
-                f"{name} has {parameter.dtype} and {other} {like.dtype}: expected one dtype for all"
-                " that is trained in a part. Let `shard` name a module that has all parameters of one dtype."
-            )
-
-
-def units_of(module: LightningModule, rule: Any) -> list[nn.Module]:
-    """Return the units of a module, inner ones first, and raise where it cannot be divided."""
-    if divided_parts(module):
-        return []
-    units, faults = _units(module, rule), Faults(type(module).__name__)
-    _look_at_parameters(module, faults)
-    for name, _, parts in _places(module, units):
+    full: set[nn.Module] = set()
+    if halves:
+        # In a unit that computes in 16 bits, one that does not is a unit by itself.
+        wide = {
+            part for unit in units for part in unit.modules() if part in whole or isinstance(part, _NORMS)
+        }
+        full = {part for part in wide - inside if next(part.parameters(), None) is not None}
+        units = [one for one in module.modules() if one in units or one in full][::-1]
+    for name, parts in _places(module, units):
         if None in parts:
             faults.add(
                 f"{name} belongs to the module itself, and with manual optimization nothing says when it"
                 " is needed: expected it in a module that is called, or automatic optimization."
             )
-        elif len(parts) > 1 and rule == "auto" and module.automatic_optimization:
-            units = [unit for unit in units if unit not in parts]
         elif len(parts) > 1:
+            kinds = " and ".join(sorted(type(part).__name__ for part in parts))
             faults.add(
-                f"{name} is shared by {_kinds(parts)}, which are parts by themselves: expected all that"
-                " share a parameter in one part. Let `shard` name neither, or a module that has both in it."
+                f"{name} is shared by {kinds}, which are parts by themselves (in 16 bits batch normalization is one"
+                " too): expected all that share a parameter in one part. Let `shard` and FP32Modules name a module that"
+                " has all of them in it, or none of them."
             )
     faults.raise_all()
-    return units
+    return units, full
 
 
 def _look_at_parameters(module: nn.Module, faults: Faults) -> None:
-    for name, parameter in module.named_parameters():
-        if is_lazy(parameter):
-            faults.add(f"{name} has no shape yet: expected layers that are given their sizes.")
-        elif parameter.ndim == 0:
-            faults.add(
-                f"{name} is a scalar, which fully_shard cannot divide: expected a tensor of one element."
-            )
-        elif parameter.numel() == 0 and parameter.requires_grad:
-            faults.add(
-                f"{name} is empty, and fully_shard cannot reduce its gradient: expected it to be frozen."
-            )
     hooked = [name for name, parameter in module.named_parameters() if _is_hooked(parameter)]
     if hooked:
         faults.add(_HOOKED.format(", ".join(hooked[:4])))
@@ -124,9 +85,11 @@ def _look_at_parameters(module: nn.Module, faults: Faults) -> None:
             )
 
 
-def _units(module: nn.Module, rule: Any) -> list[nn.Module]:
+def _units(module: LightningModule, rule: Any) -> list[nn.Module]:
     if rule == "auto":
-        chosen = set(_repeated_blocks(module))
+        chosen: set[Any] = set(_repeated_blocks(module))
+        if module.automatic_optimization:  # else nothing would gather what they share
+            chosen -= {part for _, parts in _places(module, [*chosen]) if len(parts) > 1 for part in parts}
         return [one for one in module.modules() if one in chosen][::-1]
     names = [rule] if isinstance(rule, str) else rule
 
@@ -163,22 +126,16 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _places(
-    module: LightningModule, units: Sequence[nn.Module]
-) -> list[tuple[str, nn.Parameter, set[nn.Module | None]]]:
-    """Return each parameter with its name and the parts that it would be divided with."""
+def _places(module: LightningModule, units: Sequence[nn.Module]) -> list[tuple[str, set[nn.Module | None]]]:
+    """Return the name of each parameter and the parts that it would be divided with."""
     parts = {*units, *roots_of(module)}
     part_at: dict[str, nn.Module | None] = {}  # by the path of each module
-    found: dict[nn.Parameter, tuple[str, nn.Parameter, set[nn.Module | None]]] = {}
+    found: dict[nn.Parameter, tuple[str, set[nn.Module | None]]] = {}
     for path, one in module.named_modules(remove_duplicate=False):
         part = part_at[path] = one if one in parts else part_at.get(path.rpartition(".")[0])
         for name, parameter in one.named_parameters(recurse=False):
-            found.setdefault(parameter, (f"{path}.{name}".lstrip("."), parameter, set()))[2].add(part)
+            found.setdefault(parameter, (f"{path}.{name}".lstrip("."), set()))[1].add(part)
     return list(found.values())
-
-
-def _kinds(parts: Iterable[nn.Module | None]) -> str:
-    return " and ".join(sorted(type(part).__name__ for part in parts if part is not None))
 
 
 # -- What a divided model cannot be used with --
@@ -236,25 +193,20 @@ def check_optimizers(optimizers: Sequence[Any]) -> None:
 def refuse_callbacks(callbacks: Sequence[Any], *, parts: bool) -> None:
     """Raise where a callback needs a whole model, or is to save the parts of one where ranks cannot write them."""
     for callback in callbacks:
-        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+        name = type(callback).__name__
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging, ModelPruning)):
             raise ConfigurationError(
-                f"{type(callback).__name__} keeps a whole copy of the model, of which a rank has a part under"
-                " LockstepFSDPStrategy: expected no such callback. Use it with strategy='lockstep_ddp', or average"
-                " self.parameters() in the module itself, part by part."
-            )
-        if isinstance(callback, ModelPruning):
-            raise ConfigurationError(
-                "ModelPruning masks whole weights, of which a rank has a part under LockstepFSDPStrategy: expected no"
-                " such callback. Use it with strategy='lockstep_ddp'."
+                f"{name} needs the whole model, of which a rank has a part under LockstepFSDPStrategy: expected no such"
+                " callback. Use it with strategy='lockstep_ddp'."
             )
         if isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False):
             raise ConfigurationError(
-                f"{type(callback).__name__} saves where a rank has raised, and the other ranks are then not there to"
+                f"{name} saves where a rank has raised, and the other ranks are then not there to"
                 " save their parts: expected no such callback, and save_on_exception=False. Use"
                 " ModelCheckpoint(every_n_train_steps=...), or StopTogether for a run that is told to stop."
             )
         if parts and isinstance(callback, (Checkpoint, public("StopTogether"))):
-            refuse_address(getattr(callback, "dirpath", None), f"{type(callback).__name__} with dirpath=")
+            refuse_address(getattr(callback, "dirpath", None), f"{name} with dirpath=")
 
 
 def refuse_address(folder: object, what: str = "") -> None:

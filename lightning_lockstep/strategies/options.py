@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from io import StringIO
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar
 
 import psutil
 import torch
@@ -16,12 +17,19 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lockstep._lightning import Accelerator, CheckpointIO, DDPStrategy, Precision
+from lightning_lockstep._lightning import (
+    Accelerator,
+    CheckpointIO,
+    ClusterEnvironment,
+    DDPStrategy,
+    Precision,
+)
 from lightning_lockstep._settings import Faults, debug, is_number, is_whole, settings_of
 from lightning_lockstep._text import ranges, say, size_in_words
 from lightning_lockstep.distributed.c10d_operators import HOOKS
 from lightning_lockstep.launchers.rank_supervisor import SupervisorSettings
 
+_Settings = TypeVar("_Settings", bound="LifecycleSettings")
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
 UNEVEN_INPUTS = ("error", "truncate", "join")
 ITERABLE_DATASETS = ("as_given", "shard")
@@ -135,12 +143,40 @@ class FSDPSettings(LifecycleSettings):
 # its names in the constructors further down
 
 
+class OptionsOfEach(TypedDict, total=False):
+    """What each strategy of one process a device takes; see :class:`LockstepDDPStrategy` for the meaning."""
+
+    grace_period: float
+    silence_limit: float
+    uneven_inputs: Literal["error", "truncate", "join"]
+    iterable_datasets: Literal["as_given", "shard"]
+    threads_per_rank: int | Literal["auto"]
+    timeout: float | timedelta
+    guard: Literal["off", "watch", "verify"]
+    stall_timeout: float
+    cluster_environment: ClusterEnvironment | None
+
+
+class OptionsOfXLA(OptionsOfEach, total=False):
+    """What a strategy of XLA devices takes besides its own."""
+
+    checkpoint_io: CheckpointIO | None
+    precision_plugin: Precision | None
+
+
 class OptionsOfLightning(TypedDict, total=False):
     """What a strategy hands on to Lightning's."""
 
     accelerator: Accelerator | None
     parallel_devices: list[torch.device] | None
     precision_plugin: Precision | None
+
+
+class OptionsOfRanks(OptionsOfEach, OptionsOfLightning, total=False):
+    """What a strategy takes besides its own whose ranks are started here and connected over a backend of torch."""
+
+    start_method: Literal["popen", "spawn", "fork", "forkserver"]
+    process_group_backend: str | None
 
 
 class OptionsOfDDP(OptionsOfLightning, total=False):
@@ -167,6 +203,14 @@ class OptionsOfDDP(OptionsOfLightning, total=False):
     forward_sync_buffers: bool | None
 
 
+class OptionsOfMPI(OptionsOfEach, OptionsOfDDP, total=False):
+    """What the strategy over MPI takes besides its own."""
+
+    ddp_comm_hook: Literal["fp16_compress", "bf16_compress", "power_sgd"] | Callable[..., Any] | None
+    ddp_comm_state: object | None
+    gradient_as_bucket_view: bool
+
+
 def options_of_ddp() -> set[str]:
     """Return those of them that the installed releases of Lightning and torch have."""
     takers = (DDPStrategy, DistributedDataParallel)
@@ -174,8 +218,12 @@ def options_of_ddp() -> set[str]:
     return names & OptionsOfDDP.__optional_keys__
 
 
-def reject_unknown(options: Mapping[str, Any], strategy: type, accepted: Collection[str]) -> None:
-    """Raise if an option is neither the strategy's nor one that it hands on."""
+def taken(
+    settings: type[_Settings], strategy: type, given: Mapping[str, Any], accepted: Collection[str]
+) -> tuple[_Settings, dict[str, Any]]:
+    """Return the settings of a strategy, and the options that it hands on; raise for any other."""
+    # `given`: what its constructor was given, the keyword arguments that it does not name as ``options``.
+    options, fields = given["options"], {field.name for field in dataclasses.fields(settings)}
     own = {
         name
         for cls in strategy.__mro__
@@ -186,12 +234,11 @@ def reject_unknown(options: Mapping[str, Any], strategy: type, accepted: Collect
     unknown = [name for name in options if name not in accepted]
     faults.unknown(unknown, {*accepted, *own}, owner=strategy.__name__)
     faults.raise_all()
+    handed_on = {name: value for name, value in options.items() if name not in fields}
+    return settings_of(settings, {**given, **options}), handed_on
 
 
 # -- Which rank runs where, shown once, and a warning that names the slowest GPU where GPUs differ --
-
-# Beyond this number of ranks the table names the first and the last of each host only.
-_LONGEST_TABLE = 64
 
 
 @dataclass(frozen=True)
@@ -226,14 +273,15 @@ def show_placement(placements: Sequence[RankPlacement]) -> None:
     table = Table(title=f"{len(placements)} ranks", title_justify="left")
     for heading in ("rank", "host", "device", "memory", "threads", "cores"):
         table.add_column(heading, justify="right" if heading in ("rank", "memory", "threads") else "left")
-    for place in _shortened(placements):
+    for place in placements:
         device = place.device if place.capability == (0, 0) else f"{place.device} {place.device_name}"
         memory = size_in_words(place.memory or None)
         table.add_row(str(place.rank), place.host, device, memory, str(place.threads), ranges(place.cores))
     terminal = sys.stderr is not None and sys.stderr.isatty()
     text = StringIO()
     width = None if terminal else 100
-    Console(file=text, force_terminal=terminal, width=width).print(table)
+    # Not as a display of a notebook, which a rank that is a fork of its kernel cannot send.
+    Console(file=text, force_terminal=terminal, force_jupyter=False, width=width).print(table)
     say(text.getvalue())
 
 
@@ -256,13 +304,3 @@ def _described(gpu: RankPlacement) -> str:
         f"rank {gpu.rank} on {gpu.host} has {gpu.device_name} ({size_in_words(gpu.memory)}, compute capability"
         f" {major}.{minor})"
     )
-
-
-def _shortened(placements: Sequence[RankPlacement]) -> list[RankPlacement]:
-    if len(placements) <= _LONGEST_TABLE:
-        return list(placements)
-    ends: dict[str, list[RankPlacement]] = {}
-    for place in placements:
-        first_and_last = ends.setdefault(place.host, [place, place])
-        first_and_last[1] = place
-    return [place for pair in ends.values() for place in dict.fromkeys(pair)]

@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_lockstep._trainer import asks_for_training_loader
 from lightning_lockstep.distributed import Communicator, PendingReduction
-from lightning_lockstep.distributed.c10d_operators import ddp_of, zero_with_gradients
+from lightning_lockstep.distributed.c10d_operators import ddp_of, sum_of_nothing
 from lightning_lockstep.distributed.coordination.gather_uneven import gathered_entries
 from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
 from lightning_lockstep.steps.patching import LoaderAround, length_of, replaced
@@ -56,7 +56,7 @@ def zero_loss(model: Module, entries: Sequence[Tensor] = ()) -> Tensor:
         # A parameter that no rank uses gets no gradient, so no weight decay: those are left out that had none in the
         # last step.
         parameters = [parameter for parameter in parameters if parameter.grad is not None] or parameters
-    zero = zero_with_gradients([None] * len(parameters), parameters, model)
+    zero = sum_of_nothing(parameters, model)
     return torch.stack([zero, *(entry.flatten()[:0].sum().real.to(zero) for entry in entries)]).sum()
 
 
@@ -102,7 +102,9 @@ class UnevenInputs:
                     _log.warning(notice)
             elif all(trusted):
                 return dataloader
-        return AgreeingLoader(dataloader, communicator, self._policy, trainer, steps)
+        # One that may end before its length says shows none, so that Lightning looks a batch ahead for the last one.
+        shows_length = self._policy == "error" or all(trusted)
+        return AgreeingLoader(dataloader, communicator, self._policy, trainer, steps, shows_length)
 
     def is_padding_batch(self, trainer: Any) -> bool:
         """Return whether the current training batch comes after the last one of this rank's own."""
@@ -123,17 +125,16 @@ class UnevenInputs:
 def check_lengths(lengths: Sequence[int], policy: Policy) -> str:
     """Raise if ranks with loaders of these lengths, which differ, cannot train; return what is to be said else."""
     counts = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
-    if policy == "error":
-        raise ConfigurationError(
-            f"The ranks have different numbers of training batches ({counts}): expected the same on all. {_ADVICE}"
-        )
-    if policy == "join" and min(lengths) == 0:
-        raise ConfigurationError(
-            f"uneven_inputs='join' needs at least one batch on every rank ({counts}):"
-            " give each rank some data, or use fewer ranks."
-        )
+    if policy == "error" or (policy == "join" and min(lengths) == 0):
+        raise _differ(counts)
     steps = min(lengths) if policy == "truncate" else max(lengths)
     return f"uneven_inputs={policy!r}: every rank takes {steps} steps an epoch ({counts})."
+
+
+def _differ(counts: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"The ranks have different numbers of training batches ({counts}): expected the same on all. {_ADVICE}"
+    )
 
 
 def batches_taken(trainer: Any, length: float) -> float:
@@ -152,50 +153,31 @@ def batches_taken(trainer: Any, length: float) -> float:
 class AgreeingLoader(LoaderAround):
     """Gives a batch only when the policy says so for all ranks; for loaders that may end at any batch."""
 
-    _communicator: Communicator
     _epoch: int
-    _steps: int | None  # batches at most, the same on all ranks; None: the loader has no length
     own_batches: int | None  # those after it are padding, which must contribute nothing; None: not known yet
 
     def __init__(
-        self, loader: Any, communicator: Communicator, policy: Policy, trainer: Any, steps: int | None
+        self,
+        loader: Any,
+        communicator: Communicator,
+        policy: Policy,
+        trainer: Any,
+        steps: int | None,  # batches at most, the same on all ranks; None: the loader has no length
+        shows_length: bool = True,
     ) -> None:
         own = {"_communicator": communicator, "_policy": policy, "_trainer": trainer, "_steps": steps}
-        super().__init__(loader, **own, own_batches=None, _epoch=-1)
+        super().__init__(loader, **own, _shows_length=shows_length, own_batches=None, _epoch=-1)
 
     def __len__(self) -> int:
-        if self._steps is None:
-            raise TypeError(f"{type(self._loader).__name__} has no length")
-        return self._steps
+        if self._steps is None or not self._shows_length:
+            raise TypeError(f"{type(self._loader).__name__} has no length, or one that it may not keep to")
+        return int(self._steps)
 
     def __iter__(self) -> Iterator[Any]:
+        """Yield each batch that all ranks take."""
         if self._epoch != self._trainer.current_epoch:  # else it begins again while a longer one goes on
             self._epoch, self.own_batches = self._trainer.current_epoch, None
         most = batches_taken(self._trainer, math.inf if self._steps is None else self._steps)
-        agreed = self._agreed(most)
-        if self._steps is None:  # Lightning looks a batch ahead itself, for the last one
-            yield from agreed
-            return
-        batch, number = next(agreed, _NOTHING), 0
-        while batch is not _NOTHING:
-            following, number = next(agreed, _NOTHING), number + 1
-            if following is _NOTHING and number < most:
-                self._end_epoch_early()
-            yield batch
-            batch = following
-
-    def _end_epoch_early(self) -> None:
-        """Have the fit loop do after the batch that it gets next what it does after the last one of an epoch."""
-        trainer, combined = self._trainer, self._trainer.fit_loop._combined_loader
-        if combined is not None and (len(combined.flattened) == 1 or combined._mode == "min_size"):
-            # Lightning knows by the fetcher's length which batch is the last one.
-            fetcher = trainer.fit_loop._data_fetcher
-            fetcher.length = fetcher.fetched + 1  # until the next epoch
-            if isinstance(trainer.val_check_interval, float) and trainer.val_check_interval == 1.0:
-                trainer.val_check_batch = math.inf  # validate after the last batch, whatever its number
-
-    def _agreed(self, most: float) -> Iterator[Any]:
-        """Yield each batch that all ranks take."""
         batches, given, taken, current = iter(self._loader), 0, 0, _NOTHING
         following = next(batches, _NOTHING)
         pending = self._count_next(following)
@@ -218,9 +200,9 @@ class AgreeingLoader(LoaderAround):
 
     def _count_next(self, following: Any) -> PendingReduction:
         """Start to count the ranks that have a next batch, which runs while the current one is computed."""
-        return self._communicator.all_reduce_async(
-            torch.tensor(int(following is not _NOTHING), dtype=torch.int32)
-        )
+        has_next = torch.tensor(int(following is not _NOTHING), dtype=torch.int32)
+        pending: PendingReduction = self._communicator.all_reduce_async(has_next)
+        return pending
 
     def _ends(self, with_data: int, taken: int, following: Any, most: float) -> bool:
         """Return whether the epoch ends here, as all ranks do with what they know."""
@@ -233,10 +215,7 @@ class AgreeingLoader(LoaderAround):
         if taken >= most:  # every rank has taken as many
             return True
         own = str(taken) if following is _NOTHING else f"more than {taken}"
-        counts = ", ".join(f"rank {rank}: {n}" for rank, n in enumerate(self._communicator.gather(own)))
-        raise ConfigurationError(
-            f"The ranks have different numbers of training batches ({counts}): expected the same on all. {_ADVICE}"
-        )
+        raise _differ(", ".join(f"rank {rank}: {n}" for rank, n in enumerate(self._communicator.gather(own))))
 
 
 # Where samplers and loaders are defined that never end before their length says.

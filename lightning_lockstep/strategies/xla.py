@@ -1,57 +1,36 @@
-"""The strategies for torch-xla: a process for each device, and one process over a mesh of devices."""
+"""One process for each XLA device: gradients averaged between devices, all else as under DDP."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from lightning_utilities import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
+from typing_extensions import Unpack
 
-from lightning_lockstep._lightning import (
-    CheckpointIO,
-    ClusterEnvironment,
-    Precision,
-    SingleDeviceStrategy,
-    extract_batch_size,
-)
-from lightning_lockstep._settings import Faults, settings_of
-from lightning_lockstep._text import say
-from lightning_lockstep._trainer import asks_for_training_loader, given_to_trainer
+from lightning_lockstep._trainer import given_to_trainer
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.distributed.coordination.gather_uneven import (
-    broadcast_object,
-    gather_tensor,
-    reduce_tensor,
-)
+from lightning_lockstep.distributed.coordination.gather_uneven import gather_uneven
 from lightning_lockstep.distributed.guard.verify import verify_parameters
 from lightning_lockstep.distributed.process_group import broadcast_tensors
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.subprocess_script import ScriptLauncher
-from lightning_lockstep.loaders.global_order import in_global_order
-from lightning_lockstep.loaders.weights import StepWeights
-from lightning_lockstep.numerics.precision import requested_precision
 from lightning_lockstep.steps.capabilities import Capabilities
-from lightning_lockstep.stopping.loader_position import LoaderPosition
-from lightning_lockstep.strategies.lifecycle import (
-    LifecycleHooks,
-    PlainCheckpoints,
-    RankLifecycle,
-    RankStartup,
-    WeightedSteps,
-)
-from lightning_lockstep.strategies.options import LifecycleSettings
+from lightning_lockstep.strategies.lifecycle import RankLifecycle
+from lightning_lockstep.strategies.options import LifecycleSettings, OptionsOfXLA, taken
+from lightning_lockstep.strategies.startup import RankStartup
 from lightning_lockstep.strategies.xla_steps import XLASteps
-from lightning_lockstep.xla.replicas import DeviceMesh, Replicas, check_replicas
+from lightning_lockstep.xla.replicas import Replicas, check_replicas
 from lightning_lockstep.xla.runtime import XLARuntime, check_untouched
 
-# -- One process for each XLA device: gradients averaged between devices, all else as under DDP --
-
 _OPERATIONS: dict[str, Any] = {"sum": "sum", "mean": "mean", "avg": "mean", "min": "min", "max": "max"}
+
+
+def _gather_tensor(tensor: Tensor, group: Any = None) -> list[Tensor]:
+    """Return the tensor of every rank, in rank order; sizes may differ: torchmetrics' ``dist_sync_fn``."""
+    return [one.to(tensor.device) for one in gather_uneven(tensor.detach().cpu(), group=group)]
 
 
 class _XLALauncher(ScriptLauncher):
@@ -60,7 +39,7 @@ class _XLALauncher(ScriptLauncher):
     def _check_can_spawn_children(self) -> None:
         super()._check_can_spawn_children()
         if self.num_processes > 1:
-            check_untouched(self.num_processes)
+            check_untouched()
 
 
 class XLAStartup(RankStartup):
@@ -79,7 +58,7 @@ class XLAStartup(RankStartup):
         return torch.device("cpu")
 
 
-class LockstepXLAStrategy(XLASteps, LifecycleHooks):
+class LockstepXLAStrategy(XLASteps, RankLifecycle):
     """Training on TPUs with one process per device, or on one XLA device of the CPU.
 
     Gradients are averaged between the devices, within the compiled step. Objects, logged values, metrics and barriers
@@ -88,19 +67,9 @@ class LockstepXLAStrategy(XLASteps, LifecycleHooks):
 
     Args:
         downcast_bf16: With precision ``bf16-true``: whether float64 becomes float32 rather than bfloat16.
-        grace_period: As for :class:`LockstepDDPStrategy`, like all that follows: time from learning of a failure
-            until a rank is ended by force [s].
-        silence_limit: How long a rank may be stopped, or its host unreachable, before that counts as a failure [s].
-        uneven_inputs: When ranks have different numbers of training batches: ``error``, ``truncate`` or ``join``.
-        iterable_datasets: ``as_given``, or ``shard`` to divide an ``IterableDataset`` among ranks and workers.
-        threads_per_rank: CPU threads per rank; ``auto`` is usable cores / ranks of the node.
-        bind_cores: Whether each rank is pinned to its own cores.
-        timeout: Longest wait for another rank between hosts [s].
-        guard: ``off``, ``watch`` or ``verify``, for what travels between hosts.
-        stall_timeout: How long that may take before the ranks compare where they are [s].
-        cluster_environment: Tells which rank this process is; by default found by environment variables.
-        checkpoint_io: As in Lightning.
-        precision_plugin: As in Lightning.
+        options: As for :class:`LockstepDDPStrategy`: ``grace_period``, ``silence_limit``, ``uneven_inputs``,
+            ``iterable_datasets``, ``threads_per_rank``, and for what travels between hosts ``timeout``, ``guard`` and
+            ``stall_timeout``; ``cluster_environment``; and Lightning's ``checkpoint_io``, ``precision_plugin``.
 
     Raises:
         ConfigurationError: One message with everything that cannot be used.
@@ -111,68 +80,28 @@ class LockstepXLAStrategy(XLASteps, LifecycleHooks):
     """
 
     strategy_name = "lockstep_xla"
-    runs_alone = False  # torch-xla belongs to the devices that it has seen first
+    is_distributed = True  # by this Lightning divides loaders among the ranks
 
     def __init__(
         self,
         *,
         downcast_bf16: bool = False,
-        grace_period: float = 10.0,
-        silence_limit: float = 120.0,
-        uneven_inputs: Literal["error", "truncate", "join"] = "error",
-        iterable_datasets: Literal["as_given", "shard"] = "as_given",
-        threads_per_rank: int | Literal["auto"] = "auto",
-        bind_cores: bool = False,
-        timeout: float | timedelta = 1800.0,
-        guard: Literal["off", "watch", "verify"] = "watch",
-        stall_timeout: float = 60.0,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
+        **options: Unpack[OptionsOfXLA],
     ) -> None:
         if not isinstance(downcast_bf16, bool):
             raise ConfigurationError(f"downcast_bf16={downcast_bf16!r}: expected True or False.")
         self.downcast_bf16 = downcast_bf16
-        self.settings = settings_of(LifecycleSettings, locals())
-        self.lifecycle = RankLifecycle(
-            self, self.settings, startup=XLAStartup(), precision=self.resolve_precision
-        )
+        accepted = OptionsOfXLA.__optional_keys__
+        self.settings, handed_on = taken(LifecycleSettings, type(self), locals(), accepted)
         self.num_nodes = 1
         self._replicas: Replicas | None = None
         self._synced_metrics: list[Metric] = []
-        super().__init__(
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
-        self.detect_unless_given(cluster_environment)
-
-    # -- who there is -----------------------------------------------------------------------------------
-
-    @property
-    def num_processes(self) -> int:
-        """Number of ranks per node."""
-        return len(self.parallel_devices or ())
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether Lightning divides loaders among the ranks."""
-        return True
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """How Lightning divides loaders."""
-        ranks = self.num_nodes * self.num_processes
-        return self.lifecycle.sampler_kwargs({"num_replicas": ranks, "rank": self.global_rank})
+        super().__init__(XLAStartup(), **handed_on)
 
     @property
     def step_capabilities(self) -> Capabilities:
         """What can be done with a training step; among several replicas none can make it alone."""
         return Capabilities(sees_out_of_memory=False, runs_at_once=False, step_alone=self._replicas is None)
-
-    def set_world_ranks(self) -> None:
-        """Give this rank's number to the cluster environment. Ranks: every rank, alone."""
-        self.lifecycle.set_world_ranks()
 
     # -- start and end ----------------------------------------------------------------------------------
 
@@ -221,7 +150,7 @@ class LockstepXLAStrategy(XLASteps, LifecycleHooks):
             found = [one for one in self.lightning_module.modules() if isinstance(one, Metric)]
             self._synced_metrics = [one for one in found if one.dist_sync_fn is None]
             for metric in self._synced_metrics:
-                metric.dist_sync_fn = gather_tensor
+                metric.dist_sync_fn = _gather_tensor
         super().setup(trainer)
 
     def teardown(self) -> None:
@@ -230,8 +159,8 @@ class LockstepXLAStrategy(XLASteps, LifecycleHooks):
         for metric in self._synced_metrics:
             metric.dist_sync_fn = None
         self._synced_metrics = []
-        if self.lifecycle.failed:  # what is pending on the device may wait for a rank that has exited
-            self.lifecycle.teardown()
+        if self.failed:  # what is pending on the device may wait for a rank that has exited
+            self.forget_loaders()
             return
         super().teardown()
 
@@ -248,19 +177,18 @@ class LockstepXLAStrategy(XLASteps, LifecycleHooks):
         """Average the gradients over all ranks. Ranks: all, together; see :meth:`Replicas.average_gradients`."""
         super().prepare_gradients()
         if self._replicas is not None and self.lightning_module is not None:
-            self.lifecycle.check()
+            self.check_failure()
             self._replicas.average_gradients(self.lightning_module)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for every rank; after a failure, return at once. Ranks: all, together; between hosts."""
-        if not self.lifecycle.failed:
+        if not self.failed:
             current_communicator().barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of rank ``src`` on every rank, tensors exactly. Ranks: all, together; between hosts."""
-        if self._replicas is None:
-            return obj
-        return broadcast_object(current_communicator(), obj, src, self.root_device)
+        # Torch pickles a tensor of an XLA device as one of the CPU that goes back to the device where it is read.
+        return obj if self._replicas is None else current_communicator().broadcast(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Return a tensor reduced over all ranks; anything else as it is.
@@ -272,7 +200,15 @@ class LockstepXLAStrategy(XLASteps, LifecycleHooks):
             raise ConfigurationError(f"reduce_op={reduce_op!r}: expected one of {', '.join(_OPERATIONS)}.")
         if self._replicas is None or not isinstance(tensor, Tensor):
             return tensor
-        return reduce_tensor(current_communicator(), tensor, operation)
+        value = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        # 16 bits, booleans and means of whole numbers are reduced in a dtype that holds the result.
+        of_16_bits = value.is_floating_point() and value.itemsize < 4
+        if of_16_bits or (operation == "mean" and not value.is_floating_point()):
+            value = value.float()
+        elif value.dtype is torch.bool:
+            value = value.int()
+        reduced = current_communicator().all_reduce(value, operation)
+        return reduced.to(tensor.device, tensor.dtype if of_16_bits else None)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks, or any, say yes. Ranks: all, together; one all-reduce between hosts."""
@@ -287,150 +223,5 @@ class LockstepXLAStrategy(XLASteps, LifecycleHooks):
         if self._replicas is None:
             return tensor.unsqueeze(0)
         if tensor.device.type == "cpu":
-            return torch.stack(gather_tensor(tensor))
+            return torch.stack(_gather_tensor(tensor))
         return self._replicas.gather(tensor, gradients=sync_grads and torch.is_grad_enabled())
-
-
-# -- One process over all XLA devices of its host: batches divided among them, metrics as on one device --
-
-
-class LockstepXLASPMDStrategy(XLASteps, WeightedSteps, PlainCheckpoints, SingleDeviceStrategy):
-    """Training on a mesh of XLA devices, from one process (SPMD).
-
-    The program sees one device and whole batches; torch-xla divides each batch among the devices and puts the
-    reductions between them into the compiled step. So ``self.log``, metrics and checkpoints need nothing special.
-
-    Args:
-        parameters: ``data`` keeps whole parameters on each device, ``fsdp`` divides large ones among them.
-        min_size: With ``fsdp``: number of values from which a parameter is divided.
-        patterns: With ``fsdp``: names of parameters, with ``*`` and ``?``, that are divided whatever their size.
-        downcast_bf16: With precision ``bf16-true``: whether float64 becomes float32 rather than bfloat16.
-        checkpoint_io: As in Lightning.
-        precision_plugin: As in Lightning.
-
-    Raises:
-        ConfigurationError: One message with everything that cannot be used.
-        MissingExtraError: torch-xla is not installed.
-
-    Ranks: one process on one host. The Trainer's ``devices`` is the number of devices, ``auto`` takes what there is;
-        where there is no TPU, that many virtual ones on the CPU.
-    """
-
-    strategy_name = "lockstep_xla_spmd"
-
-    def __init__(
-        self,
-        *,
-        parameters: Literal["data", "fsdp"] = "data",
-        min_size: int = 100_000,
-        patterns: Sequence[str] = (),
-        downcast_bf16: bool = False,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-    ) -> None:
-        faults = Faults()
-        faults.choice("parameters", parameters, ("data", "fsdp"))
-        faults.whole("min_size", min_size, what="a number of values", such_as=100_000)
-        faults.flag("downcast_bf16", downcast_bf16)
-        faults.raise_all()
-        self.downcast_bf16 = downcast_bf16
-        self._divides, self._min_size, self._patterns = parameters == "fsdp", min_size, tuple(patterns)
-        self.parallel_devices: list[torch.device] | None = None
-        self.num_nodes = 1
-        self._num_devices: int | None = None
-        self._said_ragged = False
-        self._mesh: DeviceMesh | None = None
-        self._divided: dict[str, int] = {}
-        self._weights = StepWeights()
-        super().__init__(checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
-
-    def _configure_launcher(self) -> None:
-        # The Trainer is under construction here: the last moment at which an error stops it before any work.
-        self.use_xla_accelerator()
-        if self.num_nodes > 1:
-            raise ConfigurationError(
-                f"num_nodes={self.num_nodes} with strategy='lockstep_xla_spmd': expected 1, one process over the"
-                " devices of one host. Use strategy='lockstep_xla' on several hosts."
-            )
-        if given_to_trainer("devices") not in (None, "auto"):  # of which Lightning makes its own number
-            self._num_devices = len(self.parallel_devices or ()) or None
-        self.precision_plugin = self.resolve_precision(self.precision_plugin, requested_precision())
-
-    def setup_environment(self) -> None:
-        """Find torch-xla and its devices. Ranks: every process."""
-        if self.runtime is None:
-            runtime = XLARuntime(self.needed_for, num_devices=self._num_devices)
-            runtime.use_spmd()
-            self.runtime, self._mesh = runtime, DeviceMesh(runtime)
-            say(
-                f"lightning-lockstep: one process uses all XLA devices ({self._mesh.size} x"
-                f" {self.runtime.device_type}); each batch is divided among them."
-            )
-        self._device = self.runtime.device()
-        super().setup_environment()
-        if self.lightning_module is not None:
-            LoaderPosition.attach(self.lightning_module.trainer)
-
-    def process_dataloader(self, dataloader: object) -> Any:
-        """Let a shuffled training loader have the order that ranks would have."""
-        module, processed = self.lightning_module, super().process_dataloader(dataloader)
-        if module is None or not asks_for_training_loader(module.trainer):
-            return processed
-        # The seed is that of the sampler which Lightning makes for several ranks.
-        return in_global_order(processed, int(os.environ.get("PL_GLOBAL_SEED", "0")))
-
-    @property
-    def weights(self) -> StepWeights:
-        """See :attr:`WeightedSteps.weights`."""
-        return self._weights
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training step, and find what its loss counts. Ranks: every process."""
-        output = super().training_step(*args, **kwargs)
-        module = self.lightning_module
-        if module is not None and module.automatic_optimization:
-            several = module.trainer.accumulate_grad_batches > 1
-            samples = extract_batch_size([*args, *kwargs.values()][0]) if several else None
-            self._weights.of_step(module.trainer, output, samples, current_communicator(), is_padding=False)
-        return output
-
-    def teardown(self) -> None:
-        """Bring the module back to the CPU. Ranks: every process; waits for none."""
-        self._weights.clear()
-        super().teardown()
-
-    def model_to_device(self) -> None:
-        """Move the module to the devices, and divide its parameters. Ranks: every process."""
-        super().model_to_device()
-        if self._divides and self._mesh is not None and self.lightning_module is not None:
-            self._divided = self._mesh.divide_parameters(
-                self.lightning_module, min_size=self._min_size, patterns=self._patterns
-            )
-
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch to the devices, divided among them. Ranks: every process."""
-        moved = super().batch_to_device(batch, device, dataloader_idx)
-        if self._mesh is None:
-            return moved
-        self._say_ragged(batch, self._mesh.size)
-        return self._mesh.divide_batch(moved)
-
-    def _say_ragged(self, batch: Any, devices: int) -> None:
-        """Say once that a batch cannot be divided evenly."""
-        found: list[int] = []
-        apply_to_collection(batch, torch.Tensor, lambda one: found.extend(one.shape[:1]))
-        if found and found[0] % devices and not self._said_ragged:
-            self._said_ragged = True
-            say(
-                f"lightning-lockstep: a batch of size {found[0]} is divided among {devices} devices, of which the last"
-                " ones get fewer samples or none; no sample is added or dropped. Each new batch size is compiled once"
-                " more: StaticShapes(last_batch='drop') leaves such a batch of training out, last_batch='pad' fills it"
-                " up, evaluation_last_batch='pad' one of validation and test."
-            )
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load what the optimizers have kept. Ranks: every process."""
-        super().load_optimizer_state_dict(checkpoint)
-        if self._mesh is not None and self.lightning_module is not None:
-            for optimizer in self.optimizers:
-                self._mesh.divide_states(self.lightning_module, optimizer, self._divided)

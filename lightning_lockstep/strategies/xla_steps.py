@@ -22,35 +22,10 @@ from lightning_lockstep._text import say
 from lightning_lockstep._trainer import calls_under_way
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.xla.runtime import XLARuntime, check_accelerator, check_torch_xla
-from lightning_lockstep.xla.steps import DtypeReport, LazyRun, XLADevices, own_memory, resolve_xla_precision
-
-# -- What holds for every strategy of XLA devices, whose operations are called and run later --
-
-CAPABILITIES = Capabilities(sees_out_of_memory=False, runs_at_once=False)
-"""Of a training step that torch-xla compiles."""
+from lightning_lockstep.xla.steps import LazyRun, XLADevices, own_memory, resolve_xla_precision
 
 
-class XLAPending:
-    """The state of the devices' random numbers, which a step that is run again begins from."""
-
-    runtime: XLARuntime | None = None
-    _device = torch.device("cpu")
-
-    def device_seed(self) -> int:
-        """Return the state of the devices' random numbers; nothing is read from a device."""
-        return 0 if self.runtime is None else self.runtime.seed()
-
-    def set_device_seed(self, seed: int) -> None:
-        """Let the devices' random numbers go on from a state."""
-        if self.runtime is not None:
-            self.runtime.set_seed(seed)
-
-
-# -- What a strategy for XLA devices does around each step: what was called is compiled and run there, and
-# only there
-
-
-class XLASteps(XLAPending, Strategy):
+class XLASteps(Strategy):
     """Base of strategies for XLA devices, in front of one of Lightning's strategies."""
 
     # torch-xla notes what is called and computes nothing until :meth:`sync`. Each batch is a graph of its
@@ -59,7 +34,8 @@ class XLASteps(XLAPending, Strategy):
 
     strategy_name: str  # as the Trainer and Hydra know it
     downcast_bf16: bool = False  # with bf16-true: float64 becomes float32 rather than bfloat16
-    _dtypes: DtypeReport | None = None
+    runtime: XLARuntime | None = None
+    _device = torch.device("cpu")
     _lazy_run: LazyRun | None = None
     __repr__ = strategy_repr
 
@@ -75,8 +51,17 @@ class XLASteps(XLAPending, Strategy):
 
     @property
     def step_capabilities(self) -> Capabilities:
-        """What can be done with a training step."""
-        return CAPABILITIES
+        """What can be done with a training step, whose operations are called now and run later."""
+        return Capabilities(sees_out_of_memory=False, runs_at_once=False)
+
+    def device_seed(self) -> int:
+        """Return the state of the devices' random numbers; nothing is read from a device."""
+        return 0 if self.runtime is None else self.runtime.seed()
+
+    def set_device_seed(self, seed: int) -> None:
+        """Let the devices' random numbers go on from a state, as a step that is run again does."""
+        if self.runtime is not None:
+            self.runtime.set_seed(seed)
 
     # -- while the Trainer is under construction -------------------------------------------------------
 
@@ -120,8 +105,6 @@ class XLASteps(XLAPending, Strategy):
         super().setup(trainer)
         if self.runtime is not None:
             self.runtime.seed_devices()
-        if is_fit and self.lightning_module is not None:
-            self._dtypes = DtypeReport(self.lightning_module)
         self.sync()
         self._lazy_run = LazyRun(trainer)
         if is_fit and self.is_global_zero:
@@ -133,13 +116,6 @@ class XLASteps(XLAPending, Strategy):
         """Compile what is pending, if it is new, and begin to run it. Ranks: every process."""
         if self.runtime is not None:
             self.runtime.sync()
-
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch to the device. Ranks: every process."""
-        moved = super().batch_to_device(batch, device, dataloader_idx)
-        if self._dtypes is not None:
-            self._dtypes.note_inputs(moved)
-        return moved
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Run what a batch without an optimizer step has left, so that each batch is a separate graph."""
@@ -169,17 +145,7 @@ class XLASteps(XLAPending, Strategy):
                 self.prepare_gradients()
             return result
 
-        result = super().optimizer_step(optimizer, with_gradients, model, **kwargs)
-        self.sync()
-        self._say_dtypes(optimizer)
-        return result
-
-    def _say_dtypes(self, optimizer: Any) -> None:
-        report, self._dtypes = self._dtypes, None
-        if report is not None:
-            line = report.finish(optimizer)
-            if self.is_global_zero:
-                say(f"lightning-lockstep: precision={self.precision_plugin.precision} on XLA devices: {line}")
+        return self._synced(super().optimizer_step(optimizer, with_gradients, model, **kwargs))
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's validation step. Ranks: every process."""
@@ -211,9 +177,6 @@ class XLASteps(XLAPending, Strategy):
     def teardown(self) -> None:
         """Bring the module back to the CPU. Ranks: every process; waits for none."""
         self.end_lazy_run()
-        if self._dtypes is not None:
-            self._dtypes.forget()
-            self._dtypes = None
         module = self.lightning_module
         tied = [] if module is None else find_shared_parameters(module)
         super().teardown()

@@ -86,8 +86,8 @@ def check_replicas(count: int) -> None:
     # only.
     if count > 1 and find_device_type() == "CPU":
         raise ConfigurationError(
-            f"strategy='lockstep_xla' with {count} devices: expected 1, as torch-xla's devices on the CPU cannot reduce"
-            " between processes. Use strategy='lockstep_xla_spmd' for several virtual devices in one process, or"
+            f"strategy='lockstep_xla' with {count} devices: expected 1, because torch-xla's devices on the CPU cannot"
+            " reduce between processes. Use strategy='lockstep_xla_spmd' for several virtual devices in one process, or"
             " strategy='lockstep_ddp' for several CPU processes without torch-xla."
         )
 

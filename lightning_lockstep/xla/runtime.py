@@ -13,8 +13,7 @@ import torch
 
 from lightning_lockstep.errors import ConfigurationError, LaunchError, MissingExtraError
 
-# -- What is known of torch-xla and its devices without starting any: installed, its variables, TPUs,
-# already in use
+# -- What is known of torch-xla and its devices without starting any --
 
 # Variables that change what float32 means for a whole process, and what to write instead.
 _REFUSED = {
@@ -54,13 +53,14 @@ def has_devices() -> bool:
     return extension is not None and bool(extension._xla_runtime_is_initialized())
 
 
-def check_untouched(local_processes: int) -> None:
-    """Refuse to share devices among processes of which this one has them already."""
+def check_untouched() -> None:
+    """Refuse to start ranks from a process that has the devices already: they could not use them."""
     if has_devices():
         raise LaunchError(
-            f"XLA was already used in this process, so its devices could not be shared among {local_processes} ranks:"
-            " expected no call of torch_xla.device(), no tensor on an XLA device and no earlier job in it. Make the"
-            " Trainer first and the tensors within its run, and start each job of a sweep as a separate program."
+            "XLA was already used in this process, so the ranks that it starts could not use the devices: expected no"
+            " call of torch_xla.device(), no tensor and no model on an XLA device, and no earlier job in it. Make the"
+            " Trainer first and the tensors within its run; in a notebook restart the kernel, and move the model to the"
+            " device inside the function that the ranks run. Start each job of a sweep as a separate program."
         )
 
 
@@ -97,19 +97,7 @@ def check_accelerator(is_tpu: bool) -> None:
         )
 
 
-# -- XLA in ranks that are forked from one process: what is allowed before the fork, and what a rank sets
-# after it
-
-
-def check_xla_untouched() -> None:
-    """Refuse to fork a process in which torch-xla has its devices: a copy of it could not use them."""
-    if has_devices():
-        raise LaunchError(
-            "XLA was already used in this kernel, so its devices would not work in ranks that are forked from it:"
-            " expected no call of torch_xla.device(), no tensor and no model on an XLA device in any cell before."
-            " Restart the kernel, make the model on the CPU in a cell, and move it to the device inside the function"
-            " that the ranks run."
-        )
+# -- XLA in ranks that are forked from one process --
 
 
 def num_xla_ranks() -> int | None:
@@ -140,8 +128,7 @@ def become_xla_rank(rank: int, world_size: int) -> None:  # of this host
         importlib.import_module("torch_xla._internal.tpu").configure_topology(rank, world_size)
 
 
-# -- torch-xla as it works in this process: its devices, random numbers and compilations, and what runs
-# pending work
+# -- torch-xla as it works in this process: devices, random numbers, compilations, pending work --
 
 
 class XLARuntime:
@@ -149,9 +136,7 @@ class XLARuntime:
 
     def __init__(self, needed_for: str, *, num_devices: int | None = None) -> None:  # None: what there is
         check_torch_xla(needed_for)
-        if (
-            find_device_type() == "CPU"
-        ):  # where nothing else is there; torch-xla does the same, with a warning
+        if find_device_type() == "CPU":  # nothing else is there; torch-xla does the same, with a warning
             os.environ["PJRT_DEVICE"] = "CPU"
         self._num_devices = num_devices
         if num_devices is not None and self.device_type == "CPU" and not has_devices():
@@ -186,7 +171,7 @@ class XLARuntime:
             self._module("_internal.pjrt").initialize_singleprocess()
             return
         if os.environ.get("PJRT_LOCAL_PROCESS_COUNT") != str(local_processes):
-            check_untouched(local_processes)
+            check_untouched()
         self._module("_internal.pjrt").initialize_multiprocess(local_rank, local_processes)
 
     @property
@@ -219,7 +204,7 @@ class XLARuntime:
         if self.num_processes > 1:
             raise ConfigurationError(
                 f"torch-xla has {self.num_devices} devices in {self.num_processes} processes: expected the devices of"
-                " one host, in one process, as each process would divide its own batches. Use"
+                " one host, in one process, because each process would divide its own batches. Use"
                 " strategy='lockstep_xla' on several hosts."
             )
         if self._num_devices not in (None, self.num_devices):

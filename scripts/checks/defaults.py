@@ -19,14 +19,9 @@ OBJECT = "an object, which no plain value of a file stands for"
 LEFT_OUT: dict[tuple[str, str], str] = {
     ("LockstepDDPStrategy", "cluster_environment"): OBJECT,
     ("LockstepDDPStrategy", "ddp_comm_state"): OBJECT,
-    ("LockstepDeepSpeedStrategy", "cluster_environment"): OBJECT,
-    ("LockstepFSDPStrategy", "cluster_environment"): OBJECT,
     ("LockstepMPIStrategy", "cluster_environment"): OBJECT,
     ("LockstepMPIStrategy", "ddp_comm_state"): OBJECT,
     ("LockstepMPIStrategy", "start_method"): "mpirun starts the ranks",
-    ("LockstepXLAStrategy", "checkpoint_io"): OBJECT,
-    ("LockstepXLAStrategy", "cluster_environment"): OBJECT,
-    ("LockstepXLAStrategy", "precision_plugin"): OBJECT,
     ("LockstepXLASPMDStrategy", "checkpoint_io"): OBJECT,
     ("LockstepXLASPMDStrategy", "precision_plugin"): OBJECT,
     ("LockstepMPIStrategy", "process_group_backend"): "it is called `backend` there",
@@ -50,27 +45,22 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
     "DeepSpeedSettings": ("LockstepDeepSpeedStrategy",),
     "FSDPSettings": ("LockstepFSDPStrategy",),
     "GuardSettings": STRATEGIES,
-    "GroupSettings": (),  # the MPI backend makes it for each group
     "LifecycleSettings": STRATEGIES,
-    "MPIBackendOptions": ("LockstepMPIStrategy",),
     "MPIRunSettings": ("LockstepMPIStrategy",),
     "OverflowSettings": ("OverflowDetector",),
-    "StaticShapesSettings": ("StaticShapes",),
     "SupervisorSettings": STRATEGIES,
 }
 # Fields that one of them does not take, each with the reason.
 NOT_TAKEN = {("LockstepXLAStrategy", "start_method"): "one process a device, which this program starts"}
 # Arguments of another type than the field: any sequence, made a tuple.
 OTHER_TYPE = {("LockstepMPIStrategy", "mpirun_args"), ("LockstepMPIStrategy", "ssh_args")}
-# Public names of the three rooms that no config file is about.
-NO_COMPONENT = {"LifecycleSettings", "RankLifecycle"}
 
 
 def components() -> dict[str, Any]:
     rooms = [
         importlib.import_module(f"lightning_lockstep.{room}") for room in ("callbacks", "strategies", "demo")
     ]
-    return {name: getattr(room, name) for room in rooms for name in sorted({*room.__all__} - NO_COMPONENT)}
+    return {name: getattr(room, name) for room in rooms for name in sorted(room.__all__)}
 
 
 def problems() -> Iterator[str]:
@@ -138,9 +128,20 @@ def faults_of_settings(classes: dict[str, Any]) -> Iterator[str]:
 
 
 def makers_of(cls: type) -> list[type]:
-    """The class and those that it inherits from, if they are of the package and have a constructor of their own."""
-    own = [base for base in inspect.getmro(cls) if base.__module__.startswith("lightning_lockstep.")]
-    return [base for base in own if "__init__" in vars(base)]
+    """The class and those that it inherits from, if they are public here and have a constructor of their own."""
+    return [
+        base for base in inspect.getmro(cls) if base.__name__ in components() and "__init__" in vars(base)
+    ]
+
+
+def handed_on(maker: type) -> dict[str, Any]:
+    """Name and type of the settings that a constructor takes among its ``options``."""
+    hints = typing.get_type_hints(maker.__init__)  # type: ignore[misc]
+    settings = typing.get_type_hints(maker).get("settings")
+    if "options" not in hints or settings is None:
+        return {}
+    options = typing.get_type_hints(*typing.get_args(hints["options"]))
+    return {one.name: options[one.name] for one in dataclasses.fields(settings) if one.name in options}
 
 
 def arguments_of(cls: type, *, of_torch: bool = True) -> dict[str, Any]:
@@ -154,13 +155,18 @@ def arguments_of(cls: type, *, of_torch: bool = True) -> dict[str, Any]:
         for parameter in list(inspect.signature(maker.__init__).parameters.values())[1:]:
             if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
                 found.setdefault(parameter.name, plain(parameter.default))
+        for name in handed_on(maker) if maker in makers_of(cls) else ():
+            found.setdefault(name, plain(getattr(typing.get_type_hints(maker)["settings"], name)))
     return found
 
 
 def types_of(cls: type) -> dict[str, Any]:
     """Name and type of every argument in signatures of the package."""
     makers: list[Any] = list(reversed(makers_of(cls)))
-    return {name: hint for maker in makers for name, hint in typing.get_type_hints(maker.__init__).items()}
+    found: dict[str, Any] = {}
+    for maker in makers:
+        found |= handed_on(maker) | typing.get_type_hints(maker.__init__)
+    return found
 
 
 def plain(value: Any) -> Any:

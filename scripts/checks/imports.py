@@ -12,7 +12,7 @@ from repository import PACKAGE, ROOT, at, imports, module_name
 GROUND = {"errors", "_lightning", "_registry", "_settings", "_system", "_text", "_trainer"}
 TALK = GROUND | {"distributed"}
 MIDDLE = TALK | {"launchers", "loaders", "numerics", "steps", "logs", "stopping"}
-FEATURES = MIDDLE | {"overflow", "batch_size", "stragglers", "replicas", "deepspeed", "xla", "shapes"}
+FEATURES = MIDDLE | {"overflow", "batch_size", "stragglers", "replicas", "deepspeed", "xla"}
 PARTS = FEATURES | {"strategies", "callbacks", "demo", "components", "conf"}
 
 # room (folder or module at the top of the package) -> the rooms it may import; itself always
@@ -36,10 +36,9 @@ ALLOWED: dict[str, set[str]] = {
     "overflow": TALK | {"numerics", "steps"},
     "batch_size": TALK | {"numerics", "steps"},
     "stragglers": TALK,
-    "replicas": TALK | {"steps"},
+    "replicas": TALK | {"numerics", "steps"},
     "deepspeed": TALK | {"numerics", "steps"},
     "xla": TALK | {"numerics", "steps"},
-    "shapes": TALK | {"batch_size", "xla"},
     "strategies": MIDDLE | {"deepspeed", "xla"},
     "callbacks": FEATURES,
     "notebook": MIDDLE | {"xla"},

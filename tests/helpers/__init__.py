@@ -4,9 +4,10 @@ Import from here: ``from tests.helpers import run_ranks, world_size``.
 """
 
 from pathlib import Path
+from typing import Any
 
 from tests.helpers.device import chosen_device, leave_memory, on_device, wait_for_device
-from tests.helpers.faults import kill_self, on_rank, raise_on, stop_self
+from tests.helpers.faults import kill_self
 from tests.helpers.leaks import LeakCheck
 from tests.helpers.markers import world_size
 from tests.helpers.ports import reserve_port
@@ -22,8 +23,14 @@ from tests.helpers.scripts import Script, ScriptOutcome, run_script, start_scrip
 #: Models, fits and programs that tests of several costs share, a folder for each room.
 COMMON = Path(__file__).parents[1] / "common"
 
+#: Options of a Trainer that shows nothing and writes no file.
+QUIET: dict[str, Any] = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
+
 __all__ = [
     "COMMON",
+    "QUIET",
     "LeakCheck",
     "RankError",
     "RankOutcome",
@@ -34,14 +41,11 @@ __all__ = [
     "kill_self",
     "leave_memory",
     "on_device",
-    "on_rank",
-    "raise_on",
     "reserve_port",
     "run_ranks",
     "run_ranks_raw",
     "run_script",
     "start_script",
-    "stop_self",
     "wait_for_device",
     "world_size",
 ]

@@ -17,7 +17,7 @@ class Job:
 
     world_size: int
     payload: bytes
-    """Pickled ``(function, args, kwargs)``; only the ranks unpickle it."""
+    """Pickled ``(function, args)``; only the ranks unpickle it."""
     folder: str
     """Where ranks write their output, value, traceback and stacks."""
     timeout: float

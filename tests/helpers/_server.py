@@ -380,8 +380,8 @@ def run_rank(job: Any, rank: int, port: int) -> None:
         for name, path in job.module_files.items():
             if name not in sys.modules:
                 load_module(name, Path(path))
-        function, args, kwargs = pickle.loads(job.payload)
-        value = call(job, function, args, kwargs)
+        function, args = pickle.loads(job.payload)
+        value = call(job, function, args)
         write(f"{job.folder}/rank{rank}.value", pickle.dumps(value))
     except Exception as error:
         told = (f"{type(error).__name__}: {error}", traceback.format_exc())
@@ -389,16 +389,16 @@ def run_rank(job: Any, rank: int, port: int) -> None:
         sys.exit(1)
 
 
-def call(job: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call(job: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Call the function, between init and destroy of the process group where one was asked for."""
     if job.backend is None:
-        return function(*args, **kwargs)
+        return function(*args)
     import datetime
 
     import torch.distributed as dist
 
     dist.init_process_group(job.backend, timeout=datetime.timedelta(seconds=job.timeout))
-    value = function(*args, **kwargs)
+    value = function(*args)
     # Not in a finally: after a failure nothing may wait for a peer that is gone.
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -45,18 +45,7 @@ def why_not() -> str | None:
 
 
 class Cluster(Started):
-    """Two hosts, ``10.77.<n>.1`` (alpha) and ``10.77.<n>.2`` (beta). Use it as a context manager.
-
-    Args:
-        ipv6: They have IPv6 alone, ``fd77:<n>::1`` and ``fd77:<n>::2``, and no sshd.
-
-    Attributes:
-        folder: Private folder with the keys and the logs of both.
-        addresses: Their addresses.
-        spaces: Names of their network namespaces.
-        cables: Names of the network interfaces at the two ends of their cable.
-        ssh_args: What ssh needs to get from one to the other.
-    """
+    """Two hosts, ``10.77.<n>.1`` (alpha) and ``10.77.<n>.2`` (beta). Use it as a context manager."""
 
     def __init__(self, *, ipv6: bool = False) -> None:
         number = os.getpid() % 250
@@ -71,15 +60,15 @@ class Cluster(Started):
             *("-p", str(_SSH_PORT), "-i", str(key), "-o", "StrictHostKeyChecking=no"),
             *("-o", f"UserKnownHostsFile={known}", "-o", "LogLevel=ERROR"),
         ]
-        self._environment = {FOLDER: str(self.folder)}
+        # A killed daemon of Open MPI leaves its folder behind, and a later one of the same process id cannot
+        # start beside it: each cluster has a place of its own for them.
+        self._environment = {FOLDER: str(self.folder), "PRTE_MCA_prte_tmpdir_base": str(self.folder)}
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._servers: list[subprocess.Popen[str]] = []
 
     def start(self, host: int, command: Sequence[str], **options: object) -> subprocess.Popen[str]:
-        """Start a command on host 0 or 1, in a session of its own; its output is text through pipes.
-
-        Ranks below it are forks of a process on their host that has imported torch and Lightning already.
-        """
+        """Start a command on host 0 or 1, in a session of its own; its output is text through pipes."""
+        # Ranks below it are forks of a process on their host that has imported torch and Lightning already.
         inside = ["ip", "netns", "exec", self.spaces[host], "unshare", "--uts", "sh", "-c"]
         options["env"] = {**(options.get("env") or os.environ), **self._environment}  # type: ignore[dict-item]
         named = f'hostname {("alpha", "beta")[host]}; exec "$@"'
@@ -146,19 +135,18 @@ class Cluster(Started):
         self._daemons[1].terminate()
         self._daemons[1].wait(10)
 
-    def start_sshd(self, host: int, *, hide: Path | None = None) -> None:
-        """Start the ssh daemon of a host; whoever comes through it finds the folder ``hide`` empty."""
+    def start_sshd(self, host: int) -> None:
+        """Start the ssh daemon of a host."""
         config = self.folder / f"sshd{host}.conf"
         config.write_text(
             f"Port {_SSH_PORT}\nHostKey {self.folder / 'hostkey'}\nAuthorizedKeysFile"
             f" {self.folder / 'key.pub'}\n"
             "StrictModes no\nPermitRootLogin yes\nPasswordAuthentication no\nUsePAM no\nAcceptEnv *\n"
-            f"SetEnv {FOLDER}={self.folder}\n"
+            f"SetEnv {' '.join(f'{name}={value}' for name, value in self._environment.items())}\n"
             f"PidFile {self.folder / f'sshd{host}.pid'}\nMaxStartups 100\n"
         )
         inside = ["ip", "netns", "exec", self.spaces[host], "unshare", "--uts", "sh", "-c"]
-        empty = f"mount -t tmpfs none {hide}; " if hide is not None else ""
-        command = f"{empty}hostname {('alpha', 'beta')[host]}; exec /usr/sbin/sshd -D -e -f {config}"
+        command = f"hostname {('alpha', 'beta')[host]}; exec /usr/sbin/sshd -D -e -f {config}"
         said = self.folder / f"sshd{host}.log"
         with said.open("ab") as log:
             before = log.tell()

@@ -60,11 +60,9 @@ def starts_mpi() -> None:
 
 
 def group_of(item: pytest.Item) -> str | None:
-    """Return the group of tests that run one after the other in one worker, if the test needs one.
-
-    A rank under MPI spins while it waits, and two jobs at a time would only keep each other from their work; there
-    is one Slurm at a time; and a fixture of a module would be made by each worker.
-    """
+    """Return the group of tests that run one after the other in one worker, if the test needs one."""
+    # A rank under MPI spins while it waits, and two jobs at a time would only keep each other from their
+    # work; there is one Slurm at a time; and a fixture of a module would be made by each worker.
     if item.get_closest_marker("mpi"):
         return "mpi"
     known = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}

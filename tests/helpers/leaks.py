@@ -64,12 +64,7 @@ class LeakCheck:
         )
 
     def leaks(self, allowed: Iterable[str] = (), patience: float = 2.0) -> list[str]:
-        """One line a leak.
-
-        Args:
-            allowed: Kinds (see ``KINDS``) and ``env:NAME`` entries that may leak.
-            patience: Seconds that threads and processes get to end.
-        """
+        """One line a leak."""
         allowed = set(allowed)
         unknown = sorted(entry for entry in allowed if entry.split(":")[0] not in KINDS)
         if unknown:

@@ -8,13 +8,7 @@ import pytest
 
 
 def world_size(*sizes: int) -> Any:
-    """Run the test once for each number of ranks; the test takes an argument ``world_size``.
-
-    Example:
-        @world_size(1, 2, 4)
-        def test_sum(world_size):
-            assert run_ranks(world_size, add_up) == [world_size] * world_size
-    """
+    """Run the test once for each number of ranks; the test takes an argument ``world_size``."""
     if not sizes or any(size < 1 for size in sizes):
         raise ValueError(f"world_size needs one or more sizes of at least 1, got {sizes}")
     return pytest.mark.parametrize("world_size", sizes, ids=lambda size: f"world{size}")

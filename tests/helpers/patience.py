@@ -9,10 +9,8 @@ _LONGEST = 540.0
 
 
 def patience(seconds: float) -> float:
-    """Return a time limit for this run: longer where several tests share the cores.
-
-    ``LOCKSTEP_TESTS_PATIENCE`` multiplies every limit of ``run_ranks`` and ``run_script`` (default: 1, and 2
-    in a worker of pytest-xdist).
-    """
+    """Return a time limit for this run: longer where several tests share the cores."""
+    # ``LOCKSTEP_TESTS_PATIENCE`` multiplies every limit of ``run_ranks`` and ``run_script`` (default: 1, and
+    # 2 in a worker of pytest-xdist).
     default = "2" if "PYTEST_XDIST_WORKER" in os.environ else "1"
     return min(seconds * float(os.environ.get("LOCKSTEP_TESTS_PATIENCE", default)), _LONGEST)

@@ -42,29 +42,17 @@ class RankTimeoutError(RankError):
 
 
 def run_ranks(
-    n: int,
-    fn: Callable[..., Any],
+    n: int,  # number of processes, all on this host
+    fn: Callable[..., Any],  # A function at the top level of a module (it travels by name)
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = 60.0,  # seconds until all ranks are killed
     env: Mapping[str, str] | None = None,
     backend: str | None = "gloo",
-    linger: float = 5.0,
+    linger: float = 5.0,  # seconds the others get to end by themselves once one rank has failed
 ) -> list[Any]:
-    """Call ``fn(*args)`` on n ranks and return what each returned, in rank order.
-
-    Args:
-        n: Number of processes, all on this host.
-        fn: A function at the top level of a module (it travels by name).
-        args: Its arguments; they are pickled.
-        timeout: Seconds until all ranks are killed.
-        env: Variables on top of this process's own and torchrun's (RANK, WORLD_SIZE, MASTER_PORT, ...).
-        backend: Initialise the process group with it around the call; None: leave that to ``fn``.
-        linger: Seconds the others get to end by themselves once one rank has failed.
-
-    Raises:
-        RankError: A rank raised, or ended with another exit code than 0.
-        RankTimeoutError: The time limit ran out.
-    """
+    """Call ``fn(*args)`` on n ranks and return what each returned, in rank order; else raise what went wrong."""
+    # `env` is added to the variables of this process and of torchrun; a process group of `backend`, unless it is None,
+    # is there around the call.
     outcomes = run_ranks_raw(n, fn, *args, timeout=timeout, env=env, backend=backend, linger=linger)
     if not all(outcome.ok for outcome in outcomes):
         raise RankError(_describe(outcomes, f"of {n} ranks, some failed"), outcomes)
@@ -72,30 +60,16 @@ def run_ranks(
 
 
 def run_ranks_raw(
-    n: int,
-    fn: Callable[..., Any],
+    n: int,  # number of processes
+    fn: Callable[..., Any],  # A function at the top level of a module
     *args: Any,
-    timeout: float = 60.0,
-    env: Mapping[str, str] | None = None,
-    backend: str | None = "gloo",
+    timeout: float = 60.0,  # seconds until all ranks are killed
+    env: Mapping[str, str] | None = None,  # more environment variables
+    backend: str | None = "gloo",  # process group to initialise around the call, or None
     linger: float | None = None,
-    allow_timeout: bool = False,
+    allow_timeout: bool = False,  # return the outcomes after a time-out too (``killed_by_helper`` is set)
 ) -> list[RankOutcome]:
-    """As ``run_ranks``, for ranks that are expected to fail: tells how each ended, raises for none of them.
-
-    Args:
-        n: Number of processes.
-        fn: A function at the top level of a module.
-        args: Its arguments.
-        timeout: Seconds until all ranks are killed.
-        env: More environment variables.
-        backend: Process group to initialise around the call, or None.
-        linger: Seconds for the others after the first failure; None: as long as ``timeout``.
-        allow_timeout: Return the outcomes after a time-out too (``killed_by_helper`` is set).
-
-    Raises:
-        RankTimeoutError: The time limit ran out and ``allow_timeout`` is False.
-    """
+    """As ``run_ranks``, for ranks that are expected to fail: tells how each ended, raises for none of them."""
     costs.may_start("ranks")
     folder = Path(tempfile.mkdtemp(prefix="ranks.", dir=_start_server()))
     timeout = patience(timeout)
@@ -143,7 +117,7 @@ def fork_of(pid: int) -> int | None:
 
 def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     try:
-        return pickle.dumps((fn, args, {}))
+        return pickle.dumps((fn, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
             f"run_ranks got {fn!r}: function and arguments must be picklable. Define the function at the "
@@ -222,12 +196,9 @@ def _describe(outcomes: Sequence[RankOutcome], headline: str) -> str:
         parts.append(outcome.traceback or "")
         if outcome.stack:
             parts.append(f"stacks:\n{outcome.stack}")
-        parts.extend(f"{name} (end):\n{text[-3000:]}" for name, text in _output(outcome) if text.strip())
+        said = {"stdout": outcome.stdout, "stderr": outcome.stderr}
+        parts.extend(f"{name} (end):\n{text[-3000:]}" for name, text in said.items() if text.strip())
     return "\n".join(part.rstrip() for part in parts if part)
-
-
-def _output(outcome: RankOutcome) -> list[tuple[str, str]]:
-    return [("stdout", outcome.stdout), ("stderr", outcome.stderr)]
 
 
 def server_command(executable: str, path: Path) -> list[str]:

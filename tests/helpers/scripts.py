@@ -106,6 +106,9 @@ def _with_interpreter(command: list[str], path: str | None) -> list[str]:
 class Script:
     """A running script. Use as a context manager: its whole process tree is gone afterwards."""
 
+    # A first element that ends in .py runs under this interpreter; a variable that is None is removed; without `cwd` it
+    # runs in an empty folder. A Python program is forked from one that has imported Lightning unless it is `fresh`.
+
     def __init__(
         self,
         args: Sequence[str | os.PathLike[str]],
@@ -179,11 +182,7 @@ class Script:
         return self._path("stderr").read_text(errors="replace")
 
     def wait_for(self, pattern: str, timeout: float = 60.0) -> re.Match[str]:
-        """Wait until the output (either stream) matches, and return the match.
-
-        Raises:
-            AssertionError: The script ended or the time ran out first; the message holds its output.
-        """
+        """Wait until the output (either stream) matches, and return the match."""
         timeout = patience(timeout)
         deadline = time.monotonic() + timeout
         while True:
@@ -211,12 +210,7 @@ class Script:
             return [process for process in self._seen.values() if _is_there(process)]
 
     def finish(self, timeout: float = 60.0, settle: float = 6.0) -> ScriptOutcome:
-        """Wait for the end, look for leftovers, kill them, and tell how it went.
-
-        Args:
-            timeout: Seconds until the whole tree is killed.
-            settle: Seconds that children get to go after their parent before they count as left over.
-        """
+        """Wait for the end, look for leftovers, kill them, and tell how it went."""
         timed_out = False
         try:
             self.process.wait(patience(timeout))
@@ -271,42 +265,19 @@ class Script:
         self._folder.cleanup()
 
 
-def start_script(
-    args: Sequence[str | os.PathLike[str]],
-    *,
-    env: Mapping[str, str | None] | None = None,
-    cwd: str | os.PathLike[str] | None = None,
-    fresh: bool = False,
-) -> Script:
-    """Start a script for a test that acts on it while it runs (``with start_script(...) as script``).
-
-    Args:
-        args: The command; a first element that ends in ``.py`` runs under this interpreter.
-        env: Variables on top of this process's own; None as a value removes one.
-        cwd: Folder to run in; default: an empty one that is removed afterwards.
-        fresh: Start an interpreter, where a Python program would be forked from one that has imported Lightning, and
-            so would be the ranks that it starts.
-    """
-    return Script(args, env=env, cwd=cwd, fresh=fresh)
+#: For a test that acts on a script while it runs: ``with start_script(...) as script``.
+start_script = Script
 
 
 def run_script(
     args: Sequence[str | os.PathLike[str]],
-    timeout: float = 60.0,
+    timeout: float = 60.0,  # seconds until the whole tree is killed (``timed_out`` is set; nothing is raised)
     env: Mapping[str, str | None] | None = None,
     cwd: str | os.PathLike[str] | None = None,
     fresh: bool = False,
 ) -> ScriptOutcome:
-    """Run a command to its end with no standard input; its process tree is gone afterwards.
-
-    Args:
-        args: The command; a first element that ends in ``.py`` runs under this interpreter.
-        timeout: Seconds until the whole tree is killed (``timed_out`` is set; nothing is raised).
-        env: Variables on top of this process's own; None as a value removes one.
-        cwd: Folder to run in; default: an empty one that is removed afterwards.
-        fresh: Start an interpreter, where a Python program would be forked from one that has imported Lightning.
-    """
-    with start_script(args, env=env, cwd=cwd, fresh=fresh) as script:
+    """Run a command to its end with no standard input; its process tree is gone afterwards."""
+    with Script(args, env=env, cwd=cwd, fresh=fresh) as script:
         return script.finish(timeout)
 
 

@@ -91,11 +91,7 @@ def _found(command: str) -> str | None:
 
 
 class Slurm(Started):
-    """The cluster. Use it as a context manager.
-
-    Attributes:
-        folder: Private folder with its state, logs and the output of jobs.
-    """
+    """The cluster. Use it as a context manager."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="lockstep-slurm-"))
@@ -107,6 +103,7 @@ class Slurm(Started):
         return {
             "SLURM_CONF": str(self.folder / "slurm.conf"),
             FOLDER: str(forks_of_launched_ranks()),
+            "MASTER_ADDR": "127.0.0.1",  # no name server knows n1 and n2
             **more,
         }
 

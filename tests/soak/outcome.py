@@ -19,42 +19,29 @@ from tests.soak.rules import Expected
 __all__ = ["MemoryWatch", "Observed", "differences", "observe"]
 
 _SHARED_MEMORY = Path("/dev/shm")
-_TAGS = re.compile(r"^(?:\[(?:rank ?)?\d+\]:? ?)+")  # of torch, of mpirun's launcher
+_TAGS = re.compile(r"^(?:\[(?:rank ?)?\d+\]:? ?|\[\d+,\d+\]<std(?:out|err)>: ?)+")  # of torch, of mpirun
 
 
 @dataclasses.dataclass(frozen=True)
 class Observed:
-    """What came of a run.
+    """What came of a run."""
 
-    Attributes:
-        script: How the process ended that the user started, what was printed, which processes were left.
-        raised: By rank (or ``parent``), the type of the error that reached the program's end.
-        done: The ranks (or ``parent``) that came to the end of the program.
-        reached: Whether a rank came as far as the fault.
-        seconds: From the fault to the end of the first process; of the whole run, if no rank came as far [s].
-        checkpoints: By name, ``None`` or why it cannot be read.
-        files: What was left in the folder for temporary files and in shared memory.
-        trouble: Why the fault could not happen.
-        errors: By rank, the traceback of what ended its fit.
-    """
-
+    # how the process ended that the user started, what was printed, which processes were left
     script: ScriptOutcome
-    raised: Mapping[str, str]
-    done: frozenset[str]
-    reached: bool
+    raised: Mapping[str, str]  # by rank (or ``parent``), the type of the error that reached the program's end
+    done: frozenset[str]  # the ranks (or ``parent``) that came to the end of the program
+    reached: bool  # whether a rank came as far as the fault
+    # from the fault to the end of the first process; of the whole run, if no rank came as far [s]
     seconds: float
-    checkpoints: Mapping[str, str | None]
-    files: tuple[str, ...]
-    trouble: str = ""
+    checkpoints: Mapping[str, str | None]  # by name, ``None`` or why it cannot be read
+    files: tuple[str, ...]  # what was left in the folder for temporary files and in shared memory
+    trouble: str = ""  # why the fault could not happen
+    # by rank, the traceback of what ended its fit
     errors: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 class MemoryWatch:
-    """Notes which names in shared memory the processes of a run use; others on this host use names of their own.
-
-    Args:
-        script: The run.
-    """
+    """Notes which names in shared memory the processes of a run use; others on this host use names of their own."""
 
     def __init__(self, script: Script) -> None:
         self._script, self._names = script, set[str]()
@@ -79,15 +66,7 @@ class MemoryWatch:
 def observe(
     folder: Path, script: ScriptOutcome, started: float, memory: Sequence[str], trouble: str
 ) -> Observed:
-    """Return what came of a run.
-
-    Args:
-        folder: Its folder.
-        script: How it ended.
-        started: When, in seconds since the epoch.
-        memory: What it left in shared memory.
-        trouble: Why the fault could not happen, if so.
-    """
+    """Return what came of a run."""
     notes = folder / "notes"
     raised = {file.stem: file.read_text() for file in notes.glob("*.raised")}
     done = frozenset(file.stem for file in notes.glob("*.done"))

@@ -32,11 +32,7 @@ class Place(NamedTuple):
 
 
 def act(plan: Plan, script: Script, folder: Path) -> None:
-    """Let the planned fault happen, if it comes from outside; then let the ranks go on.
-
-    Raises:
-        AssertionError: The program ended before its ranks had come as far as the fault.
-    """
+    """Let the planned fault happen, if it comes from outside; then let the ranks go on."""
     if plan.fault not in OUTSIDE:
         return
     places = _wait_for_ranks(plan, script, folder)

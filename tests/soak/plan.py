@@ -52,34 +52,23 @@ _NOT_WITH = {
     "stdout": OF_USER,
     "stderr": OF_USER,
     "stderr_raise": OF_USER,
-    "term_parent": OF_USER,
+    "term_parent": WITH_MPI,  # mpirun ends its ranks on that
     "usr1_parent": ("torchrun", *OF_USER),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One run.
+    """One run."""
 
-    Attributes:
-        seed: What it was drawn from.
-        launch: How the ranks are started.
-        ranks: Their number.
-        callbacks: Which callbacks the Trainer has.
-        fault: What happens.
-        target: The rank to which it happens, where it happens to one.
-        uneven_inputs: What the strategy does about ranks with different numbers of batches.
-        stock: Whether Lightning's own strategy is used.
-    """
-
-    seed: int
-    launch: str
-    ranks: int
-    callbacks: tuple[str, ...]
-    fault: str
-    target: int
-    uneven_inputs: str = "error"
-    stock: bool = False
+    seed: int  # what it was drawn from
+    launch: str  # how the ranks are started
+    ranks: int  # their number
+    callbacks: tuple[str, ...]  # which callbacks the Trainer has
+    fault: str  # what happens
+    target: int  # the rank to which it happens, where it happens to one
+    uneven_inputs: str = "error"  # what the strategy does about ranks with different numbers of batches
+    stock: bool = False  # whether Lightning's own strategy is used
 
     def __str__(self) -> str:
         where = f" rank {self.target} of {self.ranks}"
@@ -91,15 +80,8 @@ class Plan:
 
 
 def draw(seed: int, *, stock: bool = False, launches: tuple[str, ...] = LAUNCHES) -> Plan:
-    """Return the run that a seed stands for.
-
-    Consecutive seeds go through all faults, in a new random order each time; the rest is drawn freely.
-
-    Args:
-        seed: Any integer.
-        stock: Draw a run of Lightning's own ``ddp``, which has neither MPI nor our callbacks.
-        launches: Ways of starting ranks that this machine has.
-    """
+    """Return the run that a seed stands for."""
+    # Consecutive seeds go through all faults, in a new random order each time; the rest is drawn freely.
     cycle, position = divmod(seed, len(FAULTS))
     fault = random.Random(f"faults {cycle}").sample(sorted(FAULTS), len(FAULTS))[position]
     draws = random.Random(seed)

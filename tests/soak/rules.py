@@ -18,50 +18,31 @@ __all__ = ["Expected", "expect", "known"]
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What must come of a run.
+    """What must come of a run."""
 
-    Attributes:
-        codes: Exit codes of the process that the user starts, any of which is right; negative: of a signal.
-        raised: By rank (or ``parent``), the types of errors that may end its program; "": none, it was ended.
-        done: The ranks (or ``parent``) that come to the end of the program.
-        printed: Patterns that the output has.
-        report: How the line begins that names the error.
-        times: How often at most such a line is printed; at least once. 0: it does not matter.
-        last: Pattern of the last line on stderr, or "".
-        silent: Whether no traceback may be printed.
-        checkpoint: Pattern of a checkpoint that must be there, or "".
-        seconds: Longest time from the fault to the end [s].
-        may_leave: Pattern of files that may be left.
-    """
-
+    # exit codes of the process that the user starts, any of which is right; negative: of a signal
     codes: tuple[int, ...]
+    # by rank (or ``parent``), the types of errors that may end its program; "": none, it was ended
     raised: Mapping[str, tuple[str, ...]]
-    done: frozenset[str] = frozenset()
-    printed: tuple[str, ...] = ()
-    report: str = ""
-    times: int = 0
-    last: str = ""
-    silent: bool = False
-    checkpoint: str = r"step=4\.ckpt"
-    seconds: float = 25.0
-    may_leave: str = ""
+    done: frozenset[str] = frozenset()  # the ranks (or ``parent``) that come to the end of the program
+    printed: tuple[str, ...] = ()  # patterns that the output has
+    report: str = ""  # how the line begins that names the error
+    times: int = 0  # how often at most such a line is printed; at least once. 0: it does not matter
+    last: str = ""  # pattern of the last line on stderr, or ""
+    silent: bool = False  # whether no traceback may be printed
+    checkpoint: str = r"step=4\.ckpt"  # pattern of a checkpoint that must be there, or ""
+    seconds: float = 25.0  # longest time from the fault to the end [s]
+    may_leave: str = ""  # pattern of files that may be left
 
 
 @dataclasses.dataclass(frozen=True)
 class _Failure:
-    """How a job ends in which something fails.
+    """How a job ends in which something fails."""
 
-    Attributes:
-        error: Type of the error that ends the rank to which it happens; "": it ends without one.
-        code: Exit code of the job.
-        last: How the last line printed begins.
-        alike: Whether all ranks raise that error.
-    """
-
-    error: str
-    code: int
-    last: str
-    alike: bool = False
+    error: str  # type of the error that ends the rank to which it happens; "": it ends without one
+    code: int  # exit code of the job
+    last: str  # how the last line printed begins
+    alike: bool = False  # whether all ranks raise that error
 
 
 _BOOM = "ValueError: boom in training_step"
@@ -176,9 +157,7 @@ def _failed(plan: Plan, failure: _Failure) -> Expected:
     report = failure.last if failure.error and plan.fault != "disk" else ""
     if report and plan.launch == "torchrun":
         report = f"(  )?{report}"  # the traceback is in torchrun's own summary, indented
-    # Below an error that all ranks raise stand mpirun's own remarks: none of them has noted a failure.
-    by_mpirun_last = by_mpirun or (plan.launch == "mpirun" and failure.alike)
-    at_the_end = not by_mpirun_last and plan.launch not in ("torchrun", *OF_USER)
+    at_the_end = plan.launch not in ("torchrun", *WITH_MPI)  # whose own remarks stand below
     return Expected(
         _codes(plan, failure.code),
         _raised(plan, failure),
@@ -195,8 +174,6 @@ def _failed(plan: Plan, failure: _Failure) -> Expected:
 def _last_line(plan: Plan, failure: _Failure) -> str:
     """Return how the last line begins: below a traceback, with the rank that failed and where."""
     named = f"rank [0-9]+ of {plan.ranks} \\(host .*: "
-    if plan.launch == "mpirun" and failure.last and not failure.error:
-        return named  # the launcher's last line, below what mpirun says
     if not failure.last or not failure.error:
         return failure.last
     # Of an error that all ranks raise, each has its own; any may have been the first. A logger whose disk is full fails
@@ -215,8 +192,7 @@ def _headline(plan: Plan, failure: _Failure) -> tuple[str, ...]:
 
 def _raised(plan: Plan, failure: _Failure) -> Mapping[str, tuple[str, ...]]:
     if plan.launch in MULTIPROCESSING:
-        # The parent raises what all ranks have raised alike.
-        return {"parent": ("RankFailedError", failure.error) if failure.alike else ("RankFailedError",)}
+        return {"parent": ("RankFailedError",)}
     own, others = (failure.error,), ("RankFailedError", "")
     if plan.launch in WITH_MPI:  # a rank that has printed the report ends the others by MPI_Abort
         own = (failure.error, "")

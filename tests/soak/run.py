@@ -33,12 +33,7 @@ def launches_here() -> dict[str, str | None]:
 
 
 def perform(plan: Plan, limit: float = LIMIT) -> Observed:
-    """Do one run in a folder of its own, and return what came of it; nothing of it is left afterwards.
-
-    Args:
-        plan: The run.
-        limit: Seconds after which it is killed.
-    """
+    """Do one run in a folder of its own, and return what came of it; nothing of it is left afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     try:
         _prepare(plan, folder)

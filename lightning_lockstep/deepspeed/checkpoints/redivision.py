@@ -30,9 +30,9 @@ class SavedOptimizer:
         self._folder = checkpoint.folder
         if not checkpoint.optimizer_states:
             raise ConfigurationError(
-                f"{self._folder}: holds no state of an optimizer that is divided among ranks, as one of an evaluation:"
-                " expected one of a fit in stage 1, 2 or 3. Go on with its weights alone, as `lockstep-consolidate`"
-                " writes them."
+                f"{self._folder}: holds no optimizer state that is divided among ranks: expected the checkpoint of a"
+                " fit in stage 1, 2 or 3, not of an evaluation. Go on with its weights alone, which"
+                " `lockstep-consolidate` writes."
             )
         states, vectors = checkpoint.optimizer_states, master_vectors(checkpoint)
         entries_of_ranks = [_entries(state) for state in states]
@@ -115,8 +115,8 @@ class SavedOptimizer:
         ]
         if others:
             raise ConfigurationError(
-                f"{self._folder}: is of another model, by the shapes of what is trained: {listed(others, _MOST_NAMED)}."
-                " Expected the model that it was written with, with the same parameters trained."
+                f"{self._folder}: is a checkpoint of another model, because trained parameters differ in shape:"
+                f" {listed(others, _MOST_NAMED)}. Expected the model that wrote it, with the same parameters trained."
             )
 
     def _check_groups(self, adapter: Any) -> None:

@@ -41,19 +41,14 @@ from lightning_lockstep.steps.patching import replaced
 # -- Hyperparameters that hold what the engine trains, which has hung process groups and functions on it --
 
 
-def without_trained_parts(
-    checkpoint: dict[str, Any], module: LightningModule
-) -> tuple[dict[str, Any], list[str]]:
-    """Return a checkpoint without the hyperparameters that hold a part of ``module``, and their names."""
+def without_trained_parts(checkpoint: dict[str, Any], module: LightningModule) -> dict[str, Any]:
+    """Return a checkpoint without the hyperparameters that hold a part of ``module``, which cannot be pickled."""
     parts = {id(part) for part in (*module.modules(), *module.parameters())}
-    kept, names = dict(checkpoint), []
+    kept = dict(checkpoint)
     for key in (module.CHECKPOINT_HYPER_PARAMS_KEY, LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY):
-        values = checkpoint.get(key) or {}
-        held = [name for name, value in values.items() if _holds(value, parts)]
-        if held:
-            kept[key] = {name: value for name, value in values.items() if name not in held}
-            names += held
-    return kept, names
+        if values := checkpoint.get(key):
+            kept[key] = {name: value for name, value in values.items() if not _holds(value, parts)}
+    return kept
 
 
 def _holds(value: object, parts: Collection[int]) -> bool:
@@ -251,7 +246,7 @@ def writers_differ(folder: Path, communicator: Communicator, *, stage: int, half
             if ranks != communicator.world_size:
                 raise ConfigurationError(
                     f"{folder}: is of a model with experts of DeepSpeed, written by {ranks} ranks, and this run has"
-                    f" {communicator.world_size}: expected the same number, as only DeepSpeed itself reads these files."
+                    f" {communicator.world_size}: expected the same number, because only DeepSpeed reads these files."
                 )
             return False
         found.check_kind()

@@ -44,54 +44,46 @@ def in_rank_order(*, per_node: bool = False, timeout: float = 1800.0) -> Iterato
     if communicator.world_size == 1:
         yield communicator.rank
         return
-    turns = communicator.side_channel.get_or_create(_Turns).begin(timeout)
-    nodes = turns.wait(f"{communicator.node_rank} {communicator.host}" if per_node else "")
+    turns = communicator.side_channel.get_or_create(_Turns)
+    turns.begin(timeout)
+    nodes = turns.end(f"{communicator.node_rank} {communicator.host}" if per_node else "")
     turn_of = [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
     own = turn_of[communicator.rank]
-    for _ in range(own):
-        turns.wait_for_success()
-    try:
-        yield communicator.rank
-    except BaseException as error:
-        turns.report("".join(traceback.format_exception(error)))
-        raise
-    for _ in range(own, max(turn_of) + 1):
-        turns.wait_for_success()
-
-
-class _Turns:
-    """The turns of one section after the other: at the end of each, every rank says whether its body has failed."""
-
-    def __init__(self, channel: SideChannel) -> None:
-        self._gather = Gather(channel, "in_rank_order")
-        self._section = self._turn = 0
-
-    def begin(self, timeout: float) -> _Turns:
-        self._gather.timeout = timeout
-        self._section, self._turn = self._section + 1, 0
-        return self
-
-    def report(self, text: str) -> None:
-        """Say at the end of this turn that the body has failed, without a wait for the others."""
-        self._gather.post(self._next(), text)
-
-    def wait(self, text: str) -> list[str]:
-        """Return what every rank says at the end of this turn."""
-        gathered = self._gather.collect(self._next(), text)
-        if gathered.missing:
-            raise CollectiveStallError(
-                f"rank {self._gather.channel.rank} waited {gathered.timeout:.0f} s in in_rank_order() for"
-                f" {ranks_in_words(gathered.missing)}: never entered the block, or still in it. Every rank must enter"
-                " the block; a longer `timeout` gives slow ranks more time."
-            )
-        return gathered.complete("in_rank_order()")
-
-    def wait_for_success(self) -> None:
-        for rank, text in enumerate(self.wait("")):
+    for turn in range(max(turn_of) + 1):
+        if turn == own:
+            try:
+                yield communicator.rank
+            except BaseException as error:
+                # The others hear of it at the end of this turn; this rank does not wait for them.
+                turns.gather.post(turns.next(), "".join(traceback.format_exception(error)))
+                raise
+        for rank, text in enumerate(turns.end("")):
             if text:
                 last = text.rstrip().splitlines()[-1]
                 raise RankFailedError(f"rank {rank} failed in in_rank_order(): {last}\n\n{text.rstrip()}")
 
-    def _next(self) -> str:
+
+class _Turns:
+    """Turns of one section after the other: at the end of each, every rank says whether its body has failed."""
+
+    def __init__(self, channel: SideChannel) -> None:
+        self.gather = Gather(channel, "in_rank_order")
+        self._section = self._turn = 0
+
+    def begin(self, timeout: float) -> None:
+        self.gather.timeout, self._section, self._turn = timeout, self._section + 1, 0
+
+    def next(self) -> str:
         self._turn += 1
         return f"{self._section}/{self._turn}"
+
+    def end(self, text: str) -> list[str]:
+        """Return what every rank says at the end of this turn."""
+        gathered = self.gather.collect(self.next(), text)
+        if gathered.missing:
+            raise CollectiveStallError(
+                f"rank {self.gather.channel.rank} waited {gathered.timeout:.0f} s in in_rank_order() for"
+                f" {ranks_in_words(gathered.missing)}: never entered the block, or still in it. Every rank must enter"
+                " the block; a longer `timeout` gives slow ranks more time."
+            )
+        return gathered.complete("in_rank_order()")

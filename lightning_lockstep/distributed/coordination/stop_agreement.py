@@ -23,6 +23,8 @@ import threading
 from dataclasses import dataclass
 
 from lightning_lockstep._text import ranks_in_words
+from lightning_lockstep.distributed.failure.process_exit import clock
+from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.side_channel.channel import Message, SideChannel
 
 _log = logging.getLogger(__name__)
@@ -69,7 +71,7 @@ class StepAgreement:
         self.decision: StopDecision | None = None
         self._passed = 0
         self._attention = False
-        self._round = 0
+        self._round = [0, 0]  # the fit, and how often it was started over in that
         self._promise: int | None = None
         self._committed: StopDecision | None = None
         self._news = threading.Condition(threading.RLock())
@@ -79,7 +81,6 @@ class StepAgreement:
         self._requests: list[Request] = []
         self._promises: dict[int, int] = {}
         self._has_committed = False
-        self._timer: threading.Timer | None = None
         self._topic = f"agree/{name}"
         self._remove = channel.on(self._topic, self._take)
 
@@ -125,14 +126,14 @@ class StepAgreement:
             answered = set(self.decision.requests) if self.decision is not None else set()
             rank = self.channel.rank
             again = [own for own in self._own if keep_requests and Request(rank, *own) not in answered]
-            self._round += 1
+            fit = propagation_on(self.channel).fit
+            self._round = [fit, self._round[1] + 1 if fit == self._round[0] else 0]
             self._passed, self._attention = 0, False
             self._promise = self._committed = self.decision = None
             self._own.clear()
             self._requests.clear()
             self._promises.clear()
             self._has_committed = False
-            self._stop_timer()
             later, self._later = self._later, []
         for message in later:
             self._take(message)
@@ -142,12 +143,7 @@ class StepAgreement:
     def close(self) -> None:
         """Stop listening."""
         self._remove()
-        self._stop_timer()
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._has_committed = True  # nothing more is decided
 
     def _consider(self) -> StopDecision | None:
         with self._news:
@@ -204,11 +200,9 @@ class StepAgreement:
             self.channel.post(self._topic, ["promise?", self._round], to=everyone)
             if self._committed is not None:
                 return  # one process alone answers at once
-            self._timer = threading.Timer(self.timeout / 2, self._no_answer, [self._round])
-            self._timer.daemon = True
-            self._timer.start()
+            clock.after(self.timeout / 2, self._no_answer, self._round)
 
-    def _no_answer(self, number: int) -> None:
+    def _no_answer(self, number: list[int]) -> None:
         with self._news:
             if number != self._round or self._has_committed or not self._promises:
                 return
@@ -225,7 +219,6 @@ class StepAgreement:
         if self._has_committed:
             return
         self._has_committed = True
-        self._stop_timer()
         requests = [[r.rank, r.kind, r.reason] for r in self._requests]
         body = ["commit", self._round, max(self._promises.values()), requests]
         self.channel.post(self._topic, body, to=range(self.channel.world_size))

@@ -1,17 +1,18 @@
 """How a process ends: what runs and is written out before, what is printed last, and what is not waited for.
 
 Nothing else in a run calls ``os._exit``, registers with :mod:`atexit` (processes of the doctor do) or replaces
-``sys.excepthook``. What is settled of the end of this process is in one object, :data:`outcome`.
+``sys.excepthook``. What is settled of the end of this process is in one object, :data:`outcome`; of an error, in the
+:class:`Ending` that it carries. An end that Python does not make itself is made by :func:`end_now`:
 
-============================================ ==================================================================
-an orderly end                               functions given to :func:`at_exit` run
-:meth:`Outcome.force_exit_at_shutdown`       as above once Python exits, but nothing that waits for a dead peer;
-                                             where the program has caught the failure, with its own exit code
-:func:`end_after_exit_functions`             the same now, without going back to the program
-:func:`end_now`                              by force, from any thread: only what :func:`on_flush` holds is written
-an exception that nobody catches             what its :class:`ErrorOutcome` says is printed, and the time it names
-                                             begins, after which the process is ended by force
-============================================ ==================================================================
+=========================================== ===================================================================
+who                                         what it does
+=========================================== ===================================================================
+Python, in an orderly end                   functions given to :func:`at_exit` run
+:meth:`Outcome.force_exit_at_shutdown`      as above once Python exits, but nothing that waits for a dead peer; where
+                                            the program has caught the failure, with its own exit code
+:func:`end_now`, from any thread            by force: only what :func:`on_flush` holds is written
+an exception that nobody catches            its text is printed, and its time begins, after which comes the above
+=========================================== ===================================================================
 """
 
 from __future__ import annotations
@@ -20,21 +21,23 @@ import atexit
 import logging
 import os
 import pickle
+import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from lightning_lockstep._text import SAVED, say
-from lightning_lockstep.errors import RankFailedError
 
 _log = logging.getLogger(__name__)
 # How long what is held back may take to be written before an end by force [s].
 _LAST_WRITES = 10.0
+# How long a report that is being written holds a forced end [s].
+_REPORT_LIMIT = 60.0
+_LATE = "\nlightning-lockstep: ended by force: its exit handlers and threads did not finish in time.\n"
 
 # ------------------------------------------------------------------ before the end
 
@@ -60,26 +63,18 @@ def on_flush(flusher: Callable[[], None]) -> Callable[[], None]:
     return remove
 
 
-def run_flushers() -> None:
-    """Call every flusher, the newest first; one that fails is logged and does not stop the others."""
-    for flusher in reversed(list(_flushers)):
-        _run_flusher(flusher)
-
-
-def _run_flusher(flusher: Callable[[], None]) -> None:
+def _log_errors(function: Callable[..., object], *args: Any) -> None:
     try:
-        flusher()
+        function(*args)
     except Exception:
-        _log.exception("flushing %r failed; the output that it held back is lost", flusher)
+        _log.exception("%r failed; what it was to write or to do is left out", function)
 
 
 def flush_everything() -> None:
-    """Write out what is held back, then flush standard streams and log handlers; never raises."""
-    run_flushers()
-    for handler in list(logging.getLogger().handlers):
-        with suppress(Exception):
-            handler.flush()
-    for stream in (sys.stdout, sys.stderr):
+    """Write out what is held back, the newest first, then flush standard streams and log handlers; never raises."""
+    for flusher in reversed(list(_flushers)):
+        _log_errors(flusher)
+    for stream in (*logging.getLogger().handlers, sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
 
@@ -87,20 +82,70 @@ def flush_everything() -> None:
 def drop_what_nobody_reads() -> None:
     """Send what is left in a standard stream that nobody reads to nowhere: Python would exit with 120 because of it."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):
-            _drop_if_unread(stream)
+        try:
+            stream.flush()
+        except OSError:  # noqa: PERF203 - each stream by itself
+            with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())
+        except (ValueError, AttributeError):
+            pass  # it is closed, or there is none
 
 
-def _drop_if_unread(stream: TextIO) -> None:
-    try:
-        stream.flush()
-    except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+# ------------------------------------------------------------------ after a while
 
+_Call = tuple[float, Callable[..., object], tuple[Any, ...]]
+
+
+class _Clock:
+    """Calls functions after a while, on one thread: it is there before a failure, after which none may start."""
+
+    def __init__(self) -> None:
+        self._process = 0
+
+    def start(self) -> None:
+        """Start the thread, unless this process has it; RuntimeError where no thread can be started."""
+        if self._process != os.getpid():  # a forked process has no threads but the one that has forked it
+            self._given: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+            threading.Thread(target=self._run, name="lockstep-clock", daemon=True).start()
+            self._process = os.getpid()
+
+    def after(self, seconds: float, function: Callable[..., object], *args: Any) -> None:
+        """Call a function later; at once, where no thread can be started that would."""
+        try:
+            self.start()
+        except RuntimeError:
+            function(*args)
+        else:
+            self._given.put((time.monotonic() + seconds, function, args))
+
+    def _run(self) -> None:
+        calls: list[_Call] = []
+        while True:
+            try:
+                wait = max(0.0, calls[0][0] - time.monotonic()) if calls else None
+                calls = sorted([*calls, self._given.get(timeout=wait)], key=lambda call: call[0])
+            except queue.Empty:  # noqa: PERF203 - each by itself
+                _, function, args = calls.pop(0)
+                _log_errors(function, *args)
+
+
+#: Of this process.
+clock = _Clock()
 
 # ------------------------------------------------------------------ how this process ends
+
+
+@dataclass
+class Ending:
+    """How this process ends if nobody catches an error, or once Python begins to exit."""
+
+    text: str = ""  # printed last
+    exit_code: int | None = None  # None: Python's own
+    deadline: float | None = None  # how long it may take to end by itself, once the error is printed [s]
+    headline: str = ""  # of the failure: printed again if other lines follow
+    # Whether the text, or nothing, is printed in place of the error; else below it. Torch's hook would put this rank's
+    # number in front of every line of another one's traceback.
+    replaces: bool = False
 
 
 class Outcome:
@@ -110,20 +155,28 @@ class Outcome:
         self.expected_exit_code: int | None = None  # on which all ranks have agreed, so that it is no failure
         # To the process that this one works for: nothing ends this one by force.
         self.failure_returned = False
-        # Of an exit that waits for nobody, once Python begins to exit.
-        self.forced_exit_code: int | None = None
-        # A note on how this process ends that stands for one error: another one that ends it takes the note away.
-        self.note_of_error: tuple[ErrorOutcome, Path] | None = None
-        self._forced_exit: Callable[[], None] | None = None
-        self._reports_in_progress: list[object] = []
+        # Called before an end by force, to end the ranks that this one has started.
+        self.on_force: Callable[[], None] | None = None
+        # An exit that waits for nobody, once Python begins to exit; and not if the program has caught the failure.
+        self._forced: Ending | None = None
+        self._unless_caught = False
+        # Held while a report is written, for which an end by force because of another rank's failure waits.
+        self.writes_report = threading.Lock()
         # The report that is to be the last of the run's output, and whether anything was printed since.
         self._last_said, self._printed_since = "", False
-        self._on_force: Callable[[], None] | None = None
+
+    def __reduce__(self) -> str:
+        return "outcome"  # of the process in which it is unpickled: a sweep sends what refers to it to its workers
 
     @property
     def forced_exit_pending(self) -> bool:
         """Whether this process is about to end because of a failure."""
-        return self._forced_exit is not None
+        return self._forced is not None
+
+    @property
+    def forced_exit_code(self) -> int | None:
+        """The exit code of a process that is about to end because of a failure."""
+        return None if self._forced is None else self._forced.exit_code
 
     @property
     def ends_with_error(self) -> bool:
@@ -139,31 +192,29 @@ class Outcome:
         unless_caught: bool = False,  # a program that has caught the failure ends as it would have without
     ) -> None:
         """Have this process, once Python begins to exit, end without the destructors that wait for dead peers."""
-        if self._forced_exit is not None:
-            return
-
-        def leave() -> None:
-            atexit.unregister(leave)
-            # Not imported here: what has not imported Lightning has no process group either.
-            if "lightning_lockstep._lightning" in sys.modules:
-                from lightning_lockstep._lightning import _destroy_dist_connection
-
-                atexit.unregister(_destroy_dist_connection)
-            if unless_caught and not self.ends_with_error:
-                self.cancel_forced_exit()
-                return
-            self.say_last(message)
-            end_after_exit_functions(exit_code)  # of these functions, those registered before this one
-
-        self._forced_exit, self.forced_exit_code = leave, exit_code
-        at_exit(leave)
+        if self._forced is None:
+            self._forced, self._unless_caught = Ending(message, exit_code), unless_caught
+            at_exit(self._leave)
 
     def cancel_forced_exit(self) -> None:
         """Take :meth:`force_exit_at_shutdown` back: the program has caught the failure and goes on."""
         self._was_last("")
-        if self._forced_exit is not None:
-            atexit.unregister(self._forced_exit)
-            self._forced_exit = self.forced_exit_code = None
+        self._forced = None
+        atexit.unregister(self._leave)
+
+    def _leave(self) -> None:
+        atexit.unregister(self._leave)
+        # Not imported here: what has not imported Lightning has no process group either.
+        if "lightning_lockstep._lightning" in sys.modules:
+            from lightning_lockstep._lightning import _destroy_dist_connection
+
+            atexit.unregister(_destroy_dist_connection)
+        ending = self._forced
+        if ending is None or (self._unless_caught and not self.ends_with_error):
+            self.cancel_forced_exit()
+        else:  # of the functions for the exit run those that were registered before this one
+            self.say_last(ending.text)
+            end_now(ending.exit_code or 0, by_force=False)
 
     # -- the last line
 
@@ -187,23 +238,10 @@ class Outcome:
     def _was_last(self, text: str) -> None:
         self._last_said, self._printed_since = text, False
 
-    # -- reports that hold a forced end
-
-    @contextmanager
-    def writing_report(self) -> Iterator[None]:
-        """Have a forced end that another rank's failure brings about wait for the body, which writes a report."""
-        report = object()
-        self._reports_in_progress.append(report)
-        try:
-            yield
-        finally:
-            self._reports_in_progress.remove(report)
-
-    def wait_for_reports(self, timeout: float) -> None:
-        """Wait, up to ``timeout`` [s], until nothing writes a report in this process."""
-        deadline = time.monotonic() + timeout
-        while self._reports_in_progress and time.monotonic() < deadline:
-            time.sleep(0.05)
+    def wait_for_report(self) -> None:
+        """Wait for a while until this process writes no report."""
+        if self.writes_report.acquire(timeout=_REPORT_LIMIT):
+            self.writes_report.release()
 
     # -- an exception that nobody catches
 
@@ -215,74 +253,48 @@ class Outcome:
             return
 
         def hook(kind: type[BaseException], value: BaseException, trace: Any) -> None:
-            of_error = _nearest_outcome(value)
+            ending = _nearest_ending(value)
             try:
                 self._show(usual, kind, value, trace)
             finally:
-                if of_error is not None and of_error.deadline is not None:
-                    self._start_countdown(*of_error.deadline)
-                if self.note_of_error is not None and self.note_of_error[0] is not of_error:
-                    with suppress(OSError):
-                        self.note_of_error[1].unlink()
+                # A thread that is no daemon, or a blocking function of :mod:`atexit`, could hold it forever.
+                if ending is not None and ending.deadline is not None:
+                    clock.after(ending.deadline, end_now, ending.exit_code or 1, _LATE)
 
         hook.__lockstep__ = True  # type: ignore[attr-defined]
         sys.excepthook = hook
 
     def _show(self, usual: Any, kind: type[BaseException], value: BaseException, trace: Any) -> None:
-        own = getattr(value, _ATTRIBUTE, ErrorOutcome())
-        if own.instead is not None:
-            if own.exit_code is not None:
+        own: Ending | None = getattr(value, _ATTRIBUTE, None)
+        if own is not None and own.replaces:
+            if own.exit_code is not None and own.deadline is None:
                 self.force_exit_at_shutdown(own.exit_code)
-            self.say_last(own.instead)
+            self.say_last(own.text)
             return
-        below = _nearest_outcome(value) or own
+        near = _nearest_ending(value) or Ending()
+        text = "" if near.replaces else near.text
         if _is_standard(usual) and not issubclass(kind, KeyboardInterrupt):
-            say(_formatted(value).rstrip("\n") + (f"\n\n{below.headline}" if below.headline else ""))
+            say("\n".join(filter(None, [_formatted(value).rstrip("\n"), _apart(text)])))
         else:
             usual(kind, value, trace)
-            if below.headline:
-                say(below.headline)
-        self.say_last(own.after)
-        if below.saved:
-            say(below.saved)
-        reminder = below.headline or own.reminder
-        reminder = reminder or f"lightning-lockstep: this rank failed: {kind.__name__}: {value}"
-        self._was_last(own.after or f"{reminder}\n{below.saved}")
-
-    def end_within(
-        self,
-        error: BaseException,
-        seconds: float,  # how long it may take to end by itself [s]
-        exit_code: int,
-        *,
-        on_force: Callable[[], None] | None = None,  # called before it is ended
-    ) -> None:
-        """If nobody catches ``error``, end this process by force a while after Python has printed it."""
-        # A thread that is no daemon, or a blocking function of :mod:`atexit`, could hold it forever.
-        self._on_force = on_force  # not kept by the error, which may be pickled
-        outcome_of(error).deadline = seconds, exit_code
-
-    def _start_countdown(self, seconds: float, exit_code: int) -> None:
-        late = "\nlightning-lockstep: ended by force: its exit handlers and threads did not finish in time.\n"
-        timer = threading.Timer(seconds, self._end_by_force, (exit_code, late))
-        timer.name, timer.daemon = "lockstep-end", True
-        try:
-            timer.start()
-        except RuntimeError:
-            # No memory is left for a thread, and so nothing that could end this process later.
-            self._end_by_force(exit_code, "")
-
-    def _end_by_force(self, exit_code: int, message: str) -> None:
-        if self._on_force is not None:
-            self._on_force()
-        end_now(exit_code, message)
+            if text:
+                say(text)
+        headline = near.headline or f"lightning-lockstep: this rank failed: {kind.__name__}: {value}"
+        self._was_last(f"{headline}\n{text}")
 
 
 outcome = Outcome()
 
 
-def end_now(exit_code: int, message: str | Callable[[], str] = "") -> NoReturn:
-    """End this process by force, from any thread; ``message``, or what it returns, is printed last."""
+def end_now(exit_code: int, message: str | Callable[[], str] = "", *, by_force: bool = True) -> NoReturn:
+    """End this process, from any thread; ``message``, or what it returns, is printed last."""
+    # Not by force, what is registered for the exit (log handlers, experiment trackers) runs before; Python's own exit
+    # would not keep the code.
+    if not by_force:
+        flush_everything()
+        atexit._run_exitfuncs()
+    elif outcome.on_force is not None:
+        outcome.on_force()
     last = threading.Thread(target=_print_last, args=(message,), name="lockstep-last", daemon=True)
     try:
         last.start()
@@ -300,88 +312,50 @@ def _print_last(message: str | Callable[[], str]) -> None:
     outcome.repeat_headline()
 
 
-def end_after_exit_functions(exit_code: int) -> NoReturn:
-    """End this process after what is registered for its exit (log handlers, experiment trackers) has run."""
-    flush_everything()
-    atexit._run_exitfuncs()
-    flush_everything()
-    outcome.repeat_headline()
-    os._exit(exit_code)  # Python's own exit would not keep the code
-
-
 # ------------------------------------------------------------------ what is printed of an error
 
 # Exceptions of Python cannot be referred to weakly, and one that a program has caught must not be held: its traceback
-# holds the model. So an error carries its outcome with it.
-_ATTRIBUTE = "__lockstep_outcome__"
+# holds the model. So an error carries its ending with it.
+_ATTRIBUTE = "__lockstep_ending__"
 
 
-@dataclass
-class ErrorOutcome:
-    """What becomes of this process if nobody catches an error."""
-
-    instead: str | None = None  # printed in place of it; "": nothing, another rank prints the report
-    headline: str = ""  # printed below it: rank, place and error
-    reminder: str = ""  # the same, printed only where other lines follow the error
-    after: str = ""  # printed after it: what another rank has raised
-    saved: str = ""  # printed last: the file in which it is kept
-    exit_code: int | None = None  # where something else is printed; None: Python's own, 1
-    deadline: tuple[float, int] | None = None  # seconds until the process is ended by force, with which code
+def ending_of(error: BaseException) -> Ending:
+    """Return how this process ends if nobody catches ``error``, as far as that is settled."""
+    return getattr(error, _ATTRIBUTE, None) or Ending()
 
 
-def outcome_of(error: BaseException) -> ErrorOutcome:
-    """Return what becomes of this process if nobody catches ``error``, to be settled."""
+def set_ending(error: BaseException, ending: Ending) -> None:
+    """Settle how this process ends if nobody catches ``error``."""
     outcome.install_excepthook()
-    of_error: ErrorOutcome | None = getattr(error, _ATTRIBUTE, None)
-    if of_error is None:
-        of_error = ErrorOutcome()
-        setattr(error, _ATTRIBUTE, of_error)
-    return of_error
-
-
-def print_instead(error: BaseException, text: str, exit_code: int | None = None) -> None:
-    """Have Python print ``text`` instead of ``error`` when it ends this process."""
-    of_error = outcome_of(error)
-    of_error.instead, of_error.exit_code = text, exit_code
-
-
-def keep_quiet(error: BaseException) -> None:
-    """Keep Python from printing ``error`` when it ends this process: another rank prints the report."""
-    print_instead(error, "")
-
-
-def show_plainly(error: RankFailedError, exit_code: int | None = None) -> None:
-    """Have Python print the report alone when ``error`` ends this process, without this rank's own stack."""
-    # Torch's hook would put this rank's number in front of every line of the other one's traceback.
-    print_instead(error, f"\nlightning-lockstep: {error}\n", exit_code)
+    setattr(error, _ATTRIBUTE, ending)
 
 
 def error_to_bytes(error: BaseException) -> bytes:
     """Return ``error`` for another process that this one works for, which then prints what this one would."""
-    own: ErrorOutcome | None = getattr(error, _ATTRIBUTE, None)
-    if own is None or own.instead is None:
-        below = _nearest_outcome(error) or ErrorOutcome()
-        parts = (_formatted(error), below.headline, own.after if own else "", below.saved)
-        own = ErrorOutcome("\n\n".join(part.strip("\n") for part in parts if part))
+    own: Ending | None = getattr(error, _ATTRIBUTE, None)
+    if own is None or not own.replaces:
+        near = _nearest_ending(error) or Ending()
+        parts = (_formatted(error), "" if near.replaces else near.text)
+        own = Ending("\n\n".join(part.strip("\n") for part in parts if part))
     try:
-        sent = pickle.dumps((error, own.instead, own.exit_code))
+        sent = pickle.dumps((error, own.text, own.exit_code))
         pickle.loads(sent)
     except Exception:  # whatever the constructor of a user's class makes of its pickle
         replaced = RuntimeError(f"{type(error).__name__}: {error}")
-        return pickle.dumps((replaced, own.instead, own.exit_code))
+        return pickle.dumps((replaced, own.text, own.exit_code))
     return sent
 
 
 def error_from_bytes(sent: bytes) -> BaseException:
     """Return the error of which a process that works for this one has made bytes."""
     error, text, exit_code = pickle.loads(sent)
-    print_instead(error, text, exit_code)
+    set_ending(error, Ending(text, exit_code, replaces=True))
     assert isinstance(error, BaseException)
     return error
 
 
-def _nearest_outcome(error: BaseException | None) -> ErrorOutcome | None:
-    """Return the outcome of an error, or of the one that it followed, as where saving after it fails too."""
+def _nearest_ending(error: BaseException | None) -> Ending | None:
+    """Return the ending of an error, or of the one that it followed, as where saving after it fails too."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if (found := getattr(error, _ATTRIBUTE, None)) is not None:
@@ -389,6 +363,11 @@ def _nearest_outcome(error: BaseException | None) -> ErrorOutcome | None:
         seen.add(id(error))
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
+
+
+def _apart(text: str) -> str:
+    """Return a text as it stands below an error: but for the line that names a file, after an empty line."""
+    return text if not text or text.startswith((SAVED, "\n")) else f"\n{text}"
 
 
 def _formatted(error: BaseException) -> str:

@@ -1,40 +1,33 @@
-"""What happens to the other ranks when one rank fails: one state machine, the same on every rank.
+r"""What happens to the other ranks when one rank fails: one record, one message, three states, the same on every rank.
 
-Rank 0 decides which failure of a fit was the first. A rank that fails reports to it. The first report of a fit wins,
-and rank 0 sends its record to all, which at once confirms that rank 0 prints it. A rank that gets no answer within a
-third of the grace period stands on its own. The others stop where they are: at the next boundary of a training step,
-or when the collective they sit in breaks, or, at the end of the grace period, by force. Nobody enters a barrier or
-destroys a process group on the way out: both can wait for a dead peer.
+=========== ================== ================================================================================
+message     from, to           body
+=========== ================== ================================================================================
+``failure`` any rank, rank 0;  "this run ends, because": fit, record, whether it ends every fit, connections to end.
+            rank 0, all        Rank 0 sends on the first of a fit
+``raised``  any rank, rank 0   fit: its sender has raised in it
+``over``    rank 0, all        fit: all have raised in it, so that programs that have caught that may fit again
+=========== ================== ================================================================================
 
-=================== ============================ ====================================================================
-message             from, to                     body
-=================== ============================ ====================================================================
-``failure/report``  any rank, rank 0             fit, record, whether all ranks should raise it
-``failure/first``   rank 0, all                  the same: the first failure of that fit
-``failure/caught``  the rank that failed, rank   fit: the program has caught its failure and begins another
-                    0; from there all
-=================== ============================ ====================================================================
+=========== ================================== =================================================================
+state       what it means                      what ends it
+=========== ================================== =================================================================
+running     nothing ends this fit              ``failure`` (failed), an own error (raised)
+failed      `check` raises, the countdown runs an error, own or of `check` (raised), the end of the grace period
+                                               (ended by force)
+raised      this rank has raised               `begin_fit` (running)
+=========== ================================== =================================================================
 
-=================== =========================================== ======================================================
-state of a rank     what it means                               what ends it
-=================== =========================================== ======================================================
-running             nothing has failed in this fit              ``first`` (failed; in doubt where all ranks should
-                                                                raise it), an own error (raised)
-in doubt            another rank has raised an error that all   an own error (raised), half the grace period or the
-                    ranks should raise                          end of a process (failed), ``caught`` (over)
-failed              `check` raises, the countdown runs          an own error (raised), ``caught`` (over), the end of
-                                                                the grace period (ended by force)
-raised              this rank has raised, its own error or a    `begin_fit` (running, in the next fit)
-                    `RankFailedError`
-over                the rank that had failed goes on, and this  an own error of that type (raised; no failure),
-                    one may yet raise the same                  another one (a failure of the next fit), `begin_fit`
-=================== =========================================== ======================================================
+A rank that raises says so before its program can catch it, and goes on once rank 0 has confirmed that it prints the
+record; without an answer within a third of the grace period it stands on its own. The others stop at the next boundary
+of a training step, or when the collective breaks that they sit in, or by force. Nobody enters a barrier or destroys a
+process group on the way out: both can wait for a dead peer.
 
-Fits are numbered: a rank that begins one adds one, and after a failure all go on with the number that follows the one
-which rank 0 has named, however many each had begun. So no message has to be waited for when a fit begins, and one
-about a fit that is over for its receiver (late), or that its receiver will begin after one that has failed (early), is
-known by its number. Only the latest record of rank 0 is kept. A process that has ended begins no other fit: a record of
-that stops every fit from then on.
+Each rank counts its fits. A failure that is over stops nobody; one of a fit that this rank has not begun is kept; one
+of the fit before stops it, because the rank that failed will not come. A rank that has raised waits half the grace
+period until that is over. If it is not, this rank is alone with its error: it fails every further fit with it, and the
+others end their connections to it, so that they raise. After that, after the end of a process and after a diagnosis of
+the guard, every further fit ends the same.
 """
 
 from __future__ import annotations
@@ -42,25 +35,21 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
-from lightning_lockstep.distributed.failure.exit_notes import (
-    forget_failure,
-    keep_failure,
-    note_failure,
-    note_for_parent,
-    note_for_torchrun,
+from lightning_lockstep.distributed.failure.connections import (
+    Connection,
+    abort_devices,
+    connections_of_backend,
+    end_connections,
 )
-from lightning_lockstep.distributed.failure.process_exit import (
-    end_now,
-    keep_quiet,
-    outcome,
-    outcome_of,
-    print_instead,
-)
+from lightning_lockstep.distributed.failure.exit_notes import forget_failure, keep_failure, note_failure
+from lightning_lockstep.distributed.failure.process_exit import Ending, clock, end_now, outcome, set_ending
 from lightning_lockstep.distributed.failure.record import (
     FailureRecord,
     describe_error,
@@ -70,35 +59,35 @@ from lightning_lockstep.distributed.failure.record import (
     own_place,
 )
 from lightning_lockstep.distributed.side_channel.channel import BACK_WITHIN, Message, SideChannel
-from lightning_lockstep.errors import LockstepError, RankFailedError
+from lightning_lockstep.errors import CollectiveError, LockstepError, RankFailedError
 
-_REPORT, _FIRST, _CAUGHT = "failure/report", "failure/first", "failure/caught"
-# How much longer than the grace period, in which it waits for the ranks it has started, a rank may take to exit [s].
-_CHILDREN_END = 2.0
+_FAILURE, _RAISED, _OVER = "failure", "failure/raised", "failure/over"
+# How much longer than the grace period, after which it kills the ranks it has started, a rank may take to exit [s].
+_CHILDREN_END = 6.0
 # How long a message may take that is on its way already [s].
 _ON_ITS_WAY = 1.0
 _VANISHED = (
     "its connection has ended without a report: its process was killed, or was stopped for longer than silence_limit,"
     " or its host cannot be reached"
 )
-# How long a report that is being written holds a forced end [s].
-_REPORT_LIMIT = 60.0
+
+Ends = Collection[Connection]
 
 
 class Failure(NamedTuple):
-    """The first failure of a fit, as far as is known, or one that may be it."""
+    """The first failure of a fit, or one that may be it."""
 
     fit: int
     record: FailureRecord
-    of_all: bool = False  # whether all ranks should raise it: only if one does not, it is a failure
+    is_last: bool = False  # whether it ends every fit from now on
 
-    def body(self) -> list[Any]:
-        return [self.fit, self.record.to_json(), self.of_all]
+    def body(self, ends: Ends = ()) -> list[Any]:
+        return [self.fit, self.record.to_json(), self.is_last, list(ends)]
 
     @classmethod
     def from_body(cls, body: Any) -> Failure:
-        fit, record, of_all = body
-        return cls(int(fit), FailureRecord.from_json(record), bool(of_all))
+        fit, record, is_last, _ = body
+        return cls(int(fit), FailureRecord.from_json(record), bool(is_last))
 
 
 class FailurePropagation:
@@ -111,90 +100,97 @@ class FailurePropagation:
         self.folder: Callable[[], Path | None] = lambda: None
         # Whether this rank, or the process that started it and is no rank, prints the report of another's failure.
         self.prints_report, self.parent_prints = channel.rank == 0, False
-        self.on_force: Callable[[], None] | None = None  # to end this rank's child ranks first
-        # Returns the error that all ranks raise in place of one that was raised here, if any.
-        self.explain: Callable[[BaseException], BaseException | None] | None = None
+        # Of the guard: asks why a collective broke here, and brings the error of a diagnosis to the thread that trains.
+        self.explain: Callable[[BaseException], None] | None = None
+        self.interrupt: Callable[[CollectiveError], None] | None = None
+        self.state: Literal["running", "failed", "raised"] = "running"
         self.record: FailureRecord | None = None  # of the rank that failed first
-        self._fit = 0
-        self._over = -1  # failures of fits up to this one are over here
-        self._raised_in: int | None = None  # the failed fit for which this rank has raised
+        self.fit = 0  # its number; 0: none has begun
+        self.news = threading.Condition()
+        # The last fit of all ranks; an error of a rank before they meet again may have a later number.
+        self._begun = 0
         self._told: Failure | None = None  # the latest that rank 0 has decided on
-        self._dead: FailureRecord | None = None  # of the first process that has ended
-        self._rank_missing = False  # a rank is lost and that was reported
+        self._last: FailureRecord | None = None  # ends every fit from now on
+        self._over = -1  # the last fit whose failure is over
+        # In which fit this rank has raised, when, and because of what.
+        self._raised_in, self._raised_at = -1, 0.0
+        self._raised_as: FailureRecord | None = None
         self._alone = False  # rank 0 does not answer
-        self._keeps: type[BaseException] | None = None  # of an own error, by which this rank ends in time
-        self._news = threading.Condition()
-        channel.watch_peers(self._lost)
-        channel.on(_FIRST, self._take_first)
-        channel.on(_CAUGHT, self._take_caught)
-        if channel.rank == 0:
-            channel.on(_REPORT, lambda message: self._decide(Failure.from_body(message.body)))
+        self._keeps_own = False  # it ends in time by an error of its own
+        self._topics: Counter[str] = Counter()
+        self._listens = False
+        # Of rank 0: the fit in which each rank has raised, until that is over.
+        self._raised: dict[int, int] = {}
 
     @property
     def failed(self) -> bool:
         """Whether any rank is known to have failed; costs two attribute reads."""
         return self.record is not None
 
-    def has_raised(self, rank: int) -> bool:
-        """Return whether an error of this package is known that another rank may raise, or have raised, too."""
-        told = self._told
-        return rank != self.channel.rank and told is not None and told.of_all and told.fit > self._over
+    def topic(self, name: str) -> str:
+        """Return ``name`` with the number of the fit, and how often that has asked; the same on every rank."""
+        self._topics[name] += 1
+        return f"{name}/{self.fit}.{self._topics[name]}"
+
+    def join(self) -> None:
+        """Take part in failures, in no new fit: what this rank raised before was caught."""
+        self._listen()
+        with self.news:
+            self.fit = max(self._begun, self._over + 1, self._raised_in + 1)
+            self._leave_failure()
 
     def begin_fit(self) -> None:
-        """Begin a fit: what this rank raised before was caught. Raises a failure of another rank not yet noticed."""
-        # A rank that goes on after its failure lets the others know, so that they forget it, too; nothing else is sent.
-        with self._news:
-            caught, told = self._raised_in, self._told
-            if caught is not None or self.record is None:
-                if caught is not None:
-                    self._over = max(self._over, caught)
-                is_next = caught is not None or self._over >= self._fit
-                self._fit = 1 + (self._over if is_next else self._fit)
-                self._raised_in = self.record = self._keeps = None
-                self._alone = False
+        """Begin the next fit, or raise what ends it already. Ranks: all, before they meet in a collective."""
+        self._listen()
+        if self._raised_as is not None and not self._is_got_over():  # the others end those that lead to them
+            ends = connections_of_backend((self.channel.port, int(os.environ.get("MASTER_PORT") or 0)))
+            self._report(Failure(self.fit, self._raised_as, is_last=True), ends)
+            self._last = self._last or self._raised_as
+            abort_devices()
+        with self.news:
+            self._leave_failure()
+            if self.state == "running":
+                self.fit = self._begun = max(self._begun, self._over) + 1
+                self._topics.clear()
                 self._apply()
-                if self._dead is not None and self.record is None:
-                    self._decide(Failure(self._fit, self._dead))
-        if caught is not None:
-            outcome.cancel_forced_exit()
-            forget_failure()
-            if told is not None and (told.fit, told.record.rank) == (caught, self.channel.rank):
-                self.channel.post(_CAUGHT, caught, to=None if self.channel.rank == 0 else 0)
-                self.channel.flush(2.0)  # before this rank meets the others in a collective
         self.check()
 
     def check(self) -> None:
-        """Raise :class:`RankFailedError` here if another rank has failed. Ranks: any, alone."""
+        """Raise here what ends this fit, if another rank has failed. Ranks: any, alone."""
         record = self.record
-        if record is not None and record.rank != self.channel.rank:
+        if record is not None and (
+            self.state == "failed" or record.kind == "collective" or record.rank != self.channel.rank
+        ):
             raise self._stopped(record)
 
     def error_to_raise(self, error: BaseException) -> BaseException:
         """Return the error that this rank is to raise in place of one that ended its work."""
         # The first rank to fail informs the others and keeps its error, and so does a rank that raises an error of the
         # same type. A rank whose collective broke because of a failure gets a `RankFailedError` with the first one's
-        # report: where an error looks like such a consequence, it waits up to a third of the grace period for the
-        # message, and as long for rank 0.
+        # report: where an error looks like such a consequence, it asks the guard, and waits up to a third of the grace
+        # period for the message.
         if isinstance(error, SystemExit) and error.code == (outcome.expected_exit_code or object()):
             return error
         if isinstance(error, RankFailedError):
-            self._raises()
+            self._raises(self.record or self.describe(error))
             return error
         if isinstance(error, KeyboardInterrupt):
             return self._interrupted(error)
-        if self.explain is not None and not isinstance(error, SystemExit):
-            error = self.explain(error) or error
-        if not isinstance(error, LockstepError) and is_broken_collective(error):
-            self._wait_for_cause()
+        is_own = isinstance(error, (LockstepError, SystemExit))
+        if self.record is None and not is_own and is_broken_collective(error):
+            if self.explain is not None:
+                self.explain(error)
+            with self.news:
+                # A rank that was killed is known to be lost only when it has not come back.
+                seconds = max(self.grace_period / 3, BACK_WITHIN + _ON_ITS_WAY)
+                self.channel.wait_for(self.news, lambda: self.failed, seconds, needs_main=False)
+        record = self.record
+        is_explained = record is not None and record.kind == "collective"
+        if record is not None and is_explained and (isinstance(error, CollectiveError) or not is_own):
+            return self._stopped(record, error)
         first = self._first_failure(error)
-        if isinstance(error, LockstepError):
-            return self._raised_on_all(error, first)
-        if first is None:
-            return self._ends(error, 1)
-        if first.rank == self.channel.rank:
-            return self._raised_first(error, first)
-        if is_alike(error, first):
-            return self._raised_alike(error, first)
+        if first.rank == self.channel.rank or is_alike(error, first):
+            return self._own(error, first)
         if not isinstance(error, SystemExit):
             return self._stopped(first)
         self._keep(first)
@@ -205,243 +201,260 @@ class FailurePropagation:
         kind, summary, code = describe_exit(returncode)
         host = socket.gethostname()
         record = FailureRecord(rank, self.channel.world_size, host, pid, kind, summary, exit_code=code)
-        self._report(Failure(self._fit, record))
+        self._report(Failure(self.fit, record, is_last=True))
+
+    def report_diagnosis(self, error: CollectiveError, ends: Mapping[int, Ends]) -> bool:
+        """On rank 0: let all ranks raise an error of the guard and end these connections, unless one has failed."""
+        record = replace(self.describe(error), kind="collective")
+        if not self._decide(Failure(self.fit, record, is_last=True), lambda rank: ends.get(rank, ())):
+            return False
+        self.channel.flush(0.5)  # before this rank ends the connections by which others would notice
+        self._end_waits(ends.get(0, ()), record)
+        return True
+
+    # -- fits --------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Begin to hear of failures, once all is set that they need."""
+        if self._listens or self.channel.world_size == 1:
+            return
+        self._listens = True
+        clock.start()
+        self.channel.on(_FAILURE, self._take_failure)
+        self.channel.on(_RAISED, lambda message: self._note_raised(message.sender, int(message.body)))
+        self.channel.on(_OVER, lambda message: self._take_over(int(message.body)))
+        self.channel.watch_peers(self._lost)
+
+    def _is_got_over(self) -> bool:
+        """Return whether all ranks have raised in the fit in which this one has; wait for that for a while."""
+        # No longer, or a rank that waits for this one in a collective would be ended by force.
+        left = self._raised_at + self.grace_period / 2 - time.monotonic()
+
+        def is_over() -> bool:
+            return self._over >= self._raised_in or self._last is not None or self.state == "failed"
+
+        with self.news:
+            return is_over() or self.channel.wait_for(self.news, is_over, max(left, _ON_ITS_WAY))
+
+    def _leave_failure(self) -> None:
+        """Run again if this rank has raised, as the program has caught that; unless something ends this fit too."""
+        if self.state == "raised":
+            self.state, self.record, self._keeps_own, self._alone = "running", None, False, False
+            outcome.cancel_forced_exit()
+            forget_failure()
+        self._apply()
+
+    def _note_raised(self, rank: int, fit: int) -> None:
+        """On rank 0: the failure of a fit is over once all have raised in it, or in a later one."""
+        with self.news:
+            self._raised[rank] = fit
+            over = min(self._raised.values()) if len(self._raised) == self.channel.world_size else self._over
+            if over > self._over:
+                self.channel.post(_OVER, over)
+                self._take_over(over)
+            self._raised = {one: later for one, later in self._raised.items() if later > self._over}
+
+    def _take_over(self, fit: int) -> None:
+        with self.news:
+            self._over = max(self._over, fit)
+            self.news.notify_all()
 
     # -- which failure is the first ---------------------------------------------------------------------
 
-    def _first_failure(self, error: BaseException) -> FailureRecord | None:
+    def _first(self, after: int = -1) -> Failure | None:
+        """Return the first failure that is known of this fit, or of one before that is not over, after ``after``."""
+        told = self._told
+        if told is not None and max(self._over, after) < told.fit <= self.fit:
+            return told
+        return None if self._last is None else Failure(self.fit, self._last, is_last=True)
+
+    def _first_failure(self, error: BaseException) -> FailureRecord:
         """Return the record of the first failure in the fit in which this rank raises ``error``, perhaps its own."""
-        # None: that fit is over, the rank that had failed goes on, and this one has raised the same.
-        record = self.describe(error)
-        with self._news:
-            told = self._told
-            if told is not None and not self._applies(told):
-                is_early, is_over = told.fit > self._over, self._over >= self._fit
-                if is_early or (is_over and is_alike(error, told.record)):
-                    self._raises()
-                    return None
-                if is_over:
-                    self._fit = self._over + 1
-                told = None
-            self._raises()
-            fit = self._fit
-        if told is None:
-            self._report(Failure(fit, record, isinstance(error, LockstepError)))
-        with self._news:
-            told = self._told
-            assert told is not None
-            self._fit, self._raised_in = max(self._fit, told.fit), told.fit
-            if self.record is None and not isinstance(error, LockstepError):
-                self._stop_for(told)
-            return told.record
+        if self.state == "raised" and self.record is not None:
+            return self.record  # an error after another one, as where saving fails too
+        own = Failure(self.fit, self.describe(error))
+        with self.news:
+            was_running, self.state = self.state == "running", "raised"
+        if self._first() is None:
+            self._report(own)
+        with self.news:
+            first = self._first() or own
+            if was_running:
+                self._stops(first)
+            self._raises(first.record)
+            return first.record
 
-    def _raises(self) -> None:
-        """Note that this rank raises: its own error or a RankFailedError."""
-        with self._news:
-            if self._raised_in is None:
-                told = self._told
-                self._raised_in = told.fit if told is not None and self._applies(told) else self._fit
+    def _raises(self, record: FailureRecord) -> None:
+        """Say that this rank raises: its own error or another one's."""
+        with self.news:
+            if self.state != "raised" or self._raised_in < self.fit:
+                self.state, self._raised_in, self._raised_at = "raised", self.fit, time.monotonic()
+                self._raised_as = record
+                self._say_raised()
 
-    def _report(self, failure: Failure) -> None:
+    def _say_raised(self) -> None:
+        if self.channel.rank == 0:
+            self._note_raised(0, self._raised_in)
+        else:
+            self.channel.post(_RAISED, self._raised_in, to=0)
+
+    def _report(self, failure: Failure, ends: Ends = ()) -> None:
         """Have rank 0 decide about a failure, and wait for its answer; without one this rank stands on its own."""
         if self.channel.rank == 0:
-            self._decide(failure)
+            self._decide(failure, lambda rank: ends)
             self.channel.flush(1.0)
             return
-        self.channel.post(_REPORT, failure.body(), to=0)
+        self.channel.post(_FAILURE, failure.body(ends), to=0)
         waits = failure.record.kind != "interrupt"
         if not waits:
             self.channel.flush(1.0)
 
         def is_answered() -> bool:
-            return self._told is not None and self._told.fit >= failure.fit
+            return self._last is not None if failure.is_last else self._first() is not None
 
-        with self._news:
-            if not (waits and self.channel.wait_for(self._news, is_answered, self.grace_period / 3)):
+        with self.news:
+            if not (waits and self.channel.wait_for(self.news, is_answered, self.grace_period / 3)):
                 self._decide(failure)
 
-    def _decide(self, failure: Failure) -> None:
+    def _decide(self, failure: Failure, ends: Callable[[int], Ends] = lambda rank: ()) -> bool:
         """Settle on the first failure of a fit: on rank 0 for all ranks, on one that it does not answer for itself."""
         record = failure.record.in_folder(self.folder())
         if record.ended and not record.where:  # it cannot say where it was; the other ranks are near
             record = replace(record, where=own_place())
         failure = failure._replace(record=record)
-        with self._news:
-            told = self._told
-            if failure.record.ended:
-                self._dead = self._dead or failure.record
-                if self.record is not None or self._raised_in is not None:
-                    return  # it may be a consequence; if the program goes on, `begin_fit` comes back to it
-                if told is not None and told.fit > self._over:  # what a rank has said explains more
-                    failure = told._replace(of_all=False)
-                    self._fit = max(self._fit, told.fit)
-                else:
-                    failure = failure._replace(fit=max(self._fit, self._over + 1))
-            elif told is not None and failure.fit <= told.fit:
-                return  # its sender has been told which was the first
-            if self.channel.rank == 0:
-                self.channel.post(_FIRST, failure.body())
-            else:
+        with self.news:
+            told = self._told if self._told is not None and self._told.fit > self._over else None
+            if failure.is_last:  # what a rank has said explains more than a diagnosis
+                if self._last is not None or (told is not None and record.kind == "collective"):
+                    return False
+            elif failure.fit <= self._over or (told is not None and told.fit <= failure.fit):
+                return False  # its sender has been told which was the first
+            if self.channel.rank != 0:
                 self._alone = True
+            else:
+                for rank in range(1, self.channel.world_size):
+                    self.channel.post(_FAILURE, failure.body(ends(rank)), to=rank)
             self._take(failure)
+            return True
 
-    def _take_first(self, message: Message) -> None:
-        failure = Failure.from_body(message.body)
-        with self._news:
-            if self._told is None or failure.fit >= self._told.fit:
-                self._take(failure)
+    def _take_failure(self, message: Message) -> None:
+        failure, ends = Failure.from_body(message.body), [(here, there) for here, there in message.body[-1]]
+        if self.channel.rank != 0:
+            self._take(failure)
+        elif not self._decide(failure, lambda rank: () if rank == message.sender else ends):
+            return
+        if failure.is_last and not failure.record.ended:
+            self._later(0.0, self._end_waits, ends, failure.record)
 
     def _take(self, failure: Failure) -> None:
-        self._told = failure
-        self._apply()
-        self._news.notify_all()
-
-    def _applies(self, failure: Failure) -> bool:
-        """Return whether a failure is of this rank's fit, or of one before or after it that this rank takes part in."""
-        if failure.record.ended:
-            return True
-        is_own_over = self._raised_in is not None or self._over >= self._fit
-        return failure.fit > self._over and not (failure.fit > self._fit and is_own_over)
+        """Take what rank 0 has decided."""
+        with self.news:
+            if failure.is_last:
+                self._last = self._last or failure.record
+            else:
+                self._told = failure
+                if self.state == "raised" and failure.fit < self._begun:  # the fit before had failed already
+                    self.fit = self._begun = self._raised_in = failure.fit
+                    self._say_raised()
+            self._apply()
+            self.news.notify_all()
 
     def _apply(self) -> None:
-        """Let the latest record of rank 0 stop this rank, in time."""
-        told = self._told
-        if told is None or not self._applies(told):
-            return
-        if not told.of_all:
-            self._stop_for(told)
-        elif self._raised_in is None:
-            self._later(self.grace_period / 2, self._doubt_ends, told)
+        """Let the failure of this fit stop this rank, unless it has raised because of that."""
+        first = self._first(after=self._raised_in)
+        if self.state == "running" and first is not None:
+            self.state = "failed"
+            self._stops(first)
 
-    def _stop_for(self, failure: Failure) -> None:
-        """Take a failure for the one that stops this rank, and start the countdown if it is another rank's."""
+    def _stops(self, failure: Failure) -> None:
+        """Take a failure for the one that ends the fit of this rank, and start the countdown."""
         self.record = failure.record
-        if failure.record.rank != self.channel.rank:
-            self._later(self.grace_period * 0.9, self._grace_ends, failure.record)
+        if failure.fit > self._raised_in:
+            self.fit, self._begun = failure.fit, min(self._begun, failure.fit)
+        self._later(self.grace_period * 0.9, self._grace_ends, failure.record)
 
-    def _take_caught(self, message: Message) -> None:
-        """The rank that failed has caught it and goes on."""
-        fit = int(message.body)
-        with self._news:
-            told = self._told
-            if self.channel.rank == 0:
-                if told is None or (told.fit, told.record.rank) != (fit, message.sender):
-                    return
-                self.channel.post(_CAUGHT, fit)
-            self._over = max(self._over, fit)
-            if self._raised_in is None and told is not None and not self._applies(told):
-                self.record = None
-
-    def _wait_for_cause(self) -> None:
-        """Wait for the message of the failure that broke a collective here."""
-        with self._news:
-            # A rank that was killed is known to be lost only when it has not come back.
-            self._wait_for_record(max(self.grace_period / 3, BACK_WITHIN + _ON_ITS_WAY))
-            told = self._told
-            if self.record is None and told is not None and told.fit > self._over:
-                # An error that all should raise, or the failure of a fit that this rank has not begun.
-                self._fit = max(self._fit, told.fit)
-                self._stop_for(told)
-
-    def _wait_for_record(self, seconds: float) -> None:
-        self.channel.wait_for(self._news, lambda: self.record is not None, seconds, needs_main=False)
+    def _end_waits(self, ends: Ends, record: FailureRecord | None = None) -> None:
+        """Have the thread that trains raise the error of a diagnosis, and end what it waits in."""
+        is_diagnosed = record is not None and record.kind == "collective"
+        if is_diagnosed and self.state == "failed" and self.interrupt is not None and record is not None:
+            self.interrupt(record.collective_error())
+        if ends:
+            end_connections(ends)
+        abort_devices()
 
     # -- processes that have ended -----------------------------------------------------------------------
 
     def _lost(self, rank: int) -> None:
         host, pid = self.channel.process_of(rank)
         record = FailureRecord(rank, self.channel.world_size, host, pid, "vanished", _VANISHED)
-        failure = Failure(self._fit, record)
-        if rank != 0:
-            # Not on this thread, which must not wait. The first one counts, of a thousand perhaps.
-            if not self._rank_missing:
-                self._later(0.0, self._report, failure)
-                self._rank_missing = True
+        failure = Failure(self.fit, record, is_last=True)
+        if rank != 0:  # not on this thread, which must not wait; the first one counts, of a thousand perhaps
+            self._later(0.0, self._report_lost, failure)
             return
-        with self._news:
+        with self.news:
             # Every rank notices by itself and decides alone; with rank 0 the one that prints is gone.
-            told = self._told
-            has_printed = told is not None and told.fit > self._over and told.record.rank == 0
-            if self.record is None and not has_printed:
+            if self._first() is None:
                 speaks = self.channel.rank == 1 or os.environ.get("LOCAL_RANK") == "0"
                 self.prints_report = self.prints_report or speaks
             self._decide(failure)
 
+    def _report_lost(self, failure: Failure) -> None:
+        if self._last is None:
+            self._report(failure)
+
     # -- the error that this rank raises ----------------------------------------------------------------
 
-    def _raised_first(self, error: BaseException, record: FailureRecord) -> BaseException:
-        """Raise the own error; rank 0 prints it, or this rank does where rank 0 has not answered."""
-        record = self._keep(record)
-        if self.prints_report or not self._alone:
-            # Python itself prints nothing of a SystemExit.
-            says = isinstance(error, SystemExit) and self.prints_report and not self.parent_prints
-            report = record.printed() if says else ""
-            # Of a SystemExit nobody can see later whether the program has caught it.
-            outcome.force_exit_at_shutdown(
-                record.exit_code, report, unless_caught=not isinstance(error, SystemExit)
-            )
-        self._leave_printing(error, record)
-        if threading.current_thread() is threading.main_thread():
-            outcome_of(error).headline, outcome_of(error).saved = record.headline(), record.saved_to()
-        elif add_note := getattr(error, "add_note", None):  # not in Python 3.10
-            # Whoever runs this thread prints the error: Ray Train, on the driver.
-            add_note(f"\n{record.headline()}\n{record.saved_to()}".rstrip())
-        return self._ends(error, record.exit_code)
-
-    def _raised_alike(self, error: BaseException, record: FailureRecord) -> BaseException:
-        """Keep an own error, which ends this process in time unless the program catches it."""
-        self._keeps = type(error)
-        record = self._keep(record)
-        if self.prints_report and self.describe(error).summary != record.summary:
-            outcome_of(error).after = record.printed()
-        else:
-            outcome_of(error).saved = record.saved_to()
-            self._leave_printing(error, record)
-        return self._ends(error, record.exit_code)
-
-    def _leave_printing(self, error: BaseException, record: FailureRecord) -> None:
-        """Leave it to rank 0, where that has answered, or to torchrun to print an error that is in the record."""
+    def _own(self, error: BaseException, first: FailureRecord) -> BaseException:
+        """Raise an own error, the first or the same: rank 0 prints it, or this rank where rank 0 has not answered."""
+        # An error of this package is one of all ranks: each keeps its own, and all end in good order.
+        is_first, is_ours = first.rank == self.channel.rank, isinstance(error, LockstepError)
+        self._keeps_own = is_first or is_ours or not self.parent_prints
+        record = self._keep(first)
+        headline, saved = record.headline(), record.saved_to()
+        ending = Ending(saved, headline=headline)
         if not self.prints_report and not self._alone:
-            keep_quiet(error)
-        elif self.prints_report and record.shown_by_torchrun:
-            print_instead(error, record.printed())
-
-    def _ends(self, error: BaseException, exit_code: int) -> BaseException:
-        """Let an own error, if nobody catches it, end this process within the time that its children get."""
-        outcome.end_within(error, self.grace_period + _CHILDREN_END, exit_code, on_force=self.on_force)
-        return error
-
-    def _raised_on_all(self, error: BaseException, first: FailureRecord | None) -> BaseException:
-        """Errors of this package are raised on every rank: each keeps its own, rank 0 prints it."""
-        record = self._kept(replace(self.describe(error), file=first.file) if first else self.describe(error))
-        note_for_parent(record)
-        note_for_torchrun("\n".join(filter(None, [record.headline(), record.saved_to()])), of=error)
-        outcome_of(error).reminder, outcome_of(error).saved = record.headline(), record.saved_to()
-        if first is not None and not self.prints_report and not self._alone:
-            keep_quiet(error)
+            ending = Ending(replaces=True)
+        elif not is_first and self.describe(error).summary != first.summary:
+            ending = Ending(record.printed(), headline=f"lightning-lockstep: {headline}")
+        elif is_first and not is_ours:
+            ending.text = f"{headline}\n{saved}".rstrip()
+        set_ending(error, ending)
+        if is_ours:
+            if first.kind != "collective":
+                self.record = None  # they may still meet, as to save a checkpoint
+            return error
+        ending.deadline, ending.exit_code = self.grace_period + _CHILDREN_END, record.exit_code
+        if is_first:
+            # Of a SystemExit Python prints nothing, and nobody can see later whether the program has caught it.
+            exits = isinstance(error, SystemExit)
+            report = record.printed() if exits and self.prints_report and not self.parent_prints else ""
+            outcome.force_exit_at_shutdown(record.exit_code, report, unless_caught=not exits)
+            if threading.current_thread() is not threading.main_thread() and hasattr(error, "add_note"):
+                # Not in Python 3.10. Whoever runs this thread prints the error: Ray Train, on the driver.
+                error.add_note(f"\n{headline}\n{saved}".rstrip())
         return error
 
     def _interrupted(self, error: BaseException) -> BaseException:
         """Ctrl-C reaches every rank of a terminal by itself: report it once, wait for nobody."""
-        self._keeps = type(error)
-        first = self._first_failure(error)
-        if first is not None:
-            self._keep(first)
+        first = self._keep(self._first_failure(error))
+        self._keeps_own = first.kind == "interrupt"
         outcome.force_exit_at_shutdown(130)
         return error
 
-    def _stopped(self, record: FailureRecord) -> BaseException:
+    def _stopped(self, record: FailureRecord, error: BaseException | None = None) -> BaseException:
+        """Return what this rank raises because of a record, if need be in place of ``error``."""
         if record.kind == "interrupt":
             return self._interrupted(KeyboardInterrupt())
-        self._raises()
+        self._raises(record)
+        if record.kind == "collective":
+            return self._own(
+                error if isinstance(error, CollectiveError) else record.collective_error(), record
+            )
         record = self._keep(record)
-        error = RankFailedError(record.report(), record)
+        stopped = RankFailedError(record.report(), record)
         outcome.force_exit_at_shutdown(record.exit_code)
-        if self.prints_report:
-            print_instead(error, record.printed())
-        else:
-            keep_quiet(error)
-        return error
+        set_ending(stopped, Ending(record.printed() if self.prints_report else "", replaces=True))
+        return stopped
 
     def describe(self, error: BaseException) -> FailureRecord:
         """Return the record of an error that was raised here, with the file in which it is kept."""
@@ -450,40 +463,24 @@ class FailurePropagation:
 
     def _keep(self, record: FailureRecord) -> FailureRecord:
         """Leave the notes of a failure, and on the rank that prints it the file that the record names."""
-        record = self._kept(record)
+        prints = self.prints_report or record.rank == self.channel.rank
+        if prints and (self.channel.rank == 0 or self._alone):
+            record = keep_failure(record)
         note_failure(record)
         return record
 
-    def _kept(self, record: FailureRecord) -> FailureRecord:
-        prints = self.prints_report or record.rank == self.channel.rank
-        return keep_failure(record) if prints and (self.channel.rank == 0 or self._alone) else record
+    # -- after a while, on the thread of the clock ---------------------------------------------------------
 
-    # -- after a while, each on a separate thread --------------------------------------------------------
-
-    def _later(self, seconds: float, function: Callable[..., None], *args: Any) -> None:
-        timer = threading.Timer(seconds, function, args)
-        timer.name, timer.daemon = "lockstep-failure", True
-        timer.start()
-
-    def _doubt_ends(self, failure: Failure) -> None:
-        """An error that all ranks should raise: this one has had its time to do so."""
-        outcome.wait_for_reports(_REPORT_LIMIT)
-        with self._news:
-            if self._told is failure and self._raised_in is None and self._applies(failure):
-                self._stop_for(failure)
-                self._news.notify_all()
+    def _later(self, seconds: float, function: Callable[..., object], *args: Any) -> None:
+        clock.after(seconds, function, *args)
 
     def _grace_ends(self, record: FailureRecord) -> None:
         """End this process by force, unless it deals with the failure."""
-        outcome.wait_for_reports(_REPORT_LIMIT)
-        if self.record is not record or outcome.failure_returned:
-            return  # the program has caught it and goes on
-        if self._keeps is KeyboardInterrupt:
-            if record.kind == "interrupt":
-                return  # Ctrl-C came here too, and the program has handled it
-        elif self._keeps is not None and not self.parent_prints:
-            return  # this rank has its own error, and ends by it unless the program has caught it
-        self.end_now(record)
+        outcome.wait_for_report()
+        # The program has caught it and goes on, or this rank ends by an error of its own. Python prints no error of a
+        # rank that was forked or spawned, so nothing would end that one.
+        if self.record is record and not outcome.failure_returned and not self._keeps_own:
+            self.end_now(record)
 
     def end_now(self, record: FailureRecord) -> NoReturn:
         """End this process by force because of a failure, from any thread; the rank that prints its report does."""
@@ -492,8 +489,6 @@ class FailurePropagation:
             kept = self._keep(record)
             return kept.printed() if self.prints_report and not self.parent_prints else ""
 
-        if self.on_force is not None:
-            self.on_force()
         end_now(record.exit_code, report)
 
 

@@ -14,17 +14,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from torch.distributed import DistError
 
 from lightning_lockstep._lightning import SIGTERMException
 from lightning_lockstep._settings import full_traceback
 from lightning_lockstep._text import SAVED, exit_in_words, ranks_in_words
-from lightning_lockstep.errors import FailedRank, FailureKind, LockstepError, RankFailedError
-
-# Codes of ECMA-48 that colour, move or link: ``ESC [ ... letter``, ``ESC ] ... BEL``, ``ESC letter``.
-_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~])")
+from lightning_lockstep.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    CollectiveStallError,
+    FailedRank,
+    FailureKind,
+    LockstepError,
+    RankFailedError,
+)
 
 # -- Tracebacks that show the user's own frames, and of torch, Lightning, Hydra and this package how many
 # there were
@@ -41,10 +46,9 @@ _FOLDED = {
     "deepspeed": "deepspeed",
     "lightning_lockstep": "lightning_lockstep",
 }
-_OWN = Path(__file__).parents[2]
+_OWN = f"{Path(__file__).parents[2]}{os.sep}"
+_INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\](\w+)")
 _STANDARD = os.__file__.rpartition(os.sep)[0] + os.sep
-_CAUSE = "\nThe above exception was the direct cause of the following exception:\n\n"
-_CONTEXT = "\nDuring handling of the above exception, another exception occurred:\n\n"
 
 
 def format_error(error: BaseException) -> str:
@@ -58,7 +62,9 @@ def format_error(error: BaseException) -> str:
         return ""  # raised at the next boundary of a batch, wherever the signal has arrived
     if isinstance(error, LockstepError) and not isinstance(error, RankFailedError):
         return "".join(traceback.format_exception_only(type(error), error))
-    return "".join(_lines(traceback.TracebackException.from_exception(error)))
+    told = traceback.TracebackException.from_exception(error)
+    _fold(told)
+    return "".join(told.format())
 
 
 def folded_stack(places: Iterable[tuple[str, int, str]]) -> list[str]:
@@ -82,18 +88,18 @@ def user_function(error: BaseException) -> str | None:
     return None
 
 
-def _lines(error: traceback.TracebackException) -> Iterator[str]:
-    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    if before is not None:
-        yield from _lines(before)
-        yield _CAUSE if error.__cause__ is not None else _CONTEXT
-    if getattr(error, "exceptions", None):  # a group: Python draws its tree
-        yield from error.format(chain=False)
-        return
-    if error.stack:
-        yield "Traceback (most recent call last):\n"
-        yield from _frames(error.stack)
-    yield from error.format_exception_only()
+class _FoldedStack(traceback.StackSummary):
+    """A stack of which Python prints frames of libraries that follow each other as one line."""
+
+    def format(self, **_: Any) -> list[str]:
+        return list(_frames(self))
+
+
+def _fold(error: traceback.TracebackException) -> None:
+    for before in (error.__cause__, error.__context__, *(getattr(error, "exceptions", None) or ())):
+        if before is not None:
+            _fold(before)
+    error.stack = _FoldedStack(error.stack)
 
 
 def _frames(stack: Iterable[traceback.FrameSummary]) -> Iterator[str]:
@@ -112,14 +118,10 @@ def _frames(stack: Iterable[traceback.FrameSummary]) -> Iterator[str]:
 
 def _package_of(filename: str) -> str | None:
     """Return the name of the package that a file belongs to, if frames of it are folded."""
-    path = Path(filename)
-    if path.is_relative_to(_OWN):
+    if filename.startswith(_OWN):
         return "lightning_lockstep"
-    parts = path.parts
-    for place in ("site-packages", "dist-packages"):
-        if place in parts[:-1]:
-            return _FOLDED.get(parts[len(parts) - 1 - parts[::-1].index(place) + 1].removesuffix(".py"))
-    return None
+    found = _INSTALLED.match(filename)
+    return _FOLDED.get(found[1]) if found else None
 
 
 # -- What is known of the rank that failed first, and the text that reports it --
@@ -138,12 +140,8 @@ _BROKEN = (
     "socket",
     "rankfailederror",  # torch wraps what a callback in C++ has raised
 )
-
-
 # A store, but no word such as "restore".
 _STORE = r"\b(tcp|file|hash|prefix)?store\b"
-# The errors that say so.
-_BREAKS = ("RuntimeError", "Dist", "Connection", "BrokenPipeError")
 
 
 @dataclass(frozen=True)
@@ -155,6 +153,16 @@ class FailureRecord(FailedRank):
         """Whether the rank's process has ended, so that no program can have caught what happened."""
         return self.kind in ("exit", "signal", "vanished")
 
+    def collective_error(self) -> CollectiveError:
+        """Return the error that all ranks raise because of a diagnosis, of which this is the record."""
+        kind, text = CollectiveMismatchError, self.traceback.partition(": ")[2].rstrip("\n")
+        return kind(text) if self.summary.startswith(kind.__name__) else CollectiveStallError(text)
+
+    @property
+    def is_of_all(self) -> bool:
+        """Whether all ranks have raised this together, of which one rank reports it."""
+        return self.world_size > 1 and self.summary.startswith(_RAISED_BY_ALL)
+
     def headline(self) -> str:
         """Return one line: which rank failed, where and with what."""
         # A process that has ended cannot say where it was.
@@ -164,18 +172,17 @@ class FailureRecord(FailedRank):
             else ""
         )
         process = f" (host {self.host}, process {self.pid})" if self.host else ""
-        what = self.summary
-        if self.traceback and len(what) > _HEADLINE:
-            what = f"{what[:_HEADLINE]}... ({len(what):,} characters; all of them are in the traceback)"
         who = f"rank {self.rank} of {self.world_size}{process}"
-        if self.kind == "signal" and what.startswith("killed by "):
-            return f"{who} was {what}{place}"
-        return f"{who} {_VERBS[self.kind]}{place}: {what}"
+        if self.kind == "signal" and self.summary.startswith("killed by "):
+            return f"{who} was {self.summary}{place}"
+        if self.is_of_all:
+            return f"all {self.world_size} ranks stopped{place}: {self.summary}"
+        return f"{who} {_VERBS[self.kind]}{place}: {self.summary}"
 
     def report(self) -> str:
         """Return headline and traceback of the failed rank, the headline once more, and the file that has all of it."""
         hint = _hint(self)
-        lines = [self.headline(), "The other ranks were stopped."]
+        lines = [self.headline(), *([] if self.is_of_all else ["The other ranks were stopped."])]
         if hint:
             lines.append(hint)
         if self.traceback:
@@ -197,22 +204,8 @@ class FailureRecord(FailedRank):
         return f"{SAVED}{shown}/{FAILURE_FILE}; for what it says and what to do next: lockstep-doctor run {shown}"
 
     def printed(self) -> str:
-        """Return the report as it is printed; without the traceback where torchrun shows that last."""
-        text = self.report()
-        if self.shown_by_torchrun:
-            last = "The traceback is at the end of what torchrun prints."
-            text = "\n".join(
-                filter(None, [self.headline(), "The other ranks were stopped.", self.saved_to(), last])
-            )
-        return f"\nlightning-lockstep: {text}\n"
-
-    @property
-    def shown_by_torchrun(self) -> bool:
-        """Whether the closing summary of torchrun, of this host alone and of the last attempt, has the traceback."""
-        given = os.environ
-        is_last = given.get("TORCHELASTIC_RESTART_COUNT") == given.get("TORCHELASTIC_MAX_RESTARTS")
-        has_summary = "TORCHELASTIC_ERROR_FILE" in given and given.get("GROUP_WORLD_SIZE") == "1"
-        return has_summary and is_last and self.traceback.startswith("Traceback")
+        """Return the report as it is printed."""
+        return f"\nlightning-lockstep: {self.report()}\n"
 
     def to_json(self) -> str:
         """Return the record as JSON text."""
@@ -220,34 +213,24 @@ class FailureRecord(FailedRank):
 
     @classmethod
     def from_json(cls, text: str) -> FailureRecord:
-        """Return what :meth:`to_json` wrote, without characters that steer a terminal; ValueError where it is none."""
-        given = json.loads(text)
-        if not (isinstance(given, dict) and _FIELDS.keys() == given.keys()):
-            raise ValueError("it does not have the fields of a failure record")
-        for name, kind in _FIELDS.items():
-            if not isinstance(given[name], kind) or isinstance(given[name], bool):
-                raise ValueError(f"{name} of a failure record is {given[name]!r}")
-        if given["kind"] not in get_args(FailureKind):
-            raise ValueError(f"kind of a failure record is {given['kind']!r}")
-        texts = {name: _without_escapes(given[name]) for name, kind in _FIELDS.items() if kind is str}
-        where = {
-            _without_escapes(key): value if isinstance(value, int) else _without_escapes(str(value))
-            for key, value in given["where"].items()
-        }
-        return cls(**{**given, **texts, "where": where})
+        """Return what :meth:`to_json` wrote; ValueError where it is something else."""
+        try:
+            return cls(**json.loads(text))
+        except TypeError as error:
+            raise ValueError("it does not have the fields of a failure record") from error
 
 
-_FIELDS = {name: type(value) for name, value in asdict(FailureRecord(0, 1, "", 0, "exit", "")).items()}
-
-
-# How much of a text stands in a headline [characters]: above it or below it is all of it, in the traceback.
+# How much of an error's text stands in a headline [characters]: all of it is in the traceback.
 _HEADLINE = 240
+# Errors of callbacks, whose message tells which rank is to blame.
+_RAISED_BY_ALL = ("OverflowDetectedError", "ReplicaMismatchError")
 _VERBS: dict[str, str] = {
     "exception": "failed",
     "exit": "ended",
     "signal": "was killed",
     "vanished": "was lost",
     "interrupt": "was interrupted",
+    "collective": "failed",
 }
 
 
@@ -259,18 +242,11 @@ def _hint(record: FailureRecord) -> str:
         )
     if record.kind == "exit":
         return "It ended without a report; what it printed itself is above."
-    if record.kind == "exception" and _says_broken(record.summary) and record.summary.startswith(_BREAKS):
-        return (
-            "A collective operation broke, most often because another rank ended; none has reported a failure, so"
-            " look at what the program that started the ranks says of them."
-        )
     if record.kind == "vanished":
         return "Its process or host ended without reporting an error: look at that host's own logs."
     return ""
 
 
-#: Of a place: how many batches this rank's loaders have for validation, test or prediction; not shown with the place.
-BATCHES = "batches"
 _where: Callable[[], Mapping[str, Any]] = dict
 
 
@@ -280,16 +256,16 @@ def tell_place_by(where: Callable[[], Mapping[str, Any]]) -> None:
     _where = where
 
 
-def own_place(*, batches: bool = False) -> dict[str, Any]:
-    """Return what this rank is doing, as far as known, perhaps with ``BATCHES``; any thread may ask."""
+def own_place() -> dict[str, Any]:
+    """Return what this rank is doing, as far as known; any thread may ask."""
     with suppress(Exception):
-        return {key: value for key, value in _where().items() if batches or key != BATCHES}
+        return dict(_where())
     return {}
 
 
 def place_in_words(where: Mapping[str, Any]) -> str:
     """Return a place as reports name it: ``epoch 0, step 7, batch 7, stage train``."""
-    return ", ".join(f"{key} {value}" for key, value in where.items() if key != BATCHES)
+    return ", ".join(f"{key} {value}" for key, value in where.items())
 
 
 def places_in_words(places: Mapping[int, Mapping[str, Any]]) -> str:
@@ -331,7 +307,7 @@ def describe_error(
         os.getpid(),
         kind,
         _summary(error),
-        _without_escapes(format_error(error)),
+        format_error(error),
         place,
         code,
     )
@@ -340,23 +316,19 @@ def describe_error(
 def _summary(error: BaseException) -> str:
     if isinstance(error, SIGTERMException):
         return "SIGTERMException: it received SIGTERM"
-    name, text = type(error).__name__, _first_lines(_without_escapes(str(error)))
-    return f"{name}: {text}" if text else name
-
-
-def _without_escapes(text: str) -> str:
-    """Return a text without the codes that colour it or steer a terminal, and without other invisible characters."""
-    return "".join(one for one in _ESCAPES.sub("", text) if one.isprintable() or one in "\n\t")
-
-
-def _first_lines(text: str) -> str:
-    """Return the first line of a text that is not blank, and the next one too if the first ends with a colon."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # "Error(s) in loading state_dict for Net:" says less than the line below it.
+    text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    more = (
+        f"... ({len(text):,} characters; all of them are in the traceback)" if len(text) > _HEADLINE else ""
+    )
+    return f"{type(error).__name__}: {text[:_HEADLINE]}{more}".removesuffix(": ")
 
 
 def is_alike(error: BaseException, record: FailureRecord) -> bool:
     """Return whether ``error`` is of the type that another rank has failed with, and no consequence of that."""
+    if isinstance(error, LockstepError):  # of all ranks
+        return True
     same_type = record.summary.partition(":")[0] == type(error).__name__
     return same_type and not isinstance(error, SystemExit) and not is_broken_collective(error)
 

@@ -9,13 +9,12 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from math import prod
+from dataclasses import asdict, dataclass, field, replace
 from types import FrameType
 from typing import Any
 
-from lightning_lockstep._text import plain_table, ranks_in_words
-from lightning_lockstep.distributed.failure.record import BATCHES, places_in_words
+from lightning_lockstep._text import plain_table
+from lightning_lockstep.distributed.failure.record import places_in_words
 
 # -- What one rank called --
 # Nothing in this file depends on a backend: whoever compares the ranks describes each call as a
@@ -50,14 +49,14 @@ class CollectiveCall:
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> CollectiveCall:
         """Return the call that :meth:`to_data` has described, also after a way through JSON."""
-        known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
-        shapes = tuple(tuple(shape) for shape in known.get("shapes", ()))
-        return cls(**{**known, "dtypes": tuple(known.get("dtypes", ())), "shapes": shapes})
+        return cls(**{**data, "dtypes": tuple(data["dtypes"]), "shapes": tuple(map(tuple, data["shapes"]))})
 
     @property
     def title(self) -> str:
         """The operation with its reduction and root, such as ``reduce(sum) to 0``."""
-        return call_title(self.operation, self.reduce_op, self.root)
+        way = "to" if self.operation in ("reduce", "gather") else "from"
+        root = "" if self.root is None else f" {way} {self.root}"
+        return self.operation + (f"({self.reduce_op})" if self.reduce_op else "") + root
 
     def compared(self) -> tuple[str, ...]:
         """Return what must be equal on all ranks: operation, dtype and shape, as text, nothing left out."""
@@ -68,14 +67,6 @@ class CollectiveCall:
         """Return what the report shows: operation, dtype and shape."""
         shapes = [str(tuple(shape)) for shape in self.shapes]
         return self.title, _in_short(self.dtypes), self.note or _in_short(shapes)
-
-
-def call_title(operation: str, reduce_op: str | None, root: int | None) -> str:
-    """Return how messages name a call, such as ``broadcast from 1``."""
-    way = "to" if operation in ("reduce", "gather") else "from"
-    return (
-        operation + (f"({reduce_op})" if reduce_op else "") + (f" {way} {root}" if root is not None else "")
-    )
 
 
 def fingerprint(signature: Hashable) -> int:
@@ -100,13 +91,8 @@ def mismatch_report(calls: Mapping[int, CollectiveCall]) -> str:
             operation = f"{operation} in {call.group!r}"
         rows.append((rank, operation, dtype, shape, call.site, "<- differs" if rank in odd else ""))
     table = plain_table(("rank", "operation", "dtype", "shape", "called from", ""), rows)
-    places = {rank: call.where for rank, call in calls.items()}
-    paragraphs = (
-        f"ranks disagree on {_which(calls.values())}",
-        table,
-        places_in_words(places),
-        uneven_evaluation(calls, places) or _remedy(calls),
-    )
+    places = places_in_words({rank: call.where for rank, call in calls.items()})
+    paragraphs = f"ranks disagree on {_which(calls.values())}", table, places, _remedy(calls)
     return "\n\n".join(filter(None, paragraphs))
 
 
@@ -139,34 +125,6 @@ def _only_batches_differ(calls: Collection[CollectiveCall]) -> bool:
     return len(of_calls) == 1 and len({call.batch for call in calls}) > 1
 
 
-# Stages in which Lightning does not care how many batches each rank has, and what messages call them.
-_EVALUATIONS = {
-    "sanity_check": "validation",
-    "validate": "validation",
-    "test": "test",
-    "predict": "prediction",
-}
-
-
-def uneven_evaluation(calls: Mapping[int, CollectiveCall], places: Mapping[int, Mapping[str, Any]]) -> str:
-    """Return what to do if ranks have different numbers of batches to evaluate, and one of them is evaluating."""
-    stages = [where.get("stage") for where in places.values() if where.get("stage") in _EVALUATIONS]
-    ranks_with: dict[Any, list[int]] = {}
-    for rank, where in places.items():
-        ranks_with.setdefault(where.get(BATCHES), []).append(rank)
-    if not stages or len(ranks_with) < 2 or None in ranks_with:
-        return ""
-    what = _EVALUATIONS[str(stages[0])]
-    counts = ", ".join(f"{ranks_in_words(ranks)}: {number}" for number, ranks in ranks_with.items())
-    needs = "a collective there, such as that of self.log(..., sync_dist=True), needs all of them"
-    if _by_fsdp(calls):
-        needs = "each call of a layer of the model, which FSDP has divided, needs all of them"
-    return (
-        f"The ranks have different numbers of {what} batches ({counts}), and {needs}. Give every rank as many:"
-        " Lightning does so with use_distributed_sampler=True."
-    )
-
-
 def _by_fsdp(calls: Mapping[int, CollectiveCall]) -> bool:
     """Return whether a rank has called this because a model is divided: FSDP alone gathers in backward."""
     gathers = (call for call in calls.values() if call.operation.startswith("all_gather"))
@@ -188,14 +146,18 @@ def _remedy(calls: Mapping[int, CollectiveCall]) -> str:
             " of different batches would be reduced together. Run as many backward passes, and call as many"
             " collectives, in each batch on every rank."
         )
-    is_other = not is_same or len(titles) > 1
     is_elsewhere = is_same and len(sites) > 1 and all(sites) and not first.uneven
-    if is_elsewhere and (is_other or BACKWARD in sites):
-        return f"{_skipped(calls)}{f' {_DIVIDED}' if _by_fsdp(calls) else ''}"
     if _by_fsdp(calls):
-        return _DIVIDED
-    if is_other:
-        return "Call the same collectives with the same arguments in the same order on every rank."
+        return (
+            "FSDP has divided the model, so each call of a layer is an all_gather, and so is its backward: call the"
+            " model equally often and in the same order on all ranks, in evaluations too, and also if only one of them"
+            " logs, samples or saves."
+        )
+    if not is_same or len(titles) > 1 or (is_elsewhere and BACKWARD in sites):
+        return (
+            "Call the same collectives with the same arguments in the same order on every rank. Look for an `if` or a"
+            " loop that only some ranks enter, or for a backward that one has left out."
+        )
     if sites == {BACKWARD}:
         return (
             "DDP averages gradients in backward, and here the ranks bring different ones: run as many backward passes"
@@ -203,10 +165,7 @@ def _remedy(calls: Mapping[int, CollectiveCall]) -> str:
         )
     dtype, shape = len(dtypes) > 1, len(shapes) > 1
     if shape and not dtype and first.operation in ALL_TO_ALL:
-        return (
-            "Let what each rank sends to another be as much as that expects from it (input_split_sizes here,"
-            " output_split_sizes there)."
-        )
+        return "Let each rank send as much as the other one expects (input_split_sizes here, output_split_sizes there)."
     kinds = (("dtypes", dtype), ("numbers of dimensions" if first.uneven else "shapes", shape))
     what = " and ".join(name for name, differs in kinds if differs)
     instead = ""
@@ -217,55 +176,9 @@ def _remedy(calls: Mapping[int, CollectiveCall]) -> str:
     return f"Make the {what or 'arguments'} equal on all ranks before the call{instead}."
 
 
-_SAME = "Every rank must call the same collectives in the same order"
-_DIVIDED = (
-    "FSDP has divided the model, so each call of a layer is an all_gather, and so is its backward: call the model"
-    " equally often and in the same order on all ranks, also if only one of them logs, samples or saves."
-)
-
-
-def _skipped(calls: Mapping[int, CollectiveCall]) -> str:
-    """Return which ranks have most likely skipped which call, where the ranks called from different places."""
-    at: dict[str, list[int]] = {}
-    for rank in sorted(calls):
-        at.setdefault(calls[rank].site, []).append(rank)
-
-    def what(site: str) -> str:
-        return f"{calls[at[site][0]].title} {'in' if site == BACKWARD else 'at'} {site}"
-
-    # DDP's reductions in backward come after what a step calls itself.
-    sites = sorted(at, key=lambda site: (site == BACKWARD, _order(site)))
-    first, then = sites[0], sites[-1]
-    if len(sites) > 2 or (then != BACKWARD and _order(first)[0] != _order(then)[0]):
-        called = "; ".join(f"{ranks_in_words(at[site])} called {what(site)}" for site in at)
-        return (
-            f"{called[0].upper()}{called[1:]}. {_SAME}: a rank has skipped a call that another one made; look for an"
-            " `if` or a loop that only some ranks enter."
-        )
-    called, skipped = (ranks_in_words(at[site]) for site in (first, then))
-    if then == BACKWARD:
-        return (
-            f"{called.capitalize()} called {what(first)}, but {skipped} called {what(then)}. {_SAME}: look for an `if`"
-            f" or a loop around that line that only {called} entered, or for a backward that {called} left out before"
-            " it."
-        )
-    return (
-        f"{called.capitalize()} called {what(first)}; {skipped} skipped it and went on to {what(then)}, or comes to it"
-        f" later. {_SAME}: look for an `if` or a loop that only some ranks enter."
-    )
-
-
-def _order(site: str) -> tuple[str, int]:
-    """Return file and function of a site, and its line: of two in one function, the first comes before the other."""
-    file, _, rest = site.partition(":")
-    line, _, function = rest.partition(" in ")
-    return f"{file} {function.removesuffix(_FSDP)}", int(line) if line.isdecimal() else 0
-
-
 def _in_short(texts: Sequence[str]) -> str:
-    if len(set(texts)) == 1:
-        return texts[0] if len(texts) == 1 else f"{len(texts)} x {texts[0]}"
-    return ", ".join(texts[:8]) + (", ..." if len(texts) > 8 else "")
+    counts = [f"{count} x {text}" if count > 1 else text for text, count in Counter(texts).items()]
+    return ", ".join(counts[:8]) + (", ..." if len(counts) > 8 else "")
 
 
 # -- In which batch of a fit a call was made, which must be equal on all ranks too --
@@ -312,9 +225,9 @@ BACKWARD = "backward"
 _FSDP, _FSDP_FILES = " (FSDP)", f"{os.sep}torch{os.sep}distributed{os.sep}fsdp{os.sep}"
 
 
-def call_site() -> str:
-    """Return :func:`nearest_site` of the caller."""
-    return nearest_site(_places(sys._getframe(1)), BACKWARD)
+def call_site(frame: FrameType | None = None) -> str:
+    """Return :func:`nearest_site` of the caller, or of another thread's frame."""
+    return nearest_site(_places(frame or sys._getframe(1)), BACKWARD)
 
 
 def _places(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
@@ -365,42 +278,3 @@ def _library_folders(packages: Collection[str]) -> tuple[str, ...]:
 def _folders(loaded: tuple[str, ...]) -> tuple[str, ...]:
     files = [getattr(sys.modules[name], "__file__", None) for name in loaded]
     return tuple(file.rpartition(os.sep)[0] + os.sep for file in files if file)
-
-
-# -- What calls of ranks must have in common, as far as their records tell --
-
-# Operations whose shapes may differ between ranks, by the names that backends give them.
-_OWN_SHAPES = {*ALL_TO_ALL, "scatter"}
-
-
-def as_far_as_known(calls: Mapping[int, CollectiveCall]) -> dict[int, CollectiveCall]:
-    """Return the calls without what peers in the same operation have not told."""
-    peers: dict[str, list[CollectiveCall]] = {}
-    for call in calls.values():
-        peers.setdefault(call.operation, []).append(call)
-    untold = {operation: _untold(those) for operation, those in peers.items()}
-    return {rank: replace(call, **untold[call.operation]) for rank, call in calls.items()}
-
-
-def _untold(peers: Sequence[CollectiveCall]) -> dict[str, Any]:
-    # The main thread of a rank that has gone on tells no reduction and no root any more; and in a scatter
-    # none but the root records tensors. Roots that differ between those who tell them stay.
-    found: dict[str, Any] = {}
-    roots = {call.root for call in peers}
-    if any(call.reduce_op is None for call in peers):
-        found["reduce_op"] = None
-    if None in roots and len(roots) <= 2:
-        found["root"] = None
-    if peers[0].operation == "scatter" and not all(call.shapes for call in peers):
-        found |= {"dtypes": (), "shapes": ()}
-    return found
-
-
-def comparison_key(call: CollectiveCall, *, exactly: bool) -> tuple[str, ...]:
-    """Return what must be equal on all ranks of a call; less, where it is complete (not ``exactly``)."""
-    own_shapes = call.operation in _OWN_SHAPES
-    if exactly:
-        columns = call.compared()
-        return columns[:2] if own_shapes else columns
-    sizes = "" if own_shapes else str([prod(shape) for shape in call.shapes])
-    return call.operation, ",".join(call.dtypes), sizes

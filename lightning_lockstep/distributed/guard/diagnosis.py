@@ -4,19 +4,18 @@
 #
 #   rank that waits                       rank 0                              every other rank
 #   ---------------                       ------                              ----------------
-#   request  -------------------------->  where [number, ...]  ------------>
+#   request  -------------------------->  where [number, sites]  ---------->
 #                                         <-------------------------------    state [number, RankState]
 #                                         diagnose() for each request
-#            <-- diagnosis (none, or a remark was made)
-#            or, where it is an error:    diagnosis [Diagnosis, connections to end]  --------->  all raise it
+#            <-- answer (none, or a remark was made)
+#            or, where it is an error:    failure of kind "collective", with connections to end -> all raise it
 #
-# A diagnosis also says whether it is for all, or answers about an error of the backend, for which a rank may wait.
+# An answer says whether it is about an error of the backend, for which a rank may wait.
 # A look is what rank 0 begins with `where`; its number tells late answers from those to it. A request about a wait is
 # posted `window` seconds before that is too long, and ends after its second look, when it is: by then each rank knows
 # whether it has moved since the first. What may have passed already is looked at once more, and so is an error of the
-# backend that is not explained. All requests that are due share a look; one about the same collective as another
-# one is answered at once. A rank that does not answer is left out once that is known to be in vain, or after
-# `ANSWERS_WITHIN`.
+# backend. All requests that are due share a look; one about the same collective as another one is answered at once. A
+# rank that does not answer is left out once that is known to be in vain, or after `ANSWERS_WITHIN`.
 #
 # A rank whose rank 0 does not answer is told nothing: rank 0 is lost after the silence limit of the side channel.
 
@@ -24,37 +23,30 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
+from lightning_lockstep.distributed.failure.connections import Connection
 from lightning_lockstep.distributed.failure.propagation import FailurePropagation
-from lightning_lockstep.distributed.guard.activity import (
+from lightning_lockstep.distributed.guard.observer import (
     Activity,
-    Connection,
-    UnresponsiveRank,
-    abort_devices,
+    RankObserver,
     connections_between_ranks,
-    end_connections,
     probe_unresponsive,
 )
 from lightning_lockstep.distributed.guard.rank_state import (
     DiagnosisRequest,
-    RankObserver,
+    Outstanding,
     RankState,
-    from_plain,
+    UnresponsiveRank,
 )
-from lightning_lockstep.distributed.guard.records import Outstanding
 from lightning_lockstep.distributed.guard.report import Diagnosis, diagnose
 from lightning_lockstep.distributed.side_channel.channel import Message, SideChannel
-from lightning_lockstep.errors import CollectiveError
 
 _log = logging.getLogger(__name__)
 
-_REQUEST, _WHERE, _STATE, _DIAGNOSIS = (
-    f"guard/{name}" for name in ("request", "where", "state", "diagnosis")
-)
+_REQUEST, _WHERE, _STATE, _ANSWER = (f"guard/{name}" for name in ("request", "where", "state", "answer"))
 # How long a rank may take to say where it is, or rank 0 to answer [s]: where it is known to be stopped ...
 _STOPPED_WITHIN = 2.0
 #: ... and where its host may be busy, or it loads what tells where each collective was called.
@@ -78,7 +70,6 @@ class _Open:
     came: float
     due: float  # when there is to be a look for it
     looks: int = 0
-    sites: bool = False  # the next look must tell where calls were made
 
 
 @dataclass
@@ -105,26 +96,22 @@ class StallDiagnosis:
         self._channel, self._own, self._propagation = channel, own, propagation
         self._stall_timeout, self._window = stall_timeout, window
         self._verifies = verifies
-        self.error: CollectiveError | None = None  # that all ranks raise, once there is one
-        self.diagnosis: Diagnosis | None = None  # that says so
-        self.answered = threading.Condition()
-        self.answers = 0  # how many diagnoses of errors of the backend have come, or errors for all
-        self._ends: set[Connection] = set()  # to be ended so that no wait is left
+        self.answers = 0  # how many have come about errors of the backend
         self._count = 0
         self._look: _Look | None = None
         self._open: list[_Open] = []
         self._activities: dict[int, Activity] = {}  # of ranks that do not answer
-        # When a remark was made about a wait, and how long that was [s].
-        self._remarks: dict[Outstanding | None, tuple[float, float]] = {}
+        # How long a wait was at the last remark about it [s].
+        self._remarks: dict[Outstanding | None, float] = {}
 
         def on(topic: str, handler: Callable[[Message], None]) -> Callable[[], None]:
             return channel.on(topic, lambda message: to_do.put(lambda: handler(message)))
 
         self._remove = [
-            on(_REQUEST, lambda message: self._take_request(from_plain(DiagnosisRequest, message.body))),
+            on(_REQUEST, lambda message: self._take_request(DiagnosisRequest.from_data(message.body))),
             on(_WHERE, self._send_state),
             on(_STATE, self._take_state),
-            on(_DIAGNOSIS, self._take_diagnosis),
+            on(_ANSWER, self._take_answer),
         ]
 
     def close(self) -> None:
@@ -159,22 +146,19 @@ class StallDiagnosis:
         elif self._look is not None and self._is_in_vain(self._look, now - self._look.began):
             self._end_look(self._look)
 
-    def end_waits(self) -> None:
-        """End what this rank waits in with the others; it raises the error."""
-        end_connections(self._ends)
-        abort_devices()
-
     def _probe(self, rank: int) -> UnresponsiveRank:
         # A rank that fails says so before it closes its channel.
-        failed = self._propagation.failed or self._propagation.has_raised(rank)
-        return probe_unresponsive(self._channel, rank, self._activities, has_failed=failed)
+        with self._own.activity.left_out():
+            return probe_unresponsive(
+                self._channel, rank, self._activities, has_failed=self._propagation.failed
+            )
 
     # -- rank 0 ----------------------------------------------------------------------------------------
 
     def _take_request(self, request: DiagnosisRequest) -> None:
         now = time.monotonic()
         waits = [one.request.outstanding for one in self._open if not one.request.raised]
-        if self.error is not None or (request.outstanding in waits and not request.raised):
+        if self._propagation.failed or (request.outstanding in waits and not request.raised):
             self._answer(request)
         else:
             self._open.append(_Open(request, now, now))
@@ -183,10 +167,10 @@ class StallDiagnosis:
         self._count += 1
         self._look = look = _Look(self._count, now)
         self._activities.clear()
-        due = [one for one in self._open if one.due <= now]
-        loads, sites = any(not one.request.raised for one in due), any(one.sites for one in due)
-        self._channel.post(_WHERE, [look.number, loads, sites])
-        look.states[0] = self._state(loads, sites)
+        # Torch takes seconds to load what tells where calls were made: not for an error that nothing explains.
+        sites = any(one.looks or not one.request.raised for one in self._open if one.due <= now)
+        self._channel.post(_WHERE, [look.number, sites])
+        look.states[0] = self._own.state(sites)
         self._end_if_complete(look)
 
     def _take_state(self, message: Message) -> None:
@@ -224,10 +208,7 @@ class StallDiagnosis:
                 self._open.remove(one)
                 self._conclude(request, found, states, silent)
             else:
-                one.due, one.sites = now + again, found is not None and found.lacks_sites
-            if self.error is not None:  # all have been told
-                self._open.clear()
-                return
+                one.due = time.monotonic() + again
             if self._propagation.failed:  # explains what else is asked about: with many ranks that takes long
                 self.forget()
                 return
@@ -239,14 +220,13 @@ class StallDiagnosis:
         if one.request.raised:
             if one.looks > 1 or (found is None and silent):
                 return None
-            return _LEAVES_WITHIN if found is None else 0.0 if found.lacks_sites else None
+            return _LEAVES_WITHIN if found is None else 0.0
         if found is None:
             return None  # the wait is over
         if one.looks == 1:
-            return max(one.came + self._window - time.monotonic(), 0.0)
-        if one.looks == 2 and found.may_pass:
-            return _PASSES_WITHIN
-        return 0.0 if found.lacks_sites and not one.sites else None
+            # Whether a rank moves is told by half a window at least, also if the look has taken long.
+            return max(one.came + self._window - time.monotonic(), self._window / 2)
+        return _PASSES_WITHIN if one.looks == 2 and found.may_pass else None
 
     def _conclude(
         self,
@@ -262,15 +242,9 @@ class StallDiagnosis:
             return
         if found.verify_finds_it and not self._verifies:
             found = replace(found, text=f"{found.text}\n\n{_VERIFY}")
-        # Before the others hear of it: theirs is no failure that explains that of this rank.
-        self._take(found)
-        to_end = self._connections_to_end(states, silent)
-        for rank in to_end:
-            if rank != self._channel.rank:  # one that was silent raises it, too, once it goes on
-                self._channel.post(_DIAGNOSIS, [asdict(found), to_end[rank], True], to=rank)
-        self._channel.flush(0.5)  # before this rank ends the connections by which others would notice
-        self._take(found, to_end[self._channel.rank])
-        self._note_answer()
+        # One that was silent raises it, too, once it goes on.
+        if not self._propagation.report_diagnosis(found.error(), self._connections_to_end(states, silent)):
+            self._answer(request)
 
     def _connections_to_end(
         self, states: Mapping[int, RankState], silent: Mapping[int, UnresponsiveRank]
@@ -283,11 +257,9 @@ class StallDiagnosis:
 
     def _is_news(self, request: DiagnosisRequest) -> bool:
         """Return whether a remark about a wait is to be made: again once that is about twice as long as at the last."""
-        at, seconds = self._remarks.get(request.outstanding, (0.0, 0.0))
-        now = time.monotonic()
-        if now - request.seconds < at and request.seconds < 1.9 * seconds:
+        if request.seconds < 1.9 * self._remarks.get(request.outstanding, 0.0):
             return False
-        self._remarks[request.outstanding] = now, request.seconds
+        self._remarks[request.outstanding] = request.seconds
         return True
 
     def _answer(self, request: DiagnosisRequest) -> None:
@@ -295,34 +267,19 @@ class StallDiagnosis:
             if request.raised:
                 self._note_answer()
         else:
-            known = None if self.diagnosis is None else asdict(self.diagnosis)
-            self._channel.post(_DIAGNOSIS, [known, (), bool(request.raised)], to=request.rank)
+            self._channel.post(_ANSWER, bool(request.raised), to=request.rank)
 
     # -- every rank ------------------------------------------------------------------------------------
 
     def _send_state(self, message: Message) -> None:
-        number, loads, sites = message.body
-        self._channel.post(_STATE, [number, self._state(loads, sites).to_data()], to=0)
+        number, sites = message.body
+        self._channel.post(_STATE, [number, self._own.state(sites).to_data()], to=0)
 
-    def _state(self, loads: bool, sites: bool) -> RankState:
-        if loads:
-            self._own.load_sites()
-        return self._own.state(sites)
-
-    def _take_diagnosis(self, message: Message) -> None:
-        found, ends, is_of_error = message.body
-        if found is not None:
-            self._take(from_plain(Diagnosis, found), [(here, there) for here, there in ends])
-        if is_of_error:
+    def _take_answer(self, message: Message) -> None:
+        if message.body:
             self._note_answer()
 
-    def _take(self, found: Diagnosis, ends: Collection[Connection] = ()) -> None:
-        """Take an error for that of this rank, unless a rank that has failed explains everything."""
-        self._ends |= set(ends)
-        if self.error is None and not self._propagation.failed:
-            self.error, self.diagnosis = found.error(), found
-
     def _note_answer(self) -> None:
-        with self.answered:
+        with self._propagation.news:
             self.answers += 1
-            self.answered.notify_all()
+            self._propagation.news.notify_all()

@@ -1,43 +1,206 @@
-"""Where a rank is: what its main thread does, which collective it waits in, for whom."""
+"""Where a rank is: which collectives it has called, which it waits in, what its main thread does."""
 
 from __future__ import annotations
 
 import functools
 import os
-import socket
+import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from types import FrameType
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Protocol
 
-from lightning_lockstep.distributed.failure.record import folded_stack, own_place
-from lightning_lockstep.distributed.guard.activity import (
-    OURS,
-    Activity,
-    Connection,
-    UnresponsiveRank,
-    connections,
-    is_rank_of,
+import torch
+import torch.distributed as dist
+
+from lightning_lockstep.distributed.failure.connections import Connection
+from lightning_lockstep.distributed.failure.record import folded_stack
+from lightning_lockstep.distributed.guard.collective_call import (
+    BACKWARD,
+    CollectiveCall,
+    nearest_site,
+    site_text,
 )
-from lightning_lockstep.distributed.guard.collective_call import CollectiveCall, nearest_site, site_text
-from lightning_lockstep.distributed.guard.records import (
-    WORLD,
-    CallRecorder,
-    Outstanding,
-    RecordedCall,
-    group_titles,
-)
-from lightning_lockstep.distributed.side_channel.channel import SideChannel
+from lightning_lockstep.distributed.process_group import process_group_exists
+
+# -- What a rank has called lately, in one form whatever has recorded it --
+
+
+class Outstanding(NamedTuple):
+    """A collective that this rank has called and that is not complete."""
+
+    group: str  # as `CollectiveCall.group` has it
+    number: int  # from 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedCall:
+    """One collective that this rank has called."""
+
+    call: CollectiveCall
+    started: float  # [s since 1970, by this host's clock]
+    done: bool
+
+
+class CallRecorder(Protocol):
+    """Knows which collectives this rank has called; any thread may ask it while the main thread waits in one."""
+
+    # The oldest incomplete collective of each group that has one; cheap enough to ask every second.
+    def outstanding(self) -> Sequence[Outstanding]: ...
+
+    # The last calls of all groups, those of each group oldest first; ``sites``: with call sites, even if slow.
+    def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]: ...
+
+
+# -- What process groups are called in reports, the same on all of their ranks --
+
+#: The default process group.
+WORLD = "world"
+
+
+def group_title(name: str, ranks: Sequence[int]) -> str:
+    """Return what a group is called in reports, such as ``1 (ranks 0, 2)``; ranks as in the default group."""
+    return f"{name} (ranks {', '.join(map(str, ranks))})"
+
+
+def group_titles() -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return title and ranks of each process group that this rank belongs to, by its name in torch."""
+    if not process_group_exists():
+        return {}
+    world = dist.group.WORLD
+    titles: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for group, ranks_of in dict(dist.distributed_c10d._world.pg_group_ranks).items():
+        if not isinstance(group, dist.ProcessGroup):
+            continue
+        ranks = tuple(sorted(ranks_of, key=ranks_of.__getitem__))
+        name: str = group.group_name
+        titles[name] = (WORLD if group is world else group_title(name, ranks), ranks)
+    return titles
+
+
+# -- Torch's own flight recorder --
+# Torch keeps the last calls of every process group of gloo and nccl in a ring, in C++, also those that
+# DDP's reducer makes. What it does not record: sends and receives over gloo, the reduction, the root, and
+# process groups that are written in Python.
+# https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
+
+# Calls that the ring holds; below 1 MiB with their stacks.
+_CALLS = 512
+# The variable by which a user sets the size of the ring; 0: there is none.
+_RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"
+
+# Torch's names of dtypes in C++; the others are those of Python with a capital letter.
+_DTYPES = {
+    "Byte": "uint8",
+    "Char": "int8",
+    "Short": "int16",
+    "Int": "int32",
+    "Long": "int64",
+    "Half": "float16",
+    "Float": "float32",
+    "Double": "float64",
+    "ComplexHalf": "complex32",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+}
+
+
+def size_flight_recorder() -> None:
+    """Let torch's recorder begin, with a ring of a few hundred calls unless the user has set its size."""
+    # Torch reads the size once, when it first needs the recorder: call this before the first process group.
+    if _RECORDER_SIZE in os.environ:
+        return
+    os.environ[_RECORDER_SIZE] = str(_CALLS)
+    try:
+        for _ in _dumps(includeCollectives=False):
+            pass
+    finally:
+        del os.environ[_RECORDER_SIZE]
+
+
+class FlightRecorder:
+    """Reads torch's flight recorder; a :class:`CallRecorder`."""
+
+    # Left out are calls of process groups that no longer exist, and those made before this object: torch
+    # gives a group that is made anew the name of the old one.
+
+    def __init__(self) -> None:
+        self._since = time.time_ns()
+        # Of each group with an incomplete call, by ring and torch's number of it there: how many were called, and which
+        # completed last, at the last look.
+        self._counts: dict[tuple[str, str], tuple[int, int]] = {}
+
+    def outstanding(self) -> Sequence[Outstanding]:
+        # 0.1 ms: a group in which anything was called or completed since the last look is left out. Calls complete in
+        # any order, so the counts alone do not tell which one is incomplete: where they stay, the calls are read.
+        counts: dict[tuple[str, str], tuple[int, int]] = {}
+        for ring, dump in _dumps(includeCollectives=False):
+            for number, status in dump.get("pg_status", {}).items():
+                called, done = status["last_enqueued_collective"], status["last_completed_collective"]
+                if called > max(done, 0):
+                    counts[ring, number] = called, done
+        still = {group for group, count in counts.items() if self._counts.get(group) == count}
+        self._counts = counts
+        oldest: dict[tuple[str, str], Outstanding] = {}
+        for ring, title, entry in self._entries(stacks=False) if still else ():
+            group = ring, str(entry["pg_id"])
+            if group in still and not _is_done(entry) and not entry["is_p2p"]:
+                oldest.setdefault(group, Outstanding(title, int(entry["collective_seq_id"])))
+        return list(oldest.values())
+
+    def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
+        # The first time with sites takes seconds, since torch imports its compiler for it.
+        return [_recorded(entry, title) for _, title, entry in self._entries(stacks=sites)]
+
+    def _entries(self, *, stacks: bool) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """Return what the rings hold, each with the name of its ring and the title of its group."""
+        titles = group_titles()
+        for ring, dump in _dumps(includeCollectives=True, includeStackTraces=stacks):
+            for entry in dump.get("entries", ()):  # the oldest first
+                name = entry["process_group"][0]
+                if entry["time_created_ns"] >= self._since and name in titles:
+                    yield ring, titles[name][0], entry
+
+
+def _dumps(**options: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    # Torch keeps one ring for process groups of the CPU and, in a build with CUDA, another for nccl.
+    for name in ("_dump_fr_trace", "_dump_nccl_trace"):
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        if dump is not None:
+            yield name, pickle.loads(dump(**options))
+
+
+def _is_done(entry: Mapping[str, Any]) -> bool:
+    return bool(entry["retired"] or entry["state"] == "completed")
+
+
+def _recorded(entry: Mapping[str, Any], group: str) -> RecordedCall:
+    frames = [(frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", ())]
+    call = CollectiveCall(
+        operation=entry["profiling_name"].rpartition(":")[2],
+        group=group,
+        number=0 if entry["is_p2p"] else int(entry["collective_seq_id"]),
+        dtypes=tuple(dict.fromkeys(_DTYPES.get(name, name.lower()) for name in entry["input_dtypes"])),
+        shapes=tuple(tuple(shape) for shape in entry["input_sizes"]),
+        site=nearest_site(frames, BACKWARD if frames else ""),
+    )
+    return RecordedCall(call=call, started=entry["time_created_ns"] / 1e9, done=_is_done(entry))
+
+
+def group_recorders() -> list[CallRecorder]:
+    """Return the recorders of groups that torch's does not see, such as those of the backend ``mpi4py``."""
+    if not process_group_exists():
+        return []
+    groups = list(dist.distributed_c10d._world.pg_map)  # a copy: another thread may be making a group
+    return [group.call_recorder for group in groups if hasattr(group, "call_recorder")]
+
 
 # -- What the thread that trains is doing, asked from another thread --
 # That is the main thread of the process, unless the fit was started in another one, as Ray Train does.
 
-# Modules of Python inside of which nobody says from outside whether a thread moves: data may, and an import may wait
-# for the one by which torch finds call sites for us.
-_UNKNOWN = ("socket", "ssl", "importlib._bootstrap")
 _C10D = "torch.distributed.distributed_c10d"
 
 
@@ -54,7 +217,12 @@ class Position(NamedTuple):
 
 def position(thread: threading.Thread) -> Position:
     """Return where a thread is now."""
-    return _position([(one, one.f_lineno or 0) for one in _frames(_frame_of(thread))])
+    frame = sys._current_frames().get(thread.ident or 0) if thread.is_alive() else None
+    places = []
+    while frame is not None:
+        places.append((frame, frame.f_lineno or 0))
+        frame = frame.f_back
+    return _position(places)
 
 
 def position_of_error(error: BaseException) -> Position:
@@ -74,47 +242,17 @@ def _position(places: Sequence[tuple[FrameType, int]]) -> Position:
     inside = [frame for frame, _ in places if frame.f_globals.get("__name__") == _C10D]
     if not inside:
         return Position(site, stack)
-    return Position(site, stack, inside[-1].f_code.co_name, _arguments(inside[-1]), _group(inside[-1]))
-
-
-def _frame_of(thread: threading.Thread) -> FrameType | None:
-    return sys._current_frames().get(thread.ident or 0) if thread.is_alive() else None
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _arguments(frame: FrameType) -> dict[str, str]:
-    found = {name: frame.f_locals.get(name) for name in ("op", "src", "dst")}
-    return {name: str(value).lower().rpartition(".")[2] for name, value in found.items() if value is not None}
-
-
-def _group(frame: FrameType) -> str:
-    group = frame.f_locals.get("group", "")
-    if group is None:
-        return WORLD
-    title, _ = group_titles().get(getattr(group, "group_name", ""), ("", ()))
-    return title
-
-
-def _may_move_unseen() -> bool:
-    """Return whether a thread is where nobody says whether it moves; what trains may wait for that one."""
-    ours = {one.ident for one in threading.enumerate() if one.name.startswith(OURS)}
-    return any(
-        # One that accepts connections waits forever, as that of multiprocessing does.
-        frame.f_globals.get("__name__") in _UNKNOWN and frame.f_code.co_name != "accept"
-        for ident, frame in sys._current_frames().items()
-        if ident not in ours
+    called, given = inside[-1].f_code.co_name, inside[-1].f_locals
+    arguments = {name: given[name] for name in ("op", "src", "dst") if given.get(name) is not None}
+    texts = {name: str(value).lower().rpartition(".")[2] for name, value in arguments.items()}
+    group = given.get("group", "")
+    title, _ = (
+        (WORLD, ()) if group is None else group_titles().get(getattr(group, "group_name", ""), ("", ()))
     )
+    return Position(site, stack, called, texts, title)
 
 
 # -- What a rank asks whose collective does not complete, and what each rank says of itself then --
-
-# Calls of each rank that are compared.
-_COMPARED = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,14 +264,18 @@ class DiagnosisRequest:
     seconds: float  # how long it has waited
     raised: str = ""  # by the backend, if it has
 
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> DiagnosisRequest:
+        """Return the request of which ``asdict`` has made plain data, also after a way through JSON."""
+        wanted = data["outstanding"]
+        return cls(**{**data, "outstanding": None if wanted is None else Outstanding(*wanted)})
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
     """Where one rank is."""
 
     rank: int
-    host: str = ""
-    pid: int = 0
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # ranks of each group that it is in
     outstanding: tuple[Outstanding, ...] = ()  # the oldest incomplete collective of each group that has one
     calls: tuple[RecordedCall, ...] = ()  # the last ones of all groups, oldest first
@@ -152,8 +294,19 @@ class RankState:
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> RankState:
         """Return the state that :meth:`to_data` has described, also after a way through JSON."""
-        state: RankState = from_plain(cls, data)
-        return state
+        calls = (
+            RecordedCall(**{**one, "call": CollectiveCall.from_data(one["call"])}) for one in data["calls"]
+        )
+        site, stack, *rest = data["position"]
+        made: dict[str, Any] = {
+            "groups": {title: tuple(ranks) for title, ranks in data["groups"].items()},
+            "outstanding": tuple(Outstanding(*one) for one in data["outstanding"]),
+            "calls": tuple(calls),
+            "position": Position(site, tuple(stack), *rest),
+            "connections": tuple((here, there) for here, there in data["connections"]),
+            "ports": tuple(data["ports"]),
+        }
+        return cls(**{**data, **made})
 
     def calls_of(self, group: str) -> dict[int, CollectiveCall]:
         """Return the last collectives of a group by their numbers."""
@@ -184,206 +337,33 @@ class RankState:
         if recorded is None:
             recorded = CollectiveCall(operation="(not recorded)", group=wanted.group, number=wanted.number)
         recorded = replace(recorded, where=self.where)
-        if wanted not in self.outstanding and not (self.raised and self._is_last(wanted)):
-            return recorded
-        known = {"site": recorded.site or self.position.site}
-        names = (recorded.operation, recorded.operation.removeprefix("_"))
-        is_of_group = self.position.group in ("", wanted.group)
-        function = self.position.function
-        if is_of_group and (function in names or function.removesuffix("_object_list") in names):
-            known["site"] = self.position.site or recorded.site
-            return _with_arguments(recorded, self.position.arguments, **known)
-        return _with_arguments(recorded, {}, **known)
-
-    def _is_last(self, wanted: Outstanding) -> bool:
         last = self.last_call(wanted.group)
-        return last is not None and last.number == wanted.number
+        is_last = last is not None and last.number == wanted.number
+        if wanted not in self.outstanding and not (self.raised and is_last):
+            return recorded
+        _, _, function, arguments, group = self.position
+        names = (recorded.operation, recorded.operation.removeprefix("_"))
+        if group not in ("", wanted.group) or not {function, function.removesuffix("_object_list")} & {
+            *names
+        }:
+            return replace(recorded, site=recorded.site or self.position.site)
+        known: dict[str, Any] = {"site": self.position.site or recorded.site}
+        root = arguments.get("src", arguments.get("dst", ""))
+        if root.isdecimal() and recorded.operation in ("broadcast", "reduce", "gather", "scatter"):
+            known["root"] = int(root)
+        if "op" in arguments and "reduce" in recorded.operation:
+            known["reduce_op"] = arguments["op"]
+        return replace(recorded, **known)
 
 
-def _with_arguments(call: CollectiveCall, arguments: Mapping[str, str], *, site: str) -> CollectiveCall:
-    data = call.to_data()
-    root = arguments.get("src", arguments.get("dst", ""))
-    if root.isdecimal() and call.operation in ("broadcast", "reduce", "gather", "scatter"):
-        data["root"] = int(root)
-    if "op" in arguments and "reduce" in call.operation:
-        data["reduce_op"] = arguments["op"]
-    return CollectiveCall.from_data({**data, "site": site})
+class UnresponsiveRank(NamedTuple):
+    """What is known of a rank that does not answer."""
 
-
-def members(states: Mapping[int, RankState], group: str) -> Sequence[int]:
-    """Return the ranks of a group, from any rank that belongs to it."""
-    return next((state.groups[group] for state in states.values() if group in state.groups), ())
-
-
-def from_plain(kind: Any, data: Any) -> Any:
-    """Return a ``kind`` of what `asdict` has made of one, also after a way through JSON."""
-    # Dataclasses, named tuples, tuples and mappings in one another, as their type hints say.
-    return data if data is None else _maker(kind)(data)
-
-
-@functools.cache  # rank 0 makes the states of all ranks, a hundred calls in each
-def _maker(kind: Any) -> Callable[[Any], Any]:
-    origin, inner = get_origin(kind), get_args(kind)
-    if type(None) in inner:  # optional
-        return functools.partial(from_plain, inner[0])
-    if origin is tuple and inner[-1] is ...:
-        make = _maker(inner[0])
-        return tuple if make is _as_it_is else lambda data: tuple(map(make, data))
-    if origin is tuple:
-        return lambda data: tuple(map(from_plain, inner, data))
-    if origin is Mapping:
-        return lambda data: {key: from_plain(inner[1], value) for key, value in data.items()}
-    if isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, tuple)):
-        makers = {name: _maker(hint) for name, hint in get_type_hints(kind).items()}
-        if issubclass(kind, tuple):
-            return lambda data: kind(*(make(one) for make, one in zip(makers.values(), data, strict=True)))
-        to_make = {name: make for name, make in makers.items() if make is not _as_it_is}
-        return lambda data: kind(
-            **{**data, **{name: make(data[name]) for name, make in to_make.items() if name in data}}
-        )
-    return _as_it_is
-
-
-def _as_it_is(data: Any) -> Any:
-    return data
-
-
-# -- Looks at this rank --
-
-
-class RankObserver:
-    """Sees what this rank does; all its methods belong to the guard's thread."""
-
-    def __init__(
-        self,
-        channel: SideChannel,
-        recorders: Sequence[CallRecorder],
-        *,
-        window: float,  # how far back it counts that the process moves [s]
-        store_port: int,  # of the store at which the ranks have met
-    ) -> None:
-        self._channel, self._recorders = channel, tuple(recorders)
-        self.activity = Activity(window, is_rank_of(channel))
-        self._ports = (channel.port, store_port)  # of connections that are not the backend's
-        self.trains = threading.current_thread()
-        self.raised_at: Position | None = None  # where its last collective has raised an error
-        self._sites = threading.Thread(target=self._load_sites, name="lockstep-guard-sites", daemon=True)
-        self._knows_sites = self._loads = False
-
-    @property
-    def is_recording(self) -> bool:
-        return any(recorder.is_recording for recorder in self._recorders)
-
-    @property
-    def position(self) -> Position:
-        return position(self.trains)
-
-    def outstanding(self) -> list[Outstanding]:
-        return [one for recorder in self._recorders for one in recorder.outstanding()]
-
-    def ages(self, longest: float) -> dict[Outstanding, float]:
-        """Return how long ago each incomplete collective was called [s], at most ``longest`` whatever the clock did."""
-        now = time.time()
-        return {
-            Outstanding(one.call.group, one.call.number): min(max(now - one.started, 0.0), longest)
-            for one in self._calls(sites=False)
-            if not one.done
-        }
-
-    def _calls(self, *, sites: bool) -> list[RecordedCall]:
-        return [call for recorder in self._recorders for call in recorder.calls(sites=sites)]
-
-    def load_sites(self) -> None:
-        """Let torch begin to load what it needs to say where calls came from, which takes seconds; once."""
-        if self._sites.ident is None:
-            self._sites.start()
-
-    def _load_sites(self) -> None:
-        self._calls(sites=True)
-        self._knows_sites = True
-
-    def stop(self, timeout: float) -> None:
-        """Wait until nothing of this is inside of torch any more."""
-        if self._sites.is_alive():
-            self._sites.join(timeout)
-
-    def state(self, sites: bool = False) -> RankState:
-        """Return where this rank is; ``sites``: with all call sites, even if they must be loaded first."""
-        place = self.raised_at or self.position  # before the look: it reads the program's files
-        loaded, self._loads = self._loads, self._sites.is_alive()
-        self.activity.look(loads=loaded or self._loads)
-        calls = self._calls(sites=sites or self._knows_sites)
-        return RankState(
-            rank=self._channel.rank,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            groups=dict(group_titles().values()),
-            outstanding=tuple(self.outstanding()),
-            calls=tuple(calls[-_COMPARED:]),
-            seconds_since_call=time.time() - max(call.started for call in calls) if calls else None,
-            position=place,
-            where=own_place(batches=True),
-            raised=self.raised_at is not None,
-            moves=self.activity.moves or _may_move_unseen(),
-            connections=tuple(connections()),
-            ports=self._ports,
-        )
-
-
-# -- Which rank waits for which, by what each has said of itself --
-
-
-class WaitingRanks:
-    """Who waits for whom."""
-
-    def __init__(self, states: Mapping[int, RankState], silent: Mapping[int, UnresponsiveRank]) -> None:
-        self._states, self._silent = states, silent
-        self._missing = functools.cache(self._ranks_that_have_not_called)  # as a rule all wait in the same
-
-    def is_waiting(self, rank: int) -> bool:
-        """Return whether a rank is in a collective that is not complete."""
-        return rank in self._states and bool(self._states[rank].outstanding)
-
-    def waiting(self) -> list[int]:
-        return [rank for rank in sorted(self._states) if self.is_waiting(rank)]
-
-    def waits_for(self, rank: int) -> set[int]:
-        """Return the ranks that a rank waits for: those that have not called what it has called."""
-        state = self._states.get(rank)
-        if state is None:
-            return set()
-        missing: set[int] = set()
-        for outstanding in state.outstanding:
-            missing |= self._missing(outstanding) - {rank}
-        return missing
-
-    def reached_from(self, rank: int) -> list[int]:
-        """Return the ranks that a rank waits for, and those that they wait for, and so on."""
-        found: set[int] = set()
-        to_visit = [rank]
-        while to_visit:
-            new = self.waits_for(to_visit.pop()) - found
-            found |= new
-            to_visit += sorted(new)
-        return sorted(found)
-
-    def stuck(self) -> set[int]:
-        """Return the ranks that will not go on by themselves: all but those that move, or wait for such alone."""
-        going_on = {rank for rank, state in self._states.items() if state.moves and not self.is_waiting(rank)}
-        going_on |= {rank for rank, one in self._silent.items() if one.is_moving}
-        while True:
-            more = {rank for rank in self.waiting() if rank not in going_on and self._follows(rank, going_on)}
-            if not more:
-                return (set(self._states) | set(self._silent)) - going_on
-            going_on |= more
-
-    def _follows(self, rank: int, going_on: set[int]) -> bool:
-        """Return whether a rank that waits goes on once others do."""
-        waits = self.waits_for(rank)
-        return bool(waits) and waits <= going_on
-
-    def _ranks_that_have_not_called(self, wanted: Outstanding) -> set[int]:
-        there = members(self._states, wanted.group)
-        return {
-            rank for rank in there if rank not in self._states or not self._states[rank].has_called(wanted)
-        }
+    reason: str
+    host: str = ""  # empty: not known
+    has_ended: bool = False  # its process
+    has_left: bool = False  # its program has come to its end, without an error
+    is_stopped: bool = False  # its process
+    # Its process runs, though no thread of Python's can answer: as while C computes and keeps Python's lock.
+    is_moving: bool = False
+    connections: tuple[Connection, ...] = ()  # as far as this rank can see them

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from itertools import zip_longest
@@ -15,22 +15,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_lockstep._text import plain_table, ranks_in_words, say
+from lightning_lockstep._text import plain_table, ranks_in_words
 from lightning_lockstep.distributed.c10d_operators import (
     OPERATIONS,
+    Operator,
+    answered_locally,
+    operator_named,
     parameters_in_words,
+    reduction_kind,
 )
 from lightning_lockstep.distributed.failure.record import own_place
-from lightning_lockstep.distributed.guard.call_description import (
-    DispatchedCall,
-    Finish,
-    GroupIdentity,
-    Hook,
-    description,
-    signature,
-)
 from lightning_lockstep.distributed.guard.collective_call import (
     CollectiveCall,
     batch_number,
@@ -39,20 +35,77 @@ from lightning_lockstep.distributed.guard.collective_call import (
     fingerprint,
     mismatch_report,
 )
-from lightning_lockstep.distributed.guard.records import (
-    Outstanding,
-    RecordedCall,
-    compares_calls,
-    group_titles,
-)
-from lightning_lockstep.distributed.process_group import process_group_exists
+from lightning_lockstep.distributed.guard.rank_state import Outstanding, RecordedCall, group_titles
 from lightning_lockstep.errors import CollectiveMismatchError
 
+# -- One operation at torch's dispatcher --
+# Torch calls its process groups through operators of its dispatcher: from Python, from DDP's reducer, from
+# autograd's threads, for functional collectives, and in inference mode. A kernel in front of those of
+# the backends sees them all, whatever the backend. Process groups that are written in Python are called
+# past the dispatcher.
 
-def _identity(group: dist.ProcessGroup) -> GroupIdentity:
-    name = group.group_name
-    title, ranks = group_titles().get(name, (name, tuple(range(group.size()))))
-    return GroupIdentity(title, ranks, group.rank())
+_KEY = "BackendSelect"  # the last one before those of the backends
+#: The operators that are compared. Only two ranks take part in sends and receives; a monitored barrier finds out by
+#: itself, and sooner than a comparison would, who has not arrived.
+COMPARED = tuple(set(OPERATIONS) - {"send", "recv_", "recv_any_source_", "monitored_barrier_"})
+# Which argument of an operator has what each rank alone gives or gets, with the same shape on all of them; it is the
+# first one of the others. How much a rank sends to another in an all-to-all the ranks may choose.
+_OWN_TENSORS = {
+    "allgather_": 1,
+    "allgather_coalesced_": 1,
+    "_allgather_base_": 1,
+    "allgather_into_tensor_coalesced_": 1,
+    "gather_": 1,
+}
+
+
+class _DispatchedCall:
+    """One operation as torch's dispatcher was given it."""
+
+    __slots__ = ("_args", "operator", "reduce_op", "root", "tensors")
+
+    def __init__(self, operator: Operator, args: Sequence[Any]) -> None:
+        self.operator, self._args = operator, args
+        given = self._argument("reduce_op")
+        # ``None`` if it does not reduce, or torch 2.9 does not say how.
+        self.reduce_op = None if given is None else reduction_kind(given)
+        self.root: int | None = self._argument("root_rank")  # in the group; sends to all or receives from all
+        tensors = [] if operator.name == "barrier" else args[_OWN_TENSORS.get(operator.name, 0)]
+        self.tensors: Sequence[Tensor] = [tensors] if isinstance(tensors, Tensor) else tensors
+
+    def _argument(self, name: str, default: Any = None) -> Any:
+        return self.operator.argument(self._args, name, default)
+
+    @property
+    def timeout(self) -> float | None:
+        """Longest wait for the other ranks that the caller has asked for [s]."""
+        milliseconds = self._argument("timeout", -1)
+        return milliseconds / 1000 if milliseconds > 0 else None
+
+    def signature(self) -> Hashable:
+        """Return what the description depends on, cheaper than the description."""
+        kinds = ((one.shape, one.dtype, one.device.type, one.layout) for one in self.tensors)
+        return self.operator.name, self.reduce_op, self.root, *kinds
+
+    def description(self, group: str, ranks: Sequence[int]) -> CollectiveCall:
+        """Return what must be equal on all ranks of a group, without number and call site."""
+        dtypes = [_dtype(tensor) for tensor in self.tensors]
+        chosen = self.operator.name.startswith("alltoall")
+        return CollectiveCall(
+            operation=self.operator.operation,
+            group=group,
+            dtypes=tuple(dtypes if len(set(dtypes)) > 1 else dtypes[:1]),
+            shapes=() if chosen else tuple(tuple(tensor.shape) for tensor in self.tensors),
+            reduce_op=self.reduce_op,
+            root=None if self.root is None else ranks[self.root],
+        )
+
+
+def _dtype(tensor: Tensor) -> str:
+    name = str(tensor.dtype).removeprefix("torch.")
+    if tensor.layout is not torch.strided:
+        name += f" {str(tensor.layout).removeprefix('torch.')}"
+    return name if tensor.device.type == "cpu" else f"{name} on {tensor.device.type}"
 
 
 # -- A second gloo group of a process group, over which its ranks compare what they are about to call --
@@ -130,11 +183,8 @@ def _wait_for_all(store: dist.Store, size: int, timeout: float) -> int:
 
 # -- Compares what the ranks of a group call, before each collective runs --
 
-#: The operators that are compared. Only two ranks take part in sends and receives; a monitored barrier finds out by
-#: itself, and sooner than a comparison would, who has not arrived.
-COMPARED = tuple(set(OPERATIONS) - {"send", "recv_", "recv_any_source_", "monitored_barrier_"})
-_CACHED = 10_000
-_SHOWN = 8  # tensors of one call, and rows of parameters
+_CACHED = 10_000  # descriptions of calls
+_SHOWN = 8  # rows of parameters
 
 
 class CallVerifier:
@@ -142,8 +192,8 @@ class CallVerifier:
 
     # Compared are operation, reduction, root, dtypes, shapes of what this rank gives or gets, and the batch of a fit.
     # After an error the group can be used as before. It also is a
-    # :class:`~lightning_lockstep.distributed.guard.records.CallRecorder` that knows the last call of each group: which
-    # of its ranks have made an earlier one alike has been compared.
+    # :class:`~lightning_lockstep.distributed.guard.rank_state.CallRecorder` that knows the last call of each group:
+    # which of its ranks have made an earlier one alike has been compared.
     #
     # Each collective waits until all ranks of its group have called it, asynchronous ones too. So ranks that
     # call asynchronous collectives of several groups in different orders, or that are to send or receive
@@ -154,26 +204,22 @@ class CallVerifier:
             weakref.WeakKeyDictionary()
         )
         self._making = threading.Lock()
-        self._hook: Hook | None = None
-        self._said: set[str] = set()
+        self._library: Any = None  # torch's registration of the kernels
 
     def start(self) -> None:
         """Compare from now on; on all ranks between the same two collectives, as :meth:`stop`."""
         # One that compares waits for one that does not.
-        if self._hook is None:
-            self._hook = Hook(self._before, operators=COMPARED)
-        self._look_for_unseen_groups()
+        if self._library is None:
+            self._library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+            for name in COMPARED:
+                self._library.impl(name, self._kernel(name), _KEY, with_keyset=True)
 
     def stop(self) -> None:
         """Compare nothing more; a second call is harmless."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None
             self._groups.clear()
-
-    @property
-    def is_recording(self) -> bool:
-        return self._hook is not None
 
     def outstanding(self) -> Sequence[Outstanding]:
         calls = [one.call for one in self.calls() if not one.done]
@@ -182,48 +228,47 @@ class CallVerifier:
     def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
         with self._making:  # the thread that asks is not the one that makes groups
             found = [group.last for group in self._groups.values() if group is not None]
-        return sorted((one.recorded() for one in found if one is not None), key=lambda one: one.started)
+        return [one.recorded() for one in found if one is not None]
 
-    def _before(self, call: DispatchedCall) -> Finish | None:
+    def _kernel(self, name: str) -> Callable[..., Any]:
+        operator = operator_named(name)
+        redispatch = operator.overload.redispatch
+        after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+        def kernel(keyset: Any, *args: Any) -> Any:
+            group = None if answered_locally() else self._group_of(operator.argument(args, "process_group"))
+            if group is None:
+                return redispatch(keyset & after, *args)
+            # Held until the backend has it: threads must give it the operations of a group as they were compared.
+            with group.lock:
+                last, work = group.compare(_DispatchedCall(operator, args)), None
+                try:
+                    result = redispatch(keyset & after, *args)
+                    if operator.returned:
+                        work = dist.Work.unbox(result if operator.returned == 1 else result[-1])
+                    return result
+                finally:
+                    last.started(work)
+
+        return kernel
+
+    def _group_of(self, boxed: Any) -> _GroupVerifier | None:
+        group: dist.ProcessGroup = dist.ProcessGroup.unbox(boxed)
         with self._making:
-            if call.group not in self._groups:
-                self._groups[call.group] = self._made(call.group)
-            group = self._groups[call.group]
-        return None if group is None else group.called(call)
+            if group not in self._groups:
+                self._groups[group] = _verifier_of(group)
+            return self._groups[group]
 
-    def _made(self, group: dist.ProcessGroup) -> _GroupVerifier | None:
-        self._look_for_unseen_groups()
-        if group.size() < 2 or compares_calls(group):
-            return None
-        _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
-        if store is None:
-            self._cannot_see(group, "torch.distributed has no store for this group")
-            return None
-        if dist.get_backend(group) == "fake":
-            self._cannot_see(group, "the backend 'fake' has no other ranks")
-            return None
-        # Only the backends of a group know its timeout.
-        timeouts = (getattr(group._get_backend(one).options, "_timeout", None) for one in group._device_types)
-        timeout = next(filter(None, timeouts), dist.default_pg_timeout)
-        return _GroupVerifier(_identity(group), store, timeout.total_seconds())
 
-    def _look_for_unseen_groups(self) -> None:
-        if not process_group_exists():
-            return
-        for group in list(dist.distributed_c10d._world.pg_map):
-            foreign = isinstance(group, dist.ProcessGroup) and type(group) is not dist.ProcessGroup
-            if foreign and group.size() > 1 and not compares_calls(group):
-                self._cannot_see(group, f"its class {type(group).__name__} is written in Python")
-
-    def _cannot_see(self, group: dist.ProcessGroup, why: str) -> None:
-        title = _identity(group).title
-        if title not in self._said:
-            self._said.add(title)
-            if group.rank() == 0:
-                say(
-                    f"lightning-lockstep: guard='verify' does not compare the collectives of process group {title!r}:"
-                    f" {why}"
-                )
+def _verifier_of(group: dist.ProcessGroup) -> _GroupVerifier | None:
+    _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
+    if type(group) is not dist.ProcessGroup or group.size() < 2 or store is None:
+        return None
+    # Only the backends of a group know its timeout.
+    timeouts = (getattr(group._get_backend(one).options, "_timeout", None) for one in group._device_types)
+    timeout = next(filter(None, timeouts), dist.default_pg_timeout)
+    title, ranks = group_titles().get(group.group_name, (group.group_name, tuple(range(group.size()))))
+    return _GroupVerifier(title, ranks, group.rank(), store, timeout.total_seconds())
 
 
 class _LastCall:
@@ -260,96 +305,53 @@ def _tells_completion(work: dist.Work) -> bool:
 
 
 class _GroupVerifier:
-    """Compares the calls of one group."""
+    """Compares the calls of one group; used by the thread that holds its lock."""
 
     def __init__(
         self,
-        identity: GroupIdentity,
+        title: str,
+        ranks: Sequence[int],  # by their numbers in the default group, in the order of this one
+        rank: int,  # this one, in the group
         store: dist.Store,
         timeout: float,  # how long operations of the group wait for other ranks [s]
     ) -> None:
-        self._identity, self._store, self._timeout = identity, store, timeout
+        self._title, self._ranks, self._rank = title, ranks, rank
+        self._store, self._timeout = store, timeout
         self._count = 0  # of calls so far
         self.last: _LastCall | None = None
         # What was worked out for a call, for the next one like it: its description, and a number for it.
         self._known: dict[Hashable, tuple[CollectiveCall, int]] = {}
         self._comparison: ComparisonGroup | None = None
-        # Held until the backend has the operation: threads must give it those of one group as they were compared.
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
 
-    def called(self, call: DispatchedCall) -> Finish:
-        """Compare a call; return what to call once the backend has it."""
-        self._lock.acquire()
-        last = None
-        try:
-            described, number = self._looked_up(call)
-            batch = batch_of_call()
-            self._count += 1
-            self.last = last = _LastCall(described, self._count)
-            if not self._agree(number ^ batch_number(batch), call.timeout or self._timeout):
-                raise self._mismatch(replace(last.recorded().call, batch=batch))
-        except BaseException:
-            if last is not None:
-                last.started(None)
-            self._lock.release()
-            raise
-
-        def finish(work: dist.Work | None) -> None:
-            last.started(work)
-            self._lock.release()
-
-        return finish
-
-    def _looked_up(self, call: DispatchedCall) -> tuple[CollectiveCall, int]:
-        key = signature(call)
+    def compare(self, call: _DispatchedCall) -> _LastCall:
+        """Raise on all ranks unless they have called the same; return the record of this call."""
+        key = call.signature()
         known = self._known.get(key)
         if known is None:
             if len(self._known) > _CACHED:
                 self._known.clear()
-            described = description(call, self._identity)
+            described = call.description(self._title, self._ranks)
             known = self._known[key] = described, fingerprint(described.compared())
-        return known
+        batch, timeout = batch_of_call(), call.timeout or self._timeout
+        self._count += 1
+        self.last = last = _LastCall(known[0], self._count)
+        try:
+            if self._comparison is None:
+                size = len(self._ranks)
+                self._comparison = ComparisonGroup(self._store, self._rank, size, timeout=timeout)
+            if not self._comparison.all_equal(known[1] ^ batch_number(batch), timeout):
+                raise self._mismatch(self._comparison, replace(last.recorded().call, batch=batch))
+        except BaseException:
+            last.started(None)
+            raise
+        return last
 
-    def _agree(self, number: int, timeout: float) -> bool:
-        if self._comparison is None:
-            size = len(self._identity.ranks)
-            self._comparison = ComparisonGroup(self._store, self._identity.rank, size, timeout=timeout)
-        return self._comparison.all_equal(number, timeout)
-
-    def _mismatch(self, call: CollectiveCall) -> CollectiveMismatchError:
-        assert self._comparison is not None
-        call = replace(call, where=own_place(batches=True))
-        texts = self._comparison.exchange(json.dumps(call.to_data()).encode())
+    def _mismatch(self, comparison: ComparisonGroup, call: CollectiveCall) -> CollectiveMismatchError:
+        call = replace(call, where=own_place())
+        texts = comparison.exchange(json.dumps(call.to_data()).encode())
         calls = [CollectiveCall.from_data(json.loads(text)) for text in texts]
-        by_rank = dict(zip(self._identity.ranks, calls, strict=True))
-        return CollectiveMismatchError(mismatch_report(_in_short(by_rank)))
-
-
-def _in_short(calls: Mapping[int, CollectiveCall]) -> Mapping[int, CollectiveCall]:
-    """Return the calls with those tensors alone that differ, where they are equal but for some of many tensors."""
-    counts = {len(call.shapes) for call in calls.values()}
-    if len({call.title for call in calls.values()}) > 1 or len(counts) > 1 or max(counts) <= _SHOWN:
-        return calls
-    count = counts.pop()
-    kinds = {
-        rank: list(
-            zip(call.dtypes * (count // len(call.dtypes)), call.shapes, strict=True)
-        )  # one dtype, or all
-        for rank, call in calls.items()
-    }
-    wrong = [i for i in range(count) if len({of_rank[i] for of_rank in kinds.values()}) > 1]
-    where = ", ".join(map(str, wrong[:_SHOWN])) + (", ..." if len(wrong) > _SHOWN else "")
-    return {
-        rank: replace(
-            call,
-            operation=f"{call.title} of {count} tensors, at {where}",
-            reduce_op=None,
-            root=None,
-            dtypes=tuple(kinds[rank][i][0] for i in wrong),
-            shapes=tuple(kinds[rank][i][1] for i in wrong),
-        )
-        for rank, call in calls.items()
-    }
+        return CollectiveMismatchError(mismatch_report(dict(zip(self._ranks, calls, strict=True))))
 
 
 # -- The parameters of the ranks, compared before DDP makes its buckets of them --

@@ -4,52 +4,32 @@
     register_mpi_backend()
     torch.distributed.init_process_group("mpi4py", rank=..., world_size=..., store=...)
 
-Each group is a separate MPI communicator. What its operations do is in :mod:`operations`, how they wait
-in :mod:`progress`, how ranks are compared in :mod:`rank_check`. mpi4py is imported when the first group is
-made, not before.
-
-Torch 2.13 calls ``all_gather_single``, ``reduce_scatter_single`` and ``all_to_all_single`` where older
-releases call ``_allgather_base``, ``_reduce_scatter_base`` and ``alltoall_base``; the group answers to both.
+What its operations do with MPI is in :mod:`operations`, how they are carried out in :mod:`worker`. mpi4py is imported
+when the first group is made, not before.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import sys
+import threading
+import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
 
-from lightning_lockstep._text import plain_table
-from lightning_lockstep.distributed.guard.records import WORLD, group_title
-from lightning_lockstep.distributed.mpi.runtime import MPIRuntime, start_runtime
-from lightning_lockstep.errors import LaunchError
+from lightning_lockstep._text import first_line
+from lightning_lockstep.distributed.failure.process_exit import at_exit, flush_everything, outcome
+from lightning_lockstep.distributed.guard.rank_state import WORLD, group_title
+from lightning_lockstep.distributed.mpi.worker import ANY_TIME, Body, MPIWork, Worker, wait_for_callbacks
+from lightning_lockstep.distributed.side_channel.opening import close_side_channel
+from lightning_lockstep.errors import LaunchError, MissingExtraError
 
 NAME = "mpi4py"
-
-
-@dataclass(frozen=True, kw_only=True)
-class MPIBackendOptions:
-    """Options of a group, given as ``pg_options``.
-
-    Attributes:
-        check: Whether operation, shape and dtype are compared between the ranks before each operation.
-        cuda_aware: Whether the MPI library takes CUDA memory; by default it is asked.
-    """
-
-    check: bool = True
-    cuda_aware: bool | None = None
-
-
-_defaults = MPIBackendOptions()
-
-
-def default_options(options: MPIBackendOptions) -> None:
-    """Set the options of groups that are made without any, sub-groups included; the same on all ranks."""
-    global _defaults
-    _defaults = options
 
 
 def register_mpi_backend() -> None:
@@ -58,60 +38,140 @@ def register_mpi_backend() -> None:
     Ranks: any rank, alone; mpi4py is not imported.
     """
     if not dist.is_backend_available(NAME):
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
-        # From 2.15 on torch attaches its recorder, which fails for one in Python, to all that are not in this set.
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+        # Torch 2.15 attaches its flight recorder to every other backend, which fails for one written in Python.
         recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
         recording.add(NAME)
 
 
-def _create(given: Any, options: MPIBackendOptions | None = None) -> dist.ProcessGroup:
+def _create(given: Any, options: Any = None) -> dist.ProcessGroup:
     """Make a group; torch calls it on every rank of the group."""
     runtime = start_runtime()
-    from lightning_lockstep.distributed.mpi.group_engine import GroupSettings
     from lightning_lockstep.distributed.mpi.process_group import MPIProcessGroup
 
-    chosen = options if isinstance(options, MPIBackendOptions) else _defaults
     rank, size, name = given.group_rank, given.group_size, str(given.group_id)
     # Torch lists no ranks for the default group.
-    ranks = list(given.global_ranks_in_group) or range(size)
-    members = mpi_ranks(runtime, given.store, rank, ranks, given.timeout)
-    settings = GroupSettings(
-        name=group_title(name, ranks) if given.global_ranks_in_group else WORLD,
-        ranks=ranks,
-        timeout=given.timeout.total_seconds(),
-        check=chosen.check and size > 1,
-        cuda_aware=runtime.cuda_aware if chosen.cuda_aware is None else chosen.cuda_aware,
+    ranks = list(given.global_ranks_in_group) or list(range(size))
+    check_ranks(runtime, rank, ranks)
+    title = group_title(name, ranks) if given.global_ranks_in_group else WORLD
+    comm, messages = runtime.worker.call(_communicators, runtime, ranks, name)
+    return MPIProcessGroup(
+        rank, size, runtime.worker, comm, messages, title=title, ranks=ranks, timeout=given.timeout
     )
-    collectives, messages = runtime.call(_communicators, runtime, members, name)
-    return MPIProcessGroup(given.store, rank, size, runtime, collectives, messages, settings)
 
 
-def mpi_ranks(
-    runtime: MPIRuntime, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta
-) -> list[int]:
-    """Return the ranks of a group's members in ``COMM_WORLD``."""
-    # Groups without a common member may have one name, and so share a store, where each is made by its own
-    # members alone, as ``new_subgroups(group=...)`` does. So the store keeps them by the ranks of the default
-    # group.
-    store.set(f"mpi/{ranks[rank]}", f"{runtime.rank} {runtime.size} {runtime.library}")
-    keys = [f"mpi/{other}" for other in ranks]
-    store.wait(keys, timeout)
-    found = [bytes(value).decode().split(" ", 2) for value in store.multi_get(keys)]
-    members = [int(one[0]) for one in found]
-    if len(set(members)) < len(ranks) or len({(one[1], one[2]) for one in found}) > 1:
-        rows = [(other, *one) for other, one in zip(ranks, found, strict=True)]
-        table = plain_table(("rank", "rank in MPI", "size of MPI", "MPI library"), rows)
+def check_ranks(runtime: MPIRuntime, rank: int, ranks: Sequence[int]) -> None:
+    """Raise if the members of a group do not have in MPI the numbers that they have in the default group."""
+    if runtime.rank != ranks[rank] or max(ranks) >= runtime.size:
         raise LaunchError(
-            f"The ranks were not started as one MPI job:\n\n{table}\n\n"
-            "Start all of them with one mpirun or mpiexec, the one that belongs to the MPI library which"
-            " mpi4py loads. With `srun`, give --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)."
+            f"The ranks were not started as one MPI job: rank {ranks[rank]}, one of at least {max(ranks) + 1}, is rank"
+            f" {runtime.rank} of {runtime.size} in {runtime.library}. Start all of them with one mpirun or mpiexec, the"
+            " one that belongs to the MPI library which mpi4py loads, and take their ranks from it. With `srun`, give"
+            " --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)."
         )
-    return members
 
 
-def _communicators(runtime: MPIRuntime, members: list[int], name: str) -> tuple[Any, Any]:
+def _communicators(runtime: MPIRuntime, ranks: list[int], name: str) -> tuple[Any, Any]:
     world = runtime.MPI.COMM_WORLD
-    group = world.Get_group().Incl(members)
     # Only members take part, and ranks may make several groups at once: the tag keeps them apart.
-    collectives = world.Create_group(group, zlib.crc32(name.encode()) % 32_000)
-    return collectives, collectives.Dup()
+    comm = world.Create_group(world.Get_group().Incl(ranks), zlib.crc32(name.encode()) % 32_000)
+    return comm, comm.Dup()
+
+
+# -- MPI in this process: started by its worker when first needed, and finalised in order --
+
+# How long the rank that ends the job waits for the others [s], whose programs deal with the failure, too.
+_OTHERS_RAISE = 2.0
+_CALLBACKS = 60.0  # longest wait for callbacks at the end of a program that has not failed [s]
+_ABORTED = 10.0  # MPI_Abort has ended this process within this time, or it ends itself [s]
+
+
+class MPIRuntime:
+    """MPI as this process has it: the worker initialises it, uses it and finalises it."""
+
+    def __init__(self) -> None:
+        self.worker = Worker()
+        self._finalises = "mpi4py.MPI" not in sys.modules
+        self.MPI = self.worker.call(_import_mpi)
+        world = self.MPI.COMM_WORLD
+        self.rank, self.size = self.worker.call(world.Get_rank), self.worker.call(world.Get_size)
+        version = self.MPI.Get_library_version().strip("\x00 \n").splitlines()[0]
+        self.library = version.split(", package")[0].strip()
+
+    def end(self, failed: int | None) -> None:
+        """Finalise MPI, which waits for the other ranks, or abort the job if this process has failed."""
+        if failed is not None:
+            flush_everything()
+            # MPI asks this host's daemon to end the job, and waits forever if that is frozen or has just died.
+            self._nowhere = open(os.devnull, "w")  # noqa: SIM115 - stays open until the end
+            faulthandler.dump_traceback_later(_ABORTED, exit=True, file=self._nowhere)
+            self.MPI.COMM_WORLD.Abort(failed)
+        wait_for_callbacks(_CALLBACKS)  # C++ ends a process whose callbacks Python stops at its own end
+        if self._finalises and not self.MPI.Is_finalized():
+            # Finalize holds Python's lock until all ranks are there. Other threads of this one may still have to send
+            # what a rank waits for that is not, so they meet before it.
+            meeting = MPIWork("exit", self._meet(), [], timeout=ANY_TIME)
+            self.worker.submit(meeting)
+            with suppress(Exception):  # a failure elsewhere, after which that rank ends MPI
+                meeting.wait()
+            self.worker.call(self.MPI.Finalize)
+
+    def _meet(self) -> Body:
+        yield [self.MPI.COMM_WORLD.Ibarrier().Test]
+
+
+_runtime: MPIRuntime | None = None
+_lock = threading.Lock()
+_delay = 0.0
+
+
+def start_runtime() -> MPIRuntime:
+    """Return MPI as this process has it, brought up when first asked for: then all ranks do so together."""
+    global _runtime
+    with _lock:
+        if _runtime is None:
+            _runtime = MPIRuntime()
+            at_exit(_at_exit)
+            outcome.install_excepthook()
+        return _runtime
+
+
+def abort_when_leaving(delay: float) -> None:
+    """Set how long this rank waits after a failure before it ends the MPI job by ``MPI_Abort`` [s]."""
+    # In that time the rank that prints the report does so; on that rank it is 0.
+    global _delay
+    _delay = delay
+
+
+def _at_exit() -> None:
+    if _runtime is None:
+        return
+    # An exception that nobody catches on one rank must not leave the others waiting in MPI.
+    failed = outcome.forced_exit_code or (1 if outcome.ends_with_error else None)
+    if failed is not None:
+        flush_everything()
+        close_side_channel(_OTHERS_RAISE)
+        time.sleep(_delay)  # mpirun ends this process meanwhile, once the rank that reports has exited
+    _runtime.end(failed)
+
+
+def _import_mpi() -> Any:
+    try:
+        import mpi4py
+    except ImportError as error:
+        raise MissingExtraError("mpi4py", extra="mpi", needed_for="The backend 'mpi4py'") from error
+    if "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc.finalize = False  # we finalise, in the thread that initialised
+        # While Open MPI waits for another rank, the backward pass may have the core.
+        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+        # Rabenseifner's algorithm: on fewer than four ranks Open MPI would reduce to one rank and send from there.
+        os.environ.setdefault("OMPI_MCA_coll_libnbc_iallreduce_algorithm", "3")
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            f"mpi4py is installed, but it cannot load an MPI library: {first_line(error)}."
+            " Install one with `pip install 'lightning-lockstep[mpi]'`, or set MPI4PY_LIBMPI to the path of your"
+            " cluster's libmpi.so."
+        ) from error
+    return MPI

@@ -1,130 +1,251 @@
-"""What torch calls, turned into operations; messages between two ranks."""
+"""The process group of the backend ``mpi4py``, and its record of calls for the guard.
+
+This module is imported once MPI is up, never before.
+"""
 
 from __future__ import annotations
 
-import itertools
+import array
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-from lightning_lockstep.distributed.mpi.collectives import Reductions, Transfers
-from lightning_lockstep.distributed.mpi.group_engine import GroupEngine, GroupSettings
-from lightning_lockstep.distributed.mpi.operations import counted, one, typed_by_size
-from lightning_lockstep.distributed.mpi.progress import Body
-from lightning_lockstep.distributed.mpi.rank_check import CallRecords
-from lightning_lockstep.distributed.mpi.runtime import MPIRuntime
-from lightning_lockstep.errors import CollectiveMismatchError
+from lightning_lockstep.distributed.c10d_operators import OPERATIONS, answered_locally, reduction_kind
+from lightning_lockstep.distributed.failure.record import own_place
+from lightning_lockstep.distributed.guard.collective_call import (
+    CollectiveCall,
+    batch_number,
+    batch_of_call,
+    call_site,
+    fingerprint,
+    mismatch_report,
+)
+from lightning_lockstep.distributed.guard.rank_state import Outstanding, RecordedCall
+from lightning_lockstep.distributed.local_collectives import answer
+from lightning_lockstep.distributed.mpi.operations import COLLECTIVES, Arguments, Receive, moved, pieces
+from lightning_lockstep.distributed.mpi.worker import Body, MPIWork, Worker
+from lightning_lockstep.errors import CollectiveMismatchError, RankFailedError
 
-# -- Messages between two ranks --
-# MPI compares neither dtype nor, when the message is the shorter one, size. So each message is announced: a
-# header with its dtype, its number of elements and a separate tag goes ahead, on the tag that the user
-# chose. The receiver reads the header first, from whichever rank it is, and knows what follows.
-
-_MESSAGE_DTYPES = [
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16,
-    torch.int32, torch.int64, torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.uint32,
-    torch.uint64,
-]  # fmt: skip
-# To receive those that are not listed, which are known by their bytes.
-_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-_FIRST_TAG, _TAGS = 1000, 30_000  # MPI guarantees tags up to 32767
+_RECORDED = 512  # calls of a group
 
 
-class Messages:
-    """Sends and receives within one group."""
+class CallRecords:
+    """The last collectives of one group; a ``CallRecorder`` of the guard."""
 
-    def __init__(self, headers: Any, data: Any) -> None:
-        self.headers, self._data = headers, data  # communicators: for headers, and for what follows them
-        self._tags = itertools.count()
+    # Torch's own flight recorder sees no process group that is written in Python.
 
-    def send(self, tensor: Tensor, to: int, tag: int) -> Body:
-        own_tag = _FIRST_TAG + next(self._tags) % _TAGS
-        header = numpy.array([_code(tensor.dtype), tensor.numel(), own_tag], numpy.int64)
-        requests = [self.headers.Isend([header, 3, MPI.INT64_T], to, tag)]
-        requests += [self._data.Isend(typed_by_size(piece), to, own_tag) for piece in counted(tensor)]
-        yield requests
+    def __init__(self) -> None:
+        self._calls: deque[tuple[CollectiveCall, float]] = deque(maxlen=_RECORDED)
+        self._open: dict[int, CollectiveCall] = {}  # by number, in the order of the calls
 
-    def receive(self, tensor: Tensor, source: int | None, tag: int, found: Any) -> Body:
-        """Receive a tensor from rank ``source`` or, when that is ``None``, from any rank."""
-        header = numpy.zeros(3, numpy.int64)
-        status = MPI.Status()
-        request = self.headers.Irecv(
-            [header, 3, MPI.INT64_T], MPI.ANY_SOURCE if source is None else source, tag
-        )
-        yield [_WithStatus(request, status)]
-        sender = status.Get_source()
-        code, count, own_tag = (int(number) for number in header)
-        fits = code == _code(tensor.dtype) and count == tensor.numel()
-        target = tensor if fits else torch.empty(count, dtype=_dtype(code))
-        yield [self._data.Irecv(typed_by_size(piece), sender, own_tag) for piece in counted(target)]
-        if not fits:  # it has been received all the same
-            raise CollectiveMismatchError(
-                f"rank {self.headers.rank} received from rank {sender} (tag {tag}) {count} elements of"
-                f" {_dtype(code) if code >= 0 else f'a dtype of {-code} bytes'}, but expected"
-                f" {tensor.numel()} of {tensor.dtype}: make both ends equal."
-            )
-        found(sender)
+    def begin(self, call: CollectiveCall) -> None:
+        """Note that a collective was called."""
+        self._calls.append((call, time.time()))
+        self._open[call.number] = call
+
+    def end(self, number: int) -> None:
+        """Note that a collective is complete, or has failed."""
+        self._open.pop(number, None)
+
+    def outstanding(self) -> Sequence[Outstanding]:
+        return [Outstanding(call.group, call.number) for call in tuple(self._open.values())[:1]]
+
+    def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
+        return [
+            RecordedCall(call=call, started=started, done=call.number not in self._open)
+            for call, started in self._calls.copy()
+        ]
 
 
-class _WithStatus:
-    """A request that keeps who sent it."""
+class MPIProcessGroup(dist.ProcessGroup):
+    """A group of ranks as two MPI communicators: one for collectives, one for sends and receives."""
 
-    def __init__(self, request: Any, status: Any) -> None:
-        self._request, self._status, self._done = request, status, False
-
-    def Test(self) -> bool:  # noqa: N802 - the name MPI requests have
-        # A request that is done becomes the null request, whose status would overwrite the real one.
-        self._done = self._done or self._request.Test(self._status)
-        return self._done
-
-
-def _code(dtype: torch.dtype) -> int:
-    return _MESSAGE_DTYPES.index(dtype) if dtype in _MESSAGE_DTYPES else -dtype.itemsize
-
-
-def _dtype(code: int) -> torch.dtype:
-    return _MESSAGE_DTYPES[code] if code >= 0 else _OF_BYTES[-code]
-
-
-# -- The process group of the backend ``mpi4py``: what torch calls, turned into operations --
-# This module is imported once MPI is up, never before.
-
-
-class MPIProcessGroup(Reductions, Transfers, dist.ProcessGroup):
-    """A group of ranks as an MPI communicator."""
+    supports_coalescing = False  # torch then waits for several operations by itself
+    _device_types = [torch.device("cpu")]  # noqa: RUF012 - a property of torch's class
 
     def __init__(
         self,
-        store: Any,
         rank: int,
         size: int,
-        runtime: MPIRuntime,
-        collectives: Any,  # communicator
-        messages: Any,  # communicator for sends and receives
-        settings: GroupSettings,
+        worker: Worker,
+        comm: Any,
+        messages: Any,
+        *,
+        title: str,  # in messages
+        ranks: Sequence[int],  # by their numbers in the default group
+        timeout: timedelta,
     ) -> None:
         # Torch 2.13 takes no store here from a subclass in Python.
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self._rank, self._size, self._name, self._desc = rank, size, settings.name, ""
-        self.engine = GroupEngine(store, runtime, collectives, settings)
-        self._comm, self._messages = collectives, Messages(messages, collectives)
+        self.comm, self._messages, self._worker = comm, messages, worker
+        self._size, self._name = size, title
+        self._title, self._ranks = title, ranks
+        self.options = SimpleNamespace(_timeout=timeout)  # as backends in C++ have it
+        self.call_recorder = CallRecords()
+        self._broken: BaseException | None = None
+        self._count = 0
+        self._last: MPIWork | None = None  # the collective that was called last, until it is over
+        self._lock = threading.Lock()  # threads give the worker their calls in the order of the numbers
 
-    # -- name, rank and size ---------------------------------------------------------------------------
+    # -- collectives -------------------------------------------------------------------------------------
+
+    def _collective(self, name: str, *given: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
+        """Start a collective: torch's methods of :data:`COLLECTIVES` are this one."""
+        if given and not isinstance(given[-1], (Tensor, list, tuple)):
+            *given, opts = given  # type: ignore[assignment]
+        tensors, sizes = given[:2], given[2:]
+        if answered_locally():
+            reduction, root = getattr(opts, "reduceOp", None), getattr(opts, "rootRank", 0)
+            return answer(_operator(name), self, tensors, reduction=reduction, root=root, splits=sizes)
+        flat, outputs, inputs = _flat(tensors), _flat(tensors[:1]), _flat(tensors[-1:])
+        _check(flat)
+        copies: list[tuple[Tensor, Tensor]] = []
+        contiguous = [_contiguous(one, [] if i else copies) for i, one in enumerate(tensors)]
+        options = Arguments(
+            reduction_kind(getattr(opts, "reduceOp", dist.ReduceOp.SUM)) if "reduce" in name else None,
+            getattr(opts, "rootRank", None),
+        )
+        body = COLLECTIVES[name](self, *contiguous, *sizes, options)
+        # What is equal on all ranks: of a gather with a shape for each rank, the list.
+        by_rank = name == "allgather" and len({tensor.shape for tensor in outputs}) > 1
+        shown = outputs if by_rank or name == "scatter" else [] if name.startswith("alltoall") else inputs
+        kind, number = _described(
+            name,
+            self._title,
+            flat[0].dtype if flat else None,
+            tuple([tensor.shape for tensor in shown]),
+            options.reduction,
+            None if options.root is None else self._ranks[options.root],
+        )
+        batch, site = batch_of_call(), call_site()
+        with self._lock:
+            self._count += 1
+            call = replace(kind, number=self._count, batch=batch, site=site)
+            self.call_recorder.begin(call)
+            self._last = self._submitted(
+                f"{kind.title} #{call.number}",
+                self._agreed(call, number ^ batch_number(batch), _copied_back(body, copies)),
+                outputs,
+                timeout or getattr(opts, "timeout", None),
+                lambda work: self._ended(work, call.number),
+                self._last,
+            )
+            return self._last
+
+    def _agreed(self, call: CollectiveCall, number: int, body: Body) -> Body:
+        """Carry a collective out if all ranks have called the same, and raise on all of them if not."""
+        # MPI does not ask: it would truncate on one rank, give wrong numbers on another, or write where it must not.
+        if isinstance(self._broken, RankFailedError):
+            raise self._broken
+        if self._broken is not None:
+            raise dist.DistBackendError(
+                f"Group {self._title!r} of the backend 'mpi4py' cannot be used any more, because an earlier operation"
+                f" failed: {self._broken}"
+            )
+        if self._size > 1:
+            memory = array.array("q", [number, -number])
+            yield [self.comm.Iallreduce(MPI.IN_PLACE, [memory, 2, MPI.INT64_T], MPI.MAX).Test]
+            if memory[0] != -memory[1]:
+                own = replace(call, where=own_place()).to_data()
+                calls = [CollectiveCall.from_data(data) for data in self.comm.allgather(own)]
+                raise CollectiveMismatchError(mismatch_report(dict(zip(self._ranks, calls, strict=True))))
+        yield from body
+
+    def _ended(self, work: MPIWork, number: int) -> None:
+        self.call_recorder.end(number)
+        self._named(work)
+        with self._lock:
+            if self._last is work:
+                self._last = None
+        # After a comparison all ranks have come equally far; otherwise nobody knows how far the others are.
+        if work.given_up or not isinstance(work.error, CollectiveMismatchError):
+            self._broken = self._broken or work.error
+
+    # -- sends and receives ------------------------------------------------------------------------------
+
+    def send(self, tensors: Any, to: int, tag: int = 0) -> Any:
+        return self._message(f"send to {to}", tensors, to, tag)
+
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
+        return self._message(f"receive from {source}", tensors, source, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        """Receive a tensor from whichever rank sends one first."""
+        return self._message("receive from any rank", tensors, MPI.ANY_SOURCE, tag)
+
+    def _message(self, title: str, tensors: Any, other: int, tag: int) -> Any:
+        if answered_locally():
+            return answer("send" if title.startswith("send") else "recv_", self, [tensors])  # which raises
+        _check(tensors)
+        copies: list[tuple[Tensor, Tensor]] = []
+        (tensor,) = _contiguous(tensors, copies)
+        senders: list[int] = []
+
+        def send() -> Body:
+            yield [self._messages.Isend(moved(piece), other, tag).Test for piece in pieces(tensor)]
+
+        def receive() -> Body:
+            first, *more = pieces(tensor)
+            message, source = Receive(self._messages, first, other, tag), other
+            tests: list[Callable[[], bool]] = [message]
+            if other == MPI.ANY_SOURCE:
+                yield tests
+                tests, source = [], message.status.source
+            # Receives of one rank take its messages in the order in which they are started.
+            tests += [Receive(self._messages, piece, source, tag) for piece in more]
+            yield tests
+            senders.append(message.status.source)
+
+        body = send() if title.startswith("send") else _copied_back(receive(), copies)
+        work = self._submitted(title, body, tensors, None, self._named)
+        work.senders = senders
+        return work
+
+    # -- both --------------------------------------------------------------------------------------------
+
+    def _submitted(
+        self,
+        title: str,
+        body: Body,
+        outputs: list[Tensor],
+        timeout: timedelta | None,
+        ended: Callable[[MPIWork], None],
+        after: MPIWork | None = None,
+    ) -> MPIWork:
+        work = MPIWork(
+            f"{title} of group {self._title!r}",
+            body,
+            outputs,
+            timeout=max((timeout or timedelta(0)).total_seconds(), 0.0)
+            or self.options._timeout.total_seconds(),
+            after=after,
+            ended=ended,
+        )
+        self._worker.submit(work)
+        return work
+
+    def _named(self, work: MPIWork) -> None:
+        if isinstance(work.error, MPI.Exception):
+            text = f"MPI reported an error in {work.title}: {work.error}."
+            if work.error.Get_error_class() == MPI.ERR_TRUNCATE:
+                text += " A rank has sent more than this one expects: make both ends equal."
+            work.error = dist.DistBackendError(text)
+
+    # -- the rest of torch's contract --------------------------------------------------------------------
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "mpi4py"
-
-    def getRank(self) -> int:  # noqa: N802 - torch's name
-        """Return this rank, in the group."""
-        return self._rank
-
-    def getSize(self) -> int:  # noqa: N802 - torch's name
-        return self._size
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
         self._name = name
@@ -132,87 +253,100 @@ class MPIProcessGroup(Reductions, Transfers, dist.ProcessGroup):
     def getGroupName(self) -> str:  # noqa: N802 - torch's name
         return self._name
 
-    def setGroupDesc(self, desc: str) -> None:  # noqa: N802 - torch's name
-        self._desc = desc
-
-    def getGroupDesc(self) -> str:  # noqa: N802 - torch's name
-        return self._desc
-
-    def __repr__(self) -> str:
-        return f"MPIProcessGroup({self._name!r}, rank {self._rank} of {self._size})"
-
-    # -- messages --------------------------------------------------------------------------------------
-
-    def send(self, tensors: Any, to: int, tag: int = 0) -> Any:
-        tensor = one(tensors)
-        return self.engine.message(
-            f"send to {to}", tensor, lambda t: self._messages.send(t[0], to, tag), written=False
-        )
-
-    def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
-        return self._receive(one(tensors), source, tag)
-
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        """Receive a tensor from whichever rank sends one first."""
-        return self._receive(one(tensors), None, tag)
-
-    def _receive(self, tensor: Tensor, source: int | None, tag: int) -> Any:
-        sender: list[int] = []
-        name = "receive from any rank" if source is None else f"receive from {source}"
-        work = self.engine.message(
-            name, tensor, lambda t: self._messages.receive(t[0], source, tag, sender.append), written=True
-        )
-        work.senders = sender
-        return work
-
-    # -- the rest of torch's contract ------------------------------------------------------------------
-
-    _allgather_base = Transfers.all_gather_single
-    allgather_into_tensor_coalesced = Transfers.all_gather_single_coalesced
-    _reduce_scatter_base = Reductions.reduce_scatter_single
-    reduce_scatter_tensor_coalesced = Reductions.reduce_scatter_single_coalesced
-    alltoall_base = Transfers.all_to_all_single
-
-    @property
-    def call_recorder(self) -> CallRecords:
-        """The last collectives of the group, for the guard."""
-        return self.engine.records
-
-    @property
-    def compares_calls(self) -> bool:
-        """Whether the ranks are compared before each operation, so that nobody else needs to."""
-        return self.engine.check is not None
-
-    @property
-    def supports_coalescing(self) -> bool:
-        """Whether operations may be started one by one and waited for together."""
-        return True
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        self.engine.start_coalescing()
-
-    def _end_coalescing(self, device: torch.device) -> Any:
-        return self.engine.end_coalescing()
-
-    start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
-
-    def _get_backend(self, device: torch.device) -> Any:  # torch 2.15 asks it whether it supports coalescing
+    def _get_backend(self, device: torch.device) -> Any:
         return self
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long an operation waits for other ranks."""
-        self.engine.timeout = timeout.total_seconds()
+        self.options._timeout = timeout
 
     _set_default_timeout = set_timeout
 
     def abort(self) -> None:
         """Abort the group: operations that come fail."""
-        self.engine.abort()
+        self._broken = self._broken or dist.DistBackendError("the group was aborted")
 
     def shutdown(self) -> None:
-        """Give the communicators back."""
-        self.engine.free([self._messages.headers, self._comm])
+        """Give the communicators back to MPI, unless something went wrong on them."""
+        if self._broken is None and not MPI.Is_finalized():
+            self._broken = dist.DistBackendError("the group was destroyed")
+            for comm in (self._messages, self.comm):
+                self._worker.call(comm.Free)
+
+
+# Torch 2.13 has other names for some.
+_NEWER = {
+    "_allgather_base": "all_gather_single",
+    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
+    "_reduce_scatter_base": "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
+    "alltoall_base": "all_to_all_single",
+}
+for _name in COLLECTIVES:
+    for _method in {_name, _NEWER.get(_name, _name)}:
+        setattr(MPIProcessGroup, _method, functools.partialmethod(MPIProcessGroup._collective, _name))
+
+
+def _operator(name: str) -> str:
+    return name if name == "barrier" else f"{name}_"
+
+
+@functools.lru_cache(10_000)
+def _described(
+    name: str,
+    group: str,
+    dtype: torch.dtype | None,
+    shapes: tuple[tuple[int, ...], ...],
+    reduce_op: str | None,
+    root: int | None,
+) -> tuple[CollectiveCall, int]:
+    """Return what all ranks must call together, and the number that stands for it."""
+    call = CollectiveCall(
+        operation=OPERATIONS[_operator(name)],
+        group=group,
+        dtypes=() if dtype is None else (str(dtype).removeprefix("torch."),),
+        shapes=tuple(tuple(shape) for shape in shapes),
+        reduce_op=reduce_op,
+        root=root,
+    )
+    return call, fingerprint(call.compared())
+
+
+# -- The tensors of a caller --
+
+
+def _flat(given: Any) -> list[Tensor]:
+    return [given] if isinstance(given, Tensor) else [tensor for one in given for tensor in _flat(one)]
+
+
+def _check(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise ValueError(
+                f"The backend 'mpi4py' cannot send a {tensor.layout} tensor: call to_dense() first, or give Embedding"
+                " sparse=False."
+            )
+        if not tensor.is_cpu:
+            raise ValueError(
+                f"The backend 'mpi4py' cannot send a tensor on device {tensor.device}: expected cpu."
+            )
+        if tensor.dtype != tensors[0].dtype:
+            raise ValueError(
+                f"Tensors of {tensors[0].dtype} and {tensor.dtype} were given: expected one dtype."
+            )
+
+
+def _contiguous(given: Any, copies: list[tuple[Tensor, Tensor]]) -> Any:
+    """Return the tensors in the lists, contiguous; of those that were copied, note which is a copy of which."""
+    if not isinstance(given, Tensor):
+        return [_contiguous(one, copies) for one in given]
+    if given.is_contiguous():
+        return given
+    copies.append((given, given.detach().contiguous()))
+    return copies[-1][1]
+
+
+def _copied_back(body: Body, copies: Sequence[tuple[Tensor, Tensor]]) -> Body:
+    yield from body
+    for tensor, contiguous in copies:
+        tensor.copy_(contiguous)

@@ -1,8 +1,7 @@
 """How the ranks find the side channel: its address is a key in the store of their group.
 
 So opening it is no collective. Rank 0 begins to listen and sets the key; any other rank reads it when it first needs
-the channel. Where a group has no store (some MPI backends), the ranks use a broadcast instead, which all must then
-enter together.
+the channel.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ import multiprocessing.util
 import os
 import socket
 import threading
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from functools import partial
 
 from torch.distributed import DistError
 
@@ -62,18 +60,14 @@ def side_channel_if_open(*, open_if_easy: bool = False) -> SideChannel | None:
         return None
     if _open is not None and _open[0] is group:
         return _open[1]
-    if not open_if_easy or group.store is None or group.world_size < 2:
+    if not open_if_easy or group.world_size < 2:
         return None
     if group.rank != 0 and not group.store.check([_KEY]):
         return None
     return open_side_channel()
 
 
-def open_side_channel(
-    *,
-    timeout: float | None = None,  # longest wait for rank 0 to set the address [s]; None: the group's own
-    broadcast: Callable[[Any], Any] | None = None,  # of rank 0's object, for groups without a store
-) -> SideChannel:
+def open_side_channel() -> SideChannel:
     """Return the side channel of the current group, opened on the first call."""
     # Rank 0 waits for nobody, the others until rank 0 has called it too.
     global _open
@@ -85,11 +79,7 @@ def open_side_channel(
             if _open[0] is group:
                 return _open[1]
             _open[1].close(0.0)  # of a group that is no more
-        if timeout is None:
-            # Torch gives the store of a group the group's own timeout; its annotations leave the attribute out.
-            given: Any = group.store
-            timeout = _CONNECT_FOR if given is None else given.timeout.total_seconds()
-        channel = _open_on(group, timeout, broadcast)
+        channel = _open_on(group)
         _open = (group, channel)
         if multiprocessing.parent_process() is not None:
             # Such a process leaves without what atexit holds, up to Python 3.12, but not without its finalizers.
@@ -105,37 +95,25 @@ def close_side_channel(timeout: float = 2.0) -> None:
     _open = None
 
 
-def _open_on(group: RankGroup, timeout: float, broadcast: Callable[[Any], Any] | None) -> ZeroMQSideChannel:
+def _open_on(group: RankGroup) -> ZeroMQSideChannel:
     token = known_job_token()
+    opened = partial(ZeroMQSideChannel, group.rank, group.world_size, silence_limit=_silence_limit)
     if group.rank == 0:
         made = token or new_job_token()
         name = os.environ.get("MASTER_ADDR") or socket.gethostname()
         host = own_address(name)
-        channel = ZeroMQSideChannel(
-            0,
-            group.world_size,
-            host=host,
-            known_as=name if host == ANY else None,
-            keys=channel_keys(made),
-            silence_limit=_silence_limit,
-        )
+        channel = opened(host=host, known_as=name if host == ANY else None, keys=channel_keys(made))
         # A token that came with the environment is known to all ranks and stays out of the store.
         offer = [channel.address, None if token else made, fingerprint(made)]
-        _hand_out(group, json.dumps(offer), timeout, broadcast)
+        group.store.set(_KEY, json.dumps(offer))
         return channel
-    address, given, print_of_main = json.loads(_hand_out(group, "", timeout, broadcast))
+    address, given, print_of_main = json.loads(_offer_of_main(group))
     if fingerprint(given or token or "") != print_of_main:
         raise LaunchError(
             f"Rank {group.rank} of {group.world_size} has another {JOB_TOKEN} than rank 0, or none. Give every rank of"
             " the job the same, or none, and every job a different MASTER_PORT."
         )
-    channel = ZeroMQSideChannel(
-        group.rank,
-        group.world_size,
-        keys=channel_keys(given or token or ""),
-        main_address=address,
-        silence_limit=_silence_limit,
-    )
+    channel = opened(keys=channel_keys(given or token or ""), main_address=address)
     if not channel.wait_for_main(_CONNECT_FOR):
         channel.close(0.0)
         raise LaunchError(
@@ -145,23 +123,16 @@ def _open_on(group: RankGroup, timeout: float, broadcast: Callable[[Any], Any] |
     return channel
 
 
-def _hand_out(group: RankGroup, mine: str, timeout: float, broadcast: Callable[[Any], Any] | None) -> str:
-    """Give rank 0's text to every rank; on rank 0 without waiting, where the group has a store."""
-    if group.store is None:
-        if broadcast is None:
-            raise RuntimeError(
-                "This group of ranks has no store, so the side channel can only be opened together."
-            )
-        return str(broadcast(mine))
-    if group.rank == 0:
-        group.store.set(_KEY, mine)
-        return mine
+def _offer_of_main(group: RankGroup) -> bytes:
+    # Torch gives the store of a group the group's own timeout; its annotations leave the attribute out.
+    timeout: timedelta = group.store.timeout  # type: ignore[attr-defined]
+    seconds = timeout.total_seconds()
     try:
-        group.store.wait([_KEY], timedelta(seconds=timeout))
+        group.store.wait([_KEY], timeout)
     except DistError as error:
         raise LaunchError(
-            f"Rank {group.rank} of {group.world_size} waited up to {timeout:.0f} s for rank 0 to open the side channel."
+            f"Rank {group.rank} of {group.world_size} waited up to {seconds:.0f} s for rank 0 to open the side channel."
             " Rank 0 has not come so far: look at what it printed, or give the process group a longer timeout."
             f" What torch said: {first_line(error)}"
         ) from error
-    return bytes(group.store.get(_KEY)).decode()
+    return bytes(group.store.get(_KEY))

@@ -1,19 +1,17 @@
 """The side channel over ZeroMQ: a star. Rank 0 listens and routes, every other rank has one connection, to rank 0.
 
-=========== ====================== ===================================================================================
-frame 1     frame 3                what it says
-=========== ====================== ===================================================================================
-``hello``   host, process id       first message of a connection, in both directions
-``post``    topic and body         frame 2 names its receivers on the way to rank 0 (none: all others), and its sender
-                                   on the way from there
-``flush``   a number               asks for ``arrived`` with that number
-``arrived`` that number            the handlers have had all that came before the flush; rank 0 has also passed on what
-                                   was for others
-``closing``                        its sender has closed its channel
-=========== ====================== ===================================================================================
+=========== ================ ========================================================================================
+frame 1     frame 3          what it says
+=========== ================ ========================================================================================
+``hello``   host, process id first message of a connection, in both directions
+``post``    topic and body   frame 2 names its receivers on the way to rank 0 (none: all others), and its sender on the
+                             way from there
+``closing``                  its sender has closed its channel
+=========== ================ ========================================================================================
 
 Frame 3 is JSON. Rank 0 passes a post on without reading it. Who has sent a message to rank 0 is told by its
-connection, not by a frame. Messages from one rank to another keep their order.
+connection, not by a frame. Messages from one rank to another keep their order: an answer to a post says that the
+handlers have had all that came before.
 
 Two threads do everything. One owns the sockets: it turns what was posted into JSON, sends, receives and routes. The
 other one calls the handlers, so that one that blocks (rank 0 prints log lines in one) keeps nothing from being routed.
@@ -21,10 +19,8 @@ A post returns at once. Heartbeats, reconnection, authentication and encryption 
 thread in C that needs no GIL: a rank that holds the GIL for minutes, or stands in ``pdb``, keeps answering.
 
 A rank is lost if its connection has ended (its process did, or no heartbeat came for the silence limit) and it neither
-says goodbye nor connects again within two seconds.
-
-For more than a few thousand ranks a tree would do: the first rank of each node listens, too, and where `_route` finds a
-receiver on another node, it sends the post up.
+says goodbye nor connects again within two seconds. ZeroMQ tells rank 0 that a connection has ended, but not whose: rank
+0 then sends to each rank for two seconds, which fails for those that have none.
 """
 
 from __future__ import annotations
@@ -54,14 +50,13 @@ from lightning_lockstep.distributed.rendezvous import ChannelKeys
 from lightning_lockstep.distributed.side_channel.channel import (
     BACK_WITHIN,
     Message,
-    Post,
     SideChannel,
     receivers_of,
 )
 from lightning_lockstep.errors import LaunchError
 
-HELLO, POST, FLUSH, ARRIVED, CLOSING = b"hello", b"post", b"flush", b"arrived", b"closing"
-_WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+HELLO, POST, CLOSING = b"hello", b"post", b"closing"
+_FLUSH, _ARRIVED = "channel/flush", "channel/arrived"
 # Messages for a rank that is not connected yet, or not at the moment; older ones are dropped beyond this number.
 _KEPT_UNSENT = 10_000
 # Descriptors of rank 0 on top of those that are open and its connections: files, loaders, process groups.
@@ -70,10 +65,10 @@ _SPARE_DESCRIPTORS = 200
 _RECEIVED_AT_ONCE = 100
 # How long what was sent last may still take to leave when the connection is closed [ms].
 _LINGER = 1000
-# How often the sockets' thread looks at ranks whose connection has ended [s].
-_LOOK_AT_ABSENT = 0.1
-# How long the handlers may take over what a rank has sent before it ended [s].
-_HANDLED_FOR = 1.0
+# How often the sockets' thread looks at ranks whose connection has ended, or may have [s].
+_LOOK_AT_ABSENT = 0.25
+# For how long rank 0 looks whose connection has ended: on a busy host ZeroMQ goes on to take messages for a while [s].
+_LOOK_FOR = 2.0
 # How often a heartbeat is sent at most [s].
 _HEARTBEAT_EVERY = 5.0
 # Contexts of channels whose end took too long: collected as garbage, one would wait for its sockets forever.
@@ -104,18 +99,15 @@ class ZeroMQSideChannel(SideChannel):
         super().__init__(rank, world_size)
         self._process = os.getpid()
         self._numbers = itertools.count()
-        self._unconfirmed: dict[int, set[int]] = {}  # ranks that each flush waits for, once they are asked
-        self._outbox: deque[Post | _Work] = deque()  # for the thread that owns the sockets
+        self._unconfirmed: dict[int, set[int]] = {}  # ranks that each flush waits for
+        self._outbox: deque[_Work] = deque()  # for the thread that owns the sockets
         self._arrived: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()  # for the one of the handlers
-        self._asleep = self._ended = False
+        self._ended = False
         # Of the thread that owns the sockets; others only look.
-        self._used: set[int] = set()  # ranks that were sent something
         self._unsent: dict[int, deque[tuple[Any, ...]]] = defaultdict(lambda: deque(maxlen=_KEPT_UNSENT))
-        self._connections: dict[int, int | None] = {}  # on rank 0: descriptor -> rank that has said hello
         self._standing: set[int] = set()  # ranks whose connection stands
-        self._left: set[int] = set()  # ranks that have closed their channel: what they do is their own affair
         self._absent: dict[int, float] = {}  # ranks whose connection has ended -> until when they may be back
-        self._lost_soon: set[int] = set()  # those that are lost once the handlers have had what they sent
+        self._look_at = self._look_until = 0.0  # when rank 0 looks whose connection has ended, and until when
 
         reads, writes = os.pipe()  # of all that can be polled, nearly the cheapest to the poster
         os.set_blocking(writes, False)
@@ -129,12 +121,14 @@ class ZeroMQSideChannel(SideChannel):
         self._monitor = self._context.socket(zmq.PAIR)
         # Without a limit: at one, ZeroMQ's own thread would wait for the reader, and keep no heartbeat.
         self._monitor.linger = self._monitor.rcvhwm = 0
-        self._socket.monitor("inproc://monitor", _WATCHED)
+        self._socket.monitor("inproc://monitor", zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._monitor.connect("inproc://monitor")
         if main_address is None:
             self._listen(host, known_as or host, keys)
         else:
             self._connect(main_address, keys)
+        self.on(_FLUSH, lambda message: self.post(_ARRIVED, message.body, to=message.sender))
+        self.on(_ARRIVED, self._note_arrival)
         self._sockets = threading.Thread(target=self._run_sockets, name="lockstep-channel", daemon=True)
         self._calls = threading.Thread(target=self._call_handlers, name="lockstep-handlers", daemon=True)
         self._sockets.start()
@@ -161,28 +155,33 @@ class ZeroMQSideChannel(SideChannel):
         """See :meth:`SideChannel.answers`; a rank that is stopped does until the silence limit."""
         return rank in self._standing
 
-    def _put(self, item: Post | _Work) -> None:
-        self._outbox.append(item)
-        # In this order: the other thread says that it falls asleep before it looks into the outbox.
-        if self._asleep:
-            with suppress(OSError, ValueError):  # it has ended meanwhile
-                # Nothing between these two: an exception of a signal would leave the other thread asleep.
-                self._asleep = False
-                self._wakes.write(b"\0")
+    def _post(self, topic: str, body: Any, to: int | tuple[int, ...] | None) -> None:
+        self._put(partial(self._send_post, topic, body, to))
+
+    def _put(self, work: _Work) -> None:
+        """Have the thread that owns the sockets do something."""
+        self._outbox.append(work)
+        with suppress(OSError, ValueError):  # the pipe is full, or the thread has ended meanwhile
+            self._wakes.write(b"\0")
 
     def flush(self, timeout: float = 5.0) -> bool:
         """See :meth:`SideChannel.flush`."""
         if not self._sockets.is_alive() or self._process != os.getpid():
             return False
-        number = next(self._numbers)
-        self._put(partial(self._ask_for_arrival, number))
+        number, asked = next(self._numbers), {0}
+        if self.rank == 0:
+            asked = self._standing.union(self._absent)
         with self._news:
-            arrived = self._news.wait_for(lambda: self._has_arrived(number), timeout)
-            self._unconfirmed.pop(number, None)
+            self._unconfirmed[number] = asked - self._ended_ranks
+            self.post(_FLUSH, number, to=asked - self._ended_ranks)
+            arrived = self._news.wait_for(lambda: self._unconfirmed[number] <= self._ended_ranks, timeout)
+            del self._unconfirmed[number]
             return arrived
 
-    def _has_arrived(self, number: int) -> bool:
-        return number in self._unconfirmed and self._unconfirmed[number] <= self._ended_ranks
+    def _note_arrival(self, message: Message) -> None:
+        with self._news:
+            self._unconfirmed.get(message.body, set()).discard(message.sender)
+            self._news.notify_all()
 
     def wait_for_main(self, timeout: float) -> bool:
         """Wait until the connection to rank 0 stands; return whether it does. Ranks: any but rank 0, alone."""
@@ -193,7 +192,6 @@ class ZeroMQSideChannel(SideChannel):
         """See :meth:`SideChannel.close`."""
         if self._closing or self._process != os.getpid():
             return
-        self._begins_to_close()
         if self.rank == 0 and timeout:
             with self._news:
                 # One whose connection has ended is not waited for, though it might come back.
@@ -216,25 +214,25 @@ class ZeroMQSideChannel(SideChannel):
     # ---------------------------------------------------------------- the thread that owns the sockets: sending
 
     def _run_sockets(self) -> None:
-        _yield_to_poster()
+        with suppress(AttributeError, OSError):
+            # Linux then does not give this thread the core of the one that has woken it.
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         poller = zmq.Poller()
         for one in (self._socket, self._monitor, self._woken):
             poller.register(one, zmq.POLLIN)
         try:
             while not self._ended:
-                self._asleep = True
-                at_most = int(1000 * _LOOK_AT_ABSENT) if self._absent else None
-                ready = dict(poller.poll(0 if self._outbox else at_most))
-                self._asleep = False
+                looks = self._absent or time.monotonic() < self._look_until
+                ready = dict(poller.poll(int(1000 * _LOOK_AT_ABSENT) if looks else None))
                 if self._woken.fileno() in ready:
                     self._woken.read(4096)
-                self._send_posted()
+                for _ in range(len(self._outbox)):
+                    self._outbox.popleft()()
                 self._receive()
-                self._look_at_absent()
+                self._look_at_connections()
         except zmq.ZMQError:
             _log.exception("the side channel can neither send nor receive any more")
         finally:
-            self._asleep = False
             self._socket.disable_monitor()
             self._monitor.close()
             self._socket.close(_LINGER)
@@ -242,19 +240,9 @@ class ZeroMQSideChannel(SideChannel):
             self._woken.close()
             self._context.term()
 
-    def _send_posted(self) -> None:
-        for _ in range(len(self._outbox)):
-            item = self._outbox.popleft()
-            if isinstance(item, Post):
-                self._send_post(*item)
-            else:
-                item()
-
-    def _send_post(
-        self, topic: str, body: Any, to: int | tuple[int, ...] | None, make: Callable[[Any], Any] | None
-    ) -> None:
+    def _send_post(self, topic: str, body: Any, to: int | tuple[int, ...] | None) -> None:
         try:
-            content = _encode([topic, body if make is None else make(body)]).encode()
+            content = _encode([topic, body]).encode()
         except Exception:
             # One message that cannot be sent must not silence the channel for all others.
             _log.exception("a message of the side channel topic %r cannot be sent", topic)
@@ -262,12 +250,12 @@ class ZeroMQSideChannel(SideChannel):
         if self.rank == 0:
             self._route(0, to, zmq.Frame(content, copy=True))  # copied once, however many get it
             return
-        named = () if to is None else receivers_of(to, self.rank, self.world_size)
-        others = ",".join(str(rank) for rank in named if rank != self.rank)
-        if self.rank in named:
+        receivers = receivers_of(to, self.rank, self.world_size)
+        others = [str(rank) for rank in receivers if rank != self.rank]
+        if self.rank in receivers:
             self._read_soon(self.rank, content)
-        if to is None or others:
-            self._send(0, POST, others.encode(), content)
+        if others:
+            self._send(0, POST, b"" if to is None else ",".join(others).encode(), content)
 
     def _route(self, sender: int, to: int | tuple[int, ...] | None, content: zmq.Frame) -> None:
         """On rank 0: bring a post to its receivers."""
@@ -279,27 +267,18 @@ class ZeroMQSideChannel(SideChannel):
 
     def _send(self, to: int, kind: bytes, about: bytes = b"", content: Any = b"") -> None:
         if self.rank != 0:
-            self._used.add(to)
             self._socket.send_multipart((kind, about, content))
         elif to in self._unsent:
             self._unsent[to].append((kind, about, content))  # behind what waits already
         else:
             try:
                 self._socket.send_multipart((str(to).encode(), kind, about, content), copy=False)
-                self._used.add(to)
             except zmq.ZMQError as error:
                 if error.errno != errno.EHOSTUNREACH:
                     raise
+                self._drop(to)
                 if to not in self._ended_ranks:
                     self._unsent[to].append((kind, about, content))
-
-    def _ask_for_arrival(self, number: int) -> None:
-        asked = self._used - self._ended_ranks
-        with self._news:
-            self._unconfirmed[number] = asked.copy()
-            self._news.notify_all()
-        for rank in asked:
-            self._send(rank, FLUSH, content=str(number).encode())
 
     def _say_goodbye(self) -> None:
         for rank in {0} if self.rank != 0 else self._standing - self._ended_ranks:
@@ -311,7 +290,9 @@ class ZeroMQSideChannel(SideChannel):
     # ---------------------------------------------------------------- the thread that owns the sockets: receiving
 
     def _receive(self) -> None:
-        self._read_monitor()
+        with suppress(zmq.Again):
+            while True:
+                self._note_event(recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"])
         for _ in range(_RECEIVED_AT_ONCE):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -324,118 +305,74 @@ class ZeroMQSideChannel(SideChannel):
 
     def _take(self, *frames: Any) -> None:
         """Take a message that has come; raise ValueError or TypeError if it makes no sense."""
-        *connection, kind_, about_, content = frames
-        kind, about = kind_.bytes, about_.bytes
-        sender = int(sender_of(*connection)) if self.rank == 0 else int(about or b"0")
+        if len(frames) != (4 if self.rank == 0 else 3):
+            raise ValueError(f"it has {len(frames)} frames")
+        kind, about, content = frames[-3].bytes, frames[-2].bytes, frames[-1]
+        sender = int(frames[0].bytes if self.rank == 0 else about or b"0")
         if not 0 <= sender < self.world_size or sender == self.rank:
             raise ValueError("no other rank is its sender")
         if kind == POST and self.rank == 0:
-            self._route(sender, self._named(about), content)
+            to = tuple(int(rank) for rank in about.split(b",")) if about else None
+            self._route(sender, to, content)
         elif kind == POST:
             self._read_soon(sender, content.bytes)
         elif kind == HELLO:
             host, pid = json.loads(content.bytes)
             self._processes[sender] = str(host), int(pid)
-            if self.rank == 0 and not connection[0].bytes.startswith(b"\0"):  # that has been replaced already
-                self._welcome(sender, connection[0].get(zmq.SRCFD))
-        elif kind == FLUSH:
-            # The answer comes after the handlers have had what came before.
-            answer = partial(self._send, sender, ARRIVED, content=content.bytes)
-            self._arrived.put(partial(self._put, answer))
-        elif kind == ARRIVED:
-            with self._news:
-                self._unconfirmed.get(int(content.bytes), set()).discard(sender)
-                self._news.notify_all()
+            if self.rank == 0:  # the first time or once more
+                self._stands(sender)
+                unsent = self._unsent.pop(sender, ())
+                for message in ((HELLO, b"", self._hello), *unsent):
+                    self._send(sender, *message)
         elif kind == CLOSING:
+            # Not standing any more, so that the end of its connection is its own affair.
             self._standing.discard(sender)
             self._absent.pop(sender, None)
-            self._left.add(sender)
             self._arrived.put(partial(self._note_end, self._closed_ranks, sender))
         else:
             raise ValueError(f"its kind is {kind[:20]!r}")
 
-    def _named(self, receivers: bytes) -> tuple[int, ...] | None:
-        if not receivers:
-            return None
-        ranks = tuple(int(rank) for rank in receivers.split(b","))
-        if not all(0 <= rank < self.world_size for rank in ranks):
-            raise ValueError(f"it is for {receivers[:20]!r}")
-        return ranks
-
     # ---------------------------------------------------------------- connections that stand, and those that have ended
 
-    def _read_monitor(self) -> None:
-        with suppress(zmq.Again):
-            while True:
-                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
-                self._note_event(event["event"], event["value"])
-
-    def _note_event(self, event: int, descriptor: int) -> None:
-        if self.rank == 0:
-            if event in (zmq.EVENT_ACCEPTED, zmq.EVENT_DISCONNECTED):
-                self._drop(self._connections.pop(descriptor, None))
-            if event == zmq.EVENT_ACCEPTED:
-                self._connections[descriptor] = None
-        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+    def _note_event(self, event: int) -> None:
+        if event == zmq.EVENT_DISCONNECTED:
+            self._look_until = time.monotonic() + _LOOK_FOR
+            if self.rank != 0:
+                self._drop(0)
+        elif self.rank != 0:
             self._send(0, HELLO, content=self._hello)
             self._stands(0)
-        elif event == zmq.EVENT_DISCONNECTED:
-            self._drop(0)
-
-    def _welcome(self, rank: int, descriptor: int) -> None:
-        """On rank 0: a rank has said hello on the connection with that descriptor."""
-        # The descriptor may have been that of another connection, whose end can be read by now; and this one's, too.
-        self._read_monitor()
-        if descriptor not in self._connections:
-            self._drop(rank)
-            return
-        for other, owner in self._connections.items():
-            if owner == rank:
-                self._connections[other] = (
-                    None  # replaced: its end does not matter, and is not reported either
-                )
-        self._drop(self._connections[descriptor])
-        self._connections[descriptor] = rank
-        self._stands(rank)
-        unsent = self._unsent.pop(rank, ())
-        self._send(rank, HELLO, content=self._hello)
-        for message in unsent:
-            self._send(rank, *message)
 
     def _stands(self, rank: int) -> None:
-        self._absent.pop(rank, None)
         with self._news:
+            self._absent.pop(rank, None)
             self._standing.add(rank)
             self._news.notify_all()
 
-    def _drop(self, rank: int | None) -> None:
-        """Note that the connection of a rank has ended."""
-        if rank is not None and rank not in self._left:
+    def _drop(self, rank: int) -> None:
+        """Note that the connection of a rank has ended, which stood."""
+        if rank in self._standing:
             with self._news:
                 self._standing.discard(rank)
-                self._absent.setdefault(rank, time.monotonic() + BACK_WITHIN)
+                self._absent[rank] = time.monotonic() + BACK_WITHIN
                 self._news.notify_all()
 
-    def _look_at_absent(self) -> None:
+    def _look_at_connections(self) -> None:
         now = time.monotonic()
-        for rank, until in list(self._absent.items()):
-            if now >= until + _HANDLED_FOR:
-                self._lose(rank)  # a handler blocks
-            elif now >= until and rank not in self._lost_soon:
-                # What it has sent before it ended is handled first.
-                self._lost_soon.add(rank)
-                self._arrived.put(partial(self._lose, rank))
+        if self.rank == 0 and self._look_at <= now < self._look_until:
+            self._look_at = now + _LOOK_AT_ABSENT
+            for rank in list(self._standing):
+                self._send(rank, HELLO, content=self._hello)
+        for rank in [rank for rank, until in self._absent.items() if now >= until]:
+            with self._news:
+                del self._absent[rank]
+            # What it has sent before it ended is handled first.
+            self._arrived.put(partial(self._lose, rank))
 
     def _lose(self, rank: int) -> None:
-        self._lost_soon.discard(rank)
-        if self._absent.pop(rank, None) is None or self._closing:
-            return  # it is back, or this was said already
-        self._note_end(self._lost_ranks, rank)
-        if self._on_lost is not None:
-            try:
-                self._on_lost(rank)
-            except Exception:
-                _log.exception("what is to be done about rank %d, which is lost, failed", rank)
+        if rank not in self._standing and not self._closing:  # else it is back
+            self._note_end(self._lost_ranks, rank)
+            self._on_lost(rank)
 
     @property
     def _ended_ranks(self) -> set[int]:
@@ -450,7 +387,10 @@ class ZeroMQSideChannel(SideChannel):
 
     def _call_handlers(self) -> None:
         while (work := self._arrived.get()) is not None:
-            work()
+            try:
+                work()
+            except Exception:  # noqa: PERF203 - each by itself
+                _log.exception("what has come over the side channel could not be handled")
 
     def _read_soon(self, sender: int, content: bytes) -> None:
         self._arrived.put(partial(self._read, sender, content))
@@ -484,14 +424,6 @@ def need_descriptors(world_size: int) -> None:
         ) from error
 
 
-def sender_of(identity: Any) -> bytes:
-    """Return the identity under which a peer has connected, of the first frame of a message."""
-    # Once it has connected again, ZeroMQ names its former connection by a new number that begins with
-    # a zero byte; what has come by that connection is read all the same.
-    name: bytes = identity.bytes
-    return str(identity.get("Identity")).encode() if name.startswith(b"\0") else name
-
-
 def _say_malformed(error: Exception) -> None:
     _log.warning("ignored a malformed message on the side channel: %s", error)
 
@@ -499,11 +431,3 @@ def _say_malformed(error: Exception) -> None:
 def _endpoint(host: str) -> str:
     """Return a host name or address as ZeroMQ takes it."""
     return f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
-
-
-def _yield_to_poster() -> None:
-    """Keep this thread from taking the core of the one that has woken it."""
-    # A scheduling class of Linux that changes nothing else: what is posted goes out as soon as a core is
-    # free.
-    with suppress(AttributeError, OSError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

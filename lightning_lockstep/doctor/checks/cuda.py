@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 
 from lightning_lockstep._text import counted
 from lightning_lockstep.doctor.cuda import (
@@ -28,7 +27,6 @@ from lightning_lockstep.doctor.machine import Machine, has_dnf, major, release, 
 from lightning_lockstep.doctor.registry import (
     CheckOptions,
     Finding,
-    Status,
     not_applicable,
     ok,
     problem,
@@ -41,14 +39,6 @@ _DRIVER_OF_DNF = "dnf module install nvidia-driver:latest-dkms"
 _ASK_TORCH = "python -c 'import torch; torch.cuda.init()'"
 
 
-WHY = """
-torch brings its own CUDA. What is compiled here, such as the operations of DeepSpeed, is compiled by the toolkit of
-the system that PATH or CUDA_HOME finds, and the two must be of one major version. With several toolkits the first on
-PATH and LD_LIBRARY_PATH wins. Each CUDA accepts compilers up to some version only. And torch has kernels for the
-architectures it was built for: on other GPUs every operation fails.
-"""
-
-
 def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     """Look at driver, torch, toolkits, compiler and architectures."""
     torch, driver, used = torch_build(machine), find_driver(machine), toolkit_in_use(machine)
@@ -56,27 +46,17 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     yield _driver(machine, driver, gpus)
     is_too_old = bool(driver.cuda) and major(driver.cuda) < major(torch.cuda)
     yield _old_driver(machine, torch, driver) if is_too_old else _torch(torch, gpus)
-    # Of all strategies only DeepSpeed's compile anything; and what is compiled for a GPU is not needed without one.
-    is_built = options.strategy is None or options.strategy.startswith("deepspeed")
-    has_gpu = driver.program is not None or bool(driver.version) or driver.has_hardware
     homes = {name: home for name in ("CUDA_HOME", "CUDA_PATH") if (home := machine.environment.get(name))}
     broken = {name: home for name, home in homes.items() if not machine.exists(f"{home}/bin/nvcc")}
-    yield from _weighed(_toolkits(machine, torch, used, is_sought=not broken), has_gpu and is_built)
+    yield from _toolkits(machine, torch, used, is_sought=not broken)
     for name, home in broken.items():
         evidence = f"Set to {home}, but there is no {home}/bin/nvcc: builds look only there."
         yield warning(name, evidence, f"unset {name}", "lockstep-doctor cuda  # what is found without it")
     yield from _folders(machine, used)
     if used is not None and (newest := newest_gcc(used.version)) is not None:
-        yield from _weighed([_host_compiler(machine, used, newest)], is_built)
+        yield _host_compiler(machine, used, newest)
     if torch.cuda and gpus and not is_too_old:
         yield from _architectures(machine, gpus)
-
-
-def _weighed(findings: Iterable[Finding], is_needed: bool) -> Iterator[Finding]:
-    """Yield findings about builds: where nothing is built, a problem of theirs stops no run."""
-    for found in findings:
-        is_less = found.status is Status.PROBLEM and not is_needed
-        yield replace(found, status=Status.WARNING) if is_less else found
 
 
 # -- The driver, and the CUDA that torch was built for --
@@ -134,7 +114,7 @@ def _torch(torch: TorchBuild, gpus: Sequence[Gpu]) -> Finding:
     )
 
 
-# -- What builds for GPUs find: the toolkit, whether it goes with torch and compiles for the GPUs --
+# -- What builds for GPUs find: the toolkit, and whether it goes with torch; few runs build, so these are warnings --
 
 
 def _toolkits(
@@ -166,7 +146,7 @@ def _match(torch: TorchBuild, used: Toolkit | None, fix: Sequence[str]) -> Findi
         evidence = f"nvcc of {used.root} does not report its version."
         return warning(subject, evidence, f"{used.root}/bin/nvcc --version", *fix)
     if major(used.version) != major(torch.cuda):
-        return problem(
+        return warning(
             subject,
             f"{used} is found first, and torch is built for CUDA {torch.cuda}: the major versions differ, so"
             " extensions compiled here do not work with torch.",
@@ -253,7 +233,7 @@ def _host_compiler(machine: Machine, used: Toolkit, newest: int) -> Finding:
         if major(compiler.version) <= newest:
             return ok(subject, f"{evidence}; CUDA {used.version} accepts up to {newest}")
         evidence += f", and CUDA {used.version} accepts gcc up to {newest}."
-    return problem(subject, evidence, *lines_for_gcc(machine, used, newest))
+    return warning(subject, evidence, *lines_for_gcc(machine, used, newest))
 
 
 # -- The architectures for which torch has kernels --

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import PurePath
 
+from lightning_lockstep._text import time_in_words
 from lightning_lockstep.doctor.cuda import architectures, find_gpus, torch_build
-from lightning_lockstep.doctor.machine import Machine, Probed, system_install
+from lightning_lockstep.doctor.machine import Machine, Probed, release, short, system_install
 from lightning_lockstep.doctor.registry import (
     CheckOptions,
     Finding,
@@ -18,14 +20,8 @@ from lightning_lockstep.doctor.registry import (
 
 _WITH_AIO, _AIO = ("async_io", "pin_memory"), ("libaio-dev", "libaio-devel")  # of Debian and of Red Hat
 _PREBUILT = {"cpu_adam": "DS_BUILD_CPU_ADAM", "async_io": "DS_BUILD_AIO", "fused_adam": "DS_BUILD_FUSED_ADAM"}
-
-
-WHY = """
-DeepSpeed compiles its operations when they are first used, in the middle of a run: with a C++ compiler, ninja,
-Python's headers, libraries such as aio, and for GPUs the CUDA toolkit of torch's major version. What is missing shows
-only then, and the lock of a killed build makes every later run wait forever. Operations can be built ahead of time,
-for all kinds of GPUs at once, and as one wheel for many machines.
-"""
+_LONGEST_BUILD = 600.0  # the lock of a build that runs is never older [s]
+_LOCKED_BY_KERNEL = (2, 15)  # from this torch on a lock ends with its process, though its file stays
 
 
 def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
@@ -37,13 +33,13 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
         yield not_applicable("DeepSpeed", "It is not installed: pip install 'lightning-lockstep[deepspeed]'")
         return
     imported = machine.probe("deepspeed_import", timeout=50.0)
-    tools = machine.probe("build_tools", timeout=10.0)
     yield _importable(version, imported)
-    yield from _tools(tools)
+    yield from (missing := list(_missing_tools(machine)))
+    yield from _locks(machine)
     if built := imported.texts("built"):
         yield ok("operations built", ", ".join(built))
-    if tools.error or tools.texts("missing"):
-        return  # reported above; nothing can be built without it
+    if missing:
+        return  # nothing can be built without it
     buildable = [name for name in imported.texts("buildable") if name not in built]
     if buildable:
         yield ok("operations buildable", f"{', '.join(buildable)}: compiled when they are first used")
@@ -69,25 +65,48 @@ def _importable(version: str, imported: Probed) -> Finding:
     return ok("import", f"DeepSpeed {version}, accelerator {imported.facts.get('accelerator')}")
 
 
-def _tools(tools: Probed) -> Iterator[Finding]:
-    if tools.error:
-        yield problem(
-            "build tools",
-            f"The test of them failed: {tools.error}",
-            "lockstep-doctor deepspeed --timeout 120",
-        )
-        return
-    for sentence in tools.texts("missing"):
-        evidence, _, remedies = sentence.rpartition(": ")
-        fix, *others = remedies.split(", or ")
-        evidence = f"{evidence or sentence}: operations cannot be compiled."
-        yield warning("build tools", evidence, fix, *(f"# or: {other}" for other in others))
-    for lock in tools.tables("locks"):
-        if lock.get("is_stale"):
-            evidence = "A killed build has left its lock, for which every later build waits:"
-            yield problem("build locks", f"{evidence} {lock.get('text')}", f"rm {lock.get('path')}")
+def _missing_tools(machine: Machine) -> Iterator[Finding]:
+    """Yield a row for each thing that a build needs and this machine lacks."""
+    subject, without = "build tools", "operations cannot be compiled."
+    given, install = machine.environment.get("CXX", ""), system_install(machine, "g++", "gcc-c++")
+    if machine.which((given.split() or ["c++"])[0]) is None:
+        if given:
+            evidence = f"CXX={given!r} names a C++ compiler that is not there: {without}"
+            yield warning(subject, evidence, "unset CXX", f"# or: {install}")
         else:
-            yield ok("build locks", f"a build is running: {lock.get('text')}")
+            yield warning(subject, f"There is no C++ compiler: {without}", install)
+    if machine.which("ninja") is None:
+        # Python was started by its path: the programs of its environment are not among those of the shell.
+        beside = str(PurePath(machine.python.executable).parent)
+        if machine.exists(f"{beside}/ninja"):
+            evidence = f"ninja is installed in {beside}, which is not in PATH: {without}"
+            yield warning(subject, evidence, f"export PATH={beside}:$PATH")
+        else:
+            yield warning(subject, f"There is no ninja: {without}", "pip install ninja")
+    if not machine.exists(header := f"{machine.python.headers}/Python.h"):
+        python = f"python{short(machine.python.version)}"
+        fix = system_install(machine, f"{python}-dev", f"{python}-devel")
+        yield warning(subject, f"Python's headers are missing ({header}): {without}", fix)
+
+
+def _locks(machine: Machine) -> Iterator[Finding]:
+    """Yield a row for each lock under which torch builds an operation; a killed build leaves its own."""
+    if release(machine.python.packages.get("torch")) >= _LOCKED_BY_KERNEL:
+        return
+    environ, subject = machine.environment, "build locks"
+    cache = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME', '')}/.cache"
+    root = environ.get("TORCH_EXTENSIONS_DIR") or f"{cache}/torch_extensions"
+    # One folder for each operation; below torch's own root one more level for the versions of Python and CUDA.
+    for path in [*machine.glob(f"{root}/*/lock"), *machine.glob(f"{root}/*/*/lock")]:
+        age = machine.age(path)
+        if age is None:
+            continue  # that build has ended meanwhile
+        made = f"{PurePath(path).parent.name} has the lock {path}, made {time_in_words(age)} ago"
+        if age > _LONGEST_BUILD:
+            evidence = f"A killed build has left its lock, for which every later build waits: {made}"
+            yield problem(subject, evidence, f"rm {path}")
+        else:
+            yield ok(subject, f"a build is running: {made}")
 
 
 def _ahead_of_time(version: str, names: Sequence[str], kinds: str | None) -> Finding:

@@ -8,29 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from lightning_lockstep._text import size_in_words
 from lightning_lockstep.doctor.cuda import Gpu, find_gpus, torch_build
-from lightning_lockstep.doctor.machine import Machine, release
+from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.registry import CheckOptions, Finding, not_applicable, ok, problem, warning
 
 _MIB = 2**20
 # Speeds of a matrix product that differ by less than this count as equal.
 _ALIKE_SPEED = 0.9
-_LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
-
-# With these srun gives each task its own devices.
-_BOUND_BY_SLURM = (
-    "SLURM_GPUS_PER_TASK",
-    "SLURM_GPU_BIND",
-    "SLURM_NTASKS_PER_GPU",
-    "SLURM_TRES_BIND",
-    "SLURM_TRES_PER_TASK",
-)
-
-
-WHY = """
-The ranks wait for each other at every step: the GPU with the least memory limits the batch of all, and the slowest
-one the speed of all. A GPU that is too hot is slow without any error. Ranks that never chose a device all run on device
-0, while the others are idle.
-"""
 
 
 def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
@@ -112,20 +95,4 @@ def _ranks(machine: Machine, gpus: Sequence[Gpu]) -> Iterator[Finding]:
             f"{number} processes run on GPU {index}, none on the other {len(gpus) - 1}: the ranks chose no device.",
             "# in the program, before anything is put on a GPU: torch.cuda.set_device(int(os.environ['LOCAL_RANK']))",
             "# or let the Trainer choose: Trainer(accelerator='gpu', devices='auto')",
-        )
-    yield from _visible(machine)
-
-
-def _visible(machine: Machine) -> Iterator[Finding]:
-    shown = machine.environment.get("CUDA_VISIBLE_DEVICES")
-    given = {name: release(machine.environment.get(name)) for name in _LOCAL_RANKS}
-    ranks = next((number[0] for number in given.values() if number), 1)
-    if shown is None or any(machine.environment.get(name) for name in _BOUND_BY_SLURM):
-        return  # each rank is shown another device
-    visible = [part for part in shown.split(",") if part.strip()]
-    if len(visible) < ranks:
-        yield problem(
-            "ranks on devices",
-            f"CUDA_VISIBLE_DEVICES={shown!r} shows {len(visible)} of the GPUs to {ranks} ranks of this host.",
-            "unset CUDA_VISIBLE_DEVICES",
         )

@@ -11,12 +11,6 @@ _FIRST_GOOD = (5, 5)
 _TEST_TIMEOUT = 10.0
 _UPGRADE = "# upgrade the kernel to 5.5 or newer (uname -r shows it), and reboot"
 
-WHY = """
-On Linux before 5.5 ranks may hang without an error message while they pass data through shared memory. The version
-alone proves little, since distributions back-port fixes. So on such a kernel two processes add numbers through shared
-memory many times; if they finish, the version is the only reason for a warning.
-"""
-
 
 def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     """Look at the kernel's release, and test an old one."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePath
 
 from lightning_lockstep.doctor.machine import Machine
@@ -16,23 +15,15 @@ from lightning_lockstep.doctor.registry import (
     problem,
     warning,
 )
-from lightning_lockstep.launchers.mpi_hosts import (
-    Host,
-    HostReport,
-    ask_host,
-    host_advice,
-    host_fix,
+from lightning_lockstep.launchers.mpirun_command import (
+    MPIRun,
+    MPIRunSettings,
+    is_this_host,
     mpirun_fault,
-    this_host,
+    mpirun_of,
+    ssh_faults,
 )
-from lightning_lockstep.launchers.mpirun_command import MPIRun, MPIRunSettings, mpirun_of
 
-WHY = """
-A job over MPI that hangs at its start is most often one of three: ranks started by the mpirun of another MPI than the
-one that mpi4py loads, so that each believes to be alone; a host of the hostfile that asks for a password, which nobody
-sees; or hosts with different versions of Python, torch or MPI. `strategy=mpi` looks at all of this before it starts
-ranks; this is the same check without a run. `--hosts a,b` or `--hostfile F` look at the other hosts too.
-"""
 _KINDS = {"open_mpi": "Open MPI", "hydra": "MPICH"}
 # What mpi4py calls the makers of the library that it loads; all but the first use MPICH's protocol.
 _OPEN_MPI = "Open MPI"
@@ -100,34 +91,16 @@ def _mpi4py(machine: Machine, mpirun: MPIRun | None) -> Finding:
     )
 
 
-def _hosts(hosts: list[Host], mpirun: MPIRun | None, options: CheckOptions) -> Iterator[Finding]:
-    with ThreadPoolExecutor(len(hosts)) as pool:
-        reports = list(pool.map(lambda host: ask_host(host.name, options.ssh_args), hosts))
-    here, are_ready = this_host(), True
-    for host, report in zip(hosts, reports, strict=True):
-        if advice := host_advice(report, here):
-            are_ready = False
-            yield problem("host", f"{host.name}: {advice}", *host_fix(report))
-            continue
-        reached = "this host" if report.ssh == "local" else "ssh without a password"
-        yield ok("host", f"{host.name}: {reached}, Python {report.python} and packages as here")
-        yield from _places(host, report, mpirun)
-    if not are_ready or mpirun is None:
+def _hosts(hosts: list[str], mpirun: MPIRun | None, options: CheckOptions) -> Iterator[Finding]:
+    faults = ssh_faults(hosts, options.ssh_args)
+    for host, fault in zip(hosts, faults, strict=True):
+        if fault:
+            yield problem("host", f"{host}: {fault}", f"ssh-copy-id {host}")
+        else:
+            yield ok("host", f"{host}: {'this host' if is_this_host(host) else 'ssh without a password'}")
+    if mpirun is None or any(faults):
         yield not_applicable("mpirun hostname", "not tried before every host is ready")
     elif fault := mpirun_fault(hosts, mpirun, MPIRunSettings(ssh_args=tuple(options.ssh_args))):
-        names = ",".join(host.name for host in hosts)
-        yield problem("mpirun hostname", fault, f"mpirun --host {names} lockstep-doctor network")
+        yield problem("mpirun hostname", fault, f"mpirun --host {','.join(hosts)} lockstep-doctor network")
     else:
         yield ok("mpirun hostname", f"it started a process on each of the {len(hosts)} hosts")
-
-
-def _places(host: Host, report: HostReport, mpirun: MPIRun | None) -> Iterator[Finding]:
-    if mpirun is not None and mpirun.kind == "open_mpi" and not report.daemon:
-        yield warning(
-            "prted",
-            f"{host.name}: a shell that is not interactive does not find it, so `mpirun --hostfile` typed by hand fails"
-            " there; `strategy=mpi` gives --prefix",
-            f"mpirun --prefix {mpirun.prefix} ...",
-        )
-    if host.slots is not None and report.cores is not None and host.slots > report.cores:
-        yield warning("slots", f"{host.name}: {host.slots} slots, but {report.cores} cores")

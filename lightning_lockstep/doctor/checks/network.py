@@ -21,15 +21,6 @@ from lightning_lockstep.launchers.mpirun_command import (
     mpirun_environ,
 )
 
-WHY = """
-Most hangs at the start of a run are ranks that do not reach each other: a host name that another host cannot resolve, a
-firewall that lets ssh through and nothing else, a backend that listens at the wrong interface. The ranks then wait in
-init_process_group, and no message names the missing rank. This check takes the same steps one by one, each with
-a deadline: which ranks have connected, which host reaches which, rendezvous, barrier, all-reduce, memory; for
-gloo, for nccl where there is a device for each rank, and for mpi4py. So a failure names the step, the rank, its host
-and the interface.
-"""
-
 
 def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     """Test the network between ranks of this host; the command has those of torchrun, mpirun and srun join."""
@@ -45,7 +36,7 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
         try:
             yield from examine(ranks, of_torch)
         finally:
-            ranks.end()
+            ranks.end(0)
     if "mpi4py" in backends:
         yield _mpi_here(machine, count)
 
@@ -66,7 +57,7 @@ def _mpi_here(machine: Machine, count: int) -> Finding:
     if mpirun is None:
         return not_applicable("mpi4py", "no mpirun was found next to this Python or in PATH")
     command = mpirun_command(mpirun, settings, num_processes=count, num_nodes=1)
-    command = [argument for argument in command if argument not in ("--output", "tag", "-l")]
+    command = [argument for argument in command if argument not in ("--tag-output", "-l")]
     root = [
         f"{name}={value}" for name, value in mpirun_environ(settings).items() if "ALLOW_RUN_AS_ROOT" in name
     ]

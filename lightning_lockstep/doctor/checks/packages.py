@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from lightning_lockstep._text import size_in_words
-from lightning_lockstep.doctor.machine import Limits, Machine, major, release, short
+from lightning_lockstep.doctor.machine import MORE_SHARED_MEMORY, Limits, Machine, major, release, short
 from lightning_lockstep.doctor.registry import CheckOptions, Finding, ok, problem, warning
 
 _LIGHTNING = ("lightning", "pytorch-lightning")
@@ -18,14 +18,6 @@ _TORCHVISION_AHEAD = 15
 _GIB = 2**30
 _LITTLE_MEMORY, _LITTLE_SHARED_MEMORY = 4 * _GIB, _GIB
 _FEW_FILES, _ENOUGH_FILES = 1024, 4096
-
-
-WHY = """
-Packages that were built for another torch fail when they are imported, or crash later. Two releases of Lightning were
-malicious. Lightning is published under two names whose classes are distinct: a callback of one is not accepted by the
-other. A container or a job sees all memory and cores of its host and may use a part of them: what takes more is
-killed, or slows down. Data loader workers pass batches through /dev/shm and open a file for each.
-"""
 
 
 def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
@@ -108,7 +100,7 @@ def _beside_torch(packages: Mapping[str, str]) -> Iterator[Finding]:
         yield problem(
             "torch-xla and torch",
             f"torch-xla {xla} is built for torch {wanted}, and torch is {torch}: importing it fails.",
-            "# in a separate environment, since other packages may need the newer torch",
+            "# in a separate environment, because other packages may need the newer torch",
             f"pip install 'torch=={wanted}.*' 'torch-xla=={wanted}.*'",
         )
     elif xla and torch:
@@ -168,16 +160,14 @@ def _open_files(most: int | None) -> Finding:
     return ok(subject, evidence)
 
 
-def _shared_memory(size: int | None) -> Finding:
+def _shared_memory(free: int | None) -> Finding:
     subject = "/dev/shm"
-    if size is None:
+    if free is None:
         evidence = "There is none: data loader workers, NCCL and gloo pass data through it."
         fix = "# docker run --shm-size=8g ..., or: sudo mount -t tmpfs -o size=8g tmpfs /dev/shm"
         return warning(subject, evidence, fix)
-    evidence = size_in_words(size)
-    if size >= _LITTLE_SHARED_MEMORY:
+    evidence = f"{size_in_words(free)} are free"
+    if free >= _LITTLE_SHARED_MEMORY:
         return ok(subject, evidence)
     evidence += ": data loader workers and NCCL fail with 'Bus error' or 'No space left on device'."
-    return warning(
-        subject, evidence, "# start the container with: docker run --shm-size=8g ...  (or --ipc=host)"
-    )
+    return warning(subject, evidence, *MORE_SHARED_MEMORY)

@@ -22,12 +22,6 @@ from lightning_lockstep.doctor.registry import (
     warning,
 )
 
-WHY = """
-When a run has failed, its folder contains the record of the first failure (of a collective that did not complete: which
-rank did not arrive, and where it was), the reports of the overflow detector (which module made the first nan, and the
-remedy), the result of a search for a batch size, the summary, the logged metrics and the checkpoints. This check quotes
-those that matter, and gives the command that resumes from the newest complete checkpoint.
-"""
 _WHO_KILLED = (
     "sudo dmesg -T | grep -i 'out of memory'  # on its host; under Slurm: sacct -j JOB --format=State,MaxRSS"
 )

@@ -11,13 +11,6 @@ from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.registry import CheckOptions, Finding, not_applicable, ok, problem, warning
 from lightning_lockstep.launchers.rank_variables import INTERACTIVE, SlurmStep, counts_in, find_slurm_step
 
-WHY = """
-Under Slurm it is srun that starts the ranks, one for each task. A batch script that starts `python` itself runs it
-once, on the first node, where it then waits for ranks that nobody starts. Other errors look much the same: more tasks
-on a node than devices, another number of tasks on each node, `srun --mpi=...` of a type that the MPI in use does not
-support, so that each rank is rank 0 of 1. And at its time limit a job is killed without a checkpoint, unless it gets a
-signal before that leaves enough time to save one.
-"""
 _ASK = 15.0  # longest wait for a command of Slurm [s]
 _SAVE = 60.0  # a signal that comes later before the limit leaves little time for a checkpoint [s]
 # The error of srun without one.

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from lightning_lockstep.doctor.machine import Machine, pci_devices, short
 from lightning_lockstep.doctor.registry import CheckOptions, Finding, not_applicable, ok, problem, warning
 
-_XRT = ("XRT_TPU_CONFIG", "XRT_DEVICE_MAP", "XRT_WORKERS", "XRT_LOCAL_WORKER")
 _DEPRECATED = {
     "XLA_USE_BF16": "use precision=bf16-true",
     "XLA_DOWNCAST_BF16": "use precision=bf16-true and the strategy's downcast_bf16=true",
@@ -15,7 +14,6 @@ _DEPRECATED = {
     "XLA_USE_F16": "use precision=bf16-true",
     "XLA_DOWNCAST_FP16": "use precision=bf16-true and the strategy's downcast_bf16=true",
     "XLA_DOWNCAST_F16": "use precision=bf16-true and the strategy's downcast_bf16=true",
-    **dict.fromkeys(_XRT, "XRT was removed in torch-xla 2.0; use PJRT_DEVICE"),
 }
 _NO = ("", "0", "false")
 _NOT_LOADED = ("undefined symbol", "cannot open shared object")
@@ -32,13 +30,6 @@ _TPUS = {
     "0x007c": "TPU8t",
     "0x0083": "TPU8i",
 }
-
-
-WHY = """
-torch-xla is compiled against one release of torch and fails with any other. It runs on the device that PJRT_DEVICE
-names: without that it may train on the CPU of a TPU host. Variables such as XLA_USE_BF16 turn every float32 tensor
-into 16 bits, metrics and counters included, and are deprecated.
-"""
 
 
 def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:

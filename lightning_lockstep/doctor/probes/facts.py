@@ -12,11 +12,9 @@ import sys
 import time
 from array import array
 from contextlib import redirect_stdout, suppress
-from pathlib import Path
 from typing import Any
 
 from lightning_lockstep._text import first_line
-from lightning_lockstep.deepspeed.build_tools import find_build_locks, missing_tools
 
 # -- Two processes that add numbers through shared memory, again and again, as ranks of one host do --
 # A kernel on which that hangs never lets this end; the doctor ends it then.
@@ -52,24 +50,6 @@ def _add(rank: int, memory: Any, barrier: Any, wrong: Any) -> None:
         if total != _VALUES * (2 * number + 1):
             with wrong.get_lock():
                 wrong.value += 1
-
-
-# -- What builds of DeepSpeed's operations need of this host, and the locks that they have left --
-
-
-def build_tools() -> dict[str, Any]:
-    """Return which tools are missing, and which locks there are."""
-    return {
-        "missing": missing_tools(),
-        "locks": find_build_locks(_extensions()),
-    }
-
-
-def _extensions() -> Path:
-    """Return the folder of torch's extensions, as torch chooses it."""
-    # Not Path.home(), which raises where the user of a container has no name.
-    cache = os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME", "/")) / ".cache"
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache, "torch_extensions"))
 
 
 # -- The architectures that torch was built for; with ``--speed`` a short matrix product on each CUDA device --
@@ -121,10 +101,24 @@ def xla_devices() -> dict[str, Any]:
 
 # -- Whether DeepSpeed can be imported, and which of its operations are installed --
 
+# The operations that training uses, and what DeepSpeed calls their builders.
+_BUILDERS = {
+    "async_io": "AsyncIOBuilder",
+    "cpu_adagrad": "CPUAdagradBuilder",
+    "cpu_adam": "CPUAdamBuilder",
+    "cpu_lion": "CPULionBuilder",
+    "deepspeed_shm_comm": "ShareMemCommBuilder",
+    "fused_adam": "FusedAdamBuilder",
+    "fused_lamb": "FusedLambBuilder",
+    "fused_lion": "FusedLionBuilder",
+    "pin_memory": "PinMemoryBuilder",
+    "quantizer": "QuantizerBuilder",
+    "utils": "UtilsBuilder",
+}
+
 
 def deepspeed_import() -> dict[str, Any]:
     """Return its accelerator, and the operations: those that have a builder, are built, or can be."""
-    from lightning_lockstep.deepspeed.build_tools import OPS
     from lightning_lockstep.deepspeed.importing import import_deepspeed
     from lightning_lockstep.errors import LockstepError
 
@@ -135,7 +129,7 @@ def deepspeed_import() -> dict[str, Any]:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.git_version_info import installed_ops  # those that were built ahead of time
 
-    builders = {name: get_accelerator().create_op_builder(builder) for name, builder in OPS.items()}
+    builders = {name: get_accelerator().create_op_builder(builder) for name, builder in _BUILDERS.items()}
     # Where an accelerator lacks an operation, that of the CPU gives a builder of nothing.
     known = [name for name, builder in builders.items() if builder is not None and builder.name == name]
     return {
@@ -173,7 +167,7 @@ def mpi_library() -> dict[str, Any]:
 
 PROBES = {
     probe.__name__: probe
-    for probe in (shared_memory, build_tools, torch_devices, xla_devices, deepspeed_import, mpi_library)
+    for probe in (shared_memory, torch_devices, xla_devices, deepspeed_import, mpi_library)
 }
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.helpers import on_device
+from tests.helpers import QUIET, chosen_device, on_device
 
 FULL = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes"
 
@@ -41,10 +43,9 @@ class WalledAdam(torch.optim.Adam):
 
 
 class Walled(pl.LightningModule):
-    """Runs out of memory in ``where`` when a batch is larger than ``wall``, on rank ``on_rank`` or on all.
+    """Runs out of memory in ``where`` when a batch is larger than ``wall``, on rank ``on_rank`` or on all."""
 
-    ``only`` restricts that to batches of these indices.
-    """
+    # ``only`` restricts that to batches of these indices.
 
     def __init__(
         self,
@@ -140,6 +141,25 @@ class FromLoader(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+class RunPeak(pl.Callback):
+    """Peak of the memory in use in the run after the search, resident or of the card [bytes]."""
+
+    peak = 0
+
+    def on_train_start(self, run: Any, module: Any) -> None:
+        if chosen_device() == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def on_train_end(self, run: Any, module: Any) -> None:
+        if chosen_device() == "cuda":
+            self.peak = torch.cuda.max_memory_allocated()
+            return
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert found is not None
+        self.peak = int(found.group(1)) * 1024
+
+
 def largest(*settings: Any, **more: Any) -> Any:
     """An AutoBatchSize that trains with the size that fits, as Lightning's finder does."""
     from lightning_lockstep import AutoBatchSize
@@ -153,10 +173,7 @@ def trainer(folder: Any, *callbacks: Any, **settings: Any) -> pl.Trainer:
     settings = {
         **on_device(settings.pop("devices", 1)),
         "max_steps": 2,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
+        **QUIET,
         "num_sanity_val_steps": 0,
         "limit_val_batches": 0,
         **settings,

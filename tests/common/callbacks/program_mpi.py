@@ -24,7 +24,7 @@ def batch_size(folder: str) -> dict[str, Any]:
     """A search in which only rank 1 runs out, and the curves of runs with and without room."""
     found: dict[str, Any] = {}
     for where in ("forward", "backward", "optimizer"):
-        module, callback = Walled(300, where=where, on_rank=1), largest("binsearch", margin=0)
+        module, callback = Walled(300, where=where, on_rank=1), largest(margin=0)
         trainer(folder, callback, devices="auto", strategy=strategy()).fit(module)
         found[f"search {where}"] = module.batch_size
     curves = []

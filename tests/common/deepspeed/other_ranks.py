@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-from lightning_lockstep import ConfigurationError, LockstepDeepSpeedStrategy
+from lightning_lockstep import ConfigurationError
 from lightning_lockstep._lightning import Callback, LightningModule, Trainer
+from tests.common.deepspeed.run_config import loader as data
+from tests.common.deepspeed.run_config import trainer
 
 GLOBAL_BATCH = 12
 # Stage, precision and optimizer of a fit.
@@ -158,28 +160,14 @@ def undivided_state_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def loader(ranks: int) -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(4 * GLOBAL_BATCH, 8, generator=generator)
-    return DataLoader(TensorDataset(inputs, (inputs.sum(1) > 0).long()), GLOBAL_BATCH // ranks)
+    return data(GLOBAL_BATCH // ranks, 4 * GLOBAL_BATCH)
 
 
 def trainer_of(ranks: int, case: str, epochs: int, *callbacks: Callback) -> Trainer:
     stage, precision, _ = CASES[case]
-    return Trainer(
-        strategy=LockstepDeepSpeedStrategy(
-            config={"zero_optimization": {"stage": stage, "round_robin_gradients": "round robin" in case}}
-        ),
-        precision=precision,  # type: ignore[arg-type]
-        accelerator="cpu",
-        devices=ranks,
-        max_epochs=epochs,
-        callbacks=list(callbacks),
-        use_distributed_sampler=True,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    config = {"zero_optimization": {"stage": stage, "round_robin_gradients": "round robin" in case}}
+    options = {"precision": precision, "devices": ranks, "max_epochs": epochs, "callbacks": [*callbacks]}
+    return trainer(config, adapt=False, **options)
 
 
 def evaluated(ranks: int, case: str, ckpt_path: str) -> dict[str, torch.Tensor]:
@@ -205,18 +193,17 @@ def fit(
 ) -> tuple[Look, Trainer]:
     optimizer = CASES[case][2]
     look = Look()
-    trainer = trainer_of(ranks, case, epochs, look)
-    shuffled = DataLoader(loader(ranks).dataset, GLOBAL_BATCH // ranks, shuffle=False)
-    trainer.fit(net or Net(optimizer), shuffled, ckpt_path=ckpt_path, weights_only=weights_only)
+    runner = trainer_of(ranks, case, epochs, look)
+    runner.fit(net or Net(optimizer), loader(ranks), ckpt_path=ckpt_path, weights_only=weights_only)
     if save:
-        trainer.save_checkpoint(save)
-    return look, trainer
+        runner.save_checkpoint(save)
+    return look, runner
 
 
 def write(folder: str, cases: list[str]) -> None:
     for case in cases:
-        look, trainer = fit(2, case, epochs=1, save=f"{folder}/{case}.ckpt")
-        if trainer.is_global_zero:
+        look, runner = fit(2, case, epochs=1, save=f"{folder}/{case}.ckpt")
+        if runner.is_global_zero:
             torch.save(look.end, f"{folder}/{case}.truth")
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
@@ -294,7 +281,10 @@ def check(of_rank: dict[str, Any], folder: Path) -> None:
         return
     assert "missing: zero_pp_rank_1_mp_rank_00_optim_states.pt" in refused["a missing file"]
     assert "cannot be read" in refused["a cut file"]
-    assert "is of another model" in refused["another model"] and "first.weight" in refused["another model"]
+    assert (
+        "is a checkpoint of another model" in refused["another model"]
+        and "first.weight" in refused["another model"]
+    )
     assert "this run is of stage 0 of ZeRO and the checkpoint is not" in refused["stage 0 on one side"]
     assert "another optimizer than this run's SGD" in refused["another optimizer"]
 

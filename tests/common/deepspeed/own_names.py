@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from lightning_lockstep import ConfigurationError, LockstepDDPStrategy, LockstepDeepSpeedStrategy
 from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 from lightning_lockstep.deepspeed.checkpoints.consolidation import consolidate
+from tests.common.deepspeed.run_config import loader as data
+from tests.common.deepspeed.run_config import trainer
 
 
 class Net(LightningModule):
@@ -111,23 +113,11 @@ def weights_of(module: LightningModule) -> dict[str, torch.Tensor]:
 
 
 def trainer_of(strategy: Any, ranks: int, epochs: int, precision: str = "32-true") -> Trainer:
-    return Trainer(
-        strategy=strategy,
-        precision=precision,  # type: ignore[arg-type]
-        accelerator="cpu",
-        devices=ranks,
-        max_epochs=epochs,
-        callbacks=[Look()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    return trainer(strategy, precision=precision, devices=ranks, max_epochs=epochs, callbacks=[Look()])
 
 
 def loader(ranks: int) -> DataLoader[Any]:
-    inputs = torch.randn(48, 8, generator=torch.Generator().manual_seed(0))
-    return DataLoader(TensorDataset(inputs, (inputs.sum(1) > 0).long()), 12 // ranks)
+    return data(12 // ranks, 48)
 
 
 def fit(
@@ -135,11 +125,11 @@ def fit(
 ) -> Look:
     options = {"exclude_frozen_parameters": given.pop("exclude_frozen_parameters", False)}
     save = given.pop("save", None)
-    trainer = trainer_of(LockstepDeepSpeedStrategy(stage=stage, **options), ranks, epochs, precision)
-    trainer.fit(net, loader(ranks), **given)
+    runner = trainer_of(LockstepDeepSpeedStrategy(stage=stage, **options), ranks, epochs, precision)
+    runner.fit(net, loader(ranks), **given)
     if save:
-        trainer.save_checkpoint(save)
-    return trainer.callbacks[0]  # type: ignore[attr-defined,no-any-return]
+        runner.save_checkpoint(save)
+    return runner.callbacks[0]  # type: ignore[attr-defined,no-any-return]
 
 
 def name_of(case: Case) -> str:
@@ -154,28 +144,19 @@ def write(folder: str, cases: list[Case], short: list[int]) -> None:
             torch.save(look.end, f"{path}.truth")
     for stage in short:
         fit(Net(), 2, stage, epochs=1, save=f"{folder}/short-{stage}.ckpt", exclude_frozen_parameters=True)
-    trainer = trainer_of(LockstepDDPStrategy(), 2, 1)
-    trainer.callbacks.clear()  # type: ignore[attr-defined]
+    runner = trainer_of(LockstepDDPStrategy(), 2, 1)
+    runner.callbacks.clear()  # type: ignore[attr-defined]
     net = Prefixed()
-    trainer.fit(net, loader(2))
-    trainer.save_checkpoint(f"{folder}/plain.ckpt")
-    if trainer.is_global_zero:
+    runner.fit(net, loader(2))
+    runner.save_checkpoint(f"{folder}/plain.ckpt")
+    if runner.is_global_zero:
         torch.save({**dict(net.named_parameters()), **dict(net.named_buffers())}, f"{folder}/plain.truth")
 
 
 def resume(
     ranks: int, folder: str, cases: list[Case], *, short: list[int], plain: list[int], crossed: dict[int, int]
 ) -> dict[str, Any]:
-    """The weights with which each run begins, by where they come from and the stage, and errors if some are missing.
-
-    Args:
-        ranks: Number of ranks.
-        folder: Where the checkpoints are.
-        cases: Those that go on.
-        short: Stages of checkpoints without the frozen weights.
-        plain: Stages that begin with a plain file.
-        crossed: Stages of checkpoints that go on in another.
-    """
+    """The weights with which each run begins, by where they come from and the stage, and errors if some are missing."""
     found: dict[str, Any] = {}
     for kind, stage, precision in cases:
         name = name_of((kind, stage, precision))
@@ -183,8 +164,8 @@ def resume(
         for to in {stage, crossed.get(stage, stage)} if precision == "32-true" else {stage}:
             found[f"{name} to {to}"] = fit(KINDS[kind](7), ranks, to, precision, ckpt_path=path).start
         net = KINDS[kind](7)
-        trainer = trainer_of(LockstepDeepSpeedStrategy(stage=stage), ranks, 1, precision)
-        trainer.test(net, loader(ranks), ckpt_path=path, verbose=False)
+        runner = trainer_of(LockstepDeepSpeedStrategy(stage=stage), ranks, 1, precision)
+        runner.test(net, loader(ranks), ckpt_path=path, verbose=False)
         found[f"{name} to a test in {stage}"] = weights_of(net)
     path = f"{folder}/plain.ckpt"
     for stage in plain:

@@ -53,10 +53,9 @@ CONFIGS |= {
 
 
 class Net(lightning.LightningModule):
-    """A model with all that can go wrong: odd sizes, tied and frozen parameters, buffers.
+    """A model with all that can go wrong: odd sizes, tied and frozen parameters, buffers."""
 
-    Parameters without a dimension cannot go wrong: DeepSpeed 0.19.8 takes none.
-    """
+    # Parameters without a dimension cannot go wrong: DeepSpeed 0.19.8 takes none.
 
     _version = 3
 
@@ -154,10 +153,8 @@ def true_weights(engine: Any, exclude_frozen: bool) -> dict[str, dict[str, Tenso
 
 
 def true_masters(engine: Any) -> dict[Tensor, Tensor]:
-    """The optimizer's copies of the weights in half precision.
-
-    DeepSpeed's function for them does not know stage 0, and with round_robin_gradients mixes parameters up.
-    """
+    """The optimizer's copies of the weights in half precision."""
+    # DeepSpeed's function for them does not know stage 0, and with round_robin_gradients mixes parameters up.
     from deepspeed.utils import safe_get_full_fp32_param
 
     trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]

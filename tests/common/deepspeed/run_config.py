@@ -1,4 +1,4 @@
-"""A small module and a Trainer with a configuration of DeepSpeed, for fits in a rank."""
+"""A small module, its data and a quiet Trainer, for fits under DeepSpeed in a rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import LockstepDeepSpeedStrategy
 from lightning_lockstep._lightning import LightningModule, Trainer
+from tests.helpers import QUIET
 
 AUTO_LR = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}
 
@@ -16,17 +17,21 @@ AUTO_LR = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}
 class Net(LightningModule):
     """Its optimizer and scheduler are chosen by what it is given."""
 
-    def __init__(self, scheduler: str = "", lr: float = 0.02) -> None:
+    def __init__(self, scheduler: str = "", *, has_optimizer: bool = True) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.layers = self.made()
-        self.scheduler, self.lr = scheduler, lr
+        self.scheduler, self.has_optimizer = scheduler, has_optimizer
+        self.losses: list[float] = []
 
     def made(self) -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(self.layers(batch[0]).float(), batch[1])
+        outputs = self.layers(batch[0].to(self.layers[0].weight.dtype))
+        loss = torch.nn.functional.cross_entropy(outputs.float(), batch[1])
+        self.losses.append(loss.item())
+        return loss
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("loss", self.training_step(batch, batch_idx), sync_dist=True)
@@ -37,9 +42,9 @@ class Net(LightningModule):
         return self.layers(batch[0])
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), self.lr, betas=(0.8, 0.9))
+        optimizer = torch.optim.AdamW(self.parameters(), 0.02, betas=(0.8, 0.9))
         if not self.scheduler:
-            return optimizer
+            return optimizer if self.has_optimizer else None
         return [optimizer], [getattr(torch.optim.lr_scheduler, self.scheduler)(optimizer, 1)]
 
 
@@ -55,23 +60,17 @@ class MadeLater(Net):
             self.layers = self.made()
 
 
-def loader(batch_size: int = 8) -> DataLoader[Any]:
-    inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+def loader(batch_size: int = 8, samples: int = 64) -> DataLoader[Any]:
+    inputs = torch.randn(samples, 8, generator=torch.Generator().manual_seed(0))
     return DataLoader(TensorDataset(inputs, (inputs.sum(1) > 0).long()), batch_size)
 
 
-def trainer(config: dict[str, Any], **options: Any) -> Trainer:
-    return Trainer(
-        strategy=LockstepDeepSpeedStrategy(config=config, adapt=True),
-        accelerator="cpu",
-        devices=options.pop("devices", 2),
-        max_epochs=options.pop("max_epochs", 1),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+def trainer(strategy: Any, *, adapt: bool = True, **options: Any) -> Trainer:
+    """A Trainer of two ranks; a configuration stands for the strategy that has it."""
+    if isinstance(strategy, dict):
+        strategy = LockstepDeepSpeedStrategy(config=strategy, adapt=adapt)
+    given = {"strategy": strategy, "accelerator": "cpu", "devices": 2, "max_epochs": 1, **options}
+    return Trainer(**{**QUIET, **given})
 
 
 def config_of(runner: Trainer) -> dict[str, Any]:

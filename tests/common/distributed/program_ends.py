@@ -21,7 +21,7 @@ def start(name):
             os.dup2(os.open(FOLDER / f"{name}.{stream}", os.O_WRONLY | os.O_CREAT, 0o600), number)
         (FOLDER / name).mkdir()
         os.chdir(FOLDER / name)
-        os.environ["LOCKSTEP_RANK_ENDED_FOLDER"] = os.environ["FOLDER"] = str(FOLDER / name)
+        os.environ["FOLDER"] = str(FOLDER / name)
     return pid
 
 

@@ -21,6 +21,7 @@ _GIB = 2**30
 _MOST_LINKS = 20
 _KEYS = {
     "about",
+    "ages",
     "commands",
     "environment",
     "expected",
@@ -41,7 +42,8 @@ class ImitatedMachine(Machine):
     def __init__(self, record: Mapping[str, Any]) -> None:
         # In the record, each of which may be missing: ``files`` (text by path), ``links`` (target by path),
         # ``commands`` (by command line: what it prints, or ``output``, ``error`` and ``exit``), ``packages``
-        # (version by name), ``probes`` (facts by name, or ``error``), ``environment``, ``python``, ``limits``
+        # (version by name), ``ages`` (of files [s], by path; 0 of others), ``probes`` (facts by name,
+        # or ``error``), ``environment``, ``python``, ``limits``
         # and ``host``.
         self.host = str(record.get("host", "imitated"))
         self.environment = {
@@ -50,12 +52,15 @@ class ImitatedMachine(Machine):
         }
         self._files = {path: str(text or "") for path, text in _mapping(record, "files").items()}
         self._links = {path: str(target) for path, target in _mapping(record, "links").items()}
+        self._ages = _mapping(record, "ages")
         self._probes = _mapping(record, "probes")
         self._commands = {tuple(shlex.split(c)): made for c, made in _mapping(record, "commands").items()}
         for program in {command[0] for command in self._commands}:
             path = program if program.startswith("/") else f"/usr/bin/{program}"
             self._files.setdefault(path, "")
         self.python = _python(_mapping(record, "python"), _mapping(record, "packages"))
+        if "headers" not in _mapping(record, "python"):
+            self._files.setdefault(f"{self.python.headers}/Python.h", "")
         self.limits = _limits(_mapping(record, "limits"))
 
     def run(self, command: Sequence[str], timeout: float = 10.0) -> Completed:
@@ -90,6 +95,9 @@ class ImitatedMachine(Machine):
         return real in self._files or any(
             name.startswith(f"{real}/") for name in [*self._files, *self._links]
         )
+
+    def age(self, path: str) -> float | None:
+        return float(self._ages.get(path, 0)) if self.exists(path) else None
 
     def glob(self, pattern: str) -> list[str]:
         return sorted({path for path in self._paths() if _matches(path, pattern)})
@@ -152,6 +160,7 @@ def _python(given: Mapping[str, Any], packages: Mapping[str, Any]) -> Python:
         version=version,
         packages={name: str(version) for name, version in packages.items()},
         folders={**dict.fromkeys(packages, folder), **_mapping(given, "folders")},
+        headers=str(given.get("headers", f"/usr/include/python{short}")),
     )
 
 

@@ -90,11 +90,13 @@ def fitted(
     items: Callable[[int, int], float | None]
     | None = None,  # of rank and batch, instead of the number there is
     no_tokens: bool = False,
+    own_lengths: bool = False,  # each rank has a loader of its own, rank 1's with fewer samples
     **options: Any,
 ) -> tuple[int, dict[str, Tensor]]:
     """Return the optimizer steps and the weights after a fit. Ranks: all, together."""
     ranks = int(os.environ.get("WORLD_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
     seed_everything(3, verbose=False)
+    count -= 8 * int(os.environ.get("RANK", "0")) if own_lengths else 0
     net, data = (
         Net(dtype, counts=counts, manual=manual, items=items, no_tokens=no_tokens),
         samples(count, dtype),
@@ -108,7 +110,8 @@ def fitted(
             "enable_checkpointing": False,
             "enable_progress_bar": False,
             "enable_model_summary": False,
-            "callbacks": [] if manual or stream else [EffectiveBatchSize(GLOBAL_BATCH)],
+            "callbacks": [] if manual or stream or own_lengths else [EffectiveBatchSize(GLOBAL_BATCH)],
+            "use_distributed_sampler": not own_lengths,
             **options,
         }
     )

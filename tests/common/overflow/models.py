@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from tests.helpers import on_device
+from tests.helpers import QUIET, on_device
 
 WIDTH, MARK = 8, 100.0
 
@@ -82,6 +82,25 @@ class Task(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
+class MaskedSoftmax(Task):
+    """Softmax of a mask whose infinities are meant, from batch 1 on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = Mask()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.before(batch)
+        if batch_idx == 1:
+            x = torch.softmax(x + self.mask(x), -1)
+        return self.head(x).mean() * 0.1 + 4.2
+
+
+class Mask(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x).masked_fill(torch.arange(WIDTH, device=x.device) > 5, float("-inf"))
+
+
 class Checkpointed(nn.Module):
     """Runs what it holds under activation checkpointing."""
 
@@ -135,10 +154,7 @@ def fit(model: LightningModule, loader: Any, *callbacks: Callback, **options: An
     arguments: dict[str, Any] = {
         **on_device(options.pop("devices", 1)),
         "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
+        **QUIET,
         "use_distributed_sampler": False,
         "callbacks": list(callbacks),
     }

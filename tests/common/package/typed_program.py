@@ -38,7 +38,6 @@ from lightning_lockstep import (
     Preempted,
     RankFailedError,
     RankOrderedLogging,
-    RecompileMonitor,
     ReplicaCheck,
     ReplicaMismatchError,
     StaticShapes,
@@ -57,7 +56,6 @@ from lightning_lockstep import (
 )
 from lightning_lockstep.distributed import current_communicator, register_mpi_backend, rendezvous_store
 from lightning_lockstep.launchers import detect_environment
-from lightning_lockstep.strategies import LifecycleSettings
 
 # -- Strategies and callbacks, and where they go --
 
@@ -78,15 +76,14 @@ STRATEGIES: list[Strategy] = [
     LockstepXLASPMDStrategy(parameters="fsdp", patterns=["*.weight"]),
 ]
 CALLBACKS: list[Callback] = [
-    AutoBatchSize("binsearch", global_batch_size=1024, on_oom="split"),
+    AutoBatchSize(global_batch_size=1024, on_oom="split"),
     ConsolidateCheckpoints("as_saved"),
     EffectiveBatchSize(256, lr_scaling="sqrt"),
     FP32Modules(["decoder.*"]),
     OverflowDetector(mode="hooks", action="skip"),
     RankOrderedLogging(files="json", folder="logs"),
-    RecompileMonitor(expected_batches=3),
     ReplicaCheck(every_n_steps=10, action="warn", buffers="none"),
-    StaticShapes(last_batch="pad", fill_values={"labels": -100, 0: 0}),
+    StaticShapes(batch_size="train", ignored={"labels": -100, 0: 0}),
     StopTogether(signals=["SIGTERM"], exit_code=None),
     StragglerMonitor(every_n_steps=10),
     SyncedEarlyStopping("val_loss", reduce="max", missing="use_present"),
@@ -94,7 +91,6 @@ CALLBACKS: list[Callback] = [
 
 
 def train(module: LightningModule) -> int | None:
-    LifecycleSettings(guard="verify")
     trainer = Trainer(strategy=STRATEGIES[0], callbacks=CALLBACKS, plugins=[detect_environment()])
     trainer.fit(module)
     assert_type(AutoBatchSize().optimal_batch_size, int | None)

@@ -24,7 +24,7 @@ from lightning_lockstep import (
     ReplicaMismatchError,
 )
 from lightning_lockstep.distributed import current_communicator
-from tests.helpers import on_device
+from tests.helpers import QUIET, on_device
 
 EVERY_3 = {"audit_every_n_steps": 3}
 
@@ -206,23 +206,6 @@ def of_rank(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
     return output + current_communicator().rank
 
 
-class OwnBatches:
-    """A sampler of batches that shuffles, and is never told of a new epoch."""
-
-    shuffle = True
-
-    def __init__(self, samples: int, batch: int) -> None:
-        self.samples, self.batch = samples, batch
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(0)).tolist()
-        share = order[current_communicator().rank :: current_communicator().world_size]
-        yield from (share[start : start + self.batch] for start in range(0, len(share), self.batch))
-
-    def __len__(self) -> int:
-        return -(-(self.samples // current_communicator().world_size) // self.batch)
-
-
 def held(tensors: Iterable[Any]) -> list[Tensor]:
     """Return what this rank holds of tensors, without those of which it has nothing."""
     own = [one.to_local() if hasattr(one, "to_local") else one for one in tensors]
@@ -258,8 +241,6 @@ def loader_of(case: Case) -> DataLoader[Any]:
     if case.loader == "uneven":
         data = data[communicator.rank :: communicator.world_size][: 40 + 8 * communicator.rank]
     dataset: Dataset[Any] = TensorDataset(data)
-    if case.loader == "own batches":
-        return DataLoader(dataset, batch_sampler=OwnBatches(case.samples, case.batch))  # type: ignore[arg-type]
     return DataLoader(dataset, batch_size=case.batch, shuffle=case.loader == "shuffled")
 
 
@@ -293,10 +274,7 @@ def fit(case: Case, **more: Any) -> dict[str, Any]:
             **on_device(more.pop("devices", current_communicator().world_size)),
             strategy=strategy,
             max_steps=case.steps,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **QUIET,
             default_root_dir=folder,
             callbacks=callbacks,
             **{**case.trainer, **more},

@@ -11,25 +11,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import StaticShapes
 from lightning_lockstep._lightning import LightningModule, Trainer
+from tests import helpers
 
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "devices": 1,
-    "max_epochs": 2,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+QUIET: dict[str, Any] = {**helpers.QUIET, "accelerator": "cpu", "devices": 1, "max_epochs": 2}
 
 
 class Net(LightningModule):
-    """Notes the shapes of its batches; its labels may be -100, which cross entropy passes over.
-
-    Args:
-        options: Of ``torch.compile``; nothing is compiled without.
-        asks: Whether it asks which samples are real.
-    """
+    """Notes the shapes of its batches; its labels may be -100, which cross entropy passes over."""
 
     def __init__(self, options: Mapping[str, Any] | None = None, *, asks: bool = True) -> None:
         super().__init__()

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import Preempted, StopTogether, SyncedEarlyStopping, check_breakpoint, set_breakpoint
 from lightning_lockstep._lightning import EarlyStopping, LightningModule, Trainer
+from tests.helpers import QUIET
 
 BATCHES = 12
 
@@ -80,13 +81,11 @@ def fit(module: Module, callbacks: list[Any], folder: str, **options: Any) -> Tr
     validates = options.pop("validates", False)
     strategy = options.pop("strategy", "ddp" if world > 1 else "auto")
     torch.manual_seed(3)
-    settings = {"max_epochs": 6, "logger": False, "enable_checkpointing": False, **options}
+    settings = {**QUIET, "max_epochs": 6, **options}
     trainer = Trainer(
         accelerator="cpu",
         devices=world,
         strategy=strategy,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=folder,
         callbacks=callbacks,
         **settings,

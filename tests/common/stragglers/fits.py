@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_lockstep import LockstepDDPStrategy, StragglerMonitor
 from lightning_lockstep._lightning import Callback, LightningModule, Logger, Trainer
 from lightning_lockstep.distributed import current_communicator
+from tests.helpers import QUIET
 
 #: How long the slow rank keeps the others waiting, much more than a step takes [s].
 SLOW = 0.06
@@ -96,6 +97,7 @@ def fit(
     strategy: Any = None,
     synchronizes: bool = False,
     devices: Any = None,
+    accumulate: int = 1,
     **options: Any,
 ) -> dict[str, Any]:
     """Fit with a slow rank on the ranks of this process group; returns what the monitor of this rank has said."""
@@ -123,11 +125,8 @@ def fit(
         devices=devices or current_world_size(),
         strategy=strategy or LockstepDDPStrategy(threads_per_rank=1),
         max_steps=steps,
-        logger=kept,
-        log_every_n_steps=10_000,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        accumulate_grad_batches=accumulate,
+        **{**QUIET, "logger": kept, "log_every_n_steps": 10_000},
         callbacks=[monitor, Slow(slow)],
     )
     try:

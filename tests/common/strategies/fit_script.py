@@ -2,8 +2,8 @@
 
 python fit_script.py FAULT START_METHOD
 
-``endless`` trains until it is stopped; the start method ``mpi`` is the strategy's own mpirun, ``deepspeed`` and
-``deepspeed_mpi`` are DeepSpeed over gloo and over mpi4py, ``fsdp`` is LockstepFSDPStrategy.
+``endless`` trains until it is stopped; the start method ``mpi`` is the strategy's own mpirun,
+``deepspeed_mpi`` is DeepSpeed over mpi4py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_lockstep
 from lightning_lockstep import get_logger
 from lightning_lockstep.errors import BatchSizeError, LockstepError
-from lightning_lockstep.launchers import subprocess_script
 
 FAULT = sys.argv[1] if len(sys.argv) > 1 else "none"
 START = sys.argv[2] if len(sys.argv) > 2 else "popen"
@@ -46,8 +45,6 @@ class Net(L.LightningModule):
             provoke(self.global_rank)
         if FAULT == "endless":
             time.sleep(0.02)
-        if FAULT == "chatty":
-            print("a line of output\n" * 5000, flush=True)
         inputs, targets = batch
         return torch.nn.functional.cross_entropy(self.layer(inputs), targets)
 
@@ -111,7 +108,6 @@ def forget_fault() -> None:
 
 def after_the_fit(rank: int) -> None:
     """Rank 1 still has something to do when rank 0 is through."""
-    subprocess_script.SAY_AFTER = 0.5
     if rank == 1:
         time.sleep(2.0)
         print("rank 1 has written its predictions", flush=True)
@@ -128,13 +124,10 @@ def fit_alone_first(net: Net, data: TensorDataset, options: dict[str, bool]) -> 
 
 
 def make_strategy() -> Any:
-    if START.startswith("deepspeed"):
-        backend = "mpi4py" if START == "deepspeed_mpi" else None
+    if START == "deepspeed_mpi":
         return lightning_lockstep.LockstepDeepSpeedStrategy(
-            stage=2, process_group_backend=backend, grace_period=8.0
+            stage=2, process_group_backend="mpi4py", grace_period=8.0
         )
-    if START == "fsdp":
-        return lightning_lockstep.LockstepFSDPStrategy(shard="Linear", grace_period=8.0)
     if START == "mpi":
         return lightning_lockstep.LockstepMPIStrategy(grace_period=8.0)
     return lightning_lockstep.LockstepDDPStrategy(start_method=START, grace_period=GRACE)

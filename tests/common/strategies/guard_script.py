@@ -50,9 +50,6 @@ def part_ways(rank: int) -> None:
         dist.all_reduce(values) if rank == 0 else dist.broadcast(values, 0)
     if CASE == "roots":
         dist.broadcast(values, rank)
-    if CASE == "blind":
-        time.sleep(4 * rank)
-        dist.all_reduce(values)
     if CASE == "caught" and rank == 0:
         try:
             dist.all_reduce(values)

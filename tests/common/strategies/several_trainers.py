@@ -1,6 +1,6 @@
-"""A program of several Trainers, each an argument ENTRY_POINT:STRATEGY:DEVICES; what came of it goes to a file a rank.
+"""A program of several Trainers, each an argument ENTRY_POINT:STRATEGY:DEVICES[xNODES]; what comes of it goes to files.
 
-After the name of a strategy "!" stands for a new module; "0/" at the start stands for `if trainer.is_global_zero`.
+After the name of a strategy "!" stands for a new module.
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ class Net(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 1e-4)
 
 
-def run(entry: str, strategy: str, devices: int, net: Net) -> Any:
+def run(entry: str, strategy: str, devices: int, nodes: int, net: Net) -> Any:
     samples = DataLoader(TensorDataset(torch.arange(float(SAMPLES))[:, None]), batch_size=4)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices,
+        num_nodes=nodes,
         strategy=strategy,
         max_epochs=1,
         default_root_dir="runs",
@@ -73,13 +74,12 @@ def main() -> None:
     catches = sys.argv[1] == "catch"
     net = Net()
     for case in sys.argv[2:]:
-        if case.startswith("0/") and rank_here() != "0":
-            continue
-        entry, strategy, devices = case.removeprefix("0/").split(":")
+        entry, strategy, size = case.split(":")
+        devices, _, nodes = size.partition("x")
         if strategy.endswith("!"):  # a module that no Trainer has had
             strategy, net = strategy[:-1], Net()
         try:
-            said: Any = run(entry, strategy, int(devices), net)
+            said: Any = run(entry, strategy, int(devices), int(nodes or 1), net)
         except LaunchError as error:
             if not catches:
                 raise

@@ -47,6 +47,11 @@ def test_an_app_that_has_only_our_configs_prints_what_its_readme_shows(tmp_path:
         r"^python (.*)\n# (.*)$", (EXAMPLES / "foreign_app" / "README.md").read_text(), re.MULTILINE
     )
     command, printed = next(line for line in shown if "[early_stopping,stop_together]" in line[0])
+    prints(command, printed, tmp_path)
+
+
+def prints(command: str, printed: str, tmp_path: Path) -> None:
+    """Run a command line of the app, whose last line must be as shown."""
     app = copied("foreign_app", tmp_path)
     outcome = run_script([sys.executable, *shlex.split(command)], cwd=app, timeout=180)
     assert outcome.returncode == 0, outcome.output

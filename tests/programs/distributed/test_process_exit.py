@@ -11,12 +11,9 @@ from typing import NamedTuple
 import pytest
 
 from lightning_lockstep.distributed.failure.exit_notes import (
-    ended_with_error,
     first_failure,
-    orderly_ends,
     preempted_exit,
 )
-from lightning_lockstep.distributed.failure.record import FailureRecord
 from tests.helpers import COMMON, run_script
 from tests.helpers.patience import patience
 
@@ -62,8 +59,8 @@ HELD = """
     sys.excepthook = lambda *args: usual(*args)  # another library's: ours stands in front of it and behind it
     threading.Thread(target=time.sleep, args=(600,)).start()
     error = ValueError("boom")
-    {}
-    process_exit.outcome.end_within(error, 0.5, 5, on_force=lambda: print("children ended"))
+    process_exit.set_ending(error, process_exit.Ending(deadline=0.5, exit_code=5, replaces={}))
+    process_exit.outcome.on_force = lambda: print("children ended")
     raise error
 """
 CAUGHT = """
@@ -83,7 +80,7 @@ SHOWN = """
 """
 TAKEN = """
     error = ValueError("boom")
-    process_exit.show_plainly(error, 137)
+    process_exit.set_ending(error, process_exit.Ending("\\nlightning-lockstep: boom\\n", 137, replaces=True))
     try:
         raise error
     except {}:
@@ -102,7 +99,7 @@ DROPPED = f"""
 CHAINED = """
     try:
         error = ValueError("boom")
-        process_exit.outcome_of(error).headline = "rank 1 of 2 failed: ValueError: boom"
+        process_exit.set_ending(error, process_exit.Ending("rank 1 of 2 failed: ValueError: boom"))
         raise error
     except ValueError:
         raise OSError("no space left")  # as where Lightning's own handling of the failure fails in turn
@@ -114,7 +111,7 @@ NO_THREADS = """
         raise RuntimeError("can't start new thread")
 
     error = ValueError("boom")
-    process_exit.outcome.end_within(error, 30.0, 7)
+    process_exit.set_ending(error, process_exit.Ending(deadline=30.0, exit_code=7))
     threading.Thread(target=time.sleep, args=(60.0,)).start()
     threading.Thread.start = refuse
     raise error
@@ -158,7 +155,7 @@ PROGRAMS: dict[str, tuple[str, int, Callable[[str, str], bool]]] = {
         import threading
         os.dup2(writer, 2)
         error = ValueError("lost")
-        process_exit.outcome.end_within(error, 0.3, 7)
+        process_exit.set_ending(error, process_exit.Ending(deadline=0.3, exit_code=7))
         threading.Thread(target=threading.Event().wait).start()
         raise error
         """,
@@ -192,7 +189,7 @@ PROGRAMS: dict[str, tuple[str, int, Callable[[str, str], bool]]] = {
         lambda out, err: (out, err) == ("", "the report\nof a failure\n\nthe report\n"),
     ),
     "failed: nothing holds it": (
-        HELD.format(""),
+        HELD.format("False"),
         5,
         lambda out, err: (
             "children ended" in out
@@ -201,7 +198,7 @@ PROGRAMS: dict[str, tuple[str, int, Callable[[str, str], bool]]] = {
         ),
     ),
     "failed: nothing holds it, quietly": (
-        HELD.format("process_exit.keep_quiet(error)"),
+        HELD.format("True"),
         5,
         lambda out, err: "children ended" in out and "boom" not in err,
     ),
@@ -209,6 +206,21 @@ PROGRAMS: dict[str, tuple[str, int, Callable[[str, str], bool]]] = {
         NO_THREADS,
         7,
         lambda out, err: err.count("ValueError: boom") == 1 and "excepthook" not in err,
+    ),
+    "forced: no thread starts any more": (
+        """
+        import threading
+
+        def refuse(thread):
+            raise RuntimeError("can't start new thread")
+
+        process_exit.clock.start()  # as where a fit begins
+        threading.Thread.start = refuse
+        process_exit.clock.after(0.2, process_exit.end_now, 7, "the message\\n")
+        threading.Event().wait()
+        """,
+        7,
+        lambda out, err: err == "the message\n",
     ),
     "failed: the headline stands also below an error that came of it": (
         CHAINED,
@@ -224,7 +236,7 @@ PROGRAMS: dict[str, tuple[str, int, Callable[[str, str], bool]]] = {
         """
         import time
         error = ValueError("boom")
-        process_exit.outcome.end_within(error, 0.1, 5)
+        process_exit.set_ending(error, process_exit.Ending(deadline=0.1, exit_code=5))
         try:
             raise error
         except ValueError:
@@ -241,9 +253,16 @@ PROGRAMS: dict[str, tuple[str, int, Callable[[str, str], bool]]] = {
         lambda out, err: err.strip() == "lightning-lockstep: boom",
     ),
     "shown": (SHOWN.format(""), 1, lambda out, err: err.rstrip().endswith("ValueError: boom")),
-    "shown quietly": (SHOWN.format("process_exit.keep_quiet(error)"), 1, lambda out, err: err.strip() == ""),
+    "shown quietly": (
+        SHOWN.format("process_exit.set_ending(error, process_exit.Ending(replaces=True))"),
+        1,
+        lambda out, err: err.strip() == "",
+    ),
     "shown plainly": (
-        SHOWN.format("process_exit.show_plainly(error)"),
+        SHOWN.format(
+            "process_exit.set_ending("
+            "error, process_exit.Ending('\\nlightning-lockstep: boom\\n', replaces=True))"
+        ),
         1,
         lambda out, err: err.rstrip().endswith("lightning-lockstep: boom"),
     ),
@@ -257,23 +276,18 @@ PROGRAMS: dict[str, tuple[str, int, Callable[[str, str], bool]]] = {
 
 RECORD = """record.FailureRecord(1, 2, "node7", 12, "exception", "ValueError: boom", exit_code=3)"""
 NOTES = {
-    "an orderly end": "exit_notes.note_orderly_end()",
-    "an error": "exit_notes.note_orderly_end()\nraise ValueError",
-    "a failure": "exit_notes.note_orderly_end()\nprocess_exit.outcome.force_exit_at_shutdown(1)",
-    "forced": "exit_notes.note_orderly_end()\nprocess_exit.end_now(0)",
     "for launchers": f"""
         import os, pathlib
         os.environ["TORCHELASTIC_ERROR_FILE"] = os.environ["FOLDER"] + "/torchrun.json"
-        exit_notes.keep_notes_in(pathlib.Path(os.environ["FOLDER"]))
+        exit_notes.keep_notes_in(pathlib.Path(os.environ["FOLDER"]), 0)
         exit_notes.note_failure({RECORD})
     """,
-    "preempted": """exit_notes.note_preempted_exit(Preempted("rank 1: SIGTERM", 75, "last.ckpt"))""",
-    "nobody to tell": f"""
-        import os
-        os.environ["LOCKSTEP_RANK_ENDED_FOLDER"] += "/on another host"
-        exit_notes.note_orderly_end()
-        exit_notes.note_failure({RECORD})
+    "preempted": """
+        import os, pathlib
+        exit_notes.keep_notes_in(pathlib.Path(os.environ["FOLDER"]), 0)
+        exit_notes.note_preempted_exit(Preempted("rank 1: SIGTERM", 75, "last.ckpt"))
     """,
+    "nobody to tell": f"exit_notes.note_failure({RECORD})",
 }
 
 
@@ -296,21 +310,12 @@ def test_a_process_ends_in_time_with_its_code_and_its_last_words(name: str, ends
     assert is_right(end.out, end.err), end
 
 
-@pytest.mark.parametrize("name", ["an orderly end", "an error", "a failure", "forced"])
-def test_only_an_orderly_end_is_noted_as_one(name: str, noted: dict[str, End]) -> None:
-    folder = noted[name].folder
-    assert orderly_ends(folder) == (name == "an orderly end")
-    assert first_failure(folder) is None and preempted_exit(folder) is None
-    assert ended_with_error(folder) == (name == "an error")
-
-
 def test_a_failure_is_noted_for_our_launcher_and_for_torchrun(noted: dict[str, End]) -> None:
     folder = noted["for launchers"].folder
     failure = first_failure(folder)
     assert failure is not None
     assert (failure.rank, failure.summary, failure.exit_code) == (1, "ValueError: boom", 3)
     assert "rank 1 of 2 (host node7" in (folder / "torchrun.json").read_text()
-    assert orderly_ends(folder) == 0
 
 
 def test_a_preempted_exit_keeps_its_reason_code_and_checkpoint(noted: dict[str, End]) -> None:
@@ -321,34 +326,3 @@ def test_a_preempted_exit_keeps_its_reason_code_and_checkpoint(noted: dict[str, 
 
 def test_nobody_to_tell_is_no_fault(noted: dict[str, End]) -> None:
     assert noted["nobody to tell"].returncode == 0, noted["nobody to tell"]
-
-
-def test_the_report_leaves_the_traceback_to_torchrun_where_that_shows_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    record = FailureRecord(
-        1, 2, "node7", 5, "exception", "ValueError: boom", "Traceback (most recent call last): ..."
-    )
-    assert record.traceback in record.printed()
-    last = {
-        "TORCHELASTIC_ERROR_FILE": "/x",
-        "TORCHELASTIC_RESTART_COUNT": "1",
-        "TORCHELASTIC_MAX_RESTARTS": "1",
-    }
-    for name, value in (last | {"GROUP_WORLD_SIZE": "1"}).items():
-        monkeypatch.setenv(name, value)
-    assert record.traceback not in record.printed() and record.headline() in record.printed()
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")  # an attempt of which torchrun shows no summary
-    assert record.traceback in record.printed()
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")  # the summary with the traceback may be another host's
-    assert record.traceback in record.printed()
-
-
-def test_the_hint_that_a_collective_broke_is_of_errors_that_say_so() -> None:
-    def hint(summary: str) -> bool:
-        return "A collective operation broke" in FailureRecord(1, 2, "", 0, "exception", summary).report()
-
-    assert hint("RuntimeError: Connection closed by peer") and hint("DistStoreError: wait timeout in store")
-    assert not hint("ValueError: cannot restore the checkpoint") and not hint("KeyError: 'socket'")
-    assert not hint("RuntimeError: cannot restore the checkpoint")

@@ -88,7 +88,6 @@ CELLS = {
         one_dies, (lambda: os.kill(os.getpid(), signal.SIGKILL),), 2, grace_period=0.5
     ),
     "exits": lambda: notebook_launcher(one_dies, (lambda: os._exit(3),), 2, grace_period=0.5),
-    "nested": lambda: notebook_launcher(lambda: notebook_launcher(rank, (), 2), (), 2),
     "wrong": lambda: notebook_launcher(rank, rank, 0),
 }
 for name, cell in CELLS.items():
@@ -110,10 +109,10 @@ def shown() -> dict[str, str]:
     return dict(part.split("\n", 1) for part in parts)
 
 
-def test_output_comes_in_the_order_of_ranks_and_the_result_is_that_of_rank_0(shown: dict[str, str]) -> None:
-    assert shown["result"] == (
-        "hello from rank 0\n[rank 1] hello from rank 1\nresult: {'rank': 0, 'sum': 2000000000.0}\n"
-    )
+def test_all_ranks_print_and_the_result_is_that_of_rank_0(shown: dict[str, str]) -> None:
+    *printed, result = shown["result"].splitlines()
+    assert sorted(printed) == ["hello from rank 0", "hello from rank 1"]
+    assert result == "result: {'rank': 0, 'sum': 2000000000.0}"
     assert "result: (2000000000.0, 1000000000.0)" in shown["again"]
     assert shown["large"] == "result: 1000000\n"
 
@@ -130,10 +129,9 @@ def test_a_trainer_uses_the_ranks_or_starts_them_and_brings_the_weights_back(sho
     ("name", "error"),
     [
         ("raises", r"RankFailedError: rank 1 of 2 \(host .*\) failed: ValueError: boom"),
-        ("all", "KeyError: 'it'"),
-        ("killed", r"RankFailedError: rank 1 of 2 \(.*\) was killed by SIGKILL"),
+        ("all", r"RankFailedError: rank [01] of 2 .* failed: KeyError: 'it'"),
+        ("killed", r"(?s)RankFailedError: rank 1 of 2 \(.*\) was killed by SIGKILL.*make the model once"),
         ("exits", r"RankFailedError: rank 1 of 2 .* ended: exit code 3"),
-        ("nested", "LaunchError: Ranks were to be started inside a rank"),
     ],
 )
 def test_ranks_that_fail_are_one_error_in_the_cell(shown: dict[str, str], name: str, error: str) -> None:

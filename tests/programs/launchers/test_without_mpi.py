@@ -44,7 +44,7 @@ trainer = lightning.Trainer(logger=False, enable_checkpointing=False, accelerato
 strategy=LockstepMPIStrategy())
 assert "mpi4py" not in sys.modules, sorted(m for m in sys.modules if "mpi4py" in m)
 print("unaffected")
-from lightning_lockstep.distributed.mpi.runtime import start_runtime
+from lightning_lockstep.distributed.mpi.backend import start_runtime
 from lightning_lockstep.errors import LaunchError
 try:
     start_runtime()

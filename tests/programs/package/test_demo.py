@@ -14,9 +14,10 @@ COMMAND = Path(sys.executable).parent / "lockstep-train"
 
 
 def test_two_ranks_learn_to_read_digits(tmp_path: Path) -> None:
-    text = (ROOT / "scripts" / "demo").read_text().replace("\\\n", " ")
-    (line,) = [line for line in text.splitlines() if line.startswith("exec .venv/bin/lockstep-train")]
-    overrides = [word for word in shlex.split(line)[2:] if "=" in word]
+    text = (ROOT / "scripts" / "demo").read_text()
+    lines = [line for line in text.splitlines() if line.startswith(("train=(", '"${train[@]}"'))]
+    (always, training) = (shlex.split(line.removeprefix("train=").strip("()")) for line in lines)
+    overrides = [word for word in (*always, *training) if "=" in word]
     # As a user's process, with all that torchmetrics imports.
     done = run_script([COMMAND, *overrides], timeout=240, cwd=tmp_path)
     assert done.returncode == 0, done.output

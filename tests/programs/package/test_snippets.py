@@ -1,9 +1,9 @@
 """Every snippet of the pages runs, or is checked as far as it can be without what it needs.
 
-Python that only makes objects runs in one process, a snippet after the other; what fits or starts ranks gets one of its
-own. Commands that take seconds are forks of a process that has imported what they need. A `lockstep-train` line is
-checked as the command itself does before it starts anything. What needs what no test has is left out: on the page
-`<!-- not run: the reason -->` stands above it, or `why_not` knows the reason.
+Python that only makes objects runs in one process, one after the other; what fits or starts ranks gets one of its own.
+A `lockstep-train` line is checked as the command itself does before it starts anything; that of a project of the
+examples is composed by Hydra. What needs what no test has is left out: `<!-- not run: the reason -->` is above it on
+the page, or `why_not` knows the reason.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ import contextlib
 import json
 import re
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
+from hydra import compose, initialize_config_dir
 from hydra._internal.utils import _locate
+from hydra.errors import HydraException
 
 from tests.common.application.command_lines import faults_of
-from tests.helpers import COMMON, run_script
+from tests.helpers import run_script
 
 ROOT = Path(__file__).parents[3]
 PAGES = [
@@ -203,8 +205,6 @@ NOT_HERE = {
 ELSEWHERE = {"trainer.accelerator=gpu", "debug=preflight"}
 PROGRAMS = ("lockstep-train", "lockstep-doctor", "lockstep-consolidate")
 MODULES = {"lightning_lockstep.train": "lockstep-train", "lightning_lockstep.doctor": "lockstep-doctor"}
-#: Checks of this machine alone run; of the others the command line is read, as `--explain` runs nothing.
-OF_THIS_MACHINE = {"kernel", "packages", "--explain", "--timeout", "20", "--only", "problem"}
 
 
 def readers_folder(folder: Path) -> Path:
@@ -234,9 +234,16 @@ def why_not(command: Snippet) -> str:
     program, arguments = parts_of(command.text)
     if command.not_run or program in NOT_HERE:
         return command.not_run or NOT_HERE[program]
-    if program == "python" and job_of(command) is None and not arguments[0].startswith("examples/"):
+    if program == "python" and not (project_of(command) or arguments[0].startswith("examples/")):
         return "takes minutes" if arguments[0] == "-m" else "a program of the reader"
     return ""
+
+
+def project_of(command: Snippet) -> Path | None:
+    """The project among the examples of which a line starts the program."""
+    folder = ROOT / ("examples/foreign_app" if command.page == "docs/hydra.md" else Path(command.page).parent)
+    is_its_own = parts_of(command.text)[1][:1] == ["train.py"]
+    return folder if is_its_own and folder.is_relative_to(ROOT / "examples") else None
 
 
 def first_job(arguments: list[str]) -> list[str]:
@@ -245,109 +252,29 @@ def first_job(arguments: list[str]) -> list[str]:
     return [re.sub(r"=interval\(([^,]*),.*|=([^\[{,]*),.*", r"=\1\2", word) for word in plain]
 
 
-@dataclass(frozen=True)
-class Job:
-    """A program that runs beside others of its group: what stands behind `python`, and where it runs."""
-
-    group: str
-    arguments: tuple[str, ...]
-    folder: str = ""
-    """Below the repository; default: one of its own, with what readers have."""
-    codes: tuple[int, ...] = (0,)
+def compose_in(project: Path, arguments: list[str]) -> None:
+    words = [word for word in first_job(arguments) if not word.startswith("ckpt_path=")]
+    with initialize_config_dir(str(project / "conf"), version_base="1.3"):
+        compose("config", words)
 
 
-#: What each job of a group imports, imported once.
-PRELOADED = {
-    "train": ["lightning.pytorch", "hydra", "lightning_lockstep.train"],
-    "other": ["lightning.pytorch", "lightning_lockstep.doctor.command"],
-}
-
-#: Jobs of one launch, so that no test which waits for all of them takes long.
-AT_ONCE = 12
-
-
-def job_of(command: Snippet, part: str = "") -> Job | None:
-    """The program that a command line starts here, if it is one that takes no longer than to read its arguments."""
-    program, arguments = parts_of(command.text)
-    words = [word for word in first_job(arguments) if word not in ELSEWHERE]
-    first, *rest = arguments or [""]
-    if part == "lightning-hydra-template" and not command.text.startswith(("ckpt_path", *PROGRAMS)):
-        return Job("train", ("train.py", *shlex.split(command.text), "--cfg", "job"), "examples/foreign_app")
-    # What is looked for from the folder where the program starts.
-    if program == "lockstep-train" and ("--config-dir" in words or "data=own" in words):
-        return Job("train", ("-m", "lightning_lockstep.train", *words, "--cfg", "job"))
-    if program == "lockstep-doctor":
-        if arguments and OF_THIS_MACHINE.issuperset(arguments):
-            codes = (0,) if "--explain" in arguments else (0, 1)
-            return Job("other", ("-m", "lightning_lockstep.doctor", *arguments), codes=codes)
-        return Job("other", ("-m", "lightning_lockstep.doctor", *arguments, "--explain", "kernel"))
-    if program == "python" and first == "-m" and (rest[0] != "benchmarks" or "--help" in rest):
-        return Job("other", tuple(arguments), "." if rest[0] == "benchmarks" else "")
-    if program == "python" and first == "train.py":
-        folder = "examples/foreign_app" if command.page == "docs/hydra.md" else str(Path(command.page).parent)
-        if folder.startswith("examples/"):
-            words = [word for word in first_job(rest) if not word.startswith("ckpt_path=")]
-            refused = "exit code 2" in command.text
-            return Job(
-                "train",
-                ("train.py", *words, *(() if refused else ("--cfg", "job"))),
-                folder,
-                (2 if refused else 0,),
-            )
-    return None
-
-
-class Launches:
-    """Runs jobs of a group, each in a fork, when one of them is asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        found = [*((command, "") for command in COMMANDS), *SHELL_CELLS]
-        self.jobs = [job for job in dict.fromkeys(job_of(*each) for each in found) if job is not None]
-        self.outcomes: dict[Job, Any] = {}
-
-    def outcome(self, job: Job) -> Any:
-        if job not in self.outcomes:
-            jobs = [one for one in self.jobs if one.group == job.group]
-            first = jobs.index(job) // AT_ONCE * AT_ONCE
-            jobs = jobs[first : first + AT_ONCE]
-            folders = [ROOT / one.folder if one.folder else self._own(jobs.index(one)) for one in jobs]
-            described = [
-                {"arguments": one.arguments, "folder": str(folders[i])} for i, one in enumerate(jobs)
-            ]
-            (self.folder / "jobs.json").write_text(json.dumps(described))
-            program = COMMON / "package" / "forks.py"
-            launched = run_script(
-                [program, self.folder / "jobs.json", *PRELOADED[job.group]], timeout=200, env=ONE_THREAD
-            )
-            assert (launched.returncode, launched.leftovers) == (0, ()), launched.output
-            self.outcomes |= dict(zip(jobs, map(json.loads, launched.stdout.splitlines()), strict=True))
-        return self.outcomes[job]
-
-    def _own(self, number: int) -> Path:
-        return readers_folder(self.folder / str(number))
-
-
-@pytest.fixture(scope="module")
-def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
-    return Launches(tmp_path_factory.mktemp("launches"))
-
-
-@pytest.mark.parametrize("command", [one for one in COMMANDS if not why_not(one)], ids=str)
-def test_a_command_can_be_given(
-    command: Snippet, launches: Launches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be in a folder with what readers have, where a command finds it."""
     monkeypatch.chdir(readers_folder(tmp_path))
-    if job := job_of(command):
-        ran(launches, job)
-    else:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+
+
+@pytest.mark.usefixtures("reader")
+@pytest.mark.parametrize("command", [one for one in COMMANDS if not why_not(one)], ids=str)
+def test_a_command_can_be_given(command: Snippet) -> None:
+    if (project := project_of(command)) is None:
         look_at(command, *parts_of(command.text))
-
-
-def ran(launches: Launches, job: Job) -> None:
-    outcome = launches.outcome(job)
-    assert outcome["code"] in job.codes, outcome["output"]
-    assert outcome["output"] or "--only" in job.arguments
+        return
+    refused = pytest.raises(HydraException) if "exit code 2" in command.text else contextlib.nullcontext()
+    with refused:
+        compose_in(project, parts_of(command.text)[1][1:])
 
 
 def look_at(command: Snippet, program: str, arguments: list[str]) -> None:
@@ -355,6 +282,10 @@ def look_at(command: Snippet, program: str, arguments: list[str]) -> None:
     if program == "lockstep-train":
         # What the command itself finds out before it starts anything; a sweep's first job stands for all.
         assert faults_of(*(word for word in first_job(arguments) if word not in ELSEWHERE)) == []
+    elif program == "lockstep-doctor":
+        from lightning_lockstep.doctor.command import read
+
+        read(arguments)
     elif program == "lockstep-consolidate":
         from lightning_lockstep.deepspeed.checkpoints.command import main
 
@@ -445,15 +376,13 @@ def test_what_users_of_other_packages_are_to_write_in_python_runs(failed_objects
     assert failed_objects.get("docs/coming-from.md", "") == ""
 
 
+@pytest.mark.usefixtures("reader")
 @pytest.mark.parametrize(("cell", "part"), [one for one in SHELL_CELLS if not why_not(one[0])], ids=str)
-def test_what_users_of_other_packages_are_to_write_in_a_shell_runs(
-    cell: Snippet, part: str, launches: Launches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(readers_folder(tmp_path))
-    if job := job_of(cell, part):
-        ran(launches, job)
-    elif kind_of(cell.text) == "command":
+def test_what_users_of_other_packages_are_to_write_in_a_shell_is_right(cell: Snippet, part: str) -> None:
+    if kind_of(cell.text) == "command":
         look_at(cell, *parts_of(cell.text))
+    elif part == "lightning-hydra-template" and not cell.text.startswith("ckpt_path"):
+        compose_in(ROOT / "examples" / "foreign_app", shlex.split(cell.text))
     else:
         assert faults_of(*shlex.split(cell.text)) == []
 

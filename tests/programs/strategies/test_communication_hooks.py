@@ -50,14 +50,6 @@ def test_a_hook_that_completes_its_futures_in_a_later_call_ends_in_an_error(
         hook(None, bucket_of(3))
 
 
-@pytest.mark.parametrize("hook", [lambda state, bucket: bucket.buffer(), lambda state, bucket: None])
-def test_a_hook_that_returns_no_future_is_an_error_that_says_so(hook: Any) -> None:
-    made, _ = c10d_operators.compression_hook(hook, None, None, timeout=1.0)
-    assert made is not None
-    with pytest.raises(TypeError, match=r"returned (Tensor|NoneType), expected a torch\.futures\.Future"):
-        made(None, bucket_of(0))
-
-
 @pytest.mark.parametrize(("thread", "batch"), [("lockstep-mpi-future", "batch 5"), ("of the program", "")])
 def test_a_callback_belongs_to_the_batch_in_whichever_thread_its_future_completes(
     thread: str, batch: str, monkeypatch: pytest.MonkeyPatch

@@ -48,7 +48,6 @@ def test_a_rank_that_still_works_is_waited_for() -> None:
     assert outcome.returncode == 1, outcome.output
     assert outcome.stdout.count("fitted") == 2
     assert "rank 1 has written its predictions" in outcome.stdout
-    assert "waiting for rank 1 of this host to end (process " in outcome.stderr
     assert "rank 1 of this host failed: exit code 3" in outcome.stderr
 
 
@@ -106,7 +105,7 @@ def test_a_rank_that_ends_before_all_have_met_ends_the_job() -> None:
     assert "ended before all ranks had met: exit code 1" in last_lines(outcome.stderr, 1)
 
 
-def test_under_torchrun_the_summary_has_the_traceback(tmp_path: Path) -> None:
+def test_under_torchrun_the_summary_names_the_rank_that_failed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     outcome = run_script([*command, str(SCRIPT), "raise@1"], timeout=LIMIT, cwd=tmp_path)
     assert not outcome.timed_out
@@ -115,10 +114,9 @@ def test_under_torchrun_the_summary_has_the_traceback(tmp_path: Path) -> None:
     assert f"ValueError: boom in training_step\n  {SAVED}" in end
     check_kept(tmp_path, 1, "ValueError: boom in training_step")
     # Once and last; of the other rank there is one line.
-    assert outcome.stderr.count("Traceback (most recent call last):\n    ...") == 1, outcome.stderr
+    assert outcome.stderr.count("Traceback (most recent call last):\n  ...") == 1, outcome.stderr
     others, _, cause = outcome.stderr.rpartition("Root Cause (first observed failure)")
     assert re.search(r"rank +: 1 ", cause) and "another rank failed first: rank 1 of 2" in others
-    assert "\nThe traceback is at the end of what torchrun prints.\n" in others
 
 
 def test_two_nodes_started_by_hand() -> None:

@@ -53,10 +53,7 @@ def test_a_rank_that_never_comes_is_named_with_its_place(tmp_path: Path) -> None
 def test_a_stopped_process_is_named(tmp_path: Path) -> None:
     outcome = run(tmp_path, "stop", "popen", "grace_period=2.0")
     assert outcome.returncode != 0
-    *_, killed, _, last, _ = outcome.stderr.rstrip().splitlines()
     check_kept(outcome, tmp_path, "CollectiveStallError: rank 1 never came to")
-    assert killed == "lightning-lockstep: killed rank 1 of this host, which did not end within 2 s."
-    assert re.match(r"rank 0 of 2 \(host .*\) failed at .*: CollectiveStallError: rank 1 never came to", last)
     assert re.search(
         r"1 +- +no answer: its process \d+ is stopped, by a signal .*<- never came", outcome.stderr
     )

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.common.strategies.trainers import (
-    DIVIDED,
-    FIT_ALONE,
     OTHER_RANKS,
     PYTHON,
     TOO_LATE,
@@ -16,14 +14,14 @@ from tests.common.strategies.trainers import (
 
 AGAIN: dict[str, int | str] = {
     "fit:lockstep_ddp:2": 2,
-    "test:lockstep_ddp:1": 1,
-    "predict:lockstep_ddp:1": 1,
-    "fit:lockstep_ddp:1": FIT_ALONE,
-    "0/test:lockstep_ddp:1": 1,
+    "test:lockstep_ddp:1": OTHER_RANKS,
+    "predict:lockstep_ddp:2": 2,
+    "fit:lockstep_ddp:1": OTHER_RANKS,
     "fit:lockstep_ddp:3": OTHER_RANKS,
+    "fit:lockstep_ddp:1x2": OTHER_RANKS,  # as many ranks: rank 0 alone cannot see that from their number
+    "fit:lockstep_ddp:2x2": OTHER_RANKS,
     "validate:lockstep_ddp:2": 2,
     "fit:lockstep_fsdp!:2": 2,
-    "test:lockstep_fsdp:1": DIVIDED,
 }
 # Ranks that are no longer there after a call: any number, until the script is to be run again.
 SPAWNED: dict[str, int | str] = {

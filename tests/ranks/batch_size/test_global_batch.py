@@ -53,7 +53,7 @@ def kept(ranks: int, folder: str) -> dict[str, Any]:
     told: dict[str, Any] = {}
     for name, (wall, (size, accumulate), _) in DIVIDED.items():
         weights = []
-        for callbacks in ([AutoBatchSize("binsearch")], []):
+        for callbacks in ([AutoBatchSize()], []):
             pl.seed_everything(3, verbose=False)
             steps, room = Steps(), wall if callbacks else 10**9
             net = without_norm(Walled(room, batch_size=size, rows=ROWS, on_rank=ranks - 1))
@@ -69,13 +69,13 @@ def kept(ranks: int, folder: str) -> dict[str, Any]:
 
     # A loader that was passed, twice with one Trainer.
     net, steps = without_norm(PassedIn(7, batch_size=12, rows=ROWS, on_rank=ranks - 1)), Steps()
-    run = on(ranks, folder, AutoBatchSize("binsearch"), steps)
+    run = on(ranks, folder, AutoBatchSize(), steps)
     told["passed"] = []
     for _ in range(2):
         run.fit(net, net.loader())
         told["passed"].append((steps.size, steps.accumulate, run.accumulate_grad_batches))
     # A validation first, which takes what fits.
-    net, finder = without_norm(Walled(100, batch_size=12, rows=ROWS)), AutoBatchSize("power")
+    net, finder = without_norm(Walled(100, batch_size=12, rows=ROWS)), AutoBatchSize()
     run = on(ranks, folder, finder, steps, limit_val_batches=1.0)
     run.validate(net, verbose=False)
     told["validated"] = [finder.optimal_batch_size, net.batch_size]
@@ -85,7 +85,7 @@ def kept(ranks: int, folder: str) -> dict[str, Any]:
     data = DigitsData(global_batch_size=64)
     on(ranks, folder, AutoBatchSize(), steps, accumulate_grad_batches=2).fit(ConvNet(width=8), data)
     told["data"] = steps.size * steps.accumulate * ranks, data.batch_size
-    on(ranks, folder, AutoBatchSize("power"), EffectiveBatchSize(48), steps).fit(without_norm(Walled(10)))
+    on(ranks, folder, AutoBatchSize(), EffectiveBatchSize(48), steps).fit(without_norm(Walled(10)))
     told["effective"] = steps.size, steps.size * steps.accumulate * ranks
     return told
 
@@ -93,8 +93,8 @@ def kept(ranks: int, folder: str) -> dict[str, Any]:
 def runs_digits(ranks: int, folder: str) -> list[Any]:
     found = []
     effective = EffectiveBatchSize(512, lr_scaling="linear", reference_batch_size=256)
-    for limit, accumulate, others in (("shard", 3, []), (None, 1, []), (None, 16, [effective])):
-        data, finder = DigitsData(), (AutoBatchSize if others else largest)("power", 1, 64, limit=limit)
+    for accumulate, others in ((3, []), (1, []), (16, [effective])):
+        data, finder = DigitsData(), (AutoBatchSize if others else largest)("binsearch", 1, 64)
         run = trainer(
             folder,
             *others,
@@ -132,7 +132,7 @@ def test_steps_and_weights_are_those_without_a_search(found: list[dict[str, Any]
 def test_what_is_configured_is_there_again_after_each_fit_or_evaluation(found: list[dict[str, Any]]) -> None:
     for told in found:
         assert told["passed"] == [(6, 2, 1)] * 2
-        assert told["validated"] == [64, 12, 12, 12]
+        assert 90 <= told["validated"][0] <= 100 and told["validated"][1:] == [12, 12, 12]
 
 
 def test_a_global_batch_of_the_data_or_of_effective_batch_size_is_kept(found: list[dict[str, Any]]) -> None:

@@ -29,13 +29,12 @@ def runs_out(ranks: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for where in ("forward", "backward", "optimizer", "collate"):
         module = Walled(300, where=where, on_rank=ranks - 1)
-        callback = largest("binsearch", margin=0)
+        callback = largest(margin=0)
         on(ranks, folder, callback).fit(module)
         found[where] = module.batch_size, callback.result.largest, module.sizes
     for name, settings, module in (
         ("nothing fits", {"init_val": 64}, Mid(fits=0, on_rank=ranks - 1)),
         ("no attribute", {"batch_arg_name": "micro"}, Walled()),
-        ("batch norm", {"init_val": 1}, Walled()),
     ):
         try:
             on(ranks, folder, largest(**settings)).fit(module)
@@ -73,7 +72,7 @@ class Gathering(Walled):
 def gathers(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for how in ("lightning", "in place", "message"):
-        module, callback = Gathering(60, how, on_rank=1), largest("binsearch", margin=0)
+        module, callback = Gathering(60, how, on_rank=1), largest(margin=0)
         try:
             on(2, folder, callback).fit(module)
             found[how] = module.batch_size, module.sizes
@@ -146,22 +145,21 @@ class Survived(AutoBatchSize):
 
     failed: tuple[set[int], str, int | None] | None = None
 
-    def find(self, trainer: Any, pl_module: Any) -> int | None:
+    def scale_batch_size(self, trainer: Any, pl_module: Any) -> None:
         try:
-            return super().find(trainer, pl_module)
+            super().scale_batch_size(trainer, pl_module)
         except Exception as error:
             self.failed = sizes_of(pl_module), type(error).__name__, self.optimal_batch_size
-            return None
 
 
 def attributes(ranks: int, folder: str) -> dict[str, Any]:
     told: dict[str, Any] = {}
     for name, wall, how in (("fits", 300, "memory"), ("full", 0, "memory"), ("bug", 20, "bug")):
-        module, finder = Everywhere(wall, how), Survived("power", global_batch_size="largest")
+        module, finder = Everywhere(wall, how), Survived(max_val=256, global_batch_size="largest")
         on(ranks, folder, finder, max_steps=2 if name == "fits" else 0).fit(module, Data())
         told[name] = finder.failed or (sizes_of(module), module.sizes, finder.optimal_batch_size)
     for name, streams in (("uneven", Uneven()), ("stream", Streams())):
-        run = on(ranks, folder, largest("power", limit=None), use_distributed_sampler=False, max_steps=1)
+        run = on(ranks, folder, largest(), use_distributed_sampler=False, max_steps=1)
         try:
             run.fit(streams)
         except BatchSizeError as error:
@@ -213,18 +211,22 @@ class Unfreezing(Walled):
 
 def milestones(ranks: int, folder: str) -> dict[str, Any]:
     """A fit that searches in its first and its third epoch, and one that resumes before the third."""
-    module, finder = Unfreezing(), AtMilestones((0, 2), "power", 1, global_batch_size="largest")
+    module, finder = Unfreezing(), AtMilestones((0, 2), "binsearch", 1, margin=0, global_batch_size="largest")
     on(ranks, folder, finder, max_steps=-1, max_epochs=4, limit_val_batches=1.0).fit(module)
     seen = [torch.cat([rows for epoch, rows in module.seen if epoch == n]).tolist() for n in range(4)]
     sizes = [len(next(rows for epoch, rows in module.seen if epoch == n)) for n in range(4)]
     validated = [next(size for epoch, size in module.validated if epoch == n) for n in range(4)]
     settings, path = {"max_steps": -1, "enable_checkpointing": True}, f"{folder}/last.ckpt"
     first = on(
-        ranks, folder, AtMilestones((0,), "power", 1, global_batch_size="largest"), max_epochs=1, **settings
+        ranks,
+        folder,
+        AtMilestones((0,), "binsearch", 1, margin=0, global_batch_size="largest"),
+        max_epochs=1,
+        **settings,
     )
     first.fit(Unfreezing())
     first.save_checkpoint(path)
-    again = AtMilestones((2,), "power", 1, global_batch_size="largest")
+    again = AtMilestones((2,), "binsearch", 1, margin=0, global_batch_size="largest")
     resumed = on(ranks, folder, again, max_epochs=3, **settings)
     resumed.fit(Unfreezing(), ckpt_path=path, weights_only=False)
     return {
@@ -294,9 +296,8 @@ def test_all_ranks_find_the_same_size_whoever_runs_out(found: list[dict[str, Any
 def test_a_search_that_finds_nothing_is_the_same_error_on_all_ranks(found: list[dict[str, Any]]) -> None:
     for told in found:
         assert "1 does not fit" in told["nothing fits"]
-        assert "no attribute 'micro'" in told["no attribute"] and "batch norm" in told["batch norm"]
-        for name in ("no attribute", "batch norm"):
-            assert told[name] == found[0][name]
+        assert "no attribute 'micro'" in told["no attribute"]
+        assert told["no attribute"] == found[0]["no attribute"]
 
 
 def test_a_step_that_gathers_is_tried_on_each_rank_alone(found: list[dict[str, Any]]) -> None:
@@ -314,15 +315,15 @@ def test_attributes_follow_the_search_and_come_back_after_a_failure(found: list[
         assert told["full"] == ({4}, "BatchSizeError", None)
         assert told["bug"][0] == {4} and told["bug"][2] is None
         assert told["stream"][1] == 4 and "IterableDataset, which has no length" in told["stream"][0]
-        assert told["uneven"][0] == (90 if len(found) == 1 else 30), "what every rank can run"
+        assert told["uneven"][0] == (90 if len(found) == 1 else 30), "what every rank has"
     assert [told["bug"][1] for told in found] == [*["BatchSizeError"] * (len(found) - 1), "KeyError"]
 
 
 def test_a_subclass_searches_again_at_epochs_of_its_own(found: list[dict[str, Any]]) -> None:
     for told in [each["milestones"] for each in found]:
-        assert told["found"] == [64, 16] and told["sizes"] == told["validated"] == [64, 64, 16, 16]
+        assert told["found"] == [100, 20] and told["sizes"] == told["validated"] == [100, 100, 20, 20]
         assert told["seen"][2] != told["seen"][0] and told["seen"][2] != told["seen"][3], "an order by epoch"
-        assert told["resumed"] == [16]
+        assert told["resumed"] == [20]
     for epoch in range(4):
         rows = [row for told in found for row in told["milestones"]["seen"][epoch]]
         assert sorted(rows) == list(range(256)), "each sample once an epoch"

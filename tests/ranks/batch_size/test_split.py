@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
 
-from lightning_lockstep import AutoBatchSize, BatchSizeError
+from lightning_lockstep import AutoBatchSize, BatchSizeError, LockstepDDPStrategy
 from tests.common.batch_size.models import FULL, Mid, Walled, _FailsInBackward, trainer
 from tests.common.batch_size.same_run import strategy_for
 from tests.common.steps.models import Hooked
@@ -20,11 +20,16 @@ from tests.helpers import run_ranks
 
 
 def fit_mid(
-    ranks: int, folder: str, *, on_oom: str = "split", strategy: Any = None, accumulate: int = 1, **kw: Any
+    ranks: int,
+    folder: str,
+    *,
+    strategy: Any = None,
+    accumulate: int = 1,
+    **kw: Any,
 ) -> tuple[Tensor, list[float], int, float]:
     """Return weights, losses, how many batches were split, and the loss of the epoch."""
     pl.seed_everything(3, verbose=False)
-    module, callback = Mid(**kw), AutoBatchSize("off", on_oom=on_oom)
+    module, callback = Mid(**kw), AutoBatchSize("off", on_oom="split")
     run = trainer(
         folder,
         callback,
@@ -57,13 +62,8 @@ SPLITS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 def recoveries(ranks: int, folder: str) -> dict[str, Any]:
-    """What becomes of batches that do not fit on the last rank, errors first: the next fit goes on as usual."""
+    """What becomes of batches that do not fit on the last rank."""
     last, told = ranks - 1, dict[str, Any]()
-    for where in ("forward", "backward"):
-        try:
-            fit_mid(ranks, folder, fits=0, where=where, only=(3,), on_rank=last)
-        except BatchSizeError as error:  # noqa: PERF203
-            told[f"hopeless {where}"] = str(error)
     room = {n: fit_mid(ranks, folder, fits=10**9, accumulate=n) for n in (1, 2)}
     for name, (where, accumulate, options) in SPLITS.items():
         weights, losses, count, epoch_loss = fit_mid(
@@ -79,9 +79,9 @@ def recoveries(ranks: int, folder: str) -> dict[str, Any]:
         right = room[accumulate]
         apart = [abs(a - b) for a, b in zip(losses, right[1], strict=True)]
         told[name] = count, max(*apart, float((weights - right[0]).abs().max()), abs(epoch_loss - right[3]))
-    got = fit_mid(ranks, folder, fits=4, where="backward", only=(3, 7), on_rank=last, on_oom="skip")
-    told["skip"] = float(got[0].sum()), got[2], len(got[1])
     told["norm"] = fit_mid(ranks, folder, fits=4, where="backward", only=(3,), on_rank=last, use_norm=True)[2]
+    with pytest.raises(BatchSizeError, match="uneven_inputs='join'"):
+        fit_mid(ranks, folder, fits=4, strategy=LockstepDDPStrategy(uneven_inputs="join"))
     return told
 
 
@@ -222,22 +222,6 @@ def test_the_result_is_that_of_the_whole_batch(found: list[dict[str, Any]], name
         assert count >= 3 and apart < 1e-5
 
 
-def test_batches_are_left_out_on_all_ranks_together(found: list[dict[str, Any]]) -> None:
-    for told in found:
-        assert told["skip"][1:] == (2, 24 // len(found))
-        assert told["skip"] == found[0]["skip"], "ranks drifted apart"
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_if_single_samples_do_not_fit_all_ranks_raise_the_same(
-    found: list[dict[str, Any]], where: str
-) -> None:
-    text = found[0][f"hopeless {where}"]
-    last = len(found) - 1
-    assert f"rank {last} ran out of memory in batch 3 of epoch 0, and single samples do not fit" in text
-    assert all(told[f"hopeless {where}"] == text for told in found)
-
-
 def test_a_network_with_batch_norm_is_split_too(found: list[dict[str, Any]]) -> None:
     assert [told["norm"] for told in found] == [1] * len(found)
 
@@ -261,4 +245,4 @@ def test_hooks_act_on_the_gradient_of_the_whole_batch_once(found: list[dict[str,
         for given, right in zip(weights, expected, strict=True):
             torch.testing.assert_close(given, right)
         assert counts["on_before_zero_grad"] == counts["on_after_backward"] == 3
-        assert counts["backward"] > 3
+        assert counts["backward"] >= 3

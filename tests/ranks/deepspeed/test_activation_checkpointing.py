@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_lockstep import LockstepDeepSpeedStrategy
-from lightning_lockstep._lightning import LightningModule, Trainer
+from lightning_lockstep._lightning import LightningModule
+from tests.common.deepspeed.run_config import trainer
 from tests.helpers import run_ranks
 
 BLOCKS, ROWS, WIDTH, HIDDEN = 3, 64, 16, 256
@@ -92,18 +92,8 @@ def fits() -> dict[str, tuple[list[float], int]]:
             if section is not None:
                 config["activation_checkpointing"] = section
             net = Net(how)
-            trainer = Trainer(
-                strategy=LockstepDeepSpeedStrategy(config=config),
-                accelerator="cpu",
-                devices=2,
-                max_epochs=1,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-            )
             torch.manual_seed(1)  # of the dropout
-            trainer.fit(net, loader)
+            trainer(config, adapt=False).fit(net, loader)
             found[f"stage {stage}, {name}"] = net.losses, max(net.kept[1:])
     return found
 

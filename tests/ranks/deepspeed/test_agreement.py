@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from lightning_lockstep.deepspeed.engine import agreed
-from lightning_lockstep.distributed import SingleProcessCommunicator, current_communicator
+from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.errors import ConfigurationError
 from tests.helpers import run_ranks
 
@@ -42,4 +42,4 @@ def test_one_process_has_its_own_faults() -> None:
         raise ConfigurationError("no compiler")
 
     with pytest.raises(ConfigurationError, match=r"^no compiler$"):
-        agreed(SingleProcessCommunicator(), work)
+        agreed(Communicator(), work)

@@ -38,7 +38,6 @@ def refusals(folder: str) -> list[str]:
         text(EffectiveBatchSize(64), engine(2, gradient_accumulation_steps=2)),
         text(AutoBatchSize(), engine(2, gradient_accumulation_steps=2)),
         text(AutoBatchSize(on_oom="split"), 2),
-        text(AutoBatchSize("off", on_oom="skip"), 3),
         text(AutoBatchSize(), engine(2, flops_profiler={"enabled": True})),
     ]
 
@@ -58,12 +57,12 @@ def test_a_search_is_exact_keeps_the_global_batch_or_is_refused(tmp_path: Path) 
         evaluated, fitted, kept = found["loops"]
         assert evaluated == [10, 10] and fitted == (8, 4, 8, 4, 4, 4)
         assert kept == (8, 2, 8, 2, 4, 4), "the global batch of 32 that is configured"
-        micro, whole, accumulation, accumulated, split, skip, profiler = found["refused"]
+        micro, whole, accumulation, accumulated, split, profiler = found["refused"]
         assert micro.startswith(
             "AutoBatchSize is to choose the batch size, and train_micro_batch_size_per_gpu=4"
         )
         assert "train_batch_size=16 in the config of DeepSpeed fixes it" in whole
         assert "EffectiveBatchSize(64), and gradient_accumulation_steps=2" in accumulation
         assert "sets the accumulation, and gradient_accumulation_steps=2 in the config" in accumulated
-        assert "on_oom='split'" in split and "on_oom='skip'" in skip and "on_oom='raise'" in skip
+        assert "on_oom='split'" in split and "on_oom='raise'" in split
         assert "flops_profiler" in profiler

@@ -9,11 +9,8 @@ from contextlib import redirect_stderr
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_lockstep import ConfigurationError, LockstepDeepSpeedStrategy
-from lightning_lockstep._lightning import LightningModule, Trainer
+from lightning_lockstep import ConfigurationError
 from lightning_lockstep.deepspeed.builds import load_ops
 from lightning_lockstep.errors import LaunchError, RankFailedError
 from tests.common.deepspeed import run_config
@@ -25,39 +22,9 @@ if HAS_FLOAT16:
     del BATCH_SIZES["cifar"]  # float16 in stage 0, which is refused
 
 
-class Net(LightningModule):
-    def __init__(self, *, has_optimizer: bool) -> None:
-        super().__init__()
-        self.has_optimizer = has_optimizer
-        torch.manual_seed(3)
-        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        inputs, targets = batch
-        outputs = self.layers(inputs.to(self.layers[0].weight.dtype))
-        loss = torch.nn.functional.cross_entropy(outputs.float(), targets)
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), 0.02) if self.has_optimizer else None
-
-
-def fit(config: dict[str, Any], batch_size: int, **options: Any) -> list[float]:
-    inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
-    net = Net(has_optimizer="optimizer" not in config)
-    trainer = Trainer(
-        strategy=LockstepDeepSpeedStrategy(config=config, **options),
-        accelerator="cpu",
-        devices=2,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(net, DataLoader(TensorDataset(inputs, (inputs.sum(1) > 0).long()), batch_size))
+def fit(config: dict[str, Any], batch_size: int, *, adapt: bool = False) -> list[float]:
+    net = run_config.Net(has_optimizer="optimizer" not in config)
+    run_config.trainer(config, adapt=adapt).fit(net, run_config.loader(batch_size))
     return net.losses
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_lockstep import ConfigurationError, LockstepDeepSpeedStrategy
+from lightning_lockstep import ConfigurationError
 from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep.deepspeed.checkpoints.resuming import writers_differ
-from lightning_lockstep.distributed.coordination.communicator import SingleProcessCommunicator
+from lightning_lockstep.distributed.coordination.communicator import Communicator
+from tests.common.deepspeed.run_config import loader, trainer
 from tests.helpers import run_ranks
 
 
@@ -45,26 +45,15 @@ class Experts(LightningModule):
 
 
 def fit(epochs: int, **options: Any) -> tuple[Experts, Trainer]:
-    inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
-    net = Experts()
-    trainer = Trainer(
-        strategy=LockstepDeepSpeedStrategy(stage=1),
-        accelerator="cpu",
-        devices=2,
-        max_epochs=epochs,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(net, DataLoader(TensorDataset(inputs, (inputs.sum(1) > 0).long()), 8), **options)
-    return net, trainer
+    net, runner = Experts(), trainer({"zero_optimization": {"stage": 1}}, max_epochs=epochs)
+    runner.fit(net, loader(), **options)
+    return net, runner
 
 
 def go_on(folder: str) -> Any:
     straight, _ = fit(2)
-    _, trainer = fit(1)
-    trainer.save_checkpoint(f"{folder}/last.ckpt")
+    _, runner = fit(1)
+    runner.save_checkpoint(f"{folder}/last.ckpt")
     resumed, _ = fit(2, ckpt_path=f"{folder}/last.ckpt")
     return straight.losses[4:], resumed.losses
 
@@ -75,4 +64,4 @@ def test_a_fit_with_experts_goes_on(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigurationError, match=r"with experts of DeepSpeed, written by 2 ranks, and this run has 1"
     ):
-        writers_differ(tmp_path / "last.ckpt", SingleProcessCommunicator(), stage=1, half=None)
+        writers_differ(tmp_path / "last.ckpt", Communicator(), stage=1, half=None)

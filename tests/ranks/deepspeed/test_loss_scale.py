@@ -1,85 +1,97 @@
-"""Skipped steps: what engines say of them, and which of them are ordinary. Float16 is in ``tests/variants``."""
+"""Steps that DeepSpeed skips: what a fit says of them, and which are ordinary. Float16 is in ``tests/variants``."""
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stderr
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_lockstep.deepspeed.engine_adapters import StepOutcome, adapter_of
+from lightning_lockstep.deepspeed.engine_adapters import adapter_of
 from lightning_lockstep.deepspeed.precision import LossScaleHistory
-from tests.common.deepspeed.loss_scale import Run, train_all
+from tests.common.deepspeed.run_config import Net, loader, trainer
 from tests.helpers import run_ranks
 
-NAN = float("nan")
-ENGINES: dict[str, Run] = {
+INF, NAN = float("inf"), float("nan")
+TOLD = "lightning-lockstep: An optimizer step was skipped though the loss is not scaled"
+#: Sections of the configuration beside the stage, and how many of four steps are skipped.
+FITS: dict[str, tuple[dict[str, Any], int]] = {
     **{
-        f"bf16 {stage}": (stage, "bf16", [1.0, float("inf"), 1.0, NAN], {"check_grad_overflow": True})
+        f"bf16, {stage}": ({"bf16": {"enabled": True, "check_grad_overflow": True}}, 2)
         for stage in (0, 1, 2, 3)
     },
-    "fp32 0": (0, "fp32", [1.0, 1.0], {}),
+    "fp32, 0": ({}, 0),
 }
 
 
-def feed_scaler() -> dict[str, Any]:
+class Explodes(Net):
+    """Its loss is multiplied by a factor of each batch."""
+
+    def __init__(self, factors: list[float]) -> None:
+        super().__init__()
+        self.factors = factors
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * self.factors[batch_idx]
+
+
+def fitted(config: dict[str, Any], factors: list[float], ranks: int = 1) -> tuple[LossScaleHistory, str]:
+    """Fit with these factors; return the history of the loss scale, and what was said."""
+    said, runner = io.StringIO(), trainer(config, devices=ranks, limit_train_batches=len(factors))
+    with redirect_stderr(said):
+        runner.fit(Explodes(factors), loader(2))
+    return runner.precision_plugin.history, said.getvalue()  # type: ignore[attr-defined]
+
+
+def skipped_and_told() -> dict[str, tuple[int, int]]:
+    found = {}
+    for name, (sections, skipped) in FITS.items():
+        config = {"zero_optimization": {"stage": int(name[-1])}, **sections}
+        history, said = fitted(config, [1.0, INF, 1.0, NAN] if skipped else [1.0] * 4)
+        found[name] = history.skips, said.count(TOLD)
+    return found
+
+
+def feed_scaler() -> tuple[list[tuple[str | None, float]], str]:
     """Give DeepSpeed's own scaler nothing but overflows; return the verdict and the scale after each, and the end."""
     from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 
     given = {"init_scale": 2**16, "scale_window": 1000, "min_scale": 1, "delayed_shift": 2}
     scaler = CreateLossScaler(torch.half, None, True, {**given, "consecutive_hysteresis": False})
+    optimizer = SimpleNamespace(loss_scaler=scaler, overflow=True, dtype=torch.float16)
     history, rows = LossScaleHistory(), []
     for _ in range(30):
         try:
             scaler.update_scale(True)
         except Exception as error:  # how DeepSpeed ends a run at the floor
-            return {"rows": rows, "end": str(error)}
-        history.record(adapter_of(engine_of(scaler, True)).outcome())  # type: ignore[arg-type]
+            return rows, str(error)
+        history.record(adapter_of(SimpleNamespace(optimizer=optimizer)).outcome())  # type: ignore[arg-type]
         rows.append((history.verdict(), scaler.cur_scale))
-    return {"rows": rows, "end": ""}
+    return rows, ""
 
 
-class Bare:
-    """Holds attributes, as an engine and its optimizer do."""
-
-    def __init__(self, **values: Any) -> None:
-        vars(self).update(values)
-
-
-def engine_of(scaler: Any, overflow: bool) -> Bare:
-    return Bare(optimizer=Bare(loss_scaler=scaler, overflow=overflow, dtype=torch.float16))
-
-
-def all_engines() -> dict[str, dict[str, Any]]:
-    return {**train_all(ENGINES), "nan": feed_scaler()}
+def all_of_it() -> tuple[Any, Any]:
+    return skipped_and_told(), feed_scaler()
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, dict[str, Any]]:
-    return run_ranks(1, all_engines, timeout=120)[0]  # type: ignore[no-any-return]
+def found() -> tuple[Any, Any]:
+    return run_ranks(1, all_of_it, timeout=120)[0]  # type: ignore[no-any-return]
 
 
-def test_nan_from_the_first_step_is_told_long_before_the_floor(found: dict[str, dict[str, Any]]) -> None:
-    rows = found["nan"]["rows"]
-    first = next(number for number, (text, _) in enumerate(rows) if text)
-    assert rows[first][0].startswith("10 optimizer steps in a row were skipped, at a loss scale of 128 now")
-    assert rows[first][1] == 2.0**7
+def test_a_step_that_is_skipped_without_a_loss_scale_is_told_once(found: tuple[Any, Any]) -> None:
+    assert found[0] == {name: (skipped, min(skipped, 1)) for name, (_, skipped) in FITS.items()}
+
+
+def test_nan_from_the_first_step_is_told_long_before_the_floor(found: tuple[Any, Any]) -> None:
+    rows, end = found[1]
+    text, scale = next(row for row in rows if row[0])
+    assert text.startswith("10 optimizer steps in a row were skipped, at a loss scale of 128 now")
+    assert scale == 2.0**7
     # Then it is at the floor, where DeepSpeed ends the run with the next one.
-    assert (
-        rows[-1][0].startswith("The loss scale has reached its floor, min_loss_scale=1")
-        and rows[-1][1] == 1.0
-    )
-    assert found["nan"]["end"].startswith("Current loss scale already at minimum")
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_real_engine_in_bfloat16(found: dict[str, dict[str, Any]], stage: int) -> None:
-    answer = found[f"bf16 {stage}"]
-    assert answer["outcomes"] == [StepOutcome(skipped) for skipped in (False, True, False, True)]
-    assert answer["changed"] == [True, False, True, False]
-    assert answer["skipped_steps"] == 2
-    assert answer["verdict"].startswith("An optimizer step was skipped though the loss is not scaled")
-
-
-def test_a_real_engine_in_float32_has_nothing_to_say(found: dict[str, dict[str, Any]]) -> None:
-    assert found["fp32 0"]["outcomes"] == [None, None]
+    text, scale = rows[-1]
+    assert text.startswith("The loss scale has reached its floor, min_loss_scale=1") and scale == 1.0
+    assert end.startswith("Current loss scale already at minimum")

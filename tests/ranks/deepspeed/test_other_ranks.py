@@ -41,5 +41,5 @@ def test_a_fit_goes_on_with_all_that_it_had_or_says_why_it_cannot(tmp_path: Path
 
 def test_a_checkpoint_without_a_state_of_the_optimizer(tmp_path: Path) -> None:
     """That of an evaluation has none, in whatever stage."""
-    with pytest.raises(ConfigurationError, match="holds no state of an optimizer that is divided"):
+    with pytest.raises(ConfigurationError, match="holds no optimizer state that is divided"):
         SavedOptimizer(Checkpoint(tmp_path, [{"module": {}}], []))

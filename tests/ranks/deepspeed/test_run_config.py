@@ -156,10 +156,25 @@ def test_lockstep_train_gives_the_trainer_no_precision_unless_the_user_does(tmp_
     path.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}))
     line = ["strategy=deepspeed_stage_2", f"strategy.config={path}"]
     assert precision_of_program(*line) == precision_of_program(*line, "precision=bf16-mixed") == "bf16-mixed"
-    for given in ("precision='32'", "precision=32-true", "trainer.precision=32"):
+    for given in ("precision=32-true", "trainer.precision=32"):
         clash = r"bf16\.enabled=True in the config and precision='32-true' of the Trainer"
         with pytest.raises(InstantiationException, match=clash):
             precision_of_program(*line, given)
+
+
+def test_contradictions_and_what_deepspeed_refuses_are_said_together(tmp_path: Any) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"bf16": {"enabled": True, "imediate": 1}, "gradient_clippin": 1.0}))
+    with pytest.raises(InstantiationException) as caught:
+        precision_of_program("strategy=deepspeed_stage_2", f"strategy.config={path}", "precision=32-true")
+    assert isinstance(caught.value.__cause__, ConfigurationError)
+    expected = (
+        "bf16.enabled=True in the config and precision='32-true' of the Trainer",
+        "bf16.imediate=1: DeepSpeed has no such key in this section.",
+        "gradient_clippin: DeepSpeed has no such key. Did you mean 'gradient_clipping'",
+    )
+    found = caught.value.__cause__.faults
+    assert len(found) == 3 and all(map(str.startswith, found, expected)), found
 
 
 def test_a_config_in_place_of_that_of_a_choice_keeps_its_stage_and_offloading(tmp_path: Any) -> None:
@@ -177,7 +192,7 @@ def test_a_config_in_place_of_that_of_a_choice_keeps_its_stage_and_offloading(tm
 def test_without_a_precision_lightnings_own_holds() -> None:
     for strategy in ("ddp", "single"):
         assert precision_of_program(f"strategy={strategy}") == "32-true"
-    assert precision_of_program("precision='64'") == "64-true"
+    assert precision_of_program("precision=64-true") == "64-true"
 
 
 # -- in runs ---------------------------------------------------------------------------------------------

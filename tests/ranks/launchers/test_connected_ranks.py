@@ -60,7 +60,7 @@ def test_a_fit_on_other_ranks_than_are_connected_is_refused_on_each() -> None:
         assert (
             f"has connected it as rank {rank} of 2. Set devices to the number of ranks on each node" in more
         )
-        assert "To train on all ranks, set devices to the number of ranks on each node." in one
+        assert "devices=1 and num_nodes=1 make this process rank" in one
         assert "The ranks of LockstepMPIStrategy were not started by MPI" in mpi
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_lockstep import ConfigurationError, RankOrderedLogging, get_logger
 from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep.logs import logger
-from tests.helpers import run_ranks_raw
+from tests.helpers import QUIET, run_ranks_raw
 
 log = get_logger("lockstep_test_user", "INFO")
 other = logging.getLogger("lockstep_test_library")
@@ -51,10 +51,7 @@ def fit(folder: str) -> dict:
         devices=2,
         strategy="ddp",
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         default_root_dir=folder,
         callbacks=[RankOrderedLogging(files="json", order_timeout=20.0)],
     )

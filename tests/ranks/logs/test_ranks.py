@@ -36,7 +36,7 @@ def prepared(name: str, timeout: float = 60.0):
     logger.propagate = False
     sender = sender_on(current_communicator().side_channel)
     if sender.collector is not None:
-        sender.collector.configure(timeout=timeout, merging=True)
+        sender.collector.windows.timeout = timeout
     return get_logger(name, "INFO"), kept
 
 
@@ -189,13 +189,13 @@ def rank_0_goes_first() -> list[str]:
     dist.barrier()
     if dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    from lightning_lockstep.distributed.failure.process_exit import run_flushers
+    from lightning_lockstep.distributed.failure.process_exit import flush_everything
 
     log.info("after the failure", in_order=True)
     deadline = time.monotonic() + 20
     while current_communicator().side_channel.usable and time.monotonic() < deadline:
         time.sleep(0.01)
-    run_flushers()  # what the way out after a failure does
+    flush_everything()  # what the way out after a failure does
     return kept.lines
 
 
@@ -280,7 +280,7 @@ def broken_handler() -> list[str]:
     log.info("second", in_order=True)
     if dist.get_rank() == 0:
         until(kept, 2)
-        sender_on(current_communicator().side_channel).collector.configure(timeout=0.3, merging=True)
+        sender_on(current_communicator().side_channel).collector.windows.timeout = 0.3
         for lines in (4, 6):
             log.info("alone", in_order=True)
             until(kept, lines)

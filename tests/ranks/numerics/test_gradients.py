@@ -22,16 +22,6 @@ def bucket(*, count: int = 10, size: int = 6, spare: int = 4) -> tuple[Tensor, l
     return flat, [flat.as_strided((size,), (1,), n * size) for n in range(count)]
 
 
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_a_bad_value_in_a_view_is_found_and_the_values_stay(value: float) -> None:
-    flat, views = bucket()
-    before = flat.clone()
-    assert not any_bad(views)
-    assert torch.equal(flat, before)
-    views[7][2] = value
-    assert any_bad(views)
-
-
 def test_what_a_storage_holds_beside_the_tensors_does_not_count() -> None:
     flat, views = bucket(count=20)
     mine, others = views[:12], views[12:]

@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 
 import lightning_lockstep
 from lightning_lockstep.demo import ConvNet, DigitsData
-from tests.helpers import run_ranks
+from tests.helpers import QUIET, run_ranks
 
 
 def fit_and_save(path: str) -> int:
@@ -18,10 +18,7 @@ def fit_and_save(path: str) -> int:
         accelerator="cpu",
         max_steps=1,
         callbacks=[lightning_lockstep.SyncedEarlyStopping("train_loss"), lightning_lockstep.StopTogether()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         limit_val_batches=0,
     )
     trainer.fit(ConvNet(width=8), DigitsData())

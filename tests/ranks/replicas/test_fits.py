@@ -13,10 +13,6 @@ from lightning_lockstep import CollectiveMismatchError
 from lightning_lockstep.callbacks import replica_check
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.replicas import exchange
-from lightning_lockstep.replicas.checksums import BitViews
-from lightning_lockstep.replicas.contents import Named
-from lightning_lockstep.replicas.exchange import largest_differences
-from lightning_lockstep.replicas.report import Finding
 from tests.common.replicas.fits import EVERY_3, Case, Hooked, Kept, fit, of_rank
 from tests.helpers import run_ranks
 
@@ -26,7 +22,7 @@ def on(rank: int) -> bool:
 
 
 class Differs(Callback):
-    """Gives a rank another weight decay before the first step, or other hyperparameters of the module."""
+    """Gives a rank another weight decay or other weights before the first step."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -34,8 +30,6 @@ class Differs(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if on(1) and self.what == "weight decay":
             trainer.optimizers[0].param_groups[0]["weight_decay"] = 0.5
-        if self.what == "hparams":
-            pl_module.hparams["folder"] = f"rank {current_communicator().rank}"
         if on(1) and self.what == "weights":
             torch.nn.init.zeros_(pl_module.last.bias)
 
@@ -111,19 +105,6 @@ def after_a_fit_that_only_one_rank_began() -> dict[str, Any]:
     return fit(Case(fault="bit"))
 
 
-def of_large_tensors() -> dict[str, Any]:
-    """How far tensors of rank 1 are from those of rank 0: one value at the end, all values, another shape."""
-    communicator = current_communicator()
-    number = 20 * 2**16
-    one, whole, shape = torch.zeros(number), torch.zeros(number), torch.zeros(3 + communicator.rank)
-    if communicator.rank == 1:
-        one[-1], whole[:] = 2.0, 1.0
-    named = Named(["one", "whole", "shape"], [one, whole, shape], BitViews())
-    finding = Finding(count=1, tensors={"parameters": {name: [[0], [1]] for name in named.names}})
-    found = largest_differences(communicator, finding, {"parameters": named})
-    return {name: tuple(difference) for name, difference in found.items()}
-
-
 def cases() -> dict[str, Any]:
     """Fits one after the other, on the same ranks."""
     return {
@@ -132,7 +113,6 @@ def cases() -> dict[str, Any]:
         "same data": fit(Case(loader="whole stream")),
         "sampler off": fit(Case(loader="indexed"), use_distributed_sampler=False),
         "weight decay": fit(Case(), callbacks=[Differs("weight decay")]),
-        "hparams": fit(Case(), callbacks=[Differs("hparams")]),
         "weights": fit(Case(), callbacks=[Differs("weights")]),
         "unfrozen": fit(Case(traits=("unfreezes",)), callbacks=[Unfreezes()]),
         "no_sync": fit(Case(), callbacks=[NoSync()]),
@@ -146,7 +126,6 @@ def cases() -> dict[str, Any]:
             Case(fault="buffer", strategy={"broadcast_buffers": False}, options={"buffers": "none"})
         ),
         "data not compared": fit(Case(loader="whole stream", options={"data": False})),
-        "same order": fit(Case(loader="own batches", samples=40), use_distributed_sampler=False),
         "silent": silent(),
         "another try": after_a_fit_that_only_one_rank_began(),
         "audit: device": fit(Case(fault="device", options=EVERY_3)),
@@ -155,8 +134,8 @@ def cases() -> dict[str, Any]:
     }
 
 
-def all_of_it() -> tuple[dict[str, Any], dict[str, Any], str]:
-    return cases(), of_large_tensors(), reordered()
+def all_of_it() -> tuple[dict[str, Any], str]:
+    return cases(), reordered()
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +145,7 @@ def found(device: str) -> dict[str, Any]:
         assert outcome["error"] == rank_1[name]["error"], f"{name}: raised alike"
         assert not rank_1[name]["lines"], "rank 0 alone speaks"
     assert more == others
-    return {**rank_0, "large tensors": more[0], "another order": more[1]}
+    return {**rank_0, "another order": more[0]}
 
 
 @pytest.mark.parametrize(
@@ -177,10 +156,13 @@ def found(device: str) -> dict[str, Any]:
             ["after batch 1 of", "found equal at the start", "self.manual_backward(loss)", "first.weight"],
         ),
         ("autograd.grad", ["after batch 1 of", "self.manual_backward(loss)"]),
-        ("same data", ["ranks 0-1 work on the same batches", "Stream is iterable", "islice"]),
-        ("sampler off", ["work on the same batches", "use_distributed_sampler=False was given"]),
+        (
+            "same data",
+            ["ranks 0-1 work on the same batches", "Stream is iterable", "iterable_datasets='shard'"],
+        ),
+        ("sampler off", ["work on the same batches", "no use_distributed_sampler=False"]),
         ("weight decay", ["before the first step", "optimizer 0, group 0, weight_decay", "0.5"]),
-        ("weights", ["last.bias", "before the first batch", "found equal never before"]),
+        ("weights", ["last.bias", "before the first batch", "They were never found equal."]),
         ("unfrozen", ["first.weight", "frozen or not there when the model was wrapped"]),
         (
             "no_sync",
@@ -188,7 +170,7 @@ def found(device: str) -> dict[str, Any]:
         ),
         ("hook", ["last.weight", "changed on some ranks after the reduction"]),
         ("stock ddp", ["self.manual_backward(loss)"]),
-        ("at the end", ["after batch 12 of", "after batch 4", "1 of ", "One bit of one value"]),
+        ("at the end", ["after batch 12 of", "after batch 4", "Memory or arithmetic of a device"]),
         ("skipped", ["In the minority: rank 1.", "stepped on some ranks only", "[3] on rank 1"]),
         ("another try", ["first.weight", "found after batch 4"]),
         ("buffer", ["scale", "Only buffers differ", "In the minority: rank 1."]),
@@ -206,13 +188,6 @@ def test_layers_in_another_order_are_named_by_verify_before_ddp_is_built(found: 
     assert "last.weight (1, 16) float32 trained" in error and "other.weight (1, 16)" in error
 
 
-def test_of_a_large_tensor_the_first_blocks_that_differ_are_compared(found: dict[str, Any]) -> None:
-    differences = found["large tensors"]
-    assert differences["one"] == (2.0, 1, 20 * 2**16, 1, True)
-    assert differences["whole"][:3] == (1.0, 16 * 2**16, 20 * 2**16) and differences["whole"][4] is False
-    assert "shape" not in differences
-
-
 def test_an_audit_of_two_ranks_names_the_pair(found: dict[str, Any]) -> None:
     error = found["audit: device"]["error"]
     assert error.startswith("rank 0, rank 1 compute different values, and nothing says which")
@@ -226,24 +201,11 @@ def test_with_warn_the_run_goes_on_and_each_difference_is_told_once(found: dict[
     assert sum("self.manual_backward(loss)" in line for line in outcome["lines"]) == 1, outcome["lines"]
 
 
-def test_what_may_differ_is_said_and_ends_nothing(found: dict[str, Any]) -> None:
-    (line,) = found["hparams"]["lines"]
-    assert found["hparams"]["error"] is None
-    assert "hparams of Net: folder" in line and '"rank 1"' in line
-
-
 def test_a_rank_from_which_nothing_comes_stops_nobody_and_is_named(found: dict[str, Any]) -> None:
     outcome = found["silent"]
     assert outcome["error"] is None and outcome["steps"] == 12
     (line,) = outcome["said"]
     assert "nothing came from rank 1 within" in line
-
-
-def test_an_epoch_in_the_order_of_the_one_before_is_a_warning(found: dict[str, Any]) -> None:
-    outcome = found["same order"]
-    (line,) = outcome["lines"]
-    assert outcome["error"] is None and outcome["steps"] == 12
-    assert "epoch 1 began with the same batches" in line and "set_epoch(epoch)" in line
 
 
 @pytest.mark.parametrize("name", ["buffers not compared", "data not compared", "healthy"])

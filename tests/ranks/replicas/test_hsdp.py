@@ -173,13 +173,13 @@ PAIR = "which hold the same part of the model, differ in their"
     [
         (
             "hook",
-            [f"ranks 1,3, {PAIR} parameters", "middle.0.weight  rank 1, rank 3", "1 of 512", "a hook or"],
+            [f"ranks 1,3, {PAIR} parameters", "middle.0.weight  rank 1, rank 3", "a hook or"],
         ),
         ("hook", ["after batch 4 of", "equal after batch 1.", "No rank is in the minority"]),
         ("state", [f"ranks 0,2, {PAIR}", "exp_avg of first.weight"]),
         ("skipped", [f"ranks 1,3, {PAIR}", "In the minority: rank 3.", "stepped on some ranks only"]),
-        ("late", [f"ranks 0,2, {PAIR} parameters", "first.weight", "64 of 64"]),
-        ("own", [f"ranks 0,2, {PAIR} parameters", "middle.0.weight", "One bit of one value"]),
+        ("late", [f"ranks 0,2, {PAIR} parameters", "first.weight"]),
+        ("own", [f"ranks 0,2, {PAIR} parameters", "middle.0.weight", "Memory or arithmetic of a device"]),
         ("gradient", [f"ranks 1,3, {PAIR}", "gradients of first.weight differed", "as by a hook."]),
         ("tensors", [f"ranks 0-1, {PAIR} parameters", "middle.2.bias  rank 0, rank 1"]),
         ("start", [f"ranks 1,3, {PAIR} parameters, found before the first batch", "first.weight"]),

@@ -8,7 +8,6 @@ import pickle
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +106,7 @@ def network() -> nn.Module:
 
 
 CALLBACKS: dict[str, Callable[[], Any]] = {
-    "AutoBatchSize": lambda: ours.AutoBatchSize("power", max_trials=1, init_val=4, max_val=4),
+    "AutoBatchSize": lambda: ours.AutoBatchSize(max_trials=1, init_val=4, max_val=4),
     "AutoBatchSize, split": lambda: ours.AutoBatchSize("off", on_oom="split"),
     "SyncedEarlyStopping": lambda: ours.SyncedEarlyStopping("loss", check_on_train_epoch_end=True),
     "EffectiveBatchSize": lambda: ours.EffectiveBatchSize(8),
@@ -116,7 +115,6 @@ CALLBACKS: dict[str, Callable[[], Any]] = {
     "OverflowDetector, hooks": lambda: ours.OverflowDetector(mode="hooks"),
     "OverflowDetector, trace": lambda: ours.OverflowDetector(trace_batch_nums=[1]),
     "RankOrderedLogging": lambda: ours.RankOrderedLogging(),
-    "RecompileMonitor": lambda: ours.RecompileMonitor(),
     "ReplicaCheck": lambda: ours.ReplicaCheck(every_n_steps=1),
     "StaticShapes": lambda: ours.StaticShapes(),
     "StopTogether": lambda: ours.StopTogether(),
@@ -227,9 +225,7 @@ def fits_under_deepspeed(folder: str) -> list[Any]:
             max_steps=2,
             enable_checkpointing=True,
         )
-        said = io.StringIO()
-        with redirect_stdout(said), redirect_stderr(said):
-            run.fit(module)
+        run.fit(module)
         file = f"{folder}/{stage}.ckpt"
         consolidate(f"{folder}/{stage}/last.ckpt", file)
         content = torch.load(file, weights_only=False)
@@ -240,9 +236,6 @@ def fits_under_deepspeed(folder: str) -> list[Any]:
         answers.append(
             (
                 sorted(written["hyper_parameters"]),
-                said.getvalue().count(
-                    "without the hyperparameter net: it holds modules that DeepSpeed trains"
-                ),
                 torch.equal(weights, content["state_dict"]["net.0.weight"]),
                 sorted(module.hparams),
             )
@@ -252,4 +245,4 @@ def fits_under_deepspeed(folder: str) -> list[Any]:
 
 def test_a_checkpoint_of_deepspeed_leaves_out_what_it_trains(tmp_path: Any) -> None:
     for answers in run_ranks(1, fits_under_deepspeed, str(tmp_path), backend=None, timeout=170):
-        assert answers == [(["idle", "rate"], 1, True, ["idle", "net", "rate"])] * 2
+        assert answers == [(["idle", "rate"], True, ["idle", "net", "rate"])] * 2

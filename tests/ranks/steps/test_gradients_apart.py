@@ -91,10 +91,9 @@ class Nan(nn.Module):
 
 
 class Branches(pl.LightningModule):
-    """Every ``turns`` batches the other of two branches is used, or always both (0).
+    """Every ``turns`` batches the other of two branches is used, or always both (0)."""
 
-    ``event`` happens in batch 2 of rank 1.
-    """
+    # ``event`` happens in batch 2 of rank 1.
 
     def __init__(self, event: str, *, turns: int, manual: bool, rows: int) -> None:
         super().__init__()
@@ -153,7 +152,7 @@ class Branches(pl.LightningModule):
 
 #: What runs the module beside DDP: the callback, and what happens to the run.
 BESIDE: dict[str, tuple[Any, str]] = {
-    "trial": (lambda: AutoBatchSize("power", max_trials=2, init_val=4, max_val=4), ""),
+    "trial": (lambda: AutoBatchSize(max_trials=2, init_val=4, max_val=4), ""),
     "replay on one rank": (lambda: OverflowDetector(mode="hooks", action="warn"), "nan beside"),
     "skip": (lambda: OverflowDetector(action="skip"), "nan"),
     "split": (lambda: AutoBatchSize("off", on_oom="split"), "full"),
@@ -190,7 +189,9 @@ def fit(beside: str, remembered: str, folder: str, event: str) -> list[float]:
         max_epochs=1,
         **{"limit_train_batches": 10, **settings},
     ).fit(module)
-    if beside in ("skip", "replay on one rank") and module.global_rank:
+    # A module that leaves out its own bad step, as the manual one does, has no bad gradient in a step that it makes.
+    skips_itself = beside == "skip" and not module.automatic_optimization
+    if beside in ("skip", "replay on one rank") and module.global_rank and not skips_itself:
         assert callbacks[0].reports, "nothing was replayed"
     return torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
 
@@ -202,7 +203,7 @@ def fits(folder: str) -> dict[tuple[str, str], list[float]]:
         found[name, ""] = fit("", name, folder, "")
         found[name, "nan"] = fit("", name, folder, "nan")
         for beside, (_, event) in BESIDE.items():
-            refused = ddp.get("static_graph") or kind.get("manual")
+            refused = ddp.get("static_graph") or "uneven_inputs" in ddp or kind.get("manual")
             if beside == "split" and refused:
                 continue
             if beside == "lr finder" and (kind.get("manual") or "uneven_inputs" in ddp):
@@ -221,7 +222,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("beside", BESIDE)
 def test_ddp_does_not_notice_a_step_beside_it(beside, weights):
     names = [name for name, other in weights if other == beside]
-    assert len(names) >= 5
+    assert len(names) >= 4
     for name in names:
         reference = weights[name, "nan" if BESIDE[beside][1] == "nan" else ""]
         # Of parts of a batch sums are rounded differently.

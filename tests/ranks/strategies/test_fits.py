@@ -426,17 +426,14 @@ def test_the_guard_names_the_rank_that_never_comes_and_its_place(device: str) ->
 def placement_shown() -> str:
     shown = io.StringIO()
     with redirect_stderr(shown):
-        strategy = LockstepDDPStrategy(threads_per_rank=1, bind_cores=True)
+        strategy = LockstepDDPStrategy(threads_per_rank=1)
         fit(seeded(), loader(2), strategy=strategy, epochs=1)
-    pinned = sorted(os.sched_getaffinity(0))
-    return f"{shown.getvalue()}|{torch.get_num_threads()}|{pinned}"
+    return f"{shown.getvalue()}|{torch.get_num_threads()}"
 
 
-def test_placement_is_shown_once_in_rank_order_and_cores_are_bound(on_cpu: Found) -> None:
+def test_placement_is_shown_once_in_rank_order_and_threads_are_set(on_cpu: Found) -> None:
     first, second = (answer.split("|") for answer in on_cpu["placement"])
-    assert first[-2] == second[-2] == "1"
+    assert first[-1] == second[-1] == "1"
     rows = "|".join(first)
     assert rows.count("2 ranks") == 1
     assert "2 ranks" not in "|".join(second)
-    if len(os.sched_getaffinity(0)) > 1:
-        assert first[-1] != second[-1], "each rank has a core of its own"

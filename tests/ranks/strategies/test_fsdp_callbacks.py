@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_lockstep import (
     AutoBatchSize,
     ConfigurationError,
+    LockstepError,
     OverflowDetectedError,
     OverflowDetector,
     Preempted,
@@ -24,7 +25,7 @@ from lightning_lockstep import (
     set_breakpoint,
 )
 from lightning_lockstep._lightning import LightningModule, Trainer, seed_everything
-from tests.common.batch_size.models import Walled, largest
+from tests.common.batch_size.models import largest
 from tests.common.replicas import fits as replica_fits
 from tests.common.static_shapes.nets import Net as Shaped
 from tests.common.static_shapes.nets import loader as ragged
@@ -153,48 +154,22 @@ def test_overflow_detector_names_module_rank_and_batch(tmp_path: Path) -> None:
 # -- AutoBatchSize -------------------------------------------------------------------------------------
 
 
-def searches(folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-
-    def fit(name: str, module: Walled, *callbacks: Any, **options: Any) -> None:
-        trainer = run(
-            module,
-            module.loader(),
-            fsdp(shard="Linear"),
-            callbacks=list(callbacks),
-            default_root_dir=folder,
-            **{"max_steps": 2, "use_distributed_sampler": True, **options},
-        )
-        found[name] = (module.batch_size, digest(trainer))
-
-    class Free(Walled):
-        """Its loader is made again in each size."""
-
-    for where in ("forward", "backward", "optimizer"):
-        fit(where, seeded(Free, 300, where=where, on_rank=1), largest("binsearch", margin=0))
-        fit(f"{where}, given", seeded(Free, batch_size=found[where][0]))
-    seed_everything(7, verbose=False)
-    fit(
-        "accumulated",
-        Free(60, where="backward", on_rank=0),
-        largest("power", margin=0),
-        accumulate_grad_batches=2,
-    )
-    try:
-        fit("split", Free(), AutoBatchSize("off", on_oom="split"))
-    except Exception as error:
-        found["split"] = str(error)
+def refused_sizes() -> list[str]:
+    found = []
+    for callback in (largest(), AutoBatchSize("off", on_oom="split")):
+        with pytest.raises(LockstepError) as caught:
+            run(Net(), callbacks=[callback])
+        found.append(str(caught.value))
     return found
 
 
-def test_auto_batch_size_finds_what_fits_and_leaves_no_trace(tmp_path: Path) -> None:
-    both = run_ranks(2, searches, str(tmp_path), timeout=180)
-    for found in both:
-        for where in ("forward", "backward", "optimizer"):
-            assert 294 <= found[where][0] <= 300, where
-            assert found[where] == found[f"{where}, given"], where
-        assert found["accumulated"][0] == 32
-        assert "gradients are reduced while the backward runs" in found["split"]
+def test_auto_batch_size_is_refused_on_all_ranks_before_a_step() -> None:
+    first, second = run_ranks(2, refused_sizes)
+    assert first == second
+    for said in first:
+        assert said.startswith(
+            "no batch size can be tried with LockstepFSDPStrategy: it divides the model"
+        ), said
 
 
 # -- SyncedEarlyStopping, StopTogether -----------------------------------------------------------------
@@ -286,7 +261,7 @@ def test_straggler_monitor_names_the_slow_rank(found: Found) -> None:
 
 def shapes() -> dict[str, Any]:
     rank, found = int(os.environ["RANK"]), {}
-    for name, callbacks in (("ragged", []), ("padded", [StaticShapes(last_batch="pad")])):
+    for name, callbacks in (("ragged", []), ("padded", [StaticShapes(batch_size="train")])):
         net = Shaped()  # it seeds itself
         trainer = run(net, ragged((19, 22)[rank], 6, seed=rank), fsdp(shard="auto"), callbacks=callbacks)
         found[name] = digest(trainer)

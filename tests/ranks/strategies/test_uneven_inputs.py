@@ -25,7 +25,7 @@ from lightning_lockstep._lightning import (
     MisconfigurationException,
     Trainer,
 )
-from lightning_lockstep.distributed.coordination.communicator import SingleProcessCommunicator
+from lightning_lockstep.distributed.coordination.communicator import Communicator
 from lightning_lockstep.strategies.uneven_inputs import AgreeingLoader
 from tests.helpers import run_ranks
 from tests.ranks.strategies.test_fits import QUIET
@@ -306,7 +306,7 @@ class Epoch:
 
 
 def test_a_loader_without_a_length_stays_without() -> None:
-    loader = AgreeingLoader(iter(range(4)), SingleProcessCommunicator(), "error", Epoch(), None)
+    loader = AgreeingLoader(iter(range(4)), Communicator(), "error", Epoch(), None)
     with pytest.raises(TypeError, match="has no length"):
         len(loader)
     assert list(loader) == [0, 1, 2, 3]

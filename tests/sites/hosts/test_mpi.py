@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.common.distributed.mpi.launch import HERE, PACKAGE, mpi_environ
+from tests.common.distributed.mpi.launch import HERE, mpi_environ
 from tests.common.distributed.mpi.promises import OPERATIONS, broken
 from tests.helpers.cluster import Cluster, why_not
 
@@ -71,20 +71,7 @@ def test_a_host_whose_name_does_not_resolve(cluster: Cluster, tmp_path: Path) ->
     hosts = hostfile(cluster, cluster.addresses[0], "no-such-host.invalid")
     code, output = cluster.run(0, fit_command(cluster, tmp_path, hosts), timeout=100, env=ENVIRON)
     assert code == 1
-    assert "Not every host is ready" in output and "its name does not resolve" in output
-
-
-def test_a_host_without_the_package(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.stop_sshd()
-    cluster.start_sshd(1, hide=PACKAGE)
-    try:
-        command = fit_command(cluster, tmp_path, hostfile(cluster))
-        code, output = cluster.run(0, command, timeout=100, env=ENVIRON)
-    finally:
-        cluster.stop_sshd()
-        cluster.start_sshd(1)
-    assert code == 1
-    assert "install the same versions: lightning_lockstep missing there, installed here" in output
+    assert "Not every host is ready" in output and "Could not resolve hostname" in output
 
 
 def test_ssh_is_refused(cluster: Cluster, tmp_path: Path) -> None:
@@ -96,7 +83,7 @@ def test_ssh_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     finally:
         cluster.start_sshd(1)
     assert code == 1
-    assert "nothing listens for ssh there" in output and "Connection refused" in output
+    assert "must work without a question" in output and "Connection refused" in output
 
 
 def ranks_on(cluster: Cluster, host: int) -> list[int]:
@@ -108,26 +95,25 @@ def ranks_on(cluster: Cluster, host: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("fault", ["daemon", "cable", "frozen"])
+@pytest.mark.parametrize("fault", ["daemon", "cable"])
 def test_a_host_is_lost_in_the_midst_of_the_run(cluster: Cluster, fault: str, tmp_path: Path) -> None:
     command = fit_command(cluster, tmp_path, hostfile(cluster), "--slow", "--epochs", "500")
     process = cluster.start(0, command, env=ENVIRON)
     assert process.stdout is not None
     try:
+        printed = []
         for line in process.stdout:
+            printed.append(line)
             if "TRAINING" in line:
                 break
+        else:
+            pytest.fail("the fit ended before it trained:\n" + "".join(printed))
         if fault == "cable":
             cluster.cut()
         else:
             daemons = [pid for pid in cluster.pids_on(1) if psutil.Process(pid).name() == "prted"]
             assert daemons
-            if fault == "daemon":
-                cluster.kill(daemons)
-            else:  # it answers nobody any more, and a rank beside it fails and asks it to end the job
-                for pid in daemons:
-                    os.kill(pid, signal.SIGSTOP)
-                os.kill(ranks_on(cluster, 1)[0], signal.SIGTERM)
+            cluster.kill(daemons)
         output, _ = process.communicate(timeout=150)
         deadline = time.monotonic() + 60
         while (left := ranks_on(cluster, 1)) and time.monotonic() < deadline:
@@ -140,8 +126,5 @@ def test_a_host_is_lost_in_the_midst_of_the_run(cluster: Cluster, fault: str, tm
         cluster.mend()
         cluster.kill(cluster.pids_on(1))
     assert process.returncode not in (0, None), output
-    if fault == "frozen":
-        assert "SIGTERMException" in output and "is frozen" in output, output
-        assert process.returncode == 1
-    else:
-        assert "lost" in output or "vanished" in output, output
+    # mpirun names the host in other words for a daemon whose ssh ended and for a connection that ended.
+    assert "beta" in output, output

@@ -23,7 +23,6 @@ class CellOutput:
 
     shown: list[tuple[str, str]] = field(default_factory=list)
     """(stream, text) in the order in which it came."""
-    displays: list[dict[str, Any]] = field(default_factory=list)
     result: str | None = None
     error: str | None = None
     """The traceback that the cell shows."""
@@ -39,8 +38,7 @@ class CellOutput:
 
     @property
     def all(self) -> str:
-        shown = [text for _, text in self.shown] + [data["text/plain"] for data in self.displays]
-        return "".join(shown) + (self.error or "")
+        return "".join(text for _, text in self.shown) + (self.error or "")
 
 
 class Kernel:
@@ -89,8 +87,6 @@ class Kernel:
             kind, content = message["msg_type"], message["content"]
             if kind == "stream":
                 output.shown.append((content["name"], content["text"]))
-            elif kind == "display_data":
-                output.displays.append(content["data"])
             elif kind == "execute_result":
                 output.result = content["data"]["text/plain"]
             elif kind == "error":

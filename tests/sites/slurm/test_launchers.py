@@ -91,24 +91,17 @@ def test_a_step_with_fewer_tasks_than_its_job_and_tasks_alone(slurm: Slurm, tmp_
 
 
 def test_what_cannot_be_started_says_so_at_once(slurm: Slurm, tmp_path: Path) -> None:
-    """A batch script with a step at the port of another, one whose master nobody knows, and a start without srun."""
+    """A batch script with a step at the port of another."""
     step = f"srun --kill-on-bad-exit -N1 -n2 {sys.executable} {PROGRAM} fit"
     with reserve_port() as port:
         other = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         other.set("lockstep/name", "Slurm step 7.0.0@other")
-        steps = (
-            f"MASTER_PORT={port} {step}",
-            f"MASTER_ADDR=no-host.invalid {step}",
-            f"NODES=2 {sys.executable} {PROGRAM} fit",
-        )
-        job = slurm.submit("; ".join(steps), *TWO_NODES, cwd=tmp_path)
+        job = slurm.submit(f"MASTER_PORT={port} {step}", *TWO_NODES, cwd=tmp_path)
         assert slurm.wait(job) == "FAILED"
     output = slurm.output(tmp_path, job)
     # The first is what rank 0 says, the second what rank 1 does; the first to end stops the other.
     told = ("another program has that port", "found 'Slurm step 7.0.0@other'")
     assert any(text in output for text in told), output
-    assert "MASTER_ADDR='no-host.invalid' cannot be resolved" in output, output
-    assert "Put srun in front of the command" in output, output
 
 
 def test_steps_without_a_port_have_one_of_their_own(slurm: Slurm, tmp_path: Path) -> None:
@@ -118,15 +111,19 @@ def test_steps_without_a_port_have_one_of_their_own(slurm: Slurm, tmp_path: Path
     assert slurm.output(tmp_path, job).count(" of 2: SlurmStepEnvironment 6") == 4
 
 
+def signalled(slurm: Slurm, job: str, folder: Path) -> None:
+    deadline = time.monotonic() + patience(60)
+    while "step 10" not in slurm.output(folder, job):
+        assert time.monotonic() < deadline, slurm.describe(folder, job)
+        time.sleep(0.1)
+    slurm.signal(job, signal.SIGUSR1)
+
+
 def test_a_requeued_job_goes_on_where_it_was(slurm: Slurm, tmp_path: Path) -> None:
     """Without StopTogether in the program."""
     script = f"srun {sys.executable} {PROGRAM} requeue"
     job = slurm.submit(script, *TWO_NODES, cwd=tmp_path, env={"RUN_FOLDER": str(tmp_path)})
-    deadline = time.monotonic() + patience(60)
-    while "step 10" not in slurm.output(tmp_path, job):
-        assert time.monotonic() < deadline, slurm.describe(tmp_path, job)
-        time.sleep(0.1)
-    slurm.signal(job, signal.SIGUSR1)
+    signalled(slurm, job, tmp_path)
     assert slurm.wait(job) == "COMPLETED", slurm.describe(tmp_path, job)
     output = slurm.output(tmp_path, job)
     steps = [int(step) for step in re.findall(r"^step (\d+)", output, re.MULTILINE)]
@@ -140,11 +137,7 @@ def test_a_requeued_job_goes_on_where_it_was(slurm: Slurm, tmp_path: Path) -> No
 def test_a_job_that_slurm_does_not_requeue_says_so(slurm: Slurm, tmp_path: Path) -> None:
     script = f"srun {sys.executable} {PROGRAM} requeue"
     job = slurm.submit(script, "--no-requeue", *ONE_NODE, cwd=tmp_path, env={"RUN_FOLDER": str(tmp_path)})
-    deadline = time.monotonic() + patience(60)
-    while "step 10" not in slurm.output(tmp_path, job):
-        assert time.monotonic() < deadline, slurm.describe(tmp_path, job)
-        time.sleep(0.1)
-    slurm.signal(job, signal.SIGUSR1)
+    signalled(slurm, job, tmp_path)
     assert slurm.wait(job) == "FAILED", slurm.describe(tmp_path, job)
     output = slurm.output(tmp_path, job)
     said = re.findall(

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep.strategies import LockstepXLASPMDStrategy
+from tests.helpers import QUIET
 
 TRAINED, BATCH = 300, 64  # the last batch has 44 samples
 # What float32 sums in another order may change in a loss of about 1.
@@ -77,10 +78,7 @@ def trainer(folder: Path, strategy: Any = "auto", **options: Any) -> L.Trainer:
         "accelerator": "cpu",
         "devices": 1 if strategy == "auto" else 4,
         "max_epochs": 2,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
+        **QUIET,
         "default_root_dir": folder,
     }
     return L.Trainer(strategy=strategy, **{**usual, **options})

@@ -37,24 +37,6 @@ def test_early_stopping_on_a_metric_of_the_validation(tmp_path: Path) -> None:
     assert float(divided.best_score) == pytest.approx(float(alone.best_score), abs=CLOSE)
 
 
-def test_early_stopping_within_an_epoch_reads_once_a_check(tmp_path: Path) -> None:
-    stop = SyncedEarlyStopping("train_loss_step", patience=100, check_every_n_steps=4)
-    counts = Counts()
-    made, _ = fitted(
-        tmp_path,
-        spmd(),
-        max_epochs=4,
-        limit_val_batches=0,
-        callbacks=[stop, counts],
-        enable_checkpointing=False,
-    )
-    assert made.global_step == 20
-    within = {batch: reads for batch, reads in counts.reads_by_batch().items() if batch % 5}
-    # The value of step 4 (batch 3) is read after the next one, in the following epoch after step 9, and so on.
-    assert within == {4: 1, 8: 1, 12: 1, 16: 1}, counts.reads_by_batch()
-    assert counts.compiled[10:] == [counts.compiled[10]] * 10
-
-
 class Asks(Classifier):
     """Asks in its third batch for all to stop."""
 

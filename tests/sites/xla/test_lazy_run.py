@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_lockstep.xla import steps as lazy_run
-from tests.sites.xla.counters import compilations
+from tests.sites.xla.counters import compilations, device_reads
 from tests.sites.xla.digits import Classifier, fitted, spmd
 
 
@@ -31,14 +31,8 @@ class Shows(Classifier):
         return loss
 
     def on_train_batch_start(self, *args: Any) -> None:
-        self.reads.append(reads())
+        self.reads.append(device_reads())
         self.shown.append(dict(self.trainer.progress_bar_metrics))
-
-
-def reads() -> int:
-    from torch_xla.debug import metrics
-
-    return int((metrics.metric_data("TransferFromDeviceTime") or [0])[0])
 
 
 def reads_in_training(folder: Path, **options: Any) -> tuple[dict[int, int], Shows]:

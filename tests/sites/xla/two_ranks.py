@@ -17,6 +17,7 @@ from torchmetrics import MeanMetric
 from lightning_lockstep import LockstepXLAStrategy, OverflowDetector, StopTogether, set_breakpoint
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import OverflowDetectedError
+from tests.helpers import QUIET
 from tests.sites.xla.digits import Classifier, loaders
 from tests.sites.xla.host_runtime import use_host_runtime
 
@@ -36,10 +37,7 @@ def trainer(folder: Path, **options: Any) -> L.Trainer:
         "devices": 2,
         "strategy": LockstepXLAStrategy(grace_period=8.0, timeout=100.0),
         "max_epochs": 2,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
+        **QUIET,
         "use_distributed_sampler": False,
         "default_root_dir": folder,
     }
@@ -171,8 +169,7 @@ def overflow(folder: Path) -> None:
     try:
         trainer(folder, callbacks=[detector], max_epochs=4).fit(module, data(rank, 2))
     except OverflowDetectedError as error:
-        finite = all(bool(value.isfinite().all()) for value in module.state_dict().values())
-        found = {"error": str(error), "batches": module.batches, "weights are finite": finite}
+        found = {"error": str(error), "batches": module.batches}
         (folder / f"rank{rank}.json").write_text(json.dumps(found))
 
 

@@ -14,7 +14,6 @@ from omegaconf import OmegaConf
 from lightning_lockstep._application.checks import checkpoint_folders
 from lightning_lockstep._run_folder import find_checkpoint, note_begin
 from lightning_lockstep.errors import ConfigurationError
-from tests.common.application.command_lines import faults_of
 
 
 def make(run: Path, *, age: float) -> Path:
@@ -25,32 +24,20 @@ def make(run: Path, *, age: float) -> Path:
     return path
 
 
-def test_none_and_addresses_pass() -> None:
-    for given in (None, "s3://bucket/last.ckpt"):
-        assert find_checkpoint(given, run_folder=Path("run"), started_in=Path.cwd()) == given
-
-
-def test_a_file_is_relative_to_where_the_program_was_started(tmp_path: Path) -> None:
+def test_what_each_word_means(tmp_path: Path) -> None:
     (tmp_path / "some.ckpt").touch()
-    found = find_checkpoint("some.ckpt", run_folder=Path("run"), started_in=tmp_path)
-    assert found == str(tmp_path / "some.ckpt")
-
-
-def test_a_run_folder_means_its_last_checkpoint(tmp_path: Path) -> None:
-    path = make(tmp_path / "run", age=0)
-    assert find_checkpoint("run", run_folder=Path("x"), started_in=tmp_path) == str(path)
-
-
-def test_last_means_the_newest_run_beside_this_one(tmp_path: Path) -> None:
-    make(tmp_path / "b", age=50)
+    old = make(tmp_path / "b", age=50)
     newest = make(tmp_path / "a", age=10)
-    assert find_checkpoint("last", run_folder=tmp_path / "c", started_in=tmp_path) == str(newest)
-
-
-def test_a_run_that_is_continued_in_its_own_folder_means_its_own(tmp_path: Path) -> None:
-    own = make(tmp_path / "own", age=50)
-    make(tmp_path / "other", age=10)
-    assert find_checkpoint("last", run_folder=tmp_path / "own", started_in=tmp_path) == str(own)
+    for given, own, expected in (
+        (None, "c", None),
+        ("s3://bucket/last.ckpt", "c", "s3://bucket/last.ckpt"),
+        ("some.ckpt", "c", str(tmp_path / "some.ckpt")),  # from where the program was started
+        ("b", "c", str(old)),  # a run folder
+        ("last", "c", str(newest)),  # of the runs beside this one
+        ("last", "b", str(old)),  # of this run, which is continued in its own folder
+    ):
+        found = find_checkpoint(given, run_folder=tmp_path / own, started_in=tmp_path)
+        assert found == expected, (given, own)
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
@@ -151,17 +138,3 @@ def test_what_a_run_saves_elsewhere_is_found_and_what_others_have_saved_there_is
         assert found() == str(path)
     own = save(run / "checkpoints" / "last.ckpt", age=20, optimizer_states=[])
     assert found() == str(own)
-
-
-def test_a_checkpoint_of_more_epochs_than_the_run_is_to_have_is_refused_before_ranks_start(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "some.ckpt"
-    progress = {"current": {"ready": 31, "completed": 31, "started": 31, "processed": 31}}
-    torch.save({"optimizer_states": [], "loops": {"fit_loop": {"epoch_progress": progress}}}, path)
-    given = f"ckpt_path={path}"
-    [fault] = faults_of(given, "trainer.max_epochs=1")
-    assert fault.startswith("trainer.max_epochs=1: ") and "has 31 epochs" in fault
-    for fine in ("trainer.max_epochs=31", "trainer.max_epochs=-1", "trainer.max_epochs=null"):
-        assert faults_of(given, fine) == []
-    assert faults_of(given, "trainer.max_epochs=1", "fit=false") == []

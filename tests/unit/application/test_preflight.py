@@ -27,7 +27,6 @@ TARGETS = {
         ("ddp", 2, "cpu", ("packages", "kernel", "network")),
         ("ddp", 1, "cpu", ("packages", "kernel")),
         ("mpi", 2, "cpu", ("packages", "kernel", "mpi", "network")),
-        ("fsdp", 2, "cpu", ("packages", "kernel", "network")),
         ("xla", 2, "cpu", ("packages", "kernel", "xla", "network")),
         ("deepspeed_stage_2", 1, "gpu", ("packages", "kernel", "cuda", "devices", "deepspeed")),
         ("fsdp", 2, "cpu", ("packages", "kernel", "network")),

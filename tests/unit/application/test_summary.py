@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import errno
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lightning_lockstep._application.records import Summary, read_metrics, write, written
+from lightning_lockstep._application.records import Summary, read_metrics, remove_earlier_summary, write
 
 SUMMARY = Summary(
     metrics={"val_loss": 0.5, "train_loss": float("nan")},
@@ -23,22 +22,18 @@ SUMMARY = Summary(
 
 def test_the_process_that_started_the_ranks_reads_the_metrics(tmp_path: Path) -> None:
     write(SUMMARY, tmp_path / "run")
-    assert str(read_metrics(tmp_path / "run", earlier=None)) == str(SUMMARY.metrics)
+    assert str(read_metrics(tmp_path / "run")) == str(SUMMARY.metrics)
 
 
-def test_the_summary_of_an_earlier_run_is_not_read_as_that_of_this_run(
+def test_the_summary_of_an_earlier_attempt_is_not_read_as_that_of_this_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(SUMMARY, tmp_path)
-    earlier = written(tmp_path)
-    assert earlier is not None
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", full_disk)
-        write(replace(SUMMARY, metrics={"val_loss": 0.25}), tmp_path)
+    remove_earlier_summary(tmp_path)
+    monkeypatch.setattr(Path, "write_bytes", full_disk)
+    write(SUMMARY, tmp_path)
     assert "summary.json could not be written" in capsys.readouterr().err
-    assert read_metrics(tmp_path, earlier=earlier) == {}
-    write(replace(SUMMARY, metrics={"val_loss": 0.25}), tmp_path)
-    assert read_metrics(tmp_path, earlier=earlier) == {"val_loss": 0.25}
+    assert read_metrics(tmp_path) == {}
 
 
 def full_disk(path: Path, data: bytes) -> int:
@@ -51,5 +46,5 @@ def test_a_finished_run_does_not_fail_where_its_summary_cannot_be_written(
     (tmp_path / "summary.json").mkdir()
     write(SUMMARY, tmp_path)
     assert f"summary.json could not be written to {tmp_path}: Is a directory." in capsys.readouterr().err
-    assert read_metrics(tmp_path, earlier=None) == {}
-    assert read_metrics(tmp_path / "empty", earlier=None) == {}
+    assert read_metrics(tmp_path) == {}
+    assert read_metrics(tmp_path / "empty") == {}

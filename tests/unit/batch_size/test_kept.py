@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_lockstep import AutoBatchSize, BatchSizeError, EffectiveBatchSize
 from tests.common.batch_size.models import Walled, largest, trainer
@@ -24,10 +26,8 @@ ROWS = 240
 def test_the_largest_is_taken_where_it_is_asked_for_with_a_warning(tmp_path):
     import warnings
 
-    said = (
-        r"batch size 64 per rank instead of 4: an epoch has 4 optimizer steps instead of 60, .*size=4\) keeps"
-    )
-    net, run = Walled(100, rows=ROWS), trainer(tmp_path, largest("power"))
+    said = r"batch size 64 per rank instead of 4: an epoch has fewer optimizer steps, .*size=4\) keeps"
+    net, run = Walled(100, rows=ROWS), trainer(tmp_path, largest(max_val=64))
     warnings.simplefilter("always")
     with pytest.warns(UserWarning, match=said):
         run.fit(net)
@@ -48,29 +48,33 @@ class ByHand(Walled):
 
 
 def test_manual_optimization_keeps_a_batch_that_fits_and_says_what_to_write_for_one_that_does_not(tmp_path):
-    callback, net = AutoBatchSize("binsearch"), ByHand(20)
+    callback, net = AutoBatchSize(), ByHand(20)
     trainer(tmp_path, callback).fit(net)
     assert callback.optimal_batch_size == 12 and net.sizes == [12, 12]
     with pytest.raises(BatchSizeError, match=r"manual optimization.*12 per rank are configured.*'largest'"):
-        trainer(tmp_path, AutoBatchSize("binsearch")).fit(ByHand(10))
+        trainer(tmp_path, AutoBatchSize()).fit(ByHand(10))
     net = ByHand(10)
-    trainer(tmp_path, largest("power")).fit(net)
-    assert net.sizes == [8, 8]
+    trainer(tmp_path, largest(margin=0)).fit(net)
+    assert net.sizes == [10, 10]
 
 
 def test_reports_are_in_the_folder_of_the_run_or_nowhere(tmp_path, monkeypatch, capfd):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     for logger in (False, pl.loggers.CSVLogger("logs")):
-        run = trainer(tmp_path / "here", AutoBatchSize("power"), logger=logger, limit_val_batches=1.0)
+        run = trainer(tmp_path / "here", AutoBatchSize(), logger=logger, limit_val_batches=1.0)
         run.validate(Walled(100), verbose=False)
         run.fit(Walled())
         written = sorted(str(path) for path in Path().rglob("batch_size*"))
-        names = ["batch_size.json", "batch_size_validate.json"]
-        assert written == [f"logs/lightning_logs/version_0/{name}" for name in names if logger]
+        assert written == (["logs/lightning_logs/version_0/batch_size.json"] if logger else [])
     assert json.loads(Path(written[0]).read_text())["accumulate"] == 1
     said = capfd.readouterr().err
     assert (
         "4 fits and nothing larger is tried: it is a rank's share of the global batch of 4, as config" in said
     )
-    assert "batch size 64 per rank\n" in said, "an evaluation has no optimizer steps"
+    assert re.search(r"batch size 9\d per rank\n", said), "an evaluation has no optimizer steps"
+
+
+def test_two_global_batches_are_one_too_many(tmp_path):
+    with pytest.raises(MisconfigurationException, match="global batches of 16 and 32: expected one"):
+        trainer(tmp_path, AutoBatchSize(global_batch_size=16), EffectiveBatchSize(32)).fit(Walled())

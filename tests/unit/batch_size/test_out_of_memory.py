@@ -18,6 +18,7 @@ FULL = [
     RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."),
     RuntimeError(
         "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
     ),
@@ -36,7 +37,6 @@ OTHER = [
     RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x3 and 2x5)"),
     RuntimeError("CUDA error: device-side assert triggered"),
     RuntimeError("CUDA error: an illegal memory access was encountered"),
-    RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."),
     ValueError("CUDA out of memory"),
     OSError(errno.ENOENT, "No such file"),
     RuntimeError("expected scalar type Float but found Half"),
@@ -53,9 +53,7 @@ def test_not_memory(error):
     assert not is_out_of_memory(error)
 
 
-def test_unsupported_is_memory_only_on_a_full_card_and_a_cause_counts():
-    error = RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.")
-    assert is_out_of_memory(error, memory_is_short=lambda: True)
+def test_a_cause_counts():
     wrapped = RuntimeError("backend failed")
     wrapped.__cause__ = MemoryError()
     assert is_out_of_memory(wrapped)

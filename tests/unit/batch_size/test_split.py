@@ -7,14 +7,11 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader
 
-from lightning_lockstep import AutoBatchSize, RankFailedError
-from tests.common.batch_size.models import FULL, Walled, trainer
+from lightning_lockstep import AutoBatchSize, BatchSizeError, RankFailedError
+from tests.common.batch_size.models import FULL, Mid, Walled, trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -67,26 +64,10 @@ def test_what_is_trained_is_known_in_the_midst_of_a_resumed_epoch_too(tmp_path: 
     assert sorted(set(seen)) == [2, 3]
 
 
-class Growing(pl.LightningModule):
-    """Sequences grow by the step; more than ``wall`` values at once run out of memory."""
-
-    def __init__(self, wall: int) -> None:
-        super().__init__()
-        self.layer, self.wall, self.largest = nn.Linear(4, 4), wall, 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if batch.numel() > self.wall:
-            raise MemoryError
-        self.largest = max(self.largest, batch.numel())
-        return self.layer(batch).pow(2).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-def test_a_run_whose_sequences_grow_survives(tmp_path: Path) -> None:
-    data = [torch.randn(1 + index // 8, 4) for index in range(8 * 14)]
-    module, callback = Growing(400), AutoBatchSize("off", on_oom="split")
-    run = trainer(tmp_path, callback, max_steps=-1, max_epochs=1)
-    run.fit(module, DataLoader(data, batch_size=8))
-    assert run.global_step == 14 and callback.batches_split == 2 and module.largest <= 400
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_if_single_samples_do_not_fit_either_the_error_says_so(tmp_path: Path, where: str) -> None:
+    module = Mid(fits=0, where=where, only=(3,))
+    with pytest.raises(
+        BatchSizeError, match=r"rank 0 .* in batch 3 of epoch 0, and single samples do not fit"
+    ):
+        trainer(tmp_path, AutoBatchSize("off", on_oom="split"), max_steps=6).fit(module)

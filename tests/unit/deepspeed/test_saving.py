@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 
 from lightning_lockstep.deepspeed.checkpoints.resuming import consolidated_name
-from lightning_lockstep.distributed import checkpoint_folder
 from lightning_lockstep.distributed.checkpoint_folder import whole_folder
 
 
@@ -42,15 +40,13 @@ def write(
     ranks: Ranks,
     *,
     node: Path | None = None,
-    first_of_node: bool = False,
     fails: bool = False,
 ) -> None:
     """What a rank does; ranks with a ``node`` of their own see another disk."""
     seen = target if node is None else node / target.name
     with whole_folder(
         str(seen),
-        rank=rank,
-        is_first_of_node=rank == 0 or first_of_node or node is not None,
+        makes_folder=rank == 0 or node is not None,
         meet=ranks.meet,
         gather=ranks.gather_of(rank),
     ) as draft:
@@ -86,14 +82,8 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("exchanges", [True, False])
 @pytest.mark.parametrize("before", ["nothing", "folder", "file"])
-def test_a_new_folder_takes_the_place_of_the_old_one(
-    before: str, exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a disk that exchanges names in one step, and on one that cannot."""
-    if not exchanges:
-        monkeypatch.setattr(checkpoint_folder, "_exchange", lambda one, other: False)
+def test_a_new_folder_takes_the_place_of_the_old_one(before: str, tmp_path: Path) -> None:
     target = tmp_path / "last.ckpt"
     if before == "folder":
         target.mkdir()
@@ -126,25 +116,6 @@ def test_each_node_with_a_disk_of_its_own_gets_its_part(tmp_path: Path) -> None:
     assert [names(node) for node in nodes] == [["last.ckpt"]] * 2
 
 
-@pytest.mark.parametrize("links", [True, False])
-def test_nodes_that_share_a_folder_do_not_take_it_away_again(
-    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Though the file system of a node says from its cache that the draft is still there."""
-    target, is_dir = tmp_path / "last.ckpt", Path.is_dir
-    if links:
-        monkeypatch.setattr(Path, "is_dir", lambda path: path.suffix == ".writing" or is_dir(path))
-    else:
-
-        def link(*args: Any) -> None:
-            raise OSError("no links here")
-
-        monkeypatch.setattr(os, "link", link)
-    assert on_ranks(4, lambda rank, ranks: write(target, rank, ranks, first_of_node=rank == 2)) == []
-    assert names(tmp_path) == ["last.ckpt"]
-    assert names(target) == ["of_0", "of_1", "of_2", "of_3"]
-
-
 def test_a_node_that_cannot_write_is_an_error_of_all(tmp_path: Path) -> None:
     nodes = [tmp_path / "node0", tmp_path / "node1"]
     nodes[0].mkdir()
@@ -158,8 +129,7 @@ def test_a_node_that_cannot_write_is_an_error_of_all(tmp_path: Path) -> None:
 def test_an_address_is_written_to_directly() -> None:
     with whole_folder(
         "s3://bucket/last.ckpt",
-        rank=0,
-        is_first_of_node=True,
+        makes_folder=True,
         meet=lambda: None,
         gather=lambda value: [value],
     ) as draft:

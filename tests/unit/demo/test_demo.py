@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from lightning_lockstep.demo import ByteGPT, ConvNet, DigitsData, SourceTextData
+from lightning_lockstep.demo import ByteGPT, DigitsData, SourceTextData
 from lightning_lockstep.demo.text import read_sources
 from lightning_lockstep.errors import ConfigurationError, MissingExtraError
 
@@ -84,22 +83,6 @@ def test_a_global_batch_larger_than_the_data_is_said() -> None:
     data.setup()
     with pytest.raises(ConfigurationError, match=r"2000 samples .* is larger than the 1347 training samples"):
         data.train_dataloader()
-
-
-@pytest.mark.parametrize(
-    ("model", "inputs", "shape"),
-    [
-        (lambda: ConvNet(width=8), lambda: torch.rand(3, 1, 8, 8), (3, 10)),
-        (
-            lambda: ByteGPT(context=16, layers=1, width=8, heads=2),
-            lambda: torch.randint(256, (3, 16)),
-            (3, 16, 256),
-        ),
-    ],
-    ids=["cnn", "byte_gpt"],
-)
-def test_a_model_maps_a_batch_to_logits(model: Any, inputs: Any, shape: tuple[int, ...]) -> None:
-    assert model()(inputs()).shape == shape
 
 
 def test_the_transformer_cannot_see_what_comes_later() -> None:

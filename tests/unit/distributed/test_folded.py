@@ -11,7 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lockstep.distributed.failure.process_exit import error_from_bytes, error_to_bytes, outcome_of
+from lightning_lockstep.distributed.failure.process_exit import (
+    Ending,
+    error_from_bytes,
+    error_to_bytes,
+    set_ending,
+)
 from lightning_lockstep.distributed.failure.record import FailureRecord, format_error, user_function
 from lightning_lockstep.errors import ConfigurationError, RankFailedError
 
@@ -118,7 +123,7 @@ def test_an_error_of_another_process_is_printed_as_there(
     try:
         raise error
     except Exception:
-        outcome_of(error).headline = "rank 0 of 2 failed"
+        set_ending(error, Ending("rank 0 of 2 failed"))
         arrived = error_from_bytes(error_to_bytes(error))
     assert type(arrived) is (ValueError if type(error) is ValueError else RuntimeError)
     sys.excepthook(type(arrived), arrived, None)

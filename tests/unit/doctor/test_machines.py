@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_lockstep.doctor.registry import CheckOptions, Status
-from tests.common.doctor.imitated_machine import run_check
+from lightning_lockstep.doctor.registry import Status
 from tests.common.doctor.machines import Case, cases, is_found
 
 CASES = [pytest.param(case, check, id=f"{case.name}-{check}") for case in cases() for check in case.expected]
@@ -22,13 +21,3 @@ def test_a_machine_gets_its_findings(case: Case, check: str) -> None:
     for finding in found:
         assert finding.subject and finding.evidence
         assert finding.fix or finding.status.value != "problem", "a problem has lines to paste"
-
-
-@pytest.mark.parametrize("name", ["cuda_other_major_only", "cuda_no_older_gcc"])
-def test_what_only_builds_need_stops_no_run_that_builds_nothing(name: str) -> None:
-    [case] = [case for case in cases() if case.name == name]
-    of_strategy = {
-        strategy: run_check("cuda", case.machine, CheckOptions(strategy=strategy)).status
-        for strategy in ("ddp", "deepspeed_stage_3")
-    }
-    assert of_strategy == {"ddp": Status.WARNING, "deepspeed_stage_3": Status.PROBLEM}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_lockstep.doctor.registry import CheckResult, ok, problem, warning
+from lightning_lockstep.doctor.registry import CheckResult, Finding, Status, ok, problem, warning
 from lightning_lockstep.doctor.table import console, print_fixes, print_result
 
 
@@ -20,6 +20,7 @@ def test_lines_to_paste_are_printed_once_for_all_findings_that_need_them(
                 problem("interfaces", "on b", "export B=2"),
                 problem("second try", "it works", "export A=1", "export B=2"),
                 problem("ranks", "late", "wait"),
+                Finding(Status.OK, "build", "may be done before", ("make",)),
             ),
             0.1,
         ),
@@ -29,7 +30,8 @@ def test_lines_to_paste_are_printed_once_for_all_findings_that_need_them(
         "\nTo fix, paste:",
         "# 1. network: interfaces, network: second try\nexport A=1\nexport B=2",
         "# 2. network: ranks\nwait",
-        "# 3. mpi: prted\nmpirun --prefix /v\n",
+        "# 3. mpi: prted\nmpirun --prefix /v",
+        "# 4. network: build (optional)\nmake\n",
     ]
 
 

@@ -9,7 +9,6 @@ from lightning_lockstep.launchers.environments import (
     LockstepEnvironment,
     SlurmStepEnvironment,
     check_has_device,
-    check_srun_is_used,
 )
 from lightning_lockstep.launchers.rank_variables import SlurmStep
 
@@ -41,7 +40,7 @@ def second_of_three() -> SlurmStepEnvironment:
 
 
 def test_a_rank_without_a_device_is_told_what_srun_has_started() -> None:
-    with pytest.raises(LaunchError, match=r"srun +3 +2\+1 +2"):
+    with pytest.raises(LaunchError, match=r"3 were started, 2\+1 on each of 2 nodes"):
         check_has_device(second_of_three(), num_devices=1, num_nodes=3)
 
 
@@ -53,31 +52,3 @@ def test_a_rank_without_a_device_is_told_how_many_there_are() -> None:
 def test_a_rank_with_a_device_goes_on() -> None:
     check_has_device(ElasticEnvironment(), num_devices=2, num_nodes=1)
     check_has_device(LockstepEnvironment(), num_devices=1, num_nodes=1)
-
-
-SCRIPT = {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NAME": "train"}
-
-
-@pytest.mark.parametrize(
-    ("environ", "says"),
-    [
-        (SCRIPT, True),
-        ({**SCRIPT, "SLURM_JOB_NUM_NODES": "1"}, False),
-        ({**SCRIPT, "LOCAL_RANK": "1"}, False),
-        ({**SCRIPT, "SLURM_STEP_NUM_TASKS": "4"}, False),
-        ({**SCRIPT, "GROUP_RANK": "0"}, False),
-        ({**SCRIPT, "SLURM_JOB_NAME": "bash"}, False),
-    ],
-)
-def test_a_batch_script_without_srun_says_that_other_nodes_are_not_used(
-    environ: dict[str, str], says: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    check_srun_is_used(1, environ)
-    said = capsys.readouterr().err
-    assert ("Slurm job 7 has 2 nodes, but its batch script has started this program once" in said) == says
-    assert says or not said
-
-
-def test_a_batch_script_without_srun_is_refused_where_other_nodes_are_waited_for() -> None:
-    with pytest.raises(LaunchError, match=r"num_nodes=2, but the batch script of Slurm job 7 \(2 nodes\)"):
-        check_srun_is_used(2, SCRIPT)

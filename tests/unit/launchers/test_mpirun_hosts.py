@@ -8,8 +8,13 @@ from pathlib import Path
 import pytest
 
 from lightning_lockstep.errors import LaunchError
-from lightning_lockstep.launchers.mpi_hosts import Host, mpirun_fault
-from lightning_lockstep.launchers.mpirun_command import MPIRun, MPIRunSettings, find_mpirun
+from lightning_lockstep.launchers.mpirun_command import (
+    MPIRun,
+    MPIRunSettings,
+    check_hosts,
+    find_mpirun,
+    mpirun_fault,
+)
 
 
 def script(path: Path, text: str) -> Path:
@@ -27,8 +32,8 @@ def is_running(pid: int) -> bool:
 
 def test_what_a_failed_mpirun_has_started_does_not_stay(tmp_path: Path) -> None:
     program = script(tmp_path / "mpirun", "sleep 600 >/dev/null 2>&1 &\necho $!\nexit 3")
-    fault = mpirun_fault([Host("node1", 1)], MPIRun(str(program), "open_mpi", ""), MPIRunSettings())
-    assert fault is not None and "failed with exit code 3" in fault
+    fault = mpirun_fault(["node1"], MPIRun(str(program), "open_mpi", ""), MPIRunSettings())
+    assert "failed with exit code 3" in fault
     pid, began = int(fault.split()[-1]), time.monotonic()
     while is_running(pid):
         assert time.monotonic() - began < 60, "what mpirun had started runs on"
@@ -40,3 +45,23 @@ def test_an_mpirun_that_cannot_be_run_is_refused(name: str, why: str, tmp_path: 
     path = str(tmp_path / name)
     with pytest.raises(LaunchError, match=f"mpirun='{path}' cannot be run: .*{why}"):
         find_mpirun(MPIRunSettings(mpirun=path))
+
+
+SSH = """
+for word in "$@"; do case $word in *.invalid) host=$word; esac; done
+[ $host != closed.invalid ] || { echo "root@closed: Permission denied (publickey)." >&2; exit 255; }
+"""
+
+
+def test_the_table_of_hosts_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tmp_path / "ssh", SSH)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (tmp_path / "hosts").write_text("localhost\nfine.invalid\nclosed.invalid\n")
+    settings = MPIRunSettings(hostfile=tmp_path / "hosts")
+    with pytest.raises(LaunchError) as caught:
+        check_hosts(settings, MPIRun("false", "hydra", ""), num_nodes=3)
+    rows = dict(line.split(maxsplit=1) for line in str(caught.value).splitlines()[2:])
+    assert rows["localhost"] == rows["fine.invalid"] == "ready"
+    assert rows["closed.invalid"].startswith("`ssh closed.invalid true` must work without a question: root@")
+    with pytest.raises(LaunchError, match=r"`false -hosts localhost,fine\.invalid .*failed with exit code 1"):
+        check_hosts(settings, MPIRun("false", "hydra", ""), num_nodes=2)

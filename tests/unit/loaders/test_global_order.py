@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from lightning_lockstep.loaders.global_order import (
 
 
 def cut(division: Division) -> list[range]:
-    return [range(*division.bounds(number)) for number in range(len(division))]
+    return [range(start, stop) for start, stop in pairwise(division.bounds().tolist())]
 
 
 @pytest.mark.parametrize("samples", [1, 15, 16, 17, 31, 32, 97])

@@ -14,7 +14,7 @@ import weakref
 import pytest
 
 from lightning_lockstep.distributed import LocalSideChannel
-from lightning_lockstep.distributed.failure.process_exit import run_flushers
+from lightning_lockstep.distributed.failure.process_exit import flush_everything
 from lightning_lockstep.logs.collector import LINE, WARNING, Collector, Line, Windows, record_of
 from lightning_lockstep.logs.logger import LineSender, call_of, sender_on
 
@@ -122,14 +122,12 @@ def collector(printed):
     channel.close()
 
 
-def test_equal_lines_are_merged_unless_asked_not_to(collector, printed):
-    for merging in (True, False):
-        collector.configure(timeout=5.0, merging=merging)
-        for rank in (2, 3, 1):
-            collector.take(LINE, rank, list(line(rank))[:-2])
-        collector.add(LINE, line(0)[:-2])
-        collector.flush()
-    assert printed == ["[ranks 0-3] same", *(f"[rank {rank}] same" for rank in range(4))]
+def test_equal_lines_are_merged(collector, printed):
+    for rank in (2, 3, 1):
+        collector.take(LINE, rank, list(line(rank))[:-2])
+    collector.add(LINE, line(0)[:-2])
+    collector.flush()
+    assert printed == ["[ranks 0-3] same"]
 
 
 def test_of_equal_warnings_one_is_shown(collector, printed):
@@ -154,7 +152,7 @@ def test_a_channel_that_is_closed_keeps_no_lines(rank):
         if thread.name == "lockstep-log-order":
             thread.join(10)
     gc.collect()
-    run_flushers()
+    flush_everything()
     assert sender() is None
 
 

@@ -1,4 +1,4 @@
-"""Statistics, the fused check, underflow and float32 islands, without a Trainer."""
+"""Statistics, the fused check and float32 islands, without a Trainer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_lockstep import ConfigurationError, OverflowDetector, detect_overflow, run_in_fp32
+from lightning_lockstep import ConfigurationError, FP32Modules, OverflowDetector, detect_overflow, run_in_fp32
 from lightning_lockstep.numerics.precision import runs_in_fp32, undo_run_in_fp32
 from lightning_lockstep.numerics.statistics import any_bad, has_bad_values, tensor_statistics
-from lightning_lockstep.overflow.underflow import gradient_underflow
+from tests.common.overflow.models import WIDTH, Task, data, fit
 
 INF, NAN = float("inf"), float("nan")
 
@@ -106,15 +106,6 @@ def test_the_check_takes_unusual_gradients_too() -> None:
     assert any_bad([torch.ones(2), torch.tensor([NAN]).to(torch.float8_e4m3fn)]) is True
 
 
-def test_flushed_gradients_are_told_from_rows_that_were_not_used() -> None:
-    table = torch.zeros(100, 8)
-    table[3] = 1.0
-    tiny = torch.full((4, 8), 1e-9).to(torch.float16)
-    tiny[:, 0] = 1.0
-    shares = gradient_underflow([("table", table), ("tiny", tiny), ("scale", torch.tensor(0.0))])
-    assert {name: share.value for name, share in shares.items()} == {"table": 0.0, "tiny": 7 / 8}
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -183,6 +174,21 @@ def test_a_copy_of_the_module_has_its_own_island() -> None:
         assert float(block(x)["y"].abs().max()) > 0.0
 
 
+class Fails(Task):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        assert runs_in_fp32(self.before), "within the fit it is changed"
+        raise RuntimeError("in the first batch")
+
+
+@pytest.mark.parametrize("of_user", [False, True])
+def test_a_fit_that_fails_leaves_the_modules_as_they_were(of_user: bool) -> None:
+    model = Fails(run_in_fp32(nn.Linear(WIDTH, WIDTH)) if of_user else None)
+    with pytest.raises(RuntimeError, match="in the first batch"):
+        fit(model, data(batches=1), FP32Modules(["before", "suspect"]))
+    assert not runs_in_fp32(model.before)
+    assert runs_in_fp32(model.suspect) == of_user, "what the user has changed stays changed"
+
+
 @pytest.mark.parametrize(
     ("settings", "faults"),
     [
@@ -196,11 +202,7 @@ def test_a_copy_of_the_module_has_its_own_island() -> None:
         ({"allow_inf": None}, ["allow_inf=None: expected a list of name patterns"]),
         ({"modules": "a"}, ["modules='a': expected a list of name patterns"]),
         ({"report_dir": 3}, ["report_dir=3: expected a folder"]),
-        (
-            {"underflow_threshold": 2.0},
-            ["underflow_threshold=2.0: expected a share, more than 0 and at most 1"],
-        ),
-        ({"check_every_n_steps": 5}, ["requires mode='hooks'"]),
+        ({"check_every_n_steps": 5, "action": "skip"}, ["cannot be combined with action='skip'"]),
         ({"gradients": 1}, ["gradients=1: expected true or false"]),
         ({"timeout": 0}, ["timeout=0: expected a number, more than 0"]),
         (
@@ -213,8 +215,3 @@ def test_all_faults_of_the_settings_at_once(settings: dict[str, Any], faults: li
     with pytest.raises(ConfigurationError) as caught:
         OverflowDetector(**settings)
     assert all(fault in str(caught.value) for fault in faults)
-
-
-def test_an_unknown_option_is_an_error() -> None:
-    with pytest.raises(TypeError, match="max_frames"):
-        OverflowDetector(max_frames=3)  # type: ignore[call-arg]

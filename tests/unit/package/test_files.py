@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lockstep._system import write_report, write_whole
+from lightning_lockstep._system import write_whole
 
 
 @pytest.mark.parametrize(("content", "written"), [("é\n", "é\n".encode()), (b"\x00", b"\x00")])
@@ -33,12 +33,3 @@ def test_why_it_cannot_be_written_is_returned_and_nothing_is_left(tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
     (tmp_path / "file").touch()
     assert write_whole(tmp_path / "file" / "below", "text") in ("Not a directory", "File exists")
-
-
-def test_a_report_that_cannot_be_written_is_said_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "report.json").mkdir()
-    write_report(tmp_path / "report.json", "{}")
-    said = capsys.readouterr().err
-    assert said == f"lightning-lockstep: report.json could not be written to {tmp_path}: Is a directory.\n"

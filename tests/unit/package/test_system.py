@@ -91,27 +91,3 @@ def test_memory_is_left_in_a_group_of_version_1(cgroups: Path) -> None:
 
 def test_without_groups_the_host_says_how_much_memory_is_left(cgroups: Path) -> None:
     assert 0 < _system.memory_left() <= psutil.virtual_memory().total
-
-
-@pytest.mark.parametrize(
-    ("where", "name", "text"),
-    [
-        ("job", "memory.events", "low 0\noom 5\noom_kill 3\n"),
-        ("memory/job", "memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n"),
-    ],
-)
-def test_the_group_counts_processes_that_were_killed_for_memory(
-    cgroups: Path, monkeypatch: pytest.MonkeyPatch, where: str, name: str, text: str
-) -> None:
-    host = cgroups / "vmstat"
-    host.write_text("nr_free_pages 7\noom_kill 40\n")
-    monkeypatch.setattr(_system, "_VMSTAT", host)
-    assert _system.kills_for_memory() == 40
-    write(cgroups, own="4:memory:/job\n0::/job\n")
-    write(cgroups / where, **{name.replace(".", "__"): text})
-    assert _system.kills_for_memory() == 3
-
-
-def test_a_kernel_that_counts_no_such_processes(cgroups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_system, "_VMSTAT", cgroups / "absent")
-    assert _system.kills_for_memory() is None

@@ -4,92 +4,43 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_lockstep._text import (
-    counted,
-    exit_in_words,
-    first_line,
-    listed,
-    ranges,
-    ranks_in_words,
-    size_in_words,
-    time_in_words,
-)
+from lightning_lockstep import _text
+
+GIB = 2**30
+#: Function, argument and text.
+TEXTS = [
+    ("ranges", [3], "3"),
+    ("ranges", [5, 0, 2, 1, 1], "0-2,5"),
+    ("ranges", [], ""),
+    ("ranks_in_words", [1, 1], "rank 1"),
+    ("ranks_in_words", {0, 1, 2, 5}, "ranks 0-2,5"),
+    ("size_in_words", None, "-"),
+    ("size_in_words", 1023, "1023 B"),
+    ("size_in_words", 2048, "2 KiB"),
+    ("size_in_words", 1.5 * GIB, "1.50 GiB"),
+    ("size_in_words", 9.999 * GIB, "10.0 GiB"),
+    ("size_in_words", 99.96 * GIB, "100 GiB"),
+    ("size_in_words", -0.5 * GIB, "-512 MiB"),
+    ("time_in_words", 40e-6, "40 us"),
+    ("time_in_words", 1.84e-3, "1.8 ms"),
+    ("time_in_words", 9.97, "10 s"),
+    ("time_in_words", 119, "119 s"),
+    ("time_in_words", 180, "3 min"),
+    ("time_in_words", 2 * 86400, "2 d"),
+    ("first_line", "\n  one \n two", "one"),
+    ("first_line", ValueError("\n"), "ValueError"),
+    ("exit_in_words", -9, "killed by SIGKILL"),
+    ("exit_in_words", -63, "killed by signal 63"),
+]
 
 
-@pytest.mark.parametrize(
-    ("numbers", "text"),
-    [([3], "3"), (range(8), "0-7"), ([5, 0, 2, 1, 1], "0-2,5"), ([1, 3, 5], "1,3,5"), ([], "")],
-)
-def test_ranges(numbers: list[int], text: str) -> None:
-    assert ranges(numbers) == text
+@pytest.mark.parametrize(("function", "given", "text"), TEXTS)
+def test_in_words(function: str, given: object, text: str) -> None:
+    assert getattr(_text, function)(given) == text
 
 
-def test_counted() -> None:
-    assert [counted(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
-    assert (
-        counted(8, "epoch") == "8 epochs"
-        and counted(2, "batch", "batches") == "2 batches"
-        and counted(1654, "sample") == "1,654 samples"
-    )
-
-
-def test_ranks_in_words() -> None:
-    assert ranks_in_words([1]) == ranks_in_words([1, 1]) == "rank 1"
-    assert ranks_in_words({0, 1, 2, 5}) == "ranks 0-2,5"
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (None, "-"),
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (2048, "2 KiB"),
-        (300 * 2**20, "300 MiB"),
-        (1.5 * 2**30, "1.50 GiB"),
-        (9.999 * 2**30, "10.0 GiB"),
-        (80 * 2**30, "80.0 GiB"),
-        (99.96 * 2**30, "100 GiB"),
-        (2000 * 2**30, "2000 GiB"),
-        (-3 * 2**20, "-3 MiB"),
-    ],
-)
-def test_size_in_words(size: float | None, text: str) -> None:
-    assert size_in_words(size) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (40e-6, "40 us"),
-        (1.84e-3, "1.8 ms"),
-        (0.25, "250.0 ms"),
-        (3.46, "3.5 s"),
-        (9.97, "10 s"),
-        (119, "119 s"),
-        (180, "3 min"),
-        (5 * 3600, "5 h"),
-        (2 * 86400, "2 d"),
-    ],
-)
-def test_time_in_words(seconds: float, text: str) -> None:
-    assert time_in_words(seconds) == text
-
-
-def test_listed() -> None:
-    assert listed(["a", "b", "c"], 3) == "a, b, c"
-    assert listed(["a", "b", "c", "d"], 2) == "a, b and 2 more"
-    assert listed([], 2) == ""
-
-
-def test_first_line() -> None:
-    assert first_line("\n  one \n two") == "one"
-    assert first_line(ValueError("one\ntwo")) == "one"
-    assert first_line(ValueError("\n")) == "ValueError"
-    assert first_line("") == ""
-
-
-def test_exit_in_words() -> None:
-    assert exit_in_words(3) == "exit code 3"
-    assert exit_in_words(-9) == "killed by SIGKILL"
-    assert exit_in_words(-63) == "killed by signal 63"
+def test_counts_and_lists() -> None:
+    assert [_text.counted(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
+    assert _text.counted(1654, "batch", "batches") == "1,654 batches"
+    assert _text.listed(["a", "b", "c"], 3) == "a, b, c"
+    assert _text.listed(["a", "b", "c", "d"], 2) == "a, b and 2 more"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_lockstep import AutoBatchSize, RecompileMonitor, StaticShapes, StopTogether
+from lightning_lockstep import AutoBatchSize, StaticShapes, StopTogether
 from lightning_lockstep._lightning import Callback, Trainer
 from lightning_lockstep.errors import ConfigurationError
 from tests.common.static_shapes.nets import QUIET, Net, fitted, loader, numbers
@@ -20,9 +19,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
 ]
+ONCE: dict[str, Any] = {**QUIET, "max_epochs": 1, "num_sanity_val_steps": 0}
+# What is looked at is how often torch's compiler runs; the code that it makes is not.
+OPTIONS: dict[str, Any] = {"backend": "eager", "dynamic": False}
 # What a sum in another order may change.
 CLOSE = 1e-6
-PAD: dict[str, Any] = {"last_batch": "pad", "evaluation_last_batch": "pad"}
+PAD: dict[str, Any] = {"batch_size": "train"}
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +38,8 @@ def test_padded_batches_give_the_weights_and_metrics_of_ragged_ones(tmp_path: Pa
     ragged, expected = fitted(tmp_path, **options)
     padded, found = fitted(tmp_path, StaticShapes(**PAD), **options)
     assert {size for stage, size in expected.shapes if stage == "training"} == {6, 2}
-    assert set(found.shapes) == {("training", 6), ("validation", 6)}
+    # The check before training does not know its size yet.
+    assert set(found.shapes) == {("training", 6), ("validation", 4), ("validation", 6)}
     assert torch.allclose(found.values(), expected.values(), atol=CLOSE)
     assert numbers(padded) == pytest.approx(numbers(ragged), abs=CLOSE)
 
@@ -44,74 +47,95 @@ def test_padded_batches_give_the_weights_and_metrics_of_ragged_ones(tmp_path: Pa
 def test_a_loss_that_passes_over_a_label_needs_no_mask(tmp_path: Path) -> None:
     """The mean of cross entropy passes over -100, and what is logged has the weight of the real samples."""
     ragged, expected = fitted(tmp_path, net=Net(asks=False))
-    shapes = StaticShapes(**PAD, evaluation_at_training_size=False, fill_values={1: -100})
+    shapes = StaticShapes(**PAD, ignored={1: -100})
     padded, found = fitted(tmp_path, shapes, net=Net(asks=False))
-    assert set(found.shapes) == {("training", 6), ("validation", 4)}
+    assert set(found.shapes) >= {("training", 6), ("validation", 6)}
     assert torch.allclose(found.values(), expected.values(), atol=CLOSE)
     assert numbers(padded) == pytest.approx(numbers(ragged), abs=CLOSE)
 
 
-def test_dropped_batches_are_those_of_a_loader_that_drops(tmp_path: Path) -> None:
-    _, found = fitted(tmp_path, StaticShapes())
-    assert [size for stage, size in found.shapes if stage == "training"] == [6] * 6
-    net = Net()
-    rows = loader(20, 6).dataset
-    trainer = Trainer(**QUIET, default_root_dir=tmp_path)
-    trainer.fit(net, DataLoader(rows, 6, drop_last=True), loader(11, 6, seed=4))
-    assert torch.equal(found.values(), net.values())
-    assert numbers(trainer)["val_loss"] == pytest.approx(
-        numbers(fitted(tmp_path, StaticShapes())[0])["val_loss"], abs=CLOSE
-    )
+def late(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.name.startswith("lightning_lockstep")]
 
 
-def test_nothing_is_compiled_after_the_first_batches(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+def test_a_batch_that_is_compiled_late_is_named_with_its_shapes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = {"backend": "eager", "dynamic": False}
-    ragged, padded = RecompileMonitor(), RecompileMonitor()
-    fitted(tmp_path, ragged, net=Net(options))
-    late = {(one.stage, one.batch_idx) for one in ragged.steps if not one.is_expected}
-    assert late == {("training", 3), ("validation", 2)}
-    said = " ".join(record.getMessage() for record in caplog.records)
-    assert "StaticShapes(last_batch='drop') leaves such a batch out, last_batch='pad' fills it up" in said
-    assert "StaticShapes(evaluation_last_batch='pad') fills such a batch up" in said
+    shapes = StaticShapes()
+    fitted(tmp_path, shapes, net=Net(OPTIONS))
+    assert [(one.stage, one.batch_idx, one.graphs) for one in shapes.late] == [
+        ("training", 3, 1),
+        ("validation", 2, 1),
+    ]
+    training, evaluation = late(caplog)
+    assert training.startswith("StaticShapes: training batch 3 (step 4) compiled 1 graph in ")
     assert (
-        "same number lets both use what was compiled for it: StaticShapes(evaluation_at_training_size" in said
+        "its shapes are (2, 4), (2,), those of the batch before (6, 4), (6,). batch_size='train'" in training
     )
-    caplog.clear()
-    torch._dynamo.reset()
-    fitted(tmp_path, padded, StaticShapes(**PAD), net=Net(options))
-    assert [one for one in padded.steps if not one.is_expected] == []
-    assert [record for record in caplog.records if record.name.startswith("lightning_lockstep")] == []
-    said = capsys.readouterr().err
-    assert "none later" in said
-    assert "StaticShapes: samples added by rank 0 to fill up batches: 8 in training, 3 in validation" in said
+    assert "validation batch 2 (step 4) compiled 1 graph" in evaluation
 
 
-@pytest.mark.parametrize(
-    ("settings", "step"),
-    [({"last_batch": "pad"}, "training_step"), ({"evaluation_last_batch": "pad"}, "validation_step")],
-)
-def test_a_step_that_does_not_ask_is_refused_at_its_first_batch(
-    tmp_path: Path, settings: dict[str, Any], step: str
+def test_nothing_is_compiled_after_the_first_batches_once_they_are_padded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    shapes = StaticShapes(**PAD)
+    trainer = Trainer(**QUIET, default_root_dir=tmp_path, callbacks=[shapes])
+    trainer.fit(Net(OPTIONS), loader(20, 6), loader(11, 6, seed=4))
+    assert shapes.late == [] and late(caplog) == []
+
+
+class Compiles(Net):
+    """Compiles again in some batches for another reason than their shapes; nothing of it is a module's."""
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        if batch_idx >= 4:
+            torch._dynamo.reset()
+            self.compiled = torch.compile(self.layers, backend="aot_eager", dynamic=False)
+        return super().training_step(batch, batch_idx)
+
+
+def test_the_first_optimizer_steps_are_expected_to_compile_and_known_shapes_are_no_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shapes = StaticShapes()
+    options: Any = {**ONCE, "accumulate_grad_batches": 3, "limit_val_batches": 0}
+    trainer = Trainer(**options, default_root_dir=tmp_path, callbacks=[shapes])
+    net = Compiles()
+    trainer.fit(net, loader(42, 6), loader(6, 6))
+    assert [(one.batch_idx, one.graphs) for one in shapes.late] == [(6, 1)]
+    assert "with the shapes of the batch before it; of torch.compile TORCH_LOGS" in late(caplog)[0]
+
+
+def test_a_step_that_does_not_ask_is_refused_at_its_first_batch(tmp_path: Path) -> None:
     net = Net(asks=False)
     before = net.values().clone()
-    with pytest.raises(ConfigurationError, match=f"expected {step} to ask which samples are real"):
-        fitted(tmp_path, StaticShapes(**settings), net=net)
-    assert torch.equal(net.values(), before), "no step was made"
+    with pytest.raises(ConfigurationError, match="expected validation_step to ask which samples are real"):
+        fitted(tmp_path, StaticShapes(**PAD), net=net)
     net.train()  # it was left in the middle of an evaluation
+    with pytest.raises(ConfigurationError, match=r"expected training_step to ask.*or drop_last=True"):
+        fitted(tmp_path, StaticShapes(**PAD), net=net, num_sanity_val_steps=0)
+    assert torch.equal(net.values(), before), "no step was made"
     # The strategy is as it was before: another fit, without the callback, is a plain one.
     _, plain = fitted(tmp_path, net=net)
     assert ("training", 2) in plain.shapes
 
 
+def test_a_loader_that_drops_its_last_batch_needs_no_mask(tmp_path: Path) -> None:
+    drops = DataLoader(loader(20, 6).dataset, 6, drop_last=True)
+    net = Net(asks=False)
+    net.layers.append(torch.nn.BatchNorm1d(3))  # whose statistics would count added samples
+    options: Any = {**ONCE, "limit_val_batches": 0}
+    Trainer(**options, default_root_dir=tmp_path, callbacks=[StaticShapes(**PAD)]).fit(
+        net, drops, loader(6, 6)
+    )
+    assert [size for _, size in net.shapes] == [6, 6, 6]
+
+
 def test_batch_normalisation_cannot_be_padded(tmp_path: Path) -> None:
     net = Net()
     net.layers = net.compiled = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
-    with pytest.raises(ConfigurationError, match=r"batch normalisation \(layers.0.*Give last_batch='drop'"):
-        fitted(tmp_path, StaticShapes(last_batch="pad"), net=net)
-    assert fitted(tmp_path, StaticShapes(), net=net)[0].global_step == 6
+    with pytest.raises(ConfigurationError, match=r"batch normalisation \(layers.0.*drop_last=True"):
+        fitted(tmp_path, StaticShapes(**PAD), net=net)
 
 
 def test_a_search_for_a_batch_size_sees_its_own_batches_and_a_split_is_refused(tmp_path: Path) -> None:
@@ -132,15 +156,15 @@ def test_a_search_for_a_batch_size_sees_its_own_batches_and_a_split_is_refused(t
 
     net = Model()
     sizes_tried: Any = {"init_val": 3, "max_trials": 2, "max_val": 6, "steps_per_trial": 1}
-    search = AutoBatchSize(mode="power", global_batch_size="largest", **sizes_tried)
+    search = AutoBatchSize(global_batch_size="largest", **sizes_tried)
     trainer = Trainer(
         **{**QUIET, "max_epochs": 1}, default_root_dir=tmp_path, callbacks=[search, StaticShapes(**PAD)]
     )
-    with pytest.warns(UserWarning, match="4 optimizer steps instead of 10"):
+    with pytest.warns(UserWarning, match="an epoch has fewer optimizer steps"):
         trainer.fit(net)
     found = search.optimal_batch_size
     assert found is not None and sizes[0] == 3, "the first trial has its own size"
-    assert sizes[-1] == found and ("validation", found) in net.shapes
+    assert sizes[-1] == found
     with pytest.raises(ConfigurationError, match="on_oom='split'"):
         fitted(tmp_path, AutoBatchSize(mode="off", on_oom="split"), StaticShapes(**PAD))
 
@@ -157,39 +181,28 @@ def test_test_and_prediction_after_a_fit(tmp_path: Path) -> None:
     assert [len(one) for one in rows] == [4, 4, 1], "prediction is left as it is"
 
 
-def test_sequences_are_padded_to_a_few_lengths(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Sums(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.shapes.append(("training", batch["ids"].size(1)))
-            return (self.layers[0].weight.sum() * batch["ids"].sum()) * 1e-3
-
-    made: Any = [{"ids": torch.ones(2, length)} for length in (3, 5, 4, 9, 8)]
-    batches = DataLoader(made, batch_size=None)
-    settings: dict[str, Any] = {
-        "last_batch": "keep",
-        "sequence_lengths": [4, 8],
-        "sequence_values": {"ids": 0},
-    }
-    net = Sums()
-    with caplog.at_level(logging.WARNING, logger="lightning_lockstep"):
-        trainer = Trainer(
-            **{**QUIET, "max_epochs": 1}, default_root_dir=tmp_path, callbacks=[StaticShapes(**settings)]
-        )
-        trainer.fit(net, batches, loader(6, 6))
-    assert [length for stage, length in net.shapes if stage == "training"] == [4, 8, 4, 9, 8]
-    assert "a sequence of 9 is longer than the largest of sequence_lengths, 8" in caplog.text
-    settings["sequence_values"] = {"idz": 0}
-    with pytest.raises(ConfigurationError, match=r"sequence_values has 'idz'.*the keys 'ids'"):
-        trainer = Trainer(**QUIET, default_root_dir=tmp_path, callbacks=[StaticShapes(**settings)])
-        trainer.fit(net, batches, loader(6, 6))
-
-
 class Sums(Net):
     """Notes the lengths of its sequences, by epoch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.shapes.append((str(self.current_epoch), batch["ids"].size(1)))
         return (self.layers[0].weight.sum() * batch["ids"].sum()) * 1e-3
+
+
+def test_sequences_are_padded_to_a_few_lengths(tmp_path: Path) -> None:
+    made: Any = [{"ids": torch.ones(2, length)} for length in (3, 5, 4, 9, 8)]
+    batches = DataLoader(made, batch_size=None)
+    settings: dict[str, Any] = {"lengths": [4, 8], "pad_values": {"ids": 0}}
+    net = Sums()
+    trainer = Trainer(
+        **{**QUIET, "max_epochs": 1}, default_root_dir=tmp_path, callbacks=[StaticShapes(**settings)]
+    )
+    trainer.fit(net, batches, loader(6, 6))
+    assert [length for epoch, length in net.shapes if epoch == "0"] == [4, 8, 4, 9, 8]
+    settings["pad_values"] = {"idz": 0}
+    with pytest.raises(ConfigurationError, match=r"values for 'idz': expected keys.*a dict with 'ids'"):
+        trainer = Trainer(**QUIET, default_root_dir=tmp_path, callbacks=[StaticShapes(**settings)])
+        trainer.fit(net, batches, loader(6, 6))
 
 
 class SavesAfter(Callback):
@@ -208,11 +221,7 @@ class SavesAfter(Callback):
 def test_a_fit_that_resumes_in_the_middle_of_an_epoch_goes_on_padding(tmp_path: Path, together: bool) -> None:
     made: Any = [{"ids": torch.ones(2, length)} for length in (3, 5, 4, 7, 8)]
     batches, path = DataLoader(made, batch_size=None), tmp_path / "middle.ckpt"
-    settings: dict[str, Any] = {
-        "last_batch": "keep",
-        "sequence_lengths": [4, 8],
-        "sequence_values": {"ids": 0},
-    }
+    settings: dict[str, Any] = {"lengths": [4, 8], "pad_values": {"ids": 0}}
 
     def fit(*callbacks: Any, **options: Any) -> list[tuple[str, int]]:
         net = Sums()
@@ -232,66 +241,19 @@ def test_a_fit_that_resumes_in_the_middle_of_an_epoch_goes_on_padding(tmp_path: 
         assert resumed == whole[7:]
 
 
-# -- evaluation at the size of training ---------------------------------------------------------------
-
-
-def sizes(net: Net, stage: str = "validation") -> list[int]:
-    return [size for name, size in net.shapes if name == stage]
-
-
-ONCE: dict[str, Any] = {**QUIET, "max_epochs": 1, "num_sanity_val_steps": 0}
-
-
-def test_evaluation_keeps_its_size_where_other_samples_would_be_evaluated(tmp_path: Path) -> None:
-    def fit(held_out: DataLoader[Any], **options: Any) -> list[int]:
-        net = Net()
-        made = Trainer(**ONCE, **options, default_root_dir=tmp_path, callbacks=[StaticShapes()])
-        made.fit(net, loader(12, 6), held_out)
-        return sizes(net)
-
-    assert fit(DataLoader(loader(5, 4).dataset, 4, drop_last=True)) == [4], "not none, as with batches of 6"
-    assert fit(loader(16, 4), limit_val_batches=2) == [4, 4], "two batches of 6 are other samples"
-    assert fit(loader(16, 4), limit_val_batches=0.5) == [4, 4]
-    assert fit(loader(16, 4)) == [6, 6, 4]
-
-
-def test_another_size_of_evaluation_is_said_once_and_training_asked_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Model(Net):
-        asked = 0
-
-        def train_dataloader(self) -> DataLoader[Any]:
-            self.asked += 1
-            return loader(12, 6)
-
-        def val_dataloader(self) -> list[DataLoader[Any]]:
-            return [loader(9, 4), loader(8, 4), loader(12, 6)]
-
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            super().validation_step(batch, batch_idx)
-
-    net = Model()
-    options = {**QUIET, "reload_dataloaders_every_n_epochs": 1}
-    Trainer(**options, default_root_dir=tmp_path, callbacks=[StaticShapes()]).fit(net)
-    assert net.asked == 3, "once before the check of the validation, and once for each epoch"
-    said = capsys.readouterr().err
-    assert said.count("StaticShapes: validation takes 6 samples at once instead of 4, as training does") == 1
-    assert "instead of 6" not in said
-
-
-@pytest.mark.parametrize("first", [4, 8])
-def test_each_loader_of_a_stage_has_its_own_size(tmp_path: Path, first: int) -> None:
+def test_each_loader_of_a_stage_has_the_size_of_training_or_its_own_larger_one(tmp_path: Path) -> None:
     class Model(Net):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             self.log("val_loss", self.step(batch, f"validation {dataloader_idx}"))
 
-    net, second = Model(), 12 - first
-    shapes = StaticShapes(evaluation_last_batch="pad", evaluation_at_training_size=False)
-    made = Trainer(**ONCE, default_root_dir=tmp_path, callbacks=[shapes])
-    made.fit(net, loader(12, 6), [loader(9, first), loader(9, second)])
-    assert {size for name, size in net.shapes if name == "validation 0"} == {first}
-    assert {size for name, size in net.shapes if name == "validation 1"} == {second}
+    net = Model()
+    made = Trainer(**ONCE, default_root_dir=tmp_path, callbacks=[StaticShapes(**PAD)])
+    made.fit(net, loader(12, 6), [loader(9, 4), loader(9, 8)])
+    assert {one for one in net.shapes if one[0] != "training"} == {("validation 0", 6), ("validation 1", 8)}
+    net.shapes.clear()
+    made = Trainer(**ONCE, default_root_dir=tmp_path, callbacks=[StaticShapes(batch_size=7)])
+    made.fit(net, loader(12, 6), [loader(9, 4), loader(9, 8)])
+    assert set(net.shapes) == {("training", 7), ("validation 0", 7), ("validation 1", 8)}
 
 
 def test_batches_of_several_loaders_at_once_are_not_padded(tmp_path: Path) -> None:
@@ -300,21 +262,11 @@ def test_batches_of_several_loaders_at_once_are_not_padded(tmp_path: Path) -> No
             return self.step(batch["a"], "training") + self.step(batch["b"], "training")
 
     both = {"a": loader(12, 6), "b": loader(8, 4)}
-    made = Trainer(**ONCE, default_root_dir=tmp_path, callbacks=[StaticShapes(last_batch="pad")])
+    made = Trainer(**ONCE, default_root_dir=tmp_path, callbacks=[StaticShapes(**PAD)])
     with pytest.raises(
-        ConfigurationError, match=r"last_batch='pad'\) with several loaders of training at once"
+        ConfigurationError, match=r"batch_size='train'\) with several loaders of training at once"
     ):
         made.fit(Model(), both, loader(6, 6))
     net = Model()
     Trainer(**ONCE, default_root_dir=tmp_path, callbacks=[StaticShapes()]).fit(net, both, loader(6, 6))
-    assert sizes(net, "training") == [6, 4, 6, 4]
-
-
-def test_without_the_callback_all_samples_are_real() -> None:
-    batch = [torch.ones(3, 2), torch.ones(3)]
-    assert StaticShapes.real_samples(batch).tolist() == [True] * 3
-    assert StaticShapes.mean(torch.tensor([1.0, 2.0, 6.0]), batch) == 3
-    with pytest.raises(ConfigurationError, match="expected 3 rows, one for each sample"):
-        StaticShapes.mean(torch.ones(()), batch)
-    with pytest.raises(ConfigurationError, match="expected the batch of the step"):
-        StaticShapes.real_samples("text")
+    assert [size for stage, size in net.shapes if stage == "training"] == [6, 4, 6, 4]

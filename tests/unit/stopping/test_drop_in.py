@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -12,6 +10,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
 
 from lightning_lockstep import ConfigurationError, SyncedEarlyStopping
+from tests.helpers import QUIET
 
 # A fit warns of what other packages deprecate.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -49,10 +48,7 @@ class Falling(pl.LightningModule):
 
 
 def fit(callback: EarlyStopping) -> pl.Trainer:
-    options: dict[str, Any] = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-    )
-    trainer = pl.Trainer(accelerator="cpu", max_epochs=9, callbacks=[callback], **options)
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=9, callbacks=[callback], **QUIET)
     trainer.fit(Falling(), torch.utils.data.DataLoader(torch.zeros(2)))
     return trainer
 

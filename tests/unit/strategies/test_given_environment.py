@@ -9,7 +9,7 @@ from lightning.pytorch.plugins.environments import KubeflowEnvironment, Lightnin
 from lightning.pytorch.strategies import Strategy
 
 import lightning_lockstep  # noqa: F401  registers the strategies
-from lightning_lockstep import LockstepDDPStrategy, LockstepMPIStrategy
+from lightning_lockstep import LockstepDDPStrategy
 
 
 class Pod(LightningEnvironment):
@@ -35,28 +35,13 @@ def test_a_plugin_wins_over_what_is_detected_by_name(name: str) -> None:
     assert made.global_rank == 3
 
 
-@pytest.mark.parametrize("strategy", [LockstepDDPStrategy, LockstepMPIStrategy])
-@pytest.mark.parametrize("listed", [True, False])
-def test_a_plugin_wins_by_object(strategy: type[LockstepDDPStrategy], listed: bool) -> None:
-    pod = Pod()
-    made = trainer(strategy(), plugins=[pod] if listed else pod)
-    assert made.strategy.cluster_environment is pod  # type: ignore[attr-defined]
-    assert made.strategy.global_rank == 3
-
-
 def test_two_that_were_given_are_refused_and_none_is_detected() -> None:
-    with pytest.raises(MisconfigurationException, match="choose one"):
-        trainer(LockstepDDPStrategy(cluster_environment=Pod()), plugins=[KubeflowEnvironment()])
+    for strategy in (LockstepDDPStrategy(cluster_environment=Pod()), LockstepDDPStrategy()):
+        with pytest.raises(MisconfigurationException, match="choose one"):
+            trainer(strategy, plugins=[KubeflowEnvironment()])
     own = LockstepDDPStrategy()
     assert own.cluster_environment is not None
     assert trainer(own).strategy.cluster_environment is own.cluster_environment  # type: ignore[attr-defined]
-
-
-def test_a_strategy_keeps_the_plugin_for_a_later_trainer() -> None:
-    pod, strategy = Pod(), LockstepDDPStrategy()
-    trainer(strategy, plugins=[pod])
-    with pytest.raises(MisconfigurationException, match="choose one"):
-        trainer(strategy, plugins=[Pod()])
 
 
 @pytest.mark.parametrize("value", [True, False])

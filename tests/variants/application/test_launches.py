@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.common.application.command_lines import TORCHRUN, TRAIN
+from tests.common.application.command_lines import MINE, TORCHRUN, TRAIN
 from tests.common.distributed.mpi.launch import mpi_environ
 from tests.helpers import run_script, start_script
-from tests.programs.application.test_lockstep_train import MINE, QUICK
+from tests.programs.application.test_lockstep_train import QUICK
 
 OWN = ("model=own", "model._target_=mine.Net", "data=own", "data._target_=mine.Data", "trainer.max_epochs=1")
 
@@ -67,8 +66,6 @@ def test_a_sweep_starts_the_ranks_of_each_job(tmp_path: Path) -> None:
     assert [result["ranks"] for result in results] == [2, 2]
     losses = [result["metrics"]["val_loss"] for result in results]
     assert losses[0] != losses[1]
-    for job, loss in enumerate(losses):
-        assert re.search(rf"{job} .*seed={job + 1} +val_loss {loss:.4g} +sweep/{job}", outcome.stderr)
 
 
 @pytest.mark.mpi
@@ -90,4 +87,4 @@ def test_a_machine_without_a_problem_trains(tmp_path: Path) -> None:
     ]
     outcome = run_script(command, env=mpi_environ(), timeout=120)
     assert outcome.returncode == 0, outcome.output
-    assert "packages" in outcome.stderr and (tmp_path / "run" / "summary.json").exists()
+    assert "2 checks in" in outcome.stderr and (tmp_path / "run" / "summary.json").exists()

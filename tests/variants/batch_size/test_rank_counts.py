@@ -28,7 +28,6 @@ from tests.ranks.batch_size.test_search import (  # noqa: F401
 from tests.ranks.batch_size.test_split import (  # noqa: F401
     test_every_argument_of_log_is_kept,
     test_hooks_act_on_the_gradient_of_the_whole_batch_once,
-    test_if_single_samples_do_not_fit_all_ranks_raise_the_same,
     test_the_result_is_that_of_the_whole_batch,
 )
 

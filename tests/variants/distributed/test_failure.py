@@ -17,10 +17,11 @@ def slow_report() -> str:
     """Rank 1 fails; rank 0 is still writing a report when the grace period ends."""
     crash = propagation_on(current_communicator().side_channel)
     crash.grace_period = 1.0
+    crash.begin_fit()
     dist.barrier()
     if dist.get_rank() == 1:
         raise crash.error_to_raise(ValueError("boom"))
-    with process_exit.outcome.writing_report():
+    with process_exit.outcome.writes_report:
         time.sleep(3.0)
         print("report written", flush=True)
     time.sleep(60)
@@ -37,6 +38,7 @@ def raise_on_all_and_hang() -> None:
     """Nobody catches the error that every rank raises, and a thread would hold each process."""
     crash = propagation_on(current_communicator().side_channel)
     crash.grace_period = 0.5
+    crash.begin_fit()
     dist.barrier()
     error = crash.error_to_raise(ValueError(f"boom on rank {dist.get_rank()}"))
     sys.excepthook(type(error), error, None)  # as Python does before it waits for the threads

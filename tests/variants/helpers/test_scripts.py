@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -17,18 +16,6 @@ def script(folder: Path, text: str) -> Path:
     path = folder / "script.py"
     path.write_text(text)
     return path
-
-
-def test_exit_code_streams_and_environment(tmp_path: Path) -> None:
-    text = (
-        "import os, sys\n"
-        "print(os.environ.get('GIVEN'), os.environ.get('HOME'), repr(sys.stdin.read()))\n"
-        "print('err', file=sys.stderr)\n"
-        "sys.exit(3)\n"
-    )
-    outcome = run_script([script(tmp_path, text)], env={"GIVEN": "yes", "HOME": None})
-    assert (outcome.returncode, outcome.stdout, outcome.stderr) == (3, "yes None ''\n", "err\n")
-    assert (outcome.timed_out, outcome.leftovers) == (False, ())
 
 
 @pytest.mark.parametrize(("way", "kind"), [("file", "f"), ("module", "i"), ("code", "s")])
@@ -76,32 +63,6 @@ def test_an_orphan_is_reported_and_killed(tmp_path: Path) -> None:
     assert not _alive(int(outcome.stdout))
 
 
-def test_act_on_a_running_script(tmp_path: Path) -> None:
-    text = (
-        "import time\n"
-        "try:\n"
-        "    print('ready at 42', flush=True)\n"
-        "    time.sleep(600)\n"
-        "except KeyboardInterrupt:\n"
-        "    print('interrupted', flush=True)\n"
-        "    raise SystemExit(130)\n"
-    )
-    with start_script([sys.executable, script(tmp_path, text)]) as running:
-        assert running.wait_for(r"ready at (\d+)").group(1) == "42"
-        running.interrupt()
-        outcome = running.finish(timeout=30)
-    assert outcome.returncode == 130
-    assert outcome.stdout.endswith("interrupted\n")
-
-
-def test_waiting_for_output_that_never_comes_says_why(tmp_path: Path) -> None:
-    with (
-        start_script([script(tmp_path, "print('other')")]) as running,
-        pytest.raises(AssertionError, match=r"(?s)ended with 0.*other"),
-    ):
-        running.wait_for("never", timeout=30)
-
-
 def _alive(pid: int) -> bool:
     """Whether a process is still there; a killed one may take a moment to be gone."""
     try:
@@ -112,17 +73,6 @@ def _alive(pid: int) -> bool:
     except psutil.TimeoutExpired:
         return process.status() != psutil.STATUS_ZOMBIE
     return False
-
-
-def test_descendants_are_seen(tmp_path: Path) -> None:
-    text = "import subprocess; print('up', flush=True); subprocess.run(['sleep', '600'])"
-    with start_script([script(tmp_path, text)]) as running:
-        running.wait_for("up")
-        deadline = time.monotonic() + 30
-        # Until it has become `sleep`, the child is one more Python.
-        while (names := [process.name() for process in running.descendants()]) != ["sleep"]:
-            assert time.monotonic() < deadline, names
-            time.sleep(0.02)
 
 
 def test_lines_of_several_processes_do_not_meet() -> None:

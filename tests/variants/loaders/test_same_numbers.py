@@ -96,19 +96,20 @@ def test_other_strategies_have_the_weights_of_one_process(strategy: str, expecte
         assert difference(weights, expected[case][1]) < 1e-5, case
 
 
-def seen_here(folder: str, steps: int, accumulate: int) -> list[list[tuple[int, int]]]:
-    options: dict[str, Any] = {"resumes": steps < 0, "accumulate": accumulate}
-    return [seen_samples(folder, steps, stream=stream, **options) for stream in (False, True)]
+def seen_here(folder: str, steps: int, accumulate: int, stream: bool) -> list[tuple[int, int]]:
+    return seen_samples(folder, steps, resumes=steps < 0, accumulate=accumulate, stream=stream)
 
 
-@pytest.mark.parametrize(("before", "after"), [(3, 4), (2, 1), (1, 3)])
+@pytest.mark.parametrize(
+    ("before", "after", "stream"), [(3, 4, False), (2, 1, False), (1, 3, False), (2, 2, True)]
+)
 def test_a_resume_sees_each_sample_once_where_accumulation_does_not_fit(
-    tmp_path: Path, before: int, after: int
+    tmp_path: Path, before: int, after: int, stream: bool
 ) -> None:
+    given = str(tmp_path), 2, stream
     ranks = [
-        *run_ranks(before, seen_here, str(tmp_path), 3, 2, backend=None, timeout=100),
-        *run_ranks(after, seen_here, str(tmp_path), -1, 2, backend=None, timeout=100),
+        *run_ranks(before, seen_here, given[0], 3, *given[1:], backend=None, timeout=100),
+        *run_ranks(after, seen_here, given[0], -1, *given[1:], backend=None, timeout=100),
     ]
-    for case in (0, 1):
-        seen = Counter(sample for rank in ranks for sample in rank[case])
-        assert len(seen) == 2 * 97 and set(seen.values()) == {1}, ("loader", "stream")[case]
+    seen = Counter(sample for rank in ranks for sample in rank)
+    assert len(seen) == 2 * 97 and set(seen.values()) == {1}

@@ -35,9 +35,9 @@ def test_every_way_to_stop(tmp_path: Path, ranks: int) -> None:
 
 #: Ranks before and after.
 MORE: dict[tuple[int, int], dict[str, Change]] = {
-    (2, 4): {"shuffled": ("shuffled", {}, None, 0)},
-    (4, 2): {"workers": ("workers", {}, None, 0)},
-    (1, 4): {"shuffled": ("shuffled", {}, None, 0)},
+    (2, 4): {"shuffled": ("shuffled", {}, None)},
+    (4, 2): {"workers": ("workers", {}, None)},
+    (1, 4): {"shuffled": ("shuffled", {}, None)},
 }
 
 

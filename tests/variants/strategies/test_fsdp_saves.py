@@ -22,7 +22,7 @@ def killed(folder: Path, moment: str) -> None:
     if moment == "writing" and trainer.global_rank == 1:
         torch.distributed.checkpoint.save = lambda *args, **kwargs: kill_self()
     if moment == "replaced" and trainer.is_global_zero:
-        checkpoint_folder._remove = lambda path: kill_self()
+        checkpoint_folder._remove = lambda path: kill_self() if path.exists() else None
     trainer.save_checkpoint(folder / "last.ckpt")
 
 

@@ -61,12 +61,4 @@ def test_a_rank_that_never_comes_over_mpi_is_named_with_its_place(tmp_path: Path
     script = [str(SCRIPT), "sleep", str(tmp_path), "mpi"]
     outcome = ended(run_script(script, timeout=LIMIT, env=mpi_environ()))
     check_stall(outcome, r"guard_script.py:\d+ in keep_waiting")
-    check_kept(outcome, tmp_path, "CollectiveStallError: rank 1 never came to collective #")
-
-
-def test_what_is_not_seen_is_said_once(tmp_path: Path) -> None:
-    outcome = run(tmp_path, "blind")
-    assert outcome.output.count("guard='watch' does not see the all_reduce that rank 0 waits in") == 1, (
-        outcome.output
-    )
-    assert "TORCH_FR_BUFFER_SIZE=0" in outcome.output
+    check_kept(outcome, tmp_path, "CollectiveStallError: rank 1 never came to collective #", last=False)

@@ -25,21 +25,13 @@ _RECORDED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One collective as it is recorded; an all-gather of objects is two.
+    """One collective as it is recorded; an all-gather of objects is two."""
 
-    Attributes:
-        operation: Its recorded name; under ``verify`` that of torch.distributed.
-        dtype: Its dtype; empty where it has no tensors.
-        shape: Its shape.
-        root: The one rank that sends or receives, if there is one.
-        is_length: Whether it gathers the lengths of objects.
-    """
-
-    operation: str
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    root: int | None = None
-    is_length: bool = False
+    operation: str  # its recorded name; under ``verify`` that of torch.distributed
+    dtype: str = ""  # its dtype; empty where it has no tensors
+    shape: tuple[int, ...] = ()  # its shape
+    root: int | None = None  # the one rank that sends or receives, if there is one
+    is_length: bool = False  # whether it gathers the lengths of objects
 
     @property
     def wire(self) -> tuple[str, int | None, int]:
@@ -86,20 +78,14 @@ _Event = _Enter | _Wait | _Message | None  # None: for ever
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What may become of a program.
+    """What may become of a program."""
 
-    Attributes:
-        ends: The ends that are right.
-        rank: The rank that must be named.
-        unfinished: The ranks that cannot finish, and so must raise.
-        unseen: Whether the records do not show what is wrong, so that C++ may abort a rank over it.
-        disagree: The ranks that compare what differs before it runs; the others hear of it as a failure.
-    """
-
-    ends: Collection[End]
-    rank: int | None = None
-    unfinished: Collection[int] = ()
+    ends: Collection[End]  # the ends that are right
+    rank: int | None = None  # the rank that must be named
+    unfinished: Collection[int] = ()  # the ranks that cannot finish, and so must raise
+    # whether the records do not show what is wrong, so that C++ may abort a rank over it
     unseen: bool = False
+    # the ranks that compare what differs before it runs; the others hear of it as a failure
     disagree: Collection[int] = ()
 
 
@@ -158,10 +144,8 @@ def _differs(program: Program, guard: Guard, group: int, stuck: dict[int, _Event
 
 
 def _events(program: Program, rank: int, guard: Guard) -> list[_Event]:
-    """Return what a rank does one after the other, as far as others have to do with it.
-
-    Under ``verify`` a call waits for the others before it begins, an asynchronous one too.
-    """
+    """Return what a rank does one after the other, as far as others have to do with it."""
+    # Under ``verify`` a call waits for the others before it begins, an asynchronous one too.
     events: list[_Event] = []
     numbers = dict.fromkeys(range(len(program.groups)), 0)
     messages: dict[tuple[int, int], int] = {}
@@ -200,16 +184,9 @@ def _calls(step: Step, guard: Guard) -> Iterator[Call]:
 
 
 class _Run:
-    """Lets the ranks go on as far as they get: a collective completes once all have called it alike.
+    """Lets the ranks go on as far as they get: a collective completes once all have called it alike."""
 
-    Alike is what gloo takes for it; under ``verify`` what is compared.
-
-    Attributes:
-        had_short_message: Whether a rank has sent less than another had room for.
-        had_wrong_length: Whether the lengths of objects were gathered together with something else.
-        unlike_scatter: Whether sizes in a scatter have differed.
-        disagreement: The group whose ranks have found a difference.
-    """
+    # Alike is what gloo takes for it; under ``verify`` what is compared.
 
     def __init__(self, program: Program, guard: Guard) -> None:
         self._program, self._guard = program, guard
@@ -269,10 +246,8 @@ class _Run:
         return alike or self._is_short(calls)
 
     def _is_short(self, calls: dict[int, Call]) -> bool:
-        """Return whether ranks differ in sizes alone, and none receives more than it has room for.
-
-        gloo lets a message be shorter than its buffer. Of operations without a root, each rank also sends.
-        """
+        """Return whether ranks differ in sizes alone, and none receives more than it has room for."""
+        # gloo lets a message be shorter than its buffer. Of operations without a root, each rank also sends.
         operation, root = calls[min(calls)].wire[:2]
         if root is None or len({call.wire[:2] for call in calls.values()}) > 1:
             return False

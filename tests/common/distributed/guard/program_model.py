@@ -40,63 +40,41 @@ WITHOUT_TENSORS = ("barrier", "all_gather_object")
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One operation of a program.
+    """One operation of a program."""
 
-    Attributes:
-        operation: One of :data:`COLLECTIVES`; ``message`` (a send and a receive); or a fault, such as ``kill``.
-        group: Index of the group in the program; 0 is the default group.
-        root: The rank that sends to all or receives from all; the sender of a message.
-        receiver: The receiver of a message.
-        waited_after: After how many further steps an asynchronous operation is waited for; 0: it is none.
-        pause: Seconds before it.
-        computes: Whether the rank computes for that time instead of sleeping.
-    """
-
+    # one of :data:`COLLECTIVES`; ``message`` (a send and a receive); or a fault, such as ``kill``
     operation: str
-    group: int = 0
+    group: int = 0  # index of the group in the program; 0 is the default group
     dtype: str = "float32"
     shape: tuple[int, ...] = (4,)
-    root: int | None = None
-    receiver: int | None = None
+    root: int | None = None  # the rank that sends to all or receives from all; the sender of a message
+    receiver: int | None = None  # the receiver of a message
+    # after how many further steps an asynchronous operation is waited for; 0: it is none
     waited_after: int = 0
-    pause: float = 0.0
-    computes: bool = False
+    pause: float = 0.0  # seconds before it
+    computes: bool = False  # whether the rank computes for that time instead of sleeping
 
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """What one rank does otherwise.
+    """What one rank does otherwise."""
 
-    Attributes:
-        kind: In which way.
-        rank: The rank.
-        index: The step of the common program at which it does.
-        step: What it does there instead or in addition; ``None``: nothing.
-    """
-
-    kind: Kind
-    rank: int
-    index: int
-    step: Step | None = None
+    kind: Kind  # in which way
+    rank: int  # the rank
+    index: int  # the step of the common program at which it does
+    step: Step | None = None  # what it does there instead or in addition; ``None``: nothing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What the ranks do.
+    """What the ranks do."""
 
-    Attributes:
-        seed: The number it was made from.
-        world_size: Number of ranks.
-        groups: Ranks of each group; the first is the default group.
-        steps: What all ranks have in common, with those of the groups and messages that a rank is not in.
-        divergence: What one rank does otherwise, if there is one.
-    """
-
-    seed: int
-    world_size: int
-    groups: tuple[tuple[int, ...], ...]
+    seed: int  # the number it was made from
+    world_size: int  # number of ranks
+    groups: tuple[tuple[int, ...], ...]  # ranks of each group; the first is the default group
+    # what all ranks have in common, with those of the groups and messages that a rank is not in
     steps: tuple[Step, ...]
-    divergence: Divergence | None = None
+    divergence: Divergence | None = None  # what one rank does otherwise, if there is one
 
     def takes_part(self, rank: int, step: Step) -> bool:
         """Return whether a rank has anything to do in a step."""
@@ -119,12 +97,7 @@ class Program:
 
 
 def random_program(seed: int, kind: Kind | None) -> Program:
-    """Return the program that belongs to a number.
-
-    Args:
-        seed: The number.
-        kind: How one rank is to diverge, if one is to.
-    """
+    """Return the program that belongs to a number."""
     rng = random.Random(f"{seed} {kind}")
     world_size = rng.choice((2, 3, 3, 4, 4))
     groups = _groups(rng, world_size)

@@ -113,7 +113,8 @@ def _error(outcome: RankOutcome) -> str | None:
     """Return what a rank has raised or, where it was ended by force, printed."""
     if outcome.exception is not None:
         return outcome.exception
-    found = re.search(r"^lightning-lockstep: (\w+Error: .*)", outcome.stderr, re.MULTILINE | re.DOTALL)
+    diagnosed = r"^lightning_lockstep\.errors\.(Collective\w+Error: .*?)\n\nrank \d+ of "
+    found = re.search(diagnosed, outcome.stderr, re.MULTILINE | re.DOTALL)
     if found is not None:
         return found[1].rstrip()
     failed = re.search(r"^lightning-lockstep: (rank \d+ of .*)", outcome.stderr, re.MULTILINE | re.DOTALL)
@@ -177,7 +178,8 @@ def _row_faults(
 def _tells(row: str, call: Call, guard: Guard) -> bool:
     if call.operation == "scatter" and guard == "watch":  # what is not a root records no tensors
         return True
-    if call.operation == "all_to_all_single":  # the elements that are sent to each rank are compared
+    # Sizes of an all-to-all are not compared; of a reduce-scatter the row shows what a rank gets.
+    if call.operation in ("all_to_all_single", "reduce_scatter_tensor"):
         return call.dtype in row
     return call.dtype in row and (not call.dtype or str(call.shape) in row)
 

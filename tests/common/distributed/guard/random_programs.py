@@ -32,17 +32,11 @@ _LINGER = 30.0
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one program.
+    """What became of one program."""
 
-    Attributes:
-        program: The program.
-        kind: How it diverged, and whether that could be found at all.
-        faults: What was wrong; nothing where all was right.
-    """
-
-    program: Program
-    kind: str
-    faults: Sequence[str]
+    program: Program  # the program
+    kind: str  # how it diverged, and whether that could be found at all
+    faults: Sequence[str]  # what was wrong; nothing where all was right
 
 
 def check(programs: Sequence[Program], guard: Guard = "watch") -> list[Result]:

@@ -18,7 +18,7 @@ from tests.helpers import ScriptOutcome, costs, run_script
 from tests.helpers.children import CHILD_SITE
 from tests.helpers.ranks import forks_of_launched_ranks
 
-__all__ = ["MPI_KINDS", "PACKAGE", "mpi_command", "mpi_environ", "run_program", "why_no"]
+__all__ = ["MPI_KINDS", "mpi_command", "mpi_environ", "run_program", "why_no"]
 
 #: Open MPI from the wheel next to this Python; MPICH from a second environment, or from the system.
 MPI_KINDS = ("open_mpi", "mpich")
@@ -95,11 +95,8 @@ def run_program(
     environ: Mapping[str, str] | None = None,
     timeout: float = 120.0,
 ) -> tuple[ScriptOutcome, dict[int, dict[str, Any]]]:
-    """Run ``program`` (a file beside this one) on ranks.
-
-    Returns:
-        How it ended, and by rank what the program wrote to ``<folder>/<rank>.json``.
-    """
+    """Run ``program`` (a file beside this one) on ranks."""
+    # Returns: how it ended, and by rank what the program wrote to ``<folder>/<rank>.json``.
     # A rank that waits spins, and would take the cores from tests beside it.
     nice = ["nice", "-n", "10"] if shutil.which("nice") else []
     command = [*nice, *mpi_command(kind, ranks), str(HERE / program), str(folder), *arguments]

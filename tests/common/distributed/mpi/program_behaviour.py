@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lockstep.distributed.guard.records import compares_calls
-from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions
+from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
 from tests.common.distributed import local_calls
+from tests.common.distributed.every_operation import PARTS
 from tests.common.distributed.mpi.ranks_meet import meet
 
 warnings.simplefilter("ignore")
@@ -108,16 +108,16 @@ def batch(rank, size):
 
 
 def wrong_message(rank, size):
+    """Another dtype of one size is not seen; less or more than there is room for is."""
     if rank == 0:
-        dist.send(torch.ones(3), 1)
-        dist.send(torch.zeros(3, dtype=torch.int16).view(torch.bits16), 1)  # it has no number of its own
-        dist.send(torch.ones(3), 1)
+        for sent in (torch.ones(3), torch.ones(1), torch.ones(5), torch.ones(3)):
+            dist.send(sent, 1)
     if rank == 1:
-        first = caught(dist.recv, torch.zeros(3, dtype=torch.int32), 0)
-        wide = caught(dist.recv, torch.zeros(3), 0)
+        errors = [caught(dist.recv, torch.zeros(3, dtype=torch.int32), 0)]
+        errors += [caught(dist.recv, torch.zeros(3), 0) for _ in range(2)]
         again = torch.zeros(3)
         dist.recv(again, 0)
-        return [first, wide, again.tolist()]
+        return [*errors, again.tolist()]
     return None
 
 
@@ -137,15 +137,6 @@ def objects(rank, size):
     box = [rank]
     dist.broadcast_object_list(box, 1)
     return [[one["rank"] for one in everyone], box]
-
-
-def coalesced(rank, size):
-    ones = [torch.full((3,), float(rank)) for _ in range(3)]
-    with dist._coalescing_manager(dist.group.WORLD, torch.device("cpu"), async_ops=True) as manager:
-        for one in ones:
-            dist.all_reduce(one)
-    manager.wait()
-    return [one.tolist() for one in ones]
 
 
 def uneven_gather(rank, size):
@@ -170,14 +161,10 @@ def wrong_operation(rank, size):
     return caught(dist.broadcast, t, 0) if rank else caught(dist.all_reduce, t)
 
 
-def wrong_on_one_rank(rank, size):
-    places = [torch.zeros(2)] * (size - (rank == 0))
-    return caught(dist.all_gather, places, torch.ones(2))
-
-
 def wrong_everywhere(rank, size):
     return [
         caught(dist.all_reduce, torch.ones(2, device="meta")),
+        caught(dist.all_reduce, torch.ones(2).to_sparse()),
         caught(dist.broadcast, torch.ones(2).to_sparse(), 0),
         caught(dist.all_gather, [torch.zeros(2)], torch.ones(2)),
         caught(dist.all_reduce, torch.ones(2), dist.ReduceOp.BAND),
@@ -188,9 +175,11 @@ def wrong_everywhere(rank, size):
 
 
 def wrong_splits(rank, size):
-    rows = size + (rank == 0)
+    """Rank 1 is sent more than it expects: it alone is told, and the group is not used any more."""
+    group = dist.new_group()
     sizes = [1] * (size - 1) + [1 + (rank == 0)]
-    return caught(dist.all_to_all_single, torch.zeros(size), torch.zeros(rows), [1] * size, sizes)
+    given = torch.zeros(sum(sizes))
+    return caught(dist.all_to_all_single, torch.zeros(size), given, [1] * size, sizes, group=group)
 
 
 def gradients(rank, size):
@@ -236,18 +225,6 @@ def error_in_backward(rank, size):
     return caught(lambda: wrapped(torch.ones(1, 4)).sum().backward())
 
 
-def unchecked(rank, size):
-    assert compares_calls(dist.group.WORLD)
-    group = dist.new_group(pg_options=MPIBackendOptions(check=False))
-    assert not compares_calls(group)
-    t = torch.full((5,), float(rank))
-    for _ in range(3):
-        dist.all_reduce(t, dist.ReduceOp.MAX, group)
-    big = torch.full((100_000,), float(rank))
-    dist.all_reduce(big, group=group)
-    return [t.tolist(), big[0].item()]
-
-
 def many_groups(rank, size):
     """Groups can be made and destroyed again and again."""
     for _ in range(20):
@@ -274,34 +251,6 @@ def crosswise(rank, size):
     return sorted(found)
 
 
-def sync_and_async(rank, size):
-    """One rank waits at once, the other later; compared and not, small and large."""
-    found = []
-    for check in (True, False):
-        group = dist.new_group(pg_options=MPIBackendOptions(check=check))
-        tensors = [torch.full((count,), float(rank)) for count in (3, 30_000, 3, 200_000) for _ in range(5)]
-        works = [dist.all_reduce(t, group=group, async_op=rank == 0) for t in tensors]
-        for work in works if rank == 0 else []:
-            work.wait()
-        found.append(sum(t[-1].item() for t in tensors))
-    return found
-
-
-def lying_elsewhere(rank, size):
-    """The tensors of a list follow each other in memory on one rank and not on the other."""
-    found = []
-    for count in (5, 50_000):
-        apart = [torch.zeros(count) for _ in range(size)]
-        places = list(torch.zeros(size * count).chunk(size)) if rank == 0 else apart
-        dist.all_gather(places, torch.full((count,), float(rank)))
-        parts = [torch.full((count,), float(i)) for i in range(size)]
-        parts = list(torch.cat(parts).chunk(size)) if rank == 0 else parts
-        mine = torch.zeros(count)
-        dist.reduce_scatter(mine, parts)
-        found.append([[place.unique().tolist() for place in places], mine.unique().tolist()])
-    return found
-
-
 def large_of_every_number(rank, size):
     """Large sums of whole numbers of every kind, also of those that torch itself cannot add."""
     kinds = [
@@ -320,16 +269,6 @@ def large_of_every_number(rank, size):
         dist.all_reduce(t)
         found.append(sorted(set(t.tolist())))
     return found
-
-
-def late_without_check(rank, size):
-    """Nothing but the operation itself notices here that a rank does not arrive."""
-    options = MPIBackendOptions(check=False)
-    group = dist.new_group(timeout=timedelta(seconds=0.3), pg_options=options)
-    if rank == 1:
-        time.sleep(0.8)
-        return None
-    return caught(dist.all_reduce, torch.ones(300_000), group=group)
 
 
 def too_late(rank, size):
@@ -368,7 +307,7 @@ def impatient_wait(rank, size):
 
 
 def inference(rank, size):
-    """Large tensors that were made in inference mode, as in a validation, are written by the progress thread."""
+    """Large tensors that were made in inference mode, as in a validation, are written by the worker."""
     with torch.inference_mode():
         places = [torch.empty(200_000) for _ in range(size)]
         dist.all_gather(places, torch.full((200_000,), float(rank)))
@@ -382,6 +321,20 @@ def local(rank, size):
     return [seen, sums, set(vars(dist.group.WORLD)) == attributes]
 
 
+def guarded(rank, size):
+    """Each operation without the guard and with it: the results, what it has seen, and what it still waits for."""
+    plain = [part(rank) for part in PARTS]
+    guard = "watch" if "--watch" in sys.argv else "verify"
+    supervisor = RankSupervisor(SupervisorSettings(guard=guard, stall_timeout=20.0))
+    supervisor.ranks_have_met(prints_report=rank == 0)
+    under_guard = supervisor.run(lambda: [part(rank) for part in PARTS])
+    state = supervisor.guard.rank.state()
+    operations = sorted({one.call.operation for one in state.calls if one.call.number})
+    dist.barrier()
+    supervisor.guard.stop()
+    return [plain, under_guard == plain, operations, [list(one) for one in state.outstanding]]
+
+
 ASKED = [
     future,
     callbacks,
@@ -391,27 +344,23 @@ ASKED = [
     wrong_message,
     functional,
     objects,
-    coalesced,
     uneven_gather,
     wrong_shape,
     wrong_dtype,
     wrong_operation,
-    wrong_on_one_rank,
     wrong_everywhere,
     wrong_splits,
     gradients,
-    unchecked,
     many_groups,
     crosswise,
-    sync_and_async,
-    lying_elsewhere,
     large_of_every_number,
     inference,
     local,
     too_late,
+    guarded,
 ]
 #: Other waits for a rank that is late.
-LATE = [late_without_check, behind_too_late, impatient_wait, impatient_barrier, error_in_backward]
+LATE = [behind_too_late, impatient_wait, impatient_barrier, error_in_backward]
 
 
 def end_in_a_callback(rank):
@@ -438,11 +387,10 @@ def end_in_a_callback(rank):
 
 
 def main():
-    level = next((one for one in ("serialized", "funneled") if f"--{one}" in sys.argv), None)
-    if level:
+    if "--funneled" in sys.argv:
         import mpi4py
 
-        mpi4py.rc.thread_level = level
+        mpi4py.rc.thread_level = "funneled"
     rank, size = meet(seconds=30)
     for function in [*ASKED, *(LATE if "--late" in sys.argv else [])]:
         try:

@@ -78,7 +78,7 @@ def fit(do, *callbacks, resume=None, **options):
         strategy=LockstepMPIStrategy(grace_period=5.0, **options),
         accelerator="cpu",
         devices="auto",
-        max_epochs=2,
+        max_epochs=4 if do == "early" else 2,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -105,13 +105,13 @@ def main():
         trainer, _, found = fit("resume", resume=str(FOLDER / "preempt" / "ckpt" / "preempted.ckpt"))
     else:
         detector = OverflowDetector(action="skip", report_dir=FOLDER / "reports")
-        early = SyncedEarlyStopping("loss", patience=1, min_delta=10.0, check_every_n_steps=1)
+        early = SyncedEarlyStopping("loss", patience=1, min_delta=10.0, check_on_train_epoch_end=True)
         for do, callbacks, options in [
             ("uneven", [], {"uneven_inputs": "join"}),
             ("breakpoint", [StopTogether()], {}),
             ("early", [early], {}),
             ("logging", [RankOrderedLogging()], {}),
-            ("batch_size", [AutoBatchSize("power", max_trials=6, max_val=12, **LARGEST)], {}),
+            ("batch_size", [AutoBatchSize(max_trials=6, max_val=12, **LARGEST)], {}),
             ("overflow", [detector], {}),
         ]:
             trainer, _, found[do] = fit(do, *callbacks, **options)

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.common.distributed import local_calls
 
-__all__ = ["BEHAVIOUR", "LATE", "OPERATIONS", "SPARSE", "broken"]
+__all__ = ["BEHAVIOUR", "LATE", "OPERATIONS", "broken", "guarded"]
 
 #: A condition on what rank 0, rank 1, ... saw.
 Holds = Callable[..., bool]
@@ -58,10 +58,11 @@ def keeps_its_answers(zero: Any, one: Any) -> bool:
 WRONG_EVERYWHERE = [
     "device meta",
     "to_dense",
+    "to_dense",
     "list of 1 tensors",
-    "works on bits",
+    "cannot be reduced",
     "must hold 2 parts",
-    "one tensor",
+    "2 were given",
     "split sizes",
 ]
 
@@ -72,30 +73,24 @@ BEHAVIOUR: dict[str, Holds] = {
     "overlap": all_are([1.0 + 2 * i for i in range(10)]),
     "crosswise": all_are([[2.0, 4.0]]),
     "many_groups": all_are(True),
-    "sync_and_async": all_are([20.0, 20.0]),
-    "lying_elsewhere": lambda *seen: all(
-        one == [[[[0.0], [1.0]], [2.0 * rank]]] * 2 for rank, one in enumerate(seen)
-    ),
     "messages": lambda zero, one: zero == [1, [1.0] * 4] and one == [[1.0, 2.0], [3.0], sum(range(300_000))],
     "batch": lambda zero, one: (zero, one) == ([1.0, 1.0], [0.0, 0.0]),
     "wrong_message": lambda zero, one: (
-        is_error(
-            one[0],
-            "CollectiveMismatchError",
-            "received from rank 0 (tag 0) 3 elements of torch.float32, but expected 3 of torch.int32",
+        one[0] is None  # as many bytes, of another dtype
+        and is_error(
+            one[1], "CollectiveMismatchError", "1 elements came from rank 0 of the group, but 3 were"
         )
-        and "3 elements of a dtype of 2 bytes, but expected 3 of torch.float32" in one[1][1]
-        and one[2] == [1.0] * 3
+        and is_error(one[2], "DistBackendError", "receive from 0 of group 'world'", "has sent more")
+        and one[3] == [1.0] * 3
     ),
     "functional": all_are([[1.0, 1.0], [0.0, 0.0, 1.0, 1.0], [2.0, 2.0]]),
     "objects": all_are([[0, 1], [1]]),
-    "coalesced": all_are([[1.0] * 3] * 3),
     "uneven_gather": all_are([[0.0], [1.0, 1.0]]),
-    "unchecked": all_are([[1.0] * 5, 1.0]),
     "wrong_dtype": same_mismatch,
     "wrong_operation": same_mismatch,
-    "wrong_on_one_rank": same_mismatch,
-    "wrong_splits": same_mismatch,
+    "wrong_splits": lambda zero, one: is_error(
+        one, "DistBackendError", "all_to_all_single #1 of group", "make both ends equal"
+    ),
     "wrong_shape": lambda zero, one: (
         zero == one
         and is_error(zero[0], "CollectiveMismatchError", "(2,)", "(3,)")
@@ -107,20 +102,19 @@ BEHAVIOUR: dict[str, Holds] = {
     "inference": all_are([0.0, 1.0]),
     "local": keeps_its_answers,
     "too_late": lambda zero, one: (
-        is_error(zero[0], "CollectiveStallError", "timed out after 0.6 s", "rank 1 did not arrive")
+        is_error(zero[0], "CollectiveStallError", "all_reduce(sum) #1 of group", "timed out after 0.6 s")
         and zero[1] < 30
         and is_error(zero[2], "DistBackendError", "cannot be used any more")
     ),
 }
 
-NOT_USED_ANY_MORE = [["CollectiveStallError", "DistBackendError"], ["CollectiveStallError"] * 2]
 #: Of program_behaviour.py with --late.
 LATE: dict[str, Holds] = {
-    # The second is told by which thread runs it: one after another in the progress thread, each has its own limit.
-    "behind_too_late": lambda zero, one: [kind for kind, _ in zero] in NOT_USED_ANY_MORE,
+    "behind_too_late": lambda zero, one: (
+        {kind for kind, _ in zero} == {"CollectiveStallError", "DistBackendError"}
+    ),
     "impatient_wait": lambda zero, one: zero[0] == "CollectiveStallError",
     "impatient_barrier": lambda zero, one: is_error(zero, "CollectiveStallError", "timed out after 0.2 s"),
-    "late_without_check": lambda zero, one: is_error(zero, "CollectiveStallError", "rank 1 did not arrive"),
     "error_in_backward": lambda zero, one: is_error(zero, "RuntimeError", "timed out after 0.6 s over MPI"),
 }
 
@@ -136,45 +130,8 @@ OPERATIONS: dict[str, Holds] = {
         for one in others
         if name != "all wrong"
     ),
-    "missed backward": lambda *seen: all(
-        "all_to_all_single" in told and "all_reduce(sum)" in told and left == len(seen) for told, left in seen
-    ),
 }
 
-REFUSED = ["given max", "given avg", "torch.bool", "sparse_csr", *["cannot send a torch.sparse_coo"] * 3]
-DIFFERENT = [
-    ["sparse (6,)", "sparse (5,)"],
-    ["float64"],
-    ["1 sparse and 1 dense", "2 sparse and 0 dense"],
-    ["(5,)", "sparse (5,)"],
-]
-
-
-def sparse_differ(*seen: Any) -> bool:
-    errors, _ = seen[0]
-    return (
-        all(one[0][:4] == errors[:4] and one[1] == 1 for one in seen)
-        and all(
-            is_error(e, "CollectiveMismatchError", *texts)
-            for e, texts in zip(errors, DIFFERENT, strict=False)
-        )
-        and all(one[0][4][0] == "CollectiveMismatchError" for one in seen)
-        and "given min for a sparse tensor" in errors[4][1]
-    )
-
-
-#: Of program_sparse_and_guarded.py.
-SPARSE: dict[str, Holds] = {
-    "sums": lambda *seen: all(wrong == [] and count > 200 for wrong, count in seen),
-    "asynchronous": lambda *seen: all(
-        one == [True, [list(range(len(seen)))], [float(len(seen))] * 3] for one in seen
-    ),
-    "embedding": all_are([True, True, True]),
-    "refused": lambda *seen: all(
-        refused(errors, "ValueError", REFUSED) and left == 1 for errors, left in seen
-    ),
-    "different": sparse_differ,
-}
 SEEN_BY_THE_GUARD = {"all_reduce", "broadcast", "all_gather", "reduce_scatter"}
 
 

@@ -1,7 +1,4 @@
-"""Imitated machines, a YAML file each, with what the doctor is expected to find on them.
-
-``python -m tests.common.doctor.machines`` prints a table of all of them and what is found.
-"""
+"""Imitated machines, a YAML file each, with what the doctor is expected to find on them."""
 
 from __future__ import annotations
 
@@ -30,10 +27,6 @@ class Case:
     @cached_property
     def record(self) -> dict[str, Any]:
         return read_record(self.path)
-
-    @property
-    def about(self) -> str:
-        return str(self.record["about"])
 
     @property
     def expected(self) -> dict[str, list[dict[str, Any]]]:

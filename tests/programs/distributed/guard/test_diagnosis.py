@@ -7,6 +7,7 @@ import queue
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,8 +19,13 @@ import pytest
 from lightning_lockstep.distributed.guard import diagnosis
 from lightning_lockstep.distributed.guard.collective_call import CollectiveCall
 from lightning_lockstep.distributed.guard.diagnosis import StallDiagnosis
-from lightning_lockstep.distributed.guard.rank_state import DiagnosisRequest, RankState
-from lightning_lockstep.distributed.guard.records import Outstanding, RecordedCall
+from lightning_lockstep.distributed.guard.observer import Activity
+from lightning_lockstep.distributed.guard.rank_state import (
+    DiagnosisRequest,
+    Outstanding,
+    RankState,
+    RecordedCall,
+)
 from lightning_lockstep.distributed.side_channel.channel import Message
 
 WANTED = Outstanding("world", 1)
@@ -49,24 +55,19 @@ class OtherRank:
     def __init__(self, answers: Iterator[RankState], *, rank: int = 0, process: int = 0) -> None:
         self.rank, self._process = rank, process
         self._answers, self._handlers = answers, dict[str, Callable[[Message], None]]()
-        self.asked, self.told = 0, list[int | None]()
+        self.asked = 0
 
     def on(self, topic: str, handler: Callable[[Message], None]) -> Callable[[], None]:
         self._handlers[topic] = handler
         return lambda: None
 
     def post(self, topic: str, body: Any = None, *, to: int | None = None) -> None:
-        if topic == "guard/diagnosis":
-            self.told.append(to)
         if topic == "guard/where":
             self.asked += 1
             self._handlers["guard/state"](Message("guard/state", 1, [body[0], next(self._answers).to_data()]))
 
     def deliver(self, topic: str, body: Any) -> None:
         self._handlers[topic](Message(topic, 0, body))
-
-    def flush(self, timeout: float) -> None:
-        del timeout
 
     def process_of(self, rank: int) -> tuple[str, int]:
         return socket.gethostname(), self._process
@@ -81,11 +82,32 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "_STOPPED_WITHIN", 0.1)
 
 
+class Told:
+    """Stands for the failures of the run: what was diagnosed, and which ranks have connections to be ended."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.ends: list[int] = []
+        self.news = threading.Condition()
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None
+
+    def report_diagnosis(self, error: BaseException, ends: dict[int, Any]) -> bool:
+        self.error, self.ends = error, sorted(ends)
+        return True
+
+
+TOLD = Told()
+
+
 def diagnosis_of(channel: OtherRank, own: Callable[[], RankState]) -> StallDiagnosis:
+    TOLD.__init__()  # type: ignore[misc]
     return StallDiagnosis(
         channel,  # type: ignore[arg-type]
-        SimpleNamespace(state=lambda sites: own(), load_sites=lambda: None),  # type: ignore[arg-type]
-        SimpleNamespace(failed=False, has_raised=lambda rank: False),  # type: ignore[arg-type]
+        SimpleNamespace(state=lambda sites: own(), activity=Activity(1.0, lambda pid: True)),  # type: ignore[arg-type]
+        TOLD,  # type: ignore[arg-type]
         TO_DO,
         stall_timeout=30.0,
         window=0.1,
@@ -98,35 +120,35 @@ TO_DO: queue.SimpleQueue[Any] = queue.SimpleQueue()
 def work(stall: StallDiagnosis) -> None:
     """Do what the guard's thread does until there is no open request any more."""
     end = time.monotonic() + 30.0
-    while stall.is_busy and stall.error is None and time.monotonic() < end:
+    while stall.is_busy and not TOLD.failed and time.monotonic() < end:
         while not TO_DO.empty():
             TO_DO.get()()
         stall.work()
         time.sleep(0.01)
 
 
-def asked(mine: list[RankState], theirs: list[RankState]) -> tuple[StallDiagnosis, int]:
+def asked(mine: list[RankState], theirs: list[RankState]) -> tuple[BaseException | None, int]:
     """Return what rank 0 concludes from what it finds of itself and of rank 1, and how often it has asked."""
     channel, own = OtherRank(iter(theirs)), iter(mine)
     stall = diagnosis_of(channel, lambda: next(own))
     stall.request(DiagnosisRequest(rank=0, outstanding=WANTED, seconds=60.0))
     work(stall)
-    return stall, channel.asked
+    return TOLD.error, channel.asked
 
 
 def test_a_rank_that_comes_before_the_wait_is_too_long_is_no_stall() -> None:
-    stall, times = asked([WAITS, DONE], [NOT_YET, state(1, called=True, done=True)])
-    assert stall.error is None and times == 2
+    error, times = asked([WAITS, DONE], [NOT_YET, state(1, called=True, done=True)])
+    assert error is None and times == 2
 
 
 def test_a_rank_that_comes_while_it_is_asked_is_no_stall() -> None:
-    stall, times = asked([WAITS, WAITS, DONE], [NOT_YET, NOT_YET, state(1, called=True, done=True)])
-    assert stall.error is None and times == 3
+    error, times = asked([WAITS, WAITS, DONE], [NOT_YET, NOT_YET, state(1, called=True, done=True)])
+    assert error is None and times == 3
 
 
 def test_a_rank_that_is_still_not_there_when_it_is_asked_again_is_one() -> None:
-    stall, times = asked([WAITS] * 3, [NOT_YET] * 3)
-    assert "rank 1 never came" in str(stall.error) and times == 3
+    error, times = asked([WAITS] * 3, [NOT_YET] * 3)
+    assert "rank 1 never came" in str(error) and times == 3
 
 
 def test_a_rank_that_does_not_answer_is_told_too() -> None:
@@ -139,13 +161,13 @@ def test_a_rank_that_does_not_answer_is_told_too() -> None:
         stall.request(DiagnosisRequest(rank=0, outstanding=WANTED, seconds=60.0))
         work(stall)
         process.kill()
-    assert stall.error is not None and channel.told == [1, 2]
+    assert TOLD.failed and TOLD.ends == [0, 1, 2]
 
 
 @pytest.mark.parametrize("theirs", [state(1, called=True, done=True), state(1, called=True)])
 def test_what_all_have_called_long_ago_is_a_stall_once_it_is_found_again(theirs: RankState) -> None:
-    stall, times = asked([WAITS] * 3, [theirs] * 3)
-    assert "does not complete though ranks 0-1" in str(stall.error) and times == 3
+    error, times = asked([WAITS] * 3, [theirs] * 3)
+    assert "does not complete though ranks 0-1" in str(error) and times == 3
 
 
 def test_a_remark_is_made_again_once_the_wait_is_twice_as_long(caplog: pytest.LogCaptureFixture) -> None:
@@ -167,7 +189,7 @@ def test_the_end_of_a_wait_is_not_taken_for_the_answer_about_an_error() -> None:
     stall.request(DiagnosisRequest(rank=1, outstanding=None, seconds=0.0, raised="Connection closed"))
     answered = []
     for is_of_error in (False, True):
-        channel.deliver("guard/diagnosis", [None, [], is_of_error])
+        channel.deliver("guard/answer", is_of_error)
         TO_DO.get()()
         answered.append(stall.answers)
     assert answered == [0, 1]

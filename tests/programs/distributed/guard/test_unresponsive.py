@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from lightning_lockstep.distributed.guard.activity import Activity, UnresponsiveRank, probe_unresponsive
+from lightning_lockstep.distributed.guard.observer import Activity, probe_unresponsive
+from lightning_lockstep.distributed.guard.rank_state import UnresponsiveRank
 
 
 class Channel:

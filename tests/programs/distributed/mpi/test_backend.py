@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.common.distributed.every_operation import PARTS
 from tests.common.distributed.mpi.launch import run_program
-from tests.common.distributed.mpi.promises import BEHAVIOUR, OPERATIONS, SPARSE, broken, guarded
+from tests.common.distributed.mpi.promises import BEHAVIOUR, OPERATIONS, broken, guarded
 from tests.helpers import run_ranks
 
 pytestmark = pytest.mark.mpi
@@ -35,9 +35,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def seen_in(folder: Path) -> Mapping[int, Any]:
+    return {rank: json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)}
+
+
 @pytest.mark.parametrize("what", BEHAVIOUR)
 def test_it_behaves_as_torch_promises(what: str, folder: Path) -> None:
-    found = {rank: json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)}
+    found = seen_in(folder)
     assert found[0]["name"] == "mpi4py" and found[0]["thread level"] == 3
     assert broken({what: BEHAVIOUR[what]}, found) == {}
 
@@ -50,15 +54,5 @@ def over_gloo() -> list[Any]:
     return [part(dist.get_rank()) for part in PARTS]
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Mapping[int, Any]:
-    return found_by("program_sparse_and_guarded.py", 2, tmp_path_factory.mktemp("sparse"))
-
-
-@pytest.mark.parametrize("what", SPARSE)
-def test_sparse_gradients_are_summed_as_over_gloo(what: str, seen: Mapping[int, Any]) -> None:
-    assert broken({what: SPARSE[what]}, seen) == {}
-
-
-def test_under_the_guard_every_operation_runs_as_without_and_as_over_gloo(seen: Mapping[int, Any]) -> None:
-    assert broken(guarded(run_ranks(2, over_gloo)), seen) == {}
+def test_under_the_guard_every_operation_runs_as_without_and_as_over_gloo(folder: Path) -> None:
+    assert broken(guarded(run_ranks(2, over_gloo)), seen_in(folder)) == {}

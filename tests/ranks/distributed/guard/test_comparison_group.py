@@ -11,8 +11,8 @@ import time
 import pytest
 import torch.distributed as dist
 
+from lightning_lockstep.distributed.failure.connections import connections, end_connections
 from lightning_lockstep.distributed.failure.record import is_broken_collective
-from lightning_lockstep.distributed.guard.activity import connections, end_connections
 from lightning_lockstep.distributed.guard.verify import ComparisonGroup
 from tests.helpers import run_ranks, run_ranks_raw
 

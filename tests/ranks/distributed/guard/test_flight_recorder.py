@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_lockstep.distributed.guard import records
-from lightning_lockstep.distributed.guard.records import FlightRecorder, Outstanding
+from lightning_lockstep.distributed.guard.rank_state import FlightRecorder, Outstanding
 from tests.helpers import run_ranks
 
 
@@ -42,17 +38,3 @@ def test_a_call_that_waits_is_seen_beside_a_group_that_is_busy() -> None:
     (seen,) = waits[1]
     assert seen.group == "world"
     assert waits[2:] == [[seen], [seen]]
-
-
-def test_the_calls_are_read_once_while_a_group_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes milliseconds, in which no other thread of Python runs."""
-    read = []
-
-    def dumps(**options: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-        read.append(options["includeCollectives"])
-        yield "", {"pg_status": {"0": {"last_enqueued_collective": 3, "last_completed_collective": 2}}}
-
-    monkeypatch.setattr(records, "_dumps", dumps)
-    recorder = FlightRecorder()
-    assert [list(recorder.outstanding()) for _ in range(5)] == [[]] * 5
-    assert read.count(True) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from itertools import count
 from typing import Any
 
 import psutil
@@ -11,10 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.distributed import Gather, current_communicator
 from lightning_lockstep.distributed.failure.propagation import propagation_on
-from lightning_lockstep.distributed.guard.guard import guard_on
-from lightning_lockstep.distributed.guard.watch import GuardSettings
+from lightning_lockstep.distributed.guard.guard import CollectiveGuard, GuardSettings, guard_on
 from lightning_lockstep.errors import ConfigurationError
 from tests.helpers import run_ranks
 
@@ -22,18 +22,26 @@ from tests.helpers import run_ranks
 def two_guards() -> tuple[str, list[str]]:
     """Another guard on each rank; then the same, of three kinds one after the other."""
     channel = current_communicator().side_channel
-    propagation = propagation_on(channel)
+    propagation, meet, begun = propagation_on(channel), Gather(channel, "meet"), count()
+
+    def begin(kind: Any) -> CollectiveGuard | None:
+        propagation.begin_fit()
+        guards = meet.collect(next(begun), kind).complete(
+            "the guard"
+        )  # no collective: each may have another one
+        return guard_on(channel, propagation, GuardSettings(guard=kind), of_ranks=guards)
+
     error = ""
     try:
-        guard_on(channel, propagation, GuardSettings(guard="watch" if channel.rank else "verify"))
+        begin("watch" if channel.rank else "verify")
     except ConfigurationError as raised:
         error = str(raised)
     kinds: list[Any] = ["watch", "verify", "watch", "off"]
     sums = []
     for kind in kinds:
-        guard = guard_on(channel, propagation, GuardSettings(guard=kind))
+        guard = begin(kind)
         assert (guard is None) == (kind == "off")
-        assert guard_on(channel, propagation, GuardSettings(guard=kind)) is guard
+        assert begin(kind) is guard
         tensor = torch.ones(2)
         dist.all_reduce(tensor)
         sums.append(str(tensor.tolist()))
@@ -66,8 +74,12 @@ def seen() -> list[dict[str, Any]]:
 def test_all_ranks_have_the_same_guard_and_may_change_it_between_fits(seen: list[dict[str, Any]]) -> None:
     errors, sums = zip(*(one["guards"] for one in seen), strict=True)
     assert sums[0] == sums[1] == ["[2.0, 2.0]"] * 4
-    (told,) = [error for error in errors if error]
-    assert "on another rank: expected the same on all" in told and "LOCKSTEP_DEBUG" in told
+    told = errors[0]
+    assert told == errors[1]
+    assert (
+        "guard='verify' on rank 0 and 'watch' on rank 1: expected the same" in told
+        and "LOCKSTEP_DEBUG" in told
+    )
 
 
 def test_data_of_gloo_counts_as_written(seen: list[dict[str, Any]]) -> None:

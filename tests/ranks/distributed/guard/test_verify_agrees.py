@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_lockstep.distributed.c10d_operators import OPERATIONS
-from lightning_lockstep.distributed.guard.call_description import DispatchedCall, Hook
 from lightning_lockstep.distributed.guard.verify import COMPARED, CallVerifier
 from lightning_lockstep.distributed.local_collectives import local_collectives
 from tests.common.distributed.every_operation import GLOO_LACKS, PARTS
@@ -42,16 +41,18 @@ def every_operation() -> Any:
     """Everything without the verifier and with it."""
     rank = dist.get_rank()
     plain = [part(rank) for part in PARTS]
-    verifier, operations = CallVerifier(), set[str]()
+    verifier = CallVerifier()
     before = threads_of_this_process()
     verifier.start()
     verifier.start()  # harmless
-    noting = Hook(lambda call: operations.add(call.operation), operators=COMPARED)
     found = [part(rank) for part in PARTS]
     with_alone = alone(rank)
-    noting.remove()
     count = max(call.call.number for call in verifier.calls() if call.call.group == "world")
     assert verifier.outstanding() == [] and all(call.done for call in verifier.calls())
+    known = [
+        known for group in verifier._groups.values() if group is not None for known in group._known.values()
+    ]
+    operations = {call.operation for call, _ in known}
     put = kernels()
     verifier.stop()
     verifier.stop()
@@ -87,76 +88,10 @@ def two_threads() -> Any:
     return totals, sorted(last.values())
 
 
-class Foreign(dist.ProcessGroup):
-    """A process group that is written in Python, which torch calls past its dispatcher."""
-
-    def __init__(self, rank: int, size: int, *, compares: bool) -> None:
-        super().__init__(rank, size)
-        self._rank, self._size, self._name, self.compares_calls = rank, size, "", compares
-
-    def getBackendName(self) -> str:
-        return "foreign"
-
-    def getRank(self) -> int:
-        return self._rank
-
-    def getSize(self) -> int:
-        return self._size
-
-    def setGroupName(self, name: str) -> None:
-        self._name = name
-
-    def getGroupName(self) -> str:
-        return self._name
-
-
-def unseen() -> None:
-    for name, compares in (("foreign", False), ("comparing", True)):
-
-        def made(store: Any, rank: int, size: int, timeout: Any, compares: bool = compares) -> Foreign:
-            return Foreign(rank, size, compares=compares)
-
-        dist.Backend.register_backend(name, made, devices=["cpu"])
-        dist.new_group([0, 1], backend=name)
-    verifier = CallVerifier()
-    verifier.start()
-    dist.barrier(dist.group.WORLD)
-    verifier.stop()
-    verifier.start()
-    verifier.stop()
-
-
-def hooked() -> Any:
-    """A hook that notes, and one that refuses."""
-    every: list[Any] = []
-
-    def note(call: DispatchedCall) -> Any:
-        every.append([call.operation, call.group is dist.group.WORLD, call.reduce_op, call.group_root])
-        return lambda work: every.append(work is not None)
-
-    def refuse(call: DispatchedCall) -> None:
-        raise RuntimeError("refused")
-
-    noting = Hook(note)
-    dist.reduce(torch.ones(2), 1, dist.ReduceOp.PRODUCT)
-    with local_collectives():
-        dist.all_reduce(torch.ones(1))
-    refusing = Hook(refuse, operators=["barrier"])
-    with pytest.raises(RuntimeError, match="refused"):
-        dist.barrier()
-    refusing.remove()
-    noting.remove()
-    noting.remove()  # harmless
-    dist.barrier()
-    return every, kernels()
-
-
 def cases() -> dict[str, Any]:
     return {
         "operations": every_operation(),
         "threads": two_threads(),
-        "hooked": hooked(),
-        "unseen": unseen(),
     }
 
 
@@ -178,17 +113,3 @@ def test_every_operation_runs_as_without(seen: list[RankOutcome]) -> None:
 
 def test_threads_with_groups_of_their_own(seen: list[RankOutcome]) -> None:
     assert [outcome.value["threads"] for outcome in seen] == [({0: 1.0, 1: 1.0}, [80, 80])] * 2
-
-
-def test_hooks_see_what_they_are_for(seen: list[RankOutcome]) -> None:
-    reduced = [["reduce", True, "product", 1], True]
-    for outcome in seen:
-        assert outcome.value["hooked"] == ([*reduced, ["barrier", True, None, None], False], [])
-
-
-def test_what_is_not_seen_is_said_once(seen: list[RankOutcome]) -> None:
-    said = [line for outcome in seen for line in outcome.stderr.splitlines() if "lightning-lockstep" in line]
-    assert len(said) == 1 and said[0].startswith(
-        "lightning-lockstep: guard='verify' does not compare the collectives of process group "
-    )
-    assert said[0].endswith("(ranks 0, 1)': its class Foreign is written in Python")

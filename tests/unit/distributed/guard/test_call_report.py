@@ -93,7 +93,7 @@ def test_ranks_that_are_in_different_batches_are_shown_with_them() -> None:
 def test_a_call_goes_through_json() -> None:
     given = call(1, shapes=((1, 5), ()), reduce_op="sum", root=2, note="why")
     data = json.loads(json.dumps(given.to_data()))
-    assert CollectiveCall.from_data(data | {"of a later release": 1}) == given
+    assert CollectiveCall.from_data(data) == given
 
 
 def test_fingerprints_are_the_same_in_every_process() -> None:
@@ -105,26 +105,16 @@ def at(*sites: str, last: str = "all_gather") -> str:
     """Return the advice for ranks that called from these places with other shapes, the last one this operation."""
     changes: list[dict[str, Any]] = [{"site": site, "shapes": ((rank,),)} for rank, site in enumerate(sites)]
     changes[-1]["operation"] = last
-    return report(*changes)[-1].partition(" Every rank")[0].partition(" FSDP has")[0]
+    return report(*changes)[-1]
 
 
-def test_ranks_that_called_from_different_places_are_told_who_skipped_what() -> None:
+def test_the_advice_to_ranks_that_called_from_different_places() -> None:
     line, later = "train.py:8 in step", "train.py:20 in step"
-    called = "called all_gather at train.py:8 in step"
-    in_backward = "called all_reduce in backward."
-    assert at(line, "backward", last="all_reduce") == f"Rank 0 {called}, but rank 1 {in_backward}"
-    assert at("backward", line, "backward", last="all_reduce").startswith(
-        f"Rank 1 {called}, but ranks 0,2 called"
+    same = (
+        "Call the same collectives with the same arguments in the same order on every rank. Look for an `if`"
     )
-    text = report({"site": line}, {"site": "backward", "operation": "all_reduce"})[-1]
-    assert "that only rank 0 entered, or for a backward that rank 0 left out before it." in text
-    assert "FSDP" not in text
-    assert at(line, later, last="barrier") == (
-        f"Rank 0 {called}; rank 1 skipped it and went on to barrier at train.py:20 in step, or comes to it later."
-    )
-    assert at(line, "train.py:9 in other", last="barrier") == (
-        f"Rank 0 {called}; rank 1 called barrier at train.py:9 in other."
-    )
+    for sites, last in (((line, "backward"), "all_reduce"), ((line, later), "barrier")):
+        assert at(*sites, last=last).startswith(same)
     # The two branches of an `if rank == 0`, or a call that a rank has skipped.
     assert at(line, later) == (
         "Make the shapes equal on all ranks before the call, or use lightning_lockstep.gather_uneven(), or look for a"
@@ -142,40 +132,13 @@ def test_ranks_that_called_from_different_places_are_told_who_skipped_what() -> 
     assert at(line, line).startswith("Make the shapes equal")
 
 
-@pytest.mark.parametrize(
-    ("batches", "stages", "site", "told"),
-    [
-        (
-            (5, 3),
-            ("validate", "validate"),
-            "train.py:8 in step",
-            "such as that of self.log(..., sync_dist=True)",
-        ),
-        (
-            (5, 3),
-            ("validate", "train"),
-            "train.py:8 in step (FSDP)",
-            "a layer of the model, which FSDP has divided",
-        ),
-        ((5, 3), ("train", "train"), "train.py:8 in step", ""),
-        ((5, 5), ("validate", "train"), "train.py:8 in step", ""),
-        ((5, None), ("validate", "train"), "train.py:8 in step", ""),
-    ],
-)
-def test_ranks_with_different_numbers_of_batches_to_evaluate_are_told_so(
-    batches: tuple[Any, Any], stages: tuple[str, str], site: str, told: str
-) -> None:
+def test_the_report_says_where_each_rank_is() -> None:
     places = [
-        {"epoch": 0, "step": 8, "batch": 3 - rank, "stage": stages[rank], "batches": batches[rank]}
-        for rank in (0, 1)
+        {"epoch": 0, "step": 8, "batch": 3 - rank, "stage": ("validate", "train")[rank]} for rank in (0, 1)
     ]
-    lines = report({"where": places[0], "site": site}, {"where": places[1], "dtypes": ("int64",)})
-    assert lines[6] == (
-        f"Rank 0 is at epoch 0, step 8, batch 3, stage {stages[0]}; rank 1 is at epoch 0, step 8, batch 2, stage"
-        f" {stages[1]}."
+    assert report({"where": places[0]}, {"where": places[1], "dtypes": ("int64",)})[6] == (
+        "Rank 0 is at epoch 0, step 8, batch 3, stage validate; rank 1 is at epoch 0, step 8, batch 2, stage train."
     )
-    expected = "The ranks have different numbers of validation batches (rank 0: 5, rank 1: 3), and "
-    assert lines[-1].startswith(expected) == bool(told) and told in lines[-1]
 
 
 def test_the_site_is_the_nearest_place_in_the_users_program() -> None:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import socket
 
-from lightning_lockstep.distributed.guard.activity import (
-    connections,
-    connections_between_ranks,
-    end_connections,
-    ports_of,
-)
+from lightning_lockstep.distributed.failure.connections import connections, end_connections, ports_of
+from lightning_lockstep.distributed.guard.observer import connections_between_ranks
 
 
 def test_of_a_silent_host_all_connections_are_ended_but_those_of_the_side_channel() -> None:

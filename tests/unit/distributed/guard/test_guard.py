@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import signal
 import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +15,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_lockstep.distributed.failure.propagation import propagation_on
-from lightning_lockstep.distributed.guard import rank_state
-from lightning_lockstep.distributed.guard.activity import Activity
-from lightning_lockstep.distributed.guard.guard import MainThreadErrors
-from lightning_lockstep.distributed.guard.rank_state import Position, RankObserver, position
-from lightning_lockstep.distributed.guard.watch import CollectiveWatch, GuardSettings
+from lightning_lockstep.distributed.guard import guard
+from lightning_lockstep.distributed.guard.guard import CollectiveGuard, GuardSettings, MainThreadErrors
+from lightning_lockstep.distributed.guard.observer import Activity, RankObserver
+from lightning_lockstep.distributed.guard.rank_state import FlightRecorder, Outstanding, position
 from lightning_lockstep.distributed.side_channel.channel import LocalSideChannel
 from lightning_lockstep.errors import CollectiveStallError
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
@@ -101,34 +100,23 @@ def comes_to_rest(observer: RankObserver) -> bool:
     return not moves
 
 
-def test_what_may_move_unseen_is_taken_to_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inside of an import, perhaps of what torch loads for the guard, and inside of Python's own sockets."""
-    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(0.8)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    observer = RankObserver(LocalSideChannel(), [], window=60.0, store_port=0)
+def test_a_thread_in_a_socket_of_python_is_taken_to_move() -> None:
+    observer = RankObserver(LocalSideChannel(), FlightRecorder(), window=60.0)
     assert comes_to_rest(observer)
     seen = list[bool]()
+    one, other = socket.socketpair()
 
-    def look(end: Any) -> None:
+    def look() -> None:
         time.sleep(0.3)
         seen.append(observer.state().moves)
-        end()
+        one.sendall(b"x")
 
-    imports = threading.Thread(target=importlib.import_module, args=["slow_to_import"])
-    imports.start()
-    time.sleep(0.1)
-    looking = threading.Thread(target=look, args=[lambda: None], name="lockstep-test")
-    looking.start()
-    importlib.import_module("slow_to_import")
-    looking.join()
-    imports.join()
-    one, other = socket.socketpair()
     with one, other, other.makefile("rb") as stream:
-        looking = threading.Thread(target=look, args=[lambda: one.sendall(b"x")], name="lockstep-test")
+        looking = threading.Thread(target=look, name="lockstep-test")
         looking.start()
         assert stream.read(1) == b"x"
         looking.join()
-    assert seen == [True, True]
+    assert seen == [True]
 
 
 def test_an_error_reaches_a_thread_that_trains_with_its_text() -> None:
@@ -174,27 +162,34 @@ def test_the_place_and_the_movements_are_those_of_the_thread_that_trains() -> No
     assert position(thread).site == "", "it has ended"
 
 
-def test_only_a_collective_that_a_rank_stays_in_is_said_not_to_be_seen(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Blind:
-        is_recording = False
-
-    watch = CollectiveWatch(
-        LocalSideChannel(),
-        [Blind()],  # type: ignore[list-item]
-        GuardSettings(),
-        propagation_on(LocalSideChannel()),
+def test_a_wait_is_asked_about_once_in_each_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the timeout before it is too long, as long again after that, anew where it is another one."""
+    now, waits, asked = [0.0], list[Outstanding](), list[tuple[float, int, float]]()
+    monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    channel = LocalSideChannel()
+    watches = CollectiveGuard(channel, propagation_on(channel), GuardSettings(stall_timeout=20.0))
+    monkeypatch.setattr(watches.rank, "outstanding", lambda: waits)
+    monkeypatch.setattr(
+        watches._stall,
+        "request",
+        lambda request: asked.append((now[0], request.outstanding.number, request.seconds)),
     )
-    places = [
-        *[Position("train.py:1", ("a",), "new_group")] * 2,
-        *[Position("train.py:2", ("b",), "all_reduce"), Position("train.py:3", ("c",), "all_reduce")],
-        Position("train.py:3", ("c",), "all_reduce"),
-    ]
-    remaining = iter(places)
-    monkeypatch.setattr(rank_state, "position", lambda thread: next(remaining))
-    assert [watch._has_seen() for _ in places] == [False] * 4 + [True]
-    assert capsys.readouterr().err.count("does not see the all_reduce that rank 0 waits in") == 1
+    for at, numbers in [
+        (100, [7]),
+        (108, [7]),
+        (109, [7]),
+        (118, [7]),
+        (119, [7, 8]),
+        (128, [8]),
+        (129, [7]),
+    ]:
+        now[0], waits[:] = float(at), [Outstanding("world", number) for number in numbers]
+        watches._look()
+    # What it has seen first at 100 was called a look before that.
+    assert asked == [(109.0, 7, 10.0), (119.0, 7, 20.0), (128.0, 8, 10.0)]
+    assert watches._until_next_look() == 1.0
+    now[0] = 137.5
+    assert watches._until_next_look() == 0.5
 
 
 def test_reports_go_to_the_folder_of_the_logger_or_of_the_trainer(

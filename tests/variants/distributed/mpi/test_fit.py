@@ -51,24 +51,16 @@ def test_the_loss_curve_is_that_of_gloo(tmp_path: Path) -> None:
 def test_the_trainer_and_mpirun_disagree(tmp_path: Path) -> None:
     outcome, found = run_program("open_mpi", 2, "program_fit.py", tmp_path, arguments=["--devices", "3"])
     assert outcome.returncode != 0 and not found
-    assert "LaunchError: The Trainer and the program that started the ranks disagree" in outcome.output
+    assert "LaunchError: The Trainer and Open MPI's mpirun disagree" in outcome.output
 
 
-def test_a_foreign_mpiexec_is_one_table(tmp_path: Path) -> None:
+def test_a_foreign_mpiexec_is_one_error(tmp_path: Path) -> None:
     """MPICH's mpiexec starts Pythons whose mpi4py loads Open MPI."""
     needs("mpich")
     command = [*mpi_command("mpich", 2)[:-1], sys.executable, FIT, str(tmp_path)]
     outcome = run_script(command, env=mpi_environ(), timeout=90)
     assert outcome.returncode != 0
-    assert "disagree about the number of ranks" in outcome.output
-    assert re.search(r"MPICH's mpiexec \(environment\) +2 +[01]\n", outcome.output), outcome.output
-
-
-def test_a_group_goes_on_long_after_a_rank_of_another_has_ended_its_program(tmp_path: Path) -> None:
-    outcome, _ = run_program("open_mpi", 3, "program_exit.py", tmp_path, arguments=["--late"])
-    assert outcome.returncode != 0 and not outcome.timed_out, outcome.output
-    assert "the pair went on" in outcome.output
-    assert "over MPI cannot complete: rank 1 exited without calling it" in outcome.output
+    assert re.search(r"rank 1, one of at least 2, is rank 0 of 1 in Open MPI", outcome.output), outcome.output
 
 
 def test_a_second_ctrl_c_ends_mpirun_and_all_ranks_too(tmp_path: Path) -> None:

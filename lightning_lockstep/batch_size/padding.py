@@ -1,0 +1,132 @@
+"""Batches padded to a number of samples and to lengths of sequences, and which of their samples are real."""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from lightning_utilities import apply_to_collection
+from torch import Tensor
+
+from lightning_lockstep.batch_size.split_step import tensors_in
+from lightning_lockstep.errors import ConfigurationError
+
+# -- Batches with more samples, or longer sequences, than they came with --
+
+Key = str | int
+
+
+def samples_in(batch: Any) -> int | None:
+    """Return how many samples a batch has: the first dimension of its first tensor that has one."""
+    return next((tensor.size(0) for tensor in tensors_in(batch) if tensor.dim()), None)
+
+
+def with_samples(batch: Any, size: int, ignored: Mapping[Key, float]) -> Any:
+    """Return a batch of ``size`` samples: those of ``batch``, then its last one again, or ``ignored`` values."""
+    samples = samples_in(batch)
+    if samples is None or samples >= size:
+        return batch
+
+    def padded(key: Key | None, tensor: Tensor) -> Tensor:
+        if not tensor.dim() or tensor.size(0) != samples:
+            return tensor
+        added = tensor[-1:].expand(size - samples, *tensor.shape[1:])
+        if key is not None and key in ignored:
+            added = torch.full_like(added, ignored[key])
+        return torch.cat([tensor, added])
+
+    return _with_tensors(batch, padded)
+
+
+def with_lengths(batch: Any, lengths: Sequence[int], values: Mapping[Key, float], dim: int) -> Any:
+    """Return a batch whose sequences have the smallest of the growing ``lengths`` that holds them, if one does."""
+
+    def padded(key: Key | None, tensor: Tensor) -> Tensor:
+        if key is None or key not in values or tensor.dim() <= dim:
+            return tensor
+        place = bisect_left(lengths, tensor.size(dim))
+        if place == len(lengths) or lengths[place] == tensor.size(dim):
+            return tensor
+        shape = [*tensor.shape[:dim], lengths[place] - tensor.size(dim), *tensor.shape[dim + 1 :]]
+        return torch.cat([tensor, tensor.new_full(shape, values[key])], dim)
+
+    return _with_tensors(batch, padded)
+
+
+def parts(batch: Any) -> dict[Any, Any]:
+    """Return the parts of a batch by key, or by position if it is a list; by ``None`` if it is neither."""
+    if isinstance(batch, MutableMapping):
+        return dict(batch)
+    return dict(enumerate(batch)) if isinstance(batch, (list, tuple)) else {None: batch}
+
+
+def _with_tensors(batch: Any, function: Callable[[Key | None, Tensor], Tensor]) -> Any:
+    """Return a batch with ``function(key, tensor)`` in the place of each tensor; the batch itself stays."""
+    made = {
+        key: apply_to_collection(value, Tensor, partial(function, key)) for key, value in parts(batch).items()
+    }
+    if isinstance(batch, MutableMapping):
+        changed = copy.copy(batch)
+        changed.update(made)
+        return changed
+    if isinstance(batch, (list, tuple)):
+        is_named = hasattr(batch, "_fields")
+        return type(batch)(*made.values()) if is_named else type(batch)(made.values())
+    return made[None]
+
+
+# -- Which samples of the current batch are real, for the step that is under way --
+
+
+class CurrentBatch:
+    """What is known of the batch that a step computes now."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin again, without a batch."""
+        # (samples,) bool, of the real ones, on the CPU; None: no batch of the loader is padded.
+        self.mask: Tensor | None = None
+        self.was_asked = False  # whether the step has asked for the mask
+
+
+# One step runs at a time in a process; the step finds the mask of its batch here, whatever its batch looks like.
+current = CurrentBatch()
+
+
+def real_samples(batch: Any) -> Tensor:
+    """Return which samples of the current batch are real: ``(samples,)`` bool, on the device of the batch."""
+    samples = samples_in(batch)
+    if samples is None:
+        raise ConfigurationError(
+            f"StaticShapes.real_samples({type(batch).__name__}): expected the batch of the step, with a tensor whose"
+            " first dimension is the samples."
+        )
+    mask, current.was_asked = current.mask, True
+    device = tensors_in(batch)[0].device
+    if mask is None:
+        return torch.ones(samples, dtype=torch.bool, device=device)
+    if mask.size(0) != samples:
+        raise ConfigurationError(
+            f"StaticShapes.real_samples of a batch of {samples} samples: expected the whole batch of the step, of"
+            f" {mask.size(0)}. Take the mask of the whole batch, and divide it as the batch is divided."
+        )
+    return mask.to(device, non_blocking=True)
+
+
+def mean_of_real(values: Tensor, batch: Any) -> Tensor:
+    """Return the mean of ``values``, ``(samples, ...)``, over the real samples of the current batch."""
+    mask = real_samples(batch)
+    if not values.dim() or values.size(0) != mask.size(0):
+        raise ConfigurationError(
+            f"StaticShapes.mean of values of shape {tuple(values.shape)}: expected {mask.size(0)} rows, one for each"
+            ' sample. A loss function gives them with reduction="none".'
+        )
+    shaped = mask.view(-1, *[1] * (values.dim() - 1))
+    # The mean over all is scaled, because a sum of 16-bit values would overflow.
+    return torch.where(shaped, values, 0).mean() * (mask.size(0) / mask.sum())

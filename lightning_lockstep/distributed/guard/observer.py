@@ -1,0 +1,254 @@
+"""Looks at the processes of ranks: what this one does and whether it moves, and why another one does not answer."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+import psutil
+
+from lightning_lockstep.distributed.failure.connections import Connection, connections, ports_of
+from lightning_lockstep.distributed.failure.record import own_place
+from lightning_lockstep.distributed.guard.rank_state import (
+    CallRecorder,
+    Outstanding,
+    Position,
+    RankState,
+    RecordedCall,
+    UnresponsiveRank,
+    group_recorders,
+    group_titles,
+    position,
+)
+from lightning_lockstep.distributed.side_channel.channel import SideChannel
+
+# -- Whether a process moves --
+# A rank that moves is waited for. What it waits for may be done by another of its threads, by child processes or by
+# the system; a thread that sleeps, or polls something now and then, does not move.
+
+# Threads that work for this package, by their names; they do not count.
+_OURS = "lockstep-"
+# What counts as moving: so much of one core, or so much read and written [bytes/s].
+_BUSY_SHARE, _IO_RATE = 0.05, 100_000.0
+_COUNTERS = ("read_chars", "write_chars", "read_bytes", "write_bytes")
+
+
+class _Sample(NamedTuple):
+    time: float
+    seconds: Mapping[int, float]  # CPU time, by thread or child process [s]
+    bytes: Mapping[int, float]  # read and written, by process
+    waits: bool  # for a disk
+
+
+class Activity:
+    """Tells whether a process and its children compute, read, write or wait for a disk, on whatever thread."""
+
+    def __init__(
+        self,
+        window: float,  # how far back it looks [s]
+        is_rank: Callable[[int], bool],  # a child process that is a rank of the run moves for itself
+        pid: int | None = None,  # by default this process
+    ) -> None:
+        self._window, self._is_rank = window, is_rank
+        self._process = psutil.Process(pid)
+        self._left_out = 0.0  # [bytes]
+        self._samples: deque[_Sample] = deque()
+
+    def look(self) -> None:
+        """Take a sample, which takes milliseconds; what happens between two of them counts."""
+        now = time.monotonic()
+        while self._samples and self._samples[0].time < now - self._window:
+            self._samples.popleft()
+        with suppress(psutil.Error):
+            counted = {self._process.pid: _bytes(self._process) - self._left_out}
+            ours = {one.native_id for one in threading.enumerate() if one.name.startswith(_OURS)}
+            threads = [one for one in self._process.threads() if one.id not in ours]
+            spent = {one.id: one.user_time + one.system_time for one in threads}
+            waits = any(_waits_for_disk(one.id) for one in threads)
+            spent[0] = sum(self._process.cpu_times()[2:4])  # of child processes that have ended
+            for child in self._children():
+                with suppress(psutil.Error):
+                    spent[child.pid] = sum(child.cpu_times()[:4])  # with its own children that have ended
+                    counted[child.pid] = _bytes(child)
+            self._samples.append(_Sample(now, spent, counted, waits))
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Take what this process reads and writes in the body, of /proc most of all, for no movement of the program."""
+        before = _bytes(self._process)
+        try:
+            yield
+        finally:
+            self._left_out += _bytes(self._process) - before
+
+    def forget(self) -> None:
+        """Forget the samples, so that the time before now does not count."""
+        self._samples.clear()
+
+    @property
+    def moves(self) -> bool:
+        """Whether the process has moved in the window, or it is not known whether it has."""
+        if len(self._samples) < 2:
+            return True
+        first, last = self._samples[0], self._samples[-1]
+        passed = max(last.time - first.time, 1e-3)
+        is_busy = _growth(first.seconds, last.seconds) > _BUSY_SHARE * passed
+        return last.waits or is_busy or _growth(first.bytes, last.bytes) > _IO_RATE * passed
+
+    def _children(self) -> Iterator[psutil.Process]:
+        ranks: set[int] = set()  # and what they have started
+        for child in self._process.children(recursive=True):
+            with suppress(psutil.Error):  # it has ended meanwhile
+                if self._is_rank(child.pid) or child.ppid() in ranks:
+                    ranks.add(child.pid)
+                else:
+                    yield child
+
+
+def _growth(before: Mapping[int, float], after: Mapping[int, float]) -> float:
+    return sum(max(value - before.get(key, 0.0), 0.0) for key, value in after.items())
+
+
+def _waits_for_disk(thread: int) -> bool:
+    with suppress(psutil.Error):
+        return bool(psutil.Process(thread).status() == psutil.STATUS_DISK_SLEEP)
+    return False
+
+
+def _bytes(process: psutil.Process) -> float:
+    with suppress(psutil.Error, AttributeError):  # macOS does not say
+        counters = process.io_counters()
+        return float(sum(getattr(counters, name, 0) for name in _COUNTERS))
+    return 0.0
+
+
+def _is_in_socket() -> bool:
+    """Return whether a thread is in one of Python's sockets, where nobody says from outside whether data moves."""
+    ours = {one.ident for one in threading.enumerate() if one.name.startswith(_OURS)}
+    return any(
+        # One that accepts connections waits forever, as that of multiprocessing does.
+        frame.f_globals.get("__name__") in ("socket", "ssl") and frame.f_code.co_name != "accept"
+        for ident, frame in sys._current_frames().items()
+        if ident not in ours
+    )
+
+
+# -- What a rank says of itself, and what is known of one that does not answer --
+
+# Calls of each rank that are compared.
+_COMPARED = 100
+# How far back it counts that the process of a rank computes that does not answer [s].
+_WINDOW = 10.0
+
+
+class RankObserver:
+    """Sees what this rank does; all its methods belong to the guard's thread."""
+
+    def __init__(
+        self,
+        channel: SideChannel,
+        recorder: CallRecorder,
+        *,
+        window: float,  # how far back it counts that the process moves [s]
+        store_port: int = 0,  # of the store at which the ranks have met
+    ) -> None:
+        self._channel, self._recorder = channel, recorder
+        self.activity = Activity(window, _is_rank_of(channel))
+        self._ports = (channel.port, store_port)  # of connections that are not the backend's
+        self.trains = threading.current_thread()
+        self.raised_at: Position | None = None  # where its last collective has raised an error
+
+    def outstanding(self) -> tuple[Outstanding, ...]:
+        return tuple(one for recorder in self._recorders() for one in recorder.outstanding())
+
+    def _recorders(self) -> list[CallRecorder]:
+        return [self._recorder, *group_recorders()]
+
+    def _calls(self, sites: bool) -> list[RecordedCall]:
+        calls = [call for recorder in self._recorders() for call in recorder.calls(sites=sites)]
+        return sorted(calls, key=lambda one: one.started)
+
+    def state(self, sites: bool = False) -> RankState:
+        """Return where this rank is; ``sites``: with call sites, for which torch loads its compiler the first time."""
+        with self.activity.left_out():
+            self.activity.look()
+            calls = self._calls(sites)
+            return RankState(
+                rank=self._channel.rank,
+                groups=dict(group_titles().values()),
+                outstanding=self.outstanding(),
+                calls=tuple(calls[-_COMPARED:]),
+                seconds_since_call=time.time() - calls[-1].started if calls else None,
+                position=self.raised_at or position(self.trains),
+                where=own_place(),
+                raised=self.raised_at is not None,
+                moves=self.activity.moves or _is_in_socket(),
+                connections=tuple(connections()),
+                ports=self._ports,
+            )
+
+
+def probe_unresponsive(
+    channel: SideChannel,
+    rank: int,
+    activities: dict[int, Activity],  # what earlier calls for the same wait have seen
+    *,
+    has_failed: bool,  # if it has left, it or another rank is known to have failed
+) -> UnresponsiveRank:
+    """Return what is known of a rank that does not answer; to be called now and then while it does not."""
+    host, pid = channel.process_of(rank)
+    if channel.has_closed(rank):
+        said = "it has come to the end of its program"
+        return UnresponsiveRank(said, host, has_ended=has_failed, has_left=not has_failed)
+    if host != socket.gethostname() or not pid:
+        place = f" (process {pid} on host {host})" if pid else ""
+        if channel.answers(rank):
+            return UnresponsiveRank(f"it runs, and does not answer{place}", host, is_moving=True)
+        return UnresponsiveRank(f"it is stopped, has ended or cannot be reached{place}", host)
+    try:
+        status = psutil.Process(pid).status()
+        if rank not in activities:
+            activities[rank] = Activity(_WINDOW, _is_rank_of(channel), pid)
+        activities[rank].look()
+    except psutil.NoSuchProcess:
+        status = psutil.STATUS_DEAD
+    if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
+        return UnresponsiveRank(f"its process {pid} has ended", host, has_ended=True)
+    there = tuple(connections(pid))
+    if status == psutil.STATUS_STOPPED:
+        what = f"its process {pid} is stopped, by a signal or a debugger"
+        return UnresponsiveRank(what, host, is_stopped=True, connections=there)
+    if activities[rank].moves:
+        return UnresponsiveRank(f"its process {pid} computes", host, is_moving=True, connections=there)
+    return UnresponsiveRank(f"its process {pid} does not answer", host, connections=there)
+
+
+def _is_rank_of(channel: SideChannel) -> Callable[[int], bool]:
+    """Return a function that tells whether a process of this host is a rank, as far as this one knows."""
+    return lambda pid: pid in {channel.process_of(rank)[1] for rank in range(channel.world_size)}
+
+
+def connections_between_ranks(
+    ends: Mapping[int, Collection[Connection]],  # of each rank whose connections are known
+    hosts: Collection[str],  # of other ranks
+    kept_ports: Collection[int],  # connections with one of them at either end are not the backend's
+) -> dict[int, list[Connection]]:
+    """Return which connections of each rank are to be ended, so that no rank waits for another one."""
+    owner = {end: rank for rank, theirs in ends.items() for end in theirs}
+    addresses = set[str]()
+    for host in hosts:
+        with suppress(OSError):
+            addresses.add(socket.gethostbyname(host))
+
+    def is_meant(rank: int, here: str, there: str) -> bool:
+        other = owner.get((there, here), rank)
+        is_there = other != rank or there.rpartition(":")[0] in addresses
+        return is_there and not ports_of((here, there)) & set(kept_ports)
+
+    return {rank: sorted(end for end in theirs if is_meant(rank, *end)) for rank, theirs in ends.items()}

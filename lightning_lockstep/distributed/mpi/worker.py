@@ -1,0 +1,264 @@
+"""The thread that carries out operations of MPI, and the handle that torch gets of an operation.
+
+    caller                            worker                                  callbacks of futures
+    group.allreduce(...)
+      Work(generator) -- inbox -->    first step: starts MPI's call
+    goes on, or work.wait()           tests it, again and again, and meanwhile
+                                      looks at: deadline, failure of another rank
+                                      complete: next step, the next piece
+                       <-- gate ---   no more steps: done
+                                                       -------- gate ----->   future.set_result()
+
+An operation is a generator. It starts non-blocking calls of MPI, yields the functions that test whether they are
+complete, and goes on once they are. The worker never waits in MPI for a rank that has not arrived, so operations of
+several groups, sends and receives go on side by side in whatever order they were called.
+
+Collectives of one group run one after another, as MPI wants them in one order on all ranks: each begins once the one
+before it is over.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from lightning_lockstep.errors import CollectiveStallError
+
+T = TypeVar("T")
+#: Yields lists of functions, each of which returns once in its life that its request is complete.
+Body = Generator[list[Callable[[], bool]], None, None]
+
+_FUTURES = "lockstep-mpi-future"
+# A waiter gives the worker, which ends an operation itself at its deadline, so much longer [s].
+_EXTRA = 5.0
+_LOOKS = 0.02  # how often deadlines and failures are looked at [s]
+# Tests before the core is given away: few while a backward may want it, many if a thread only waits.
+_SPINS, _SPINS_IF_AWAITED = 5, 400
+_YIELDS = 0.002  # time until the worker sleeps between tests [s]
+ANY_TIME = 1e9  # [s]
+
+
+class MPIWork(dist.Work):
+    """The handle of an operation; the worker carries it out."""
+
+    def __init__(
+        self,
+        title: str,  # in messages
+        body: Body,
+        tensors: list[Any],  # what its future gives
+        *,
+        timeout: float,  # longest wait for the other ranks [s]
+        after: MPIWork | None = None,  # the operation that has to be over before this one begins
+        ended: Callable[[MPIWork], None] = lambda work: None,  # called in the worker when it is over
+    ) -> None:
+        super().__init__()
+        self.title = title
+        self._timeout, self._deadline = timeout, time.monotonic() + timeout
+        self._after, self._ended = after, ended
+        self.error: BaseException | None = None
+        self.awaited = False  # by a thread that does nothing else meanwhile
+        self.senders: list[int] = []  # of a receive, once it is complete
+        self._body, self._tensors = body, tensors
+        self._tests: list[Callable[[], bool]] = []
+        # The worker writes into tensors of the caller, which may have been made in inference mode.
+        self._in_inference = torch.is_inference_mode_enabled()
+        self._done, self._gate = False, _thread.allocate_lock()
+        self._gate.acquire()
+        self._future: Future[Any] | None = None
+
+    # -- in the worker ----------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Go on if MPI's calls are complete; return whether anything moved."""
+        if self._after is not None:
+            if not self._after.is_completed():
+                return False
+            self._after = None
+        try:
+            while self._tests:
+                if not self._tests[-1]():
+                    return False
+                self._tests.pop()
+            with torch.inference_mode() if self._in_inference else nullcontext():
+                self._tests = next(self._body, _OVER)
+        except BaseException as error:  # belongs to whoever waits for the operation
+            self.finish(error)
+        else:
+            if self._tests is _OVER:
+                self.finish()
+        return True
+
+    @property
+    def given_up(self) -> bool:
+        """Whether it ended before MPI's calls were complete."""
+        return bool(self._tests)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Let those go on who wait for it."""
+        self.error = error
+        if self.given_up:  # MPI may still write to the memory, so all of it is kept
+            _given_up.append(self)
+        self._ended(self)
+        self._done = True
+        self._gate.release()
+
+    def end_if_late(self, error: BaseException | None) -> None:
+        """End with an error that ends all, or because the time is over."""
+        if self._after is not None:
+            return  # that one ends, and this one then says why it cannot begin
+        if error is None and time.monotonic() > self._deadline:
+            error = self._stalled(self._timeout)
+        if error is not None:
+            self.finish(error)
+
+    def _stalled(self, seconds: float) -> CollectiveStallError:
+        return CollectiveStallError(
+            f"{self.title} timed out after {seconds:g} s over MPI: not every rank has called it. Every rank must call"
+            " the same collectives in the same order; raise the timeout if a rank is only slow."
+        )
+
+    # -- anywhere ---------------------------------------------------------------------------------------
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the operation is over."""
+        self.awaited = True
+        given = timeout.total_seconds() if timeout is not None else 0.0
+        if not self._gate.acquire(timeout=given if given > 0 else self._timeout + _EXTRA):
+            raise self._stalled(given if given > 0 else self._timeout)
+        self._gate.release()
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether :meth:`wait` would return at once."""
+        return self._done
+
+    def is_success(self) -> bool:
+        """Return whether the operation is over and went well."""
+        return self._done and self.error is None
+
+    def exception(self) -> BaseException | None:
+        """Return the error the operation ended with, if any."""
+        return self.error
+
+    def source_rank(self) -> int:
+        """Return the rank, in the group, that a message came from."""
+        return self.senders[0] if self.senders else -1
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Future[Any]:
+        """Return a future that holds the tensors, or raises the operation's error, in C++ too."""
+        if self._future is None:
+            trigger: Future[Any] = Future()
+            self._future = trigger.then(self._outcome)
+
+            def complete() -> None:
+                with self._gate:
+                    pass
+                trigger.set_result(None)
+
+            # A callback may start another operation and wait for it, which the worker could not.
+            if self._done:
+                complete()
+            else:
+                try:
+                    threading.Thread(target=complete, name=_FUTURES, daemon=True).start()
+                except RuntimeError:  # Python is shutting down and starts no thread: this one waits
+                    complete()
+        return self._future
+
+    def _outcome(self, _: Any) -> list[Any]:
+        if self.error is not None:
+            raise self.error
+        return self._tensors
+
+
+_OVER: list[Callable[[], bool]] = []
+_given_up: list[MPIWork] = []
+
+
+# -- The worker --
+
+_interruption: Callable[[], BaseException | None] | None = None
+
+
+def set_interruption(question: Callable[[], BaseException | None] | None) -> None:
+    """Let the worker ask, while it waits for another rank, for an error to end with, if there is one."""
+    global _interruption
+    _interruption = question
+
+
+class Worker:
+    """Carries out operations in its thread, one step of each in turn."""
+
+    def __init__(self) -> None:
+        self._inbox: queue.SimpleQueue[MPIWork] = queue.SimpleQueue()
+        threading.Thread(target=self._loop, name="lockstep-mpi", daemon=True).start()
+
+    def submit(self, work: MPIWork) -> None:
+        """Queue an operation."""
+        self._inbox.put(work)
+
+    def call(self, function: Callable[..., T], *args: Any) -> T:
+        """Call ``function`` in the thread and return what it returns."""
+        returned: list[T] = []
+
+        def body() -> Body:
+            returned.append(function(*args))
+            yield []
+
+        work = MPIWork("a call", body(), [], timeout=ANY_TIME)
+        self.submit(work)
+        work.wait()
+        return returned[0]
+
+    def _loop(self) -> None:
+        torch.set_grad_enabled(False)  # for this thread
+        running: list[MPIWork] = []
+        tests, since, looked = 0, 0.0, 0.0
+        while True:
+            while not running or not self._inbox.empty():
+                running.append(self._inbox.get())
+                tests = 0
+            moved = any([work.step() for work in running])  # noqa: C419 - each is to step
+            tests = 0 if moved else tests + 1
+            if moved:
+                running = [work for work in running if not work.is_completed()]
+            if tests < _SPINS or (tests < _SPINS_IF_AWAITED and any(work.awaited for work in running)):
+                since = 0.0
+                continue
+            now = time.monotonic()
+            since = since or now
+            if now - since > _YIELDS:
+                time.sleep(0.00005 if now - since < 0.5 else 0.0005)
+            else:
+                os.sched_yield()
+            if now - looked > _LOOKS:
+                looked = now
+                error = _interruption() if _interruption is not None else None
+                for work in running:
+                    work.end_if_late(error)
+                running = [work for work in running if not work.is_completed()]
+
+
+def wait_for_callbacks(seconds: float) -> None:
+    """Wait, up to so long, until all futures are complete and their callbacks have returned."""
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        under_way = [thread for thread in threading.enumerate() if thread.name == _FUTURES]
+        if not under_way:
+            return
+        under_way[0].join(max(limit - time.monotonic(), 0.0))

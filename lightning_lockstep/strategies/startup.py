@@ -1,0 +1,191 @@
+"""How the ranks of a strategy are started and connected: by this program, or by mpirun or srun over MPI."""
+
+from __future__ import annotations
+
+import importlib.util
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from lightning_lockstep._lightning import _destroy_dist_connection
+from lightning_lockstep._trainer import given_to_trainer
+from lightning_lockstep.distributed.failure.process_exit import at_exit
+from lightning_lockstep.distributed.mpi.backend import abort_when_leaving, register_mpi_backend
+from lightning_lockstep.distributed.mpi.worker import set_interruption
+from lightning_lockstep.distributed.process_group import (
+    default_backend,
+    process_group_exists,
+    start_process_group,
+)
+from lightning_lockstep.errors import ConfigurationError, LaunchError, LockstepError, MissingExtraError
+from lightning_lockstep.launchers.environments import LockstepEnvironment, MPIEnvironment
+from lightning_lockstep.launchers.mpirun import MPIRunLauncher, note_orderly_end
+from lightning_lockstep.launchers.mpirun_command import MPIRunSettings, find_mpirun
+from lightning_lockstep.launchers.multiprocessing import SpawnedLauncher
+from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
+from lightning_lockstep.launchers.subprocess_script import ScriptLauncher, connected_rank
+from lightning_lockstep.xla.runtime import check_untouched
+
+
+class RankStartup:
+    """How the ranks of a strategy are started and connected: by this program, over a backend of torch."""
+
+    script_launcher: type[ScriptLauncher] = ScriptLauncher
+
+    def __init__(self, start_method: str = "popen", backend: str | None = None) -> None:
+        # Start method: popen, spawn, fork or forkserver; no backend: that of the device.
+        self.start_method, self.backend = start_method, backend
+
+    def adopt_ranks(self, strategy: Any) -> None:
+        """Take over from the program that started the ranks how many there are, before the launch."""
+
+    def launcher(self, strategy: Any, supervisor: RankSupervisor) -> Any:
+        """Return the launcher that starts the ranks of this node."""
+        environment, connected = strategy.cluster_environment, connected_rank() or (0, 1)
+        # Ranks that are connected run this script, and come here too: they are used again.
+        exist = environment.creates_processes_externally or connected[1] > 1
+        if self.start_method == "popen" or exist:
+            return self.script_launcher(
+                supervisor,
+                environment,
+                num_processes=strategy.num_processes,
+                num_nodes=strategy.num_nodes,
+            )
+        if self.start_method == "fork":
+            check_untouched()
+        return SpawnedLauncher(strategy, supervisor, start_method=self.start_method)  # type: ignore[arg-type]
+
+    def ranks_on_these_cores(self, strategy: Any) -> int:
+        """Return how many ranks share the cores that this one may use."""
+        return int(strategy.num_processes)
+
+    def connect(self, strategy: Any, timeout: timedelta) -> bool:
+        """Connect this rank with the others, and return whether it was not connected before."""
+        is_new = not process_group_exists()
+        self.backend = self.backend or default_backend(strategy.root_device)
+        start_process_group(
+            self.backend,
+            rank=strategy.global_rank,
+            world_size=strategy.world_size,
+            address=strategy.cluster_environment.main_address,
+            port=strategy.cluster_environment.main_port,
+            timeout=timeout,
+            device=self.device_of_group(strategy),
+            name=getattr(strategy.cluster_environment, "rendezvous_name", None),
+        )
+        if is_new and "nccl" in self.backend:  # which warns at exit of what nobody has destroyed
+            at_exit(_destroy_dist_connection)
+        return is_new
+
+    def device_of_group(self, strategy: Any) -> torch.device:
+        """Return the device whose tensors the process group of torch carries."""
+        device: torch.device = strategy.root_device
+        return device
+
+    def after_connect(self, supervisor: RankSupervisor) -> None:
+        """Do what has to follow once the ranks are connected and failures propagate."""
+
+
+class MPIStartup(RankStartup):
+    """How the ranks are started and connected: by mpirun or srun, over the collectives of the MPI library."""
+
+    def __init__(self, backend: str, mpirun: MPIRunSettings) -> None:
+        super().__init__()
+        self._given_backend, self.mpirun = backend, mpirun
+
+    def adopt_ranks(self, strategy: Any) -> None:
+        """With devices='auto', train on as many ranks as MPI has started."""
+        if not isinstance(strategy.cluster_environment, MPIEnvironment):
+            return
+        rank = strategy.cluster_environment.mpi_rank
+        if given_to_trainer("devices") != "auto" or rank.size % rank.local_size:
+            return
+        devices = list(strategy.parallel_devices or [torch.device("cpu")])
+        strategy.parallel_devices = (devices * rank.local_size)[: rank.local_size]
+        if strategy.num_nodes == 1:
+            strategy.num_nodes = rank.size // rank.local_size
+
+    def launcher(self, strategy: Any, supervisor: RankSupervisor) -> Any:
+        """Return the launcher that runs mpirun, or the ordinary one where ranks need not be started, or not by MPI."""
+        ranks = strategy.num_processes * strategy.num_nodes
+        ordinary = super().launcher(strategy, supervisor)
+        environment = strategy.cluster_environment
+        if not isinstance(environment, LockstepEnvironment) or ranks == 1:
+            return ordinary
+        if environment.creates_processes_externally:
+            return ordinary  # whoever started the ranks has set LOCAL_RANK; `connect` says what is missing
+        if self._given_backend == "nccl" and self.mpirun.hostfile is None and self.mpirun.mpirun is None:
+            return ordinary
+        command = find_mpirun(self.mpirun)
+        if command is None:
+            raise LaunchError(
+                "There is no mpirun next to this Python nor in PATH: install one with"
+                " `pip install 'lightning-lockstep[mpi]'`, load your cluster's MPI module, or give mpirun=..."
+                " Without MPI, train with the strategy lockstep_ddp (strategy=ddp)."
+            )
+        return MPIRunLauncher(
+            self.mpirun, command, num_processes=strategy.num_processes, num_nodes=strategy.num_nodes
+        )
+
+    def ranks_on_these_cores(self, strategy: Any) -> int:
+        """See :meth:`RankStartup.ranks_on_these_cores`; cores to which mpirun has bound a rank are its own."""
+        environment = strategy.cluster_environment
+        sharing = environment.rendezvous.sharing if isinstance(environment, MPIEnvironment) else None
+        return sharing or super().ranks_on_these_cores(strategy)
+
+    def connect(self, strategy: Any, timeout: timedelta) -> bool:
+        self.backend = self._choose_backend(strategy)
+        return super().connect(strategy, timeout)
+
+    def after_connect(self, supervisor: RankSupervisor) -> None:
+        """Let a failure interrupt collectives over MPI, and ranks end in an order that shows the report."""
+        note_orderly_end()
+        propagation = supervisor.propagation
+        if propagation is None:
+            return
+
+        def failed_elsewhere() -> BaseException | None:
+            try:
+                propagation.check()
+            except LockstepError as error:
+                return error
+            return None
+
+        set_interruption(failed_elsewhere)
+        # mpirun ends all ranks once one has failed: let the one that prints the report end first.
+        abort_when_leaving(0.0 if propagation.prints_report else supervisor.settings.grace_period + 2.0)
+
+    def _choose_backend(self, strategy: Any) -> str:
+        chosen = self._given_backend
+        if chosen == "auto":
+            environment = strategy.cluster_environment
+            by_mpi = isinstance(environment, MPIEnvironment)
+            installed = importlib.util.find_spec("mpi4py") is not None
+            alone = strategy.num_processes * strategy.num_nodes == 1 and not (by_mpi and installed)
+            chosen = "nccl" if strategy.root_device.type == "cuda" else "gloo" if alone else "mpi4py"
+            if chosen == "mpi4py" and not installed:
+                raise MissingExtraError(
+                    "mpi4py", extra="mpi", needed_for="LockstepMPIStrategy on CPU, unless backend='gloo',"
+                )
+            if chosen == "mpi4py" and not by_mpi:
+                raise LaunchError(
+                    f"The ranks of LockstepMPIStrategy were not started by MPI but are those of a"
+                    f" {type(environment).__name__}: start them with mpirun, mpiexec or `srun --mpi=pmix`, or give"
+                    " backend='gloo', or train with the strategy lockstep_ddp (strategy=ddp)."
+                )
+        if chosen == "mpi4py":
+            if strategy.root_device.type != "cpu":
+                raise ConfigurationError(
+                    f"backend='mpi4py' moves tensors of the CPU, and the Trainer's device is {strategy.root_device}:"
+                    " leave backend at 'auto', which is nccl on CUDA."
+                )
+            register_mpi_backend()
+        return chosen
+
+
+def startup_over(settings: Any) -> RankStartup:
+    """Return how the ranks of any other strategy are started and connected: over MPI if that is the backend."""
+    if settings.process_group_backend in ("mpi4py", "mpi"):
+        return MPIStartup(settings.process_group_backend, MPIRunSettings())
+    return RankStartup(settings.start_method, settings.process_group_backend)
