@@ -172,8 +172,8 @@ class EffectiveBatchSize(Callback):
         requested = self.global_batch_size
         if requested < trainer.world_size:
             raise BatchSizeError(
-                f"a global batch of {requested} cannot be divided among {trainer.world_size} ranks:"
-                " every rank needs at least one sample"
+                f"a global batch of {requested} cannot be divided among {trainer.world_size} ranks: expected at least"
+                " one sample for each"
             )
         reference = self.reference_batch_size if self.plan is None else self.plan.total
         largest = min(largest, place.samples)
@@ -182,9 +182,9 @@ class EffectiveBatchSize(Callback):
         changes = (plan.micro_batch, plan.accumulate) != (place.size, trainer.accumulate_grad_batches)
         if changes and not trainer.lightning_module.automatic_optimization:
             raise BatchSizeError(
-                "the module uses manual optimization, so this package does not control how many micro-batches make an"
-                f" optimizer step, and cannot keep a global batch of {requested} as {plan}: {place.size} per rank are"
-                " configured. Set the batch size yourself, or write AutoBatchSize(global_batch_size='largest')"
+                f"a global batch of {requested} needs {plan}, but {place.size} per rank are configured, and with"
+                " manual optimization this package does not control how many micro-batches make an optimizer step. Set"
+                " the batch size yourself, or write AutoBatchSize(global_batch_size='largest')"
             )
         self.plan = plan
         if not self.plan.exact and current_communicator().is_main:
@@ -230,7 +230,7 @@ def keeper_of_global_batch(
     if len(sizes) > 1:
         raise SearchRefusedError(
             f"AutoBatchSize(global_batch_size={given!r}) and EffectiveBatchSize ask for global batches of"
-            f" {' and '.join(sorted(sizes))}: expected one. Give either of them."
+            f" {' and '.join(sorted(sizes))}: expected one size. Give it to one of them."
         )
     return asking[0] if asking else own
 
