@@ -424,7 +424,7 @@ def test_command_writes_beside_the_folder(
     # 55 tied, 30 frozen, 1 frozen, 42 hidden, 14 norm, 40 out, 1 scale, 7 odd, 7 mean, 1 steps
     assert printed.out.startswith(f"{output}: 18 tensors with 198 values of float32, int64, ")
     assert printed.out.endswith(" KiB\n")
-    aside = "last.ckpt.before, as a save that was to replace it was killed"
+    aside = "last.ckpt.before, because the save that should have replaced it was killed"
     assert (aside in printed.err) == (name != "last.ckpt")
     assert (
         f"lockstep-consolidate: {folder / 'checkpoint'}: left out what is not plain data: {', '.join(DROPPED)}"

@@ -262,7 +262,7 @@ def test_in_rank_order(seen):
     assert [("body" in v) for v in values] == [True, True, False], "ranks after the failure skip the body"
     assert all(v["after"] for v in values), "and the next block works again"
     for value in values[:2]:
-        assert "for rank 2: never entered the block, or still in it" in value["stall"]
+        assert "for rank 2, which never entered the block or did not leave it" in value["stall"]
 
 
 def broken_handler() -> list[str]:
