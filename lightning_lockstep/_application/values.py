@@ -216,7 +216,7 @@ def _why_not_found(name: str, cause: BaseException) -> str:
     left_out = " (left out for -P or PYTHONSAFEPATH)" if is_left_out() else ""
     return (
         f" There is no module {module!r}, neither in {here}{left_out} nor installed.{near} Start in the folder of"
-        f" {module}.py, or name that in PYTHONPATH."
+        f" {module}.py, or add that folder to PYTHONPATH."
     )
 
 

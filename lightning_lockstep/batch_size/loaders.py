@@ -220,7 +220,7 @@ def _flattened(given: Any) -> list[DataLoader[Any]]:
 def _checked(loader: object) -> DataLoader[Any]:
     if not isinstance(loader, DataLoader):
         raise SearchRefusedError(
-            f"the batch size of a {type(loader).__name__} cannot be changed from outside; a DataLoader can"
+            f"the batch size of a {type(loader).__name__} cannot be changed from outside: pass a DataLoader"
         )
     if isinstance(loader.dataset, IterableDataset):
         raise SearchRefusedError(

@@ -75,9 +75,7 @@ def parse_bytes(text: str | int | float) -> int:
         size = float(found.group(1)) * {**_UNITS, **_BINARY_UNITS}[found.group(2) or ""] if found else 0.0
         if size > 0:
             return int(size)
-    raise ConfigurationError(
-        f"memory_limit={text!r} is not an amount of memory. Give a number of bytes, or text such as '4GiB'."
-    )
+    raise ConfigurationError(f"memory_limit={text!r}: expected a number of bytes, or text such as '4GiB'.")
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,10 @@ class Recovery:
                 "the module uses manual optimization, so this package does not control its optimizer steps"
             )
         if getattr(getattr(trainer.strategy, "settings", None), "uneven_inputs", "") == "join":
-            reason = "with uneven_inputs='join' the other ranks may wait in a step for what its samples count"
+            reason = (
+                "with uneven_inputs='join' the other ranks may wait for this rank's samples to be counted in the"
+                " middle of a step"
+            )
         if reason:
             raise BatchSizeError(f"on_oom='split' is not possible here: {reason}")
         self._trainer, self._module = trainer, module
@@ -244,6 +247,6 @@ class Recovery:
 
 def _refuse_collective(*args: Any, **kwargs: Any) -> None:
     raise BatchSizeError(
-        "training_step communicates (all_gather, reduce or broadcast), so its batch cannot be split on one rank:"
-        " the other ranks call it once. Use a smaller batch."
+        "training_step communicates (all_gather, reduce or broadcast), so its batch cannot be split on one rank,"
+        " because the other ranks communicate once. Use a smaller batch."
     )

@@ -127,9 +127,9 @@ def refuse_split(trainer: Trainer) -> None:
     """Raise where an engine makes the steps, which cannot be run again in parts."""
     if _engine_trials(trainer) is not None:
         raise SearchRefusedError(
-            f"on_oom='split' is not possible with {type(trainer.strategy).__name__}: gradients are reduced"
-            " while the backward runs, and a batch that ended half way cannot be finished in parts. Write"
-            " on_oom='raise'; the search for a batch size works."
+            f"on_oom='split' is not possible with {type(trainer.strategy).__name__}: it reduces gradients while the"
+            " backward runs, so a batch that ended half way cannot be finished in parts. Write on_oom='raise'; the"
+            " search for a batch size works."
         )
 
 
@@ -256,7 +256,7 @@ def largest_to_try(
     samples = int(communicator.all_reduce(torch.tensor(place.samples), "min"))
     if global_batch is None:
         samples = max(1, samples // accumulate)
-    return (samples, "it is all data of a rank") if samples < most else (most, why)
+    return (samples, "it is all the data of a rank") if samples < most else (most, why)
 
 
 # -- A whole search on all ranks: try, agree, repeat --

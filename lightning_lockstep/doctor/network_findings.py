@@ -66,8 +66,8 @@ def _shared_memory(host: str, count: int, free: int | None) -> Iterator[Finding]
     elif free < _SMALL_SHARED_MEMORY * count:
         yield warning(
             "shared memory",
-            f"{host}: {size_in_words(free)} of /dev/shm are free, for {count} ranks; NCCL and data loader workers fail"
-            " with a bus error when it is full",
+            f"{host}: {size_in_words(free)} of /dev/shm are free for {count} ranks; if it is full, NCCL and data"
+            " loader workers fail with a bus error",
             *MORE_SHARED_MEMORY,
         )
 

@@ -242,7 +242,7 @@ class LineSender:
         """Send what is queued; when rank 0 has failed, print here what it may not have printed."""
         if self.channel.usable:
             self.channel.flush(1.0)
-        oldest, why = time.time() - _KEPT_FOR, "printed here since rank 0 has failed"
+        oldest, why = time.time() - _KEPT_FOR, "printed here because rank 0 has failed"
         while self._kept and self.channel.lost:
             call = self._kept.popleft()
             if call[5] >= oldest:

@@ -228,7 +228,7 @@ class Detection:
             later = record.occasion.batch_number - origin.occasion.batch_number
             origin.notes.append(
                 f"Found {later} batches later (check_every_n_steps={self._every}), and replayed with the weights of"
-                " that later step. check_every_n_steps=1 replays it with its own."
+                " that later step. With check_every_n_steps=1 a batch is replayed with its own."
             )
         # What a replay computes is no output of the step.
         with nullcontext() if self._watch is None else replaced(self._watch, active=False):

@@ -99,7 +99,7 @@ class Response:
             return "the loss or the gradients are not finite"
         if self.communicator.world_size > 1 and self.engine is None and self.settings.action != "warn":
             record.made_nan = True
-        return "an output of a module is not finite, while the loss is"
+        return "an output of a module is not finite, although the loss is"
 
     def _is_bad(self, loss: Tensor | None) -> bool:
         return has_bad_values(loss, allow_inf=self.settings.allowed.match("loss"))
@@ -170,9 +170,9 @@ class Response:
         if self.publisher.all_arrive():
             return recorder
         if recorder.error is None:
-            raise RuntimeError(f"The joint replay did not finish on another rank. ({_TOGETHER})")
+            raise RuntimeError(f"Another rank did not finish the replay. ({_TOGETHER})")
         note = getattr(recorder.error, "add_note", str)  # from Python 3.11 on
-        note(f"It was raised meanwhile: {_TOGETHER}")
+        note(f"Raised in a replay: {_TOGETHER}")
         raise recorder.error
 
     def _replay(self, record: StepRecord, *, alone: bool) -> FrameRecorder:

@@ -49,9 +49,7 @@ def refuse_audit(trainer: Trainer) -> None:
     name = type(trainer.strategy).__name__
     missing = missing_capabilities(trainer.strategy, "whole_gradients", "step_alone", "runs_at_once")
     if getattr(trainer.strategy, "_model_averaging_period", None):
-        missing.append(
-            "it averages the models now and then, so that between two averages ranks hold other weights"
-        )
+        missing.append("it averages the models only now and then, so the weights of ranks differ in between")
     if missing:
         raise ConfigurationError(
             f"ReplicaCheck(audit_every_n_steps=...) does not work with {name}: {missing[0]}. Use lockstep_ddp or"
@@ -73,8 +71,8 @@ class Audit:
                 for kind in dict.fromkeys(kinds)
             ]
             raise ConfigurationError(
-                "ReplicaCheck(audit_every_n_steps=...) compares results bit by bit, so it expected devices of one kind"
-                " on all ranks, with the same number of threads (threads_per_rank=...), not\n\n"
+                "ReplicaCheck(audit_every_n_steps=...) compares results bit by bit: expected one kind of device and"
+                " the same number of threads (threads_per_rank=...) on all ranks, not\n\n"
                 f"{plain_table(('ranks', 'compute with'), rows)}\n\nLeave audit_every_n_steps out here."
             )
 

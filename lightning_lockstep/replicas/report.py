@@ -161,16 +161,16 @@ def _reasons(
     if len({*steps.values()}) > 1:
         told = {rank: str([*of_rank]) for rank, of_rank in steps.items()}
         reasons.append(
-            f"An optimizer has stepped on some ranks only: steps of each optimizer are {_who_has_what(told)}. Let"
-            " all ranks step the same number of times, also a rank that has no loss for its batch."
+            f"An optimizer has stepped on some ranks only: steps of each optimizer are {_who_has_what(told)}. Let all"
+            " ranks step the same number of times, even a rank that has no loss for its batch."
         )
     gradients = {rank: answer["gradients"] for rank, answer in answers.items() if answer["gradients"]}
     if differing := _differing(gradients):
         reasons.append(_reason_for_gradients(list(differing), len(next(iter(gradients.values()))), answers))
     if tensors.keys() == {"buffers"}:
         reasons.append(
-            "Only buffers differ: something writes them from what one rank alone has seen, and nothing sends them to"
-            " the others. Reduce what is written, or compare none with buffers='none'."
+            "Only buffers differ: each rank writes its own values into them, and nothing makes them equal. Reduce what"
+            " is written, or leave buffers out with buffers='none'."
         )
     return reasons
 
@@ -182,12 +182,12 @@ def _reason_apart_from_steps(tensors: Mapping[str, Mapping[str, Parts]], answers
     if unchanged:
         return (
             f"{listed(unchanged, 3)} changed on some ranks only, while settings and optimizer steps are equal: a hook"
-            " or a callback has written it there, or a checkpoint was loaded there alone."
+            " or a callback wrote it on those ranks, or they alone loaded a checkpoint."
         )
     if has_state and "optimizer state" not in tensors:
         return (
             "Settings, optimizer steps and the state of optimizers are equal, so gradients always were: a hook or a"
-            " callback wrote other weights on some ranks (by a seed of each, for instance), or a checkpoint was loaded"
+            " callback wrote other weights on some ranks (with its own seed, for example), or a checkpoint was loaded"
             " there alone."
         )
     if any(answer["gradients"] or not answer["sees_gradients"] for answer in answers.values()):
@@ -226,11 +226,11 @@ _BEFORE = (
 )
 # Why gradients differ: of some parameters, or of all.
 _UNKNOWN = (
-    "DDP does not know {}: it was told to ignore that, or it was frozen or not there when the model was wrapped."
-    " Unfreeze and add parameters before the fit begins (configure_model)."
+    "DDP does not know {}: DDP was told to ignore it, or it was frozen or missing when the model was wrapped. Unfreeze"
+    " and add parameters before the fit begins (configure_model)."
 )
-_CHANGED = "they are changed on some ranks after the reduction, as by a hook"
-_OR_UNKNOWN = "or DDP does not know them, as what configure_optimizers adds to the model."
+_CHANGED = "they are changed on some ranks after the reduction, for example by a hook"
+_OR_UNKNOWN = "or DDP does not know them, because configure_optimizers added them to the model, for example."
 _NOT_WRAPPED = "no DistributedDataParallel wraps the model, and the strategy has not reduced them."
 _NOT_SYNCHRONIZED = (
     "DDP is told not to synchronize: no_sync() was never left, or require_backward_grad_sync is False."

@@ -237,7 +237,7 @@ class _Resume:
             _log.warning(
                 f"The checkpoint does not have the positions of {counted(self._communicator.world_size, 'rank')} with"
                 f" batches of {' and '.join(map(str, sizes))}: epoch {self.point.epoch} goes on at batch"
-                f" {self.batches} in another order, so samples may come again, and others not at all."
+                f" {self.batches} in another order, so some samples may come again, and others not at all."
             )
 
 

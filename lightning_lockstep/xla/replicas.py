@@ -104,7 +104,7 @@ class Replicas:
             raise LaunchError(
                 f"{size} ranks, and torch-xla sees (ordinal, replicas, devices of the process) {found} by rank:"
                 f" expected each ordinal once, {size} replicas and one device a process. Give the Trainer all devices"
-                " of each host; where a chip has two (TPU v2, v3, v7), use strategy='lockstep_xla_spmd'."
+                " of each host; if a chip has two (TPU v2, v3, v7), use strategy='lockstep_xla_spmd'."
             )
 
     def average_gradients(self, module: torch.nn.Module) -> None:

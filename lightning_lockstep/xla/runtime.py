@@ -92,7 +92,7 @@ def check_accelerator(is_tpu: bool) -> None:
             " unset PJRT_DEVICE if it is set"
         )
         raise ConfigurationError(
-            f"accelerator='tpu', and torch-xla takes the CPU: expected a TPU, but {why}; or give the Trainer"
+            f"accelerator='tpu': expected a TPU, but torch-xla takes the CPU, because {why}; or give the Trainer"
             " accelerator='cpu' to train on virtual devices of the CPU."
         )
 
@@ -225,9 +225,9 @@ class XLARuntime:
             if "device_ready_queues" not in str(error):
                 raise
             raise ConfigurationError(
-                "A backward has run in this process before torch-xla had its devices, and autograd counts devices at"
-                " the first backward only: expected a process that begins with XLA. Run this in a separate process,"
-                " or call torch_xla.runtime.global_runtime_device_count() before the first backward."
+                "A backward ran in this process before torch-xla had its devices, but autograd counts devices at the"
+                " first backward only: expected a process that begins with XLA. Run this in a separate process, or"
+                " call torch_xla.runtime.global_runtime_device_count() before the first backward."
             ) from None
 
     def sync(self) -> None:

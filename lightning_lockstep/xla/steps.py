@@ -92,8 +92,8 @@ def resolve_xla_precision(plugin: Precision, requested: str | None, *, downcast_
         )
     if downcast_bf16 and name != "bf16-true":
         raise ConfigurationError(
-            f"downcast_bf16=True with precision={name!r}: expected precision='bf16-true', of which it is the second"
-            " level: float32 becomes bfloat16, and float64 becomes float32 rather than bfloat16."
+            f"downcast_bf16=True with precision={name!r}: expected precision='bf16-true'. With both, float32 becomes"
+            " bfloat16, and float64 becomes float32 rather than bfloat16."
         )
     if downcast_bf16 or (name == "bf16-true" and type(plugin) is HalfPrecision):
         return CastPrecision(downcast=downcast_bf16)

@@ -34,8 +34,8 @@ def read_file(path: Path) -> dict[str, Any]:
     except UNREADABLE as error:
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0].strip()
         raise ConfigurationError(
-            f"{path}: cannot be read ({reason or type(error).__name__}). Expected a file of DeepSpeed, in full: it may"
-            " have been cut off, by a full disk or while it was copied."
+            f"{path}: cannot be read ({reason or type(error).__name__}). Expected a whole file of DeepSpeed: a full"
+            " disk or a copy may have cut it off."
         ) from error
     if not isinstance(content, dict):
         raise ConfigurationError(f"{path}: expected a dictionary, found {type(content).__name__}.")
@@ -152,8 +152,8 @@ def find_folder(folders: str | Path | Sequence[Path]) -> CheckpointFolder:
         before = files.setdefault(path.name, path)
         if before != path and is_state_file(path.name) and not filecmp.cmp(before, path, shallow=False):
             raise ConfigurationError(
-                f"{before} and {path} differ: expected the folders of one checkpoint, in which each rank's files are"
-                " once. Name the folders that the nodes of one run have written at the same step."
+                f"{before} and {path} differ: expected the folders of one checkpoint, with one copy of each rank's"
+                " files. Name the folders that the nodes of one run have written at the same step."
             )
     return CheckpointFolder(found[0], files)
 

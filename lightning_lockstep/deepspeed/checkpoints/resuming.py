@@ -295,8 +295,8 @@ def _load_named(folder: Path, module: nn.Module, weights: Mapping[str, Any], str
         module.load_state_dict(weights, strict=strict)
     except RuntimeError as error:
         raise ConfigurationError(
-            f"{folder}: is of another model. {error}\nIf the checkpoint need not have all weights of the model, as with"
-            " exclude_frozen_parameters or adapters alone, set `strict_loading = False` in the LightningModule."
+            f"{folder}: is of another model. {error}\nIf the checkpoint need not have all weights of the model"
+            " (exclude_frozen_parameters, or adapters alone), set `strict_loading = False` in the LightningModule."
         ) from error
 
 

@@ -281,7 +281,7 @@ def test_a_file_that_is_cut_off(copy: Path, kept: int) -> None:
     file = copy / "checkpoint" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     file.write_bytes(file.read_bytes()[:kept])
     with pytest.raises(
-        ConfigurationError, match=rf"{file.name}: cannot be read \(.+\)\. Expected a file of DeepSpeed"
+        ConfigurationError, match=rf"{file.name}: cannot be read \(.+\)\. Expected a whole file of DeepSpeed"
     ):
         consolidated(copy)
 

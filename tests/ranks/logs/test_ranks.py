@@ -201,7 +201,7 @@ def rank_0_goes_first() -> list[str]:
 
 def test_when_rank_0_has_failed_the_others_print_what_it_may_not_have_printed():
     outcomes = run_ranks_raw(2, rank_0_goes_first, timeout=40)
-    assert outcomes[1].value == ["[rank 1, printed here since rank 0 has failed] after the failure"]
+    assert outcomes[1].value == ["[rank 1, printed here because rank 0 has failed] after the failure"]
 
 
 def late_channel() -> list[str]:
