@@ -110,7 +110,7 @@ def setting_faults(config: DictConfig, component: str) -> dict[str, str]:
             try:
                 _ = where[name]
             except OmegaConfBaseException:
-                # _get_node, as the public ways resolve an interpolation instead of showing it.
+                # _get_node, because the public ways resolve an interpolation instead of showing it.
                 reference = where._get_node(name)._value()
                 text = f"takes its value from {reference}, and this configuration has no such key."
                 faults[key] = f"{key}: {text}"

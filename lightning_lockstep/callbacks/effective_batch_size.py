@@ -60,9 +60,9 @@ class EffectiveBatch:
 
 def plan_effective_batch(requested: int, *, ranks: int, largest: int, any_size: bool) -> EffectiveBatch:
     """Divide a global batch of ``requested`` samples so that a micro-batch has ``largest`` per rank at most."""
-    # `any_size`: ranks may have micro-batches that differ by a sample, so that every global batch is possible. Else an
-    # exact division is taken unless it needs more than twice the micro-batches that the memory asks for (a prime number
-    # of samples would be trained one by one); then the nearest total is taken.
+    # `any_size`: the micro-batches of ranks may differ by one sample, so that every global batch is possible. Otherwise
+    # an exact division is taken, unless it needs more than twice as many micro-batches as the memory asks for (a prime
+    # number of samples would be trained one by one); then the nearest total is taken.
     if any_size:
         count = -(-requested // (ranks * largest))
         return EffectiveBatch(requested, micro_batches(requested, count), ranks)
@@ -107,11 +107,11 @@ class EffectiveBatchSize(Callback):
 
     Args:
         global_batch_size: Samples of all ranks in one optimizer step.
-        batch_arg_name: Attribute that holds the batch size, where no DataLoader is passed to ``fit()``.
+        batch_arg_name: Attribute that holds the batch size, if no DataLoader is passed to ``fit()``.
         lr_scaling: ``linear`` or ``sqrt``: scale every learning rate when the global batch differs from
             ``reference_batch_size``. ``None`` leaves them unchanged.
         reference_batch_size: Global batch that the learning rate was chosen for; by default
-            ``global_batch_size``; then learning rates change only where the global batch cannot be exact.
+            ``global_batch_size``, so that learning rates change only if the global batch cannot be exact.
 
     Attributes:
         plan: How the batch is divided, once the fit has begun.
@@ -237,5 +237,5 @@ def keeper_of_global_batch(
 
 def unaccumulated(trainer: Trainer, module: LightningModule, name: str) -> BatchLoaders:
     """Return where the batch size lives, before it is decided how many micro-batches are accumulated."""
-    with replaced(trainer, accumulate_grad_batches=1):  # a loader's hook may look at it
+    with replaced(trainer, accumulate_grad_batches=1):  # a loader's hook may read it
         return BatchLoaders(trainer, module, name)

@@ -221,7 +221,7 @@ class StaticShapes(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Note what was compiled outside of batches; what is logged has the weight of the real samples."""
+        """Note what was compiled outside of batches, and weight what is logged by the real samples."""
         self._take(trainer)
         results: Any = trainer._results
         if current.mask is not None and results is not None:
@@ -270,9 +270,9 @@ class StaticShapes(Callback):
         current.forget()
 
     def _take(self, trainer: Trainer) -> tuple[int, float]:
-        """Count what was compiled up to here, also of what was called and would be compiled later only."""
+        """Count what was compiled up to here, after starting what was called but not yet compiled."""
         strategy: Any = trainer.strategy
-        if hasattr(strategy, "device_seed"):  # it runs later what is called now
+        if hasattr(strategy, "device_seed"):  # its devices run operations later than they are called
             strategy.sync()
         return self._compilations.take()
 

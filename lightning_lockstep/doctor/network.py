@@ -371,9 +371,7 @@ STEPS = {
 }
 # A backend's own limit is that much shorter than ours, so that its error names what it waited for [s].
 _EARLIER = 3.0
-_LEAVE = (
-    5.0  # how long a killed process may take to end: it may hang in a driver, where no signal ends it [s]
-)
+_LEAVE = 5.0  # how long a killed process may take to end: in a driver it may hang, and no signal ends it [s]
 _TAIL = 1_500  # of what it prints [characters]
 
 

@@ -100,7 +100,7 @@ def _connections(ranks: Ranks, paths: Paths) -> Iterator[Finding]:
         yield ok("connections", f"every host reaches the others ({listed(places, 8)})")
 
 
-# -- A backend, and where it fails the variable that may cure it: advised only if it was tried and worked --
+# -- A backend, and if it fails the variable that may cure it: advised only if it was tried and worked --
 
 _P2P, _GLOO_INTERFACE, _NCCL_INTERFACE = "NCCL_P2P_DISABLE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _CURES = {"gloo": (_GLOO_INTERFACE,), "nccl": (_P2P, _NCCL_INTERFACE)}

@@ -48,10 +48,10 @@ class Remedy:
 
 
 def search(root: nn.Module, first: Producer, run: Callable[[], Producer | None]) -> Remedy | None:
-    """Find modules which, run in float32, let the batch pass; ``None`` where float32 does not help."""
-    # Begins with the module that produced the first bad value. Where its output is too large for the dtype
-    # that it goes back to, the module around it is tried; where another module fails next, that one is added.
-    # Each attempt is one replay, 16 at most: ``run`` returns what produces the first bad value now.
+    """Find modules which, run in float32, let the batch pass; ``None`` if float32 does not help."""
+    # Begins with the module that produced the first bad value. If its output is too large for the dtype to which
+    # it is cast back, the module around it is tried; if another module fails next, that one is added. Each
+    # attempt is one replay, 16 at most: ``run`` returns what produces the first bad value now.
     by_name = {name: module for module, name in module_names(root).items()}
     chosen: list[str] = []
     candidate = first.module
@@ -65,7 +65,7 @@ def search(root: nn.Module, first: Producer, run: Callable[[], Producer | None])
             return Remedy(tuple(_shorter(chosen, by_name, run)), tried=True)
         if now.kind in ("weight", "batch"):
             return None
-        # Still inside a module that runs in float32: its result does not fit the dtype it goes back to.
+        # Still inside a module that runs in float32: its result does not fit the dtype to which it is cast back.
         stuck = next((name for name in chosen if _inside(now.module, name)), None)
         candidate = stuck.rpartition(".")[0] if stuck else now.module
     return None

@@ -14,10 +14,10 @@ from lightning_lockstep.replicas.contents import SECTIONS, is_remark
 _NAMED = 5
 _SETTINGS_NAMED = 12
 
-Parts = list[list[int]]  # ranks that have the same, the most first
+Parts = list[list[int]]  # ranks that have the same, the largest group first
 Answers = Mapping[
     int, Mapping[str, Any]
-]  # by rank, what one of those that agree with it has told, see `Check`
+]  # by rank, what it has sent, or a rank that agrees with it; see `Check`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +50,12 @@ def judge(
     answers: Answers,
     places: Sequence[str],  # host and device of each rank
     statistics: set[str],
-    held: Sequence[int] = (),  # the ranks that are compared, where they are not all
+    held: Sequence[int] = (),  # the ranks that are compared, if they are not all
 ) -> Finding | None:
     """Return what differs between ranks.
 
-    Adds to ``statistics`` the buffers in which each rank has its own: they may stay as they are between two checks,
-    such as those of a validation.
+    Adds to ``statistics`` the buffers in which each rank has its own values, because they may not change between two
+    checks, such as those of a validation.
     """
     tensors: dict[str, dict[str, Parts]] = {}
     for section in SECTIONS:
@@ -92,7 +92,7 @@ def judge(
 
 
 def _differing(values: Mapping[int, Mapping[str, Any]]) -> dict[str, Parts]:
-    """Return by name the ranks that have the same value, where not all have."""
+    """Return by name the ranks that have the same value, if not all have it."""
     names = dict.fromkeys(name for of_rank in values.values() for name in of_rank)
     parts = {name: _parts({rank: of_rank.get(name) for rank, of_rank in values.items()}) for name in names}
     return {name: found for name, found in parts.items() if len(found) > 1}
@@ -128,7 +128,7 @@ def _suspects(
     del counts[()]
     if counts:
         return list(counts.most_common(1)[0][0])
-    # Two ranks: who has left out a step, or alone has changed what stays as it is.
+    # Of two ranks, suspect the one that left out a step, or that alone changed something that should stay.
     fewest = min(map(sum, steps.values()))
     fewer = [rank for rank, of_rank in steps.items() if sum(of_rank) == fewest]
     if len(fewer) < len(steps):
@@ -176,7 +176,7 @@ def _reasons(
 
 
 def _reason_apart_from_steps(tensors: Mapping[str, Mapping[str, Parts]], answers: Answers) -> str:
-    """Return the likely reason where settings and steps are equal, and gradients as far as they were seen."""
+    """Return the likely reason if settings and steps are equal, and gradients as far as they were seen."""
     unchanged = [name for name, _ in _changed_alone(tensors, answers)]
     has_state = any(answer["sums"]["optimizer state"] for answer in answers.values())
     if unchanged:
@@ -298,7 +298,7 @@ def _in_words(parts: Parts) -> str:
 
 
 def start_table(facts: Mapping[int, Mapping[str, str]]) -> tuple[str, bool]:
-    """Return a table of what differs at the start, and whether any of it must not; facts by rank."""
+    """Return a table of what differs at the start, and whether some of it is a fault; facts by rank."""
     differing = _differing(facts)
     rows: list[tuple[str, str, str]] = []
     shown = list(differing.items())[:_SETTINGS_NAMED]

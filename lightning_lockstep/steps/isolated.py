@@ -104,7 +104,7 @@ def from_a_state(
 
 
 def step_arguments(step: Callable[..., Any], batch: Any, index: int) -> list[Any]:
-    """Return the arguments of a step: the batch, and its index where the step takes it."""
+    """Return the arguments of a step: the batch, and its index if the step takes it."""
     # Of a method around another one, as `fully_shard` makes it, `signature` would leave out one parameter too many.
     parameters = inspect.signature(inspect.unwrap(step)).parameters
     if "dataloader_iter" in parameters:
@@ -241,7 +241,7 @@ class _NotDistributed(nn.Module):
 
 
 class _Stopped(Exception):  # noqa: N818  (a signal, no error)
-    """Ends a step at the optimizer step that was asked for, or where there is nothing to run backward."""
+    """Ends a step at the optimizer step that was asked for, or if there is nothing to run backward."""
 
 
 def _local_answers(world_size: int) -> dict[str, Callable[..., Any]]:

@@ -72,7 +72,7 @@ def _cuda_states(device: torch.device | None) -> dict[int, Tensor]:
 class ModuleAttributes:
     """Plain attributes of a module and its submodules: modes, counters, lists, states of torchmetrics."""
 
-    # Containers and tensors are put back in place, where others may hold them.
+    # Containers and tensors are put back in place, because others may hold them.
 
     # Parameters are never exchanged, buffers' values are kept separately, and the rest is Lightning's.
     _OTHERS = frozenset({"_parameters", "_modules", "_trainer", "_fabric", "trainer"})

@@ -81,7 +81,7 @@ class LoaderPosition(Callback):
         if getattr(type(loader), "__iter__", None) is not DataLoader.__iter__ or not has_index:
             return _Resumable(loader, self)
         made = copy.copy(loader)  # the program may use its own for something else
-        # DataLoader refuses this by its own __setattr__, since it could not check what it gets.
+        # DataLoader refuses this by its own __setattr__, because it could not check what it gets.
         vars(made).update(batch_sampler=_Resumable(batches, self), state_dict=dict, load_state_dict=_nothing)
         return made
 

@@ -83,7 +83,7 @@ def num_tpu_chips() -> int:
 
 
 def check_accelerator(is_tpu: bool) -> None:
-    """Refuse to train on the CPU where the Trainer was to train on TPUs."""
+    """Refuse to train on the CPU if the Trainer was to train on TPUs."""
     if is_tpu and find_device_type() == "CPU":
         why = (
             "PJRT_DEVICE=CPU is set. Unset it"
@@ -102,7 +102,7 @@ def check_accelerator(is_tpu: bool) -> None:
 
 def num_xla_ranks() -> int | None:
     """Return how many ranks torch-xla has devices for on this host, without initialising it."""
-    # 0: XLA runs on the CPU, where any number will do. ``None``: nothing asks for XLA, as torch-xla is not installed,
+    # 0: XLA runs on the CPU with any number. ``None``: nothing asks for XLA, because torch-xla is not installed,
     # or there is neither a TPU nor ``PJRT_DEVICE``.
     if importlib.util.find_spec("torch_xla") is None:
         return None

@@ -133,14 +133,14 @@ class LazyRun:
 
 
 def _logs_this_step(trainer: Any) -> bool:
-    """Return whether the values of the current training batch are logged; every 50th where nothing is."""
+    """Return whether the values of the current training batch are logged; every 50th if nothing is."""
     if trainer.log_every_n_steps == 0:
         return bool((trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % 50 == 0)
     return bool(trainer._logger_connector.should_update_logs)
 
 
 def _reading(results: Any, trainer: Any) -> Callable[[bool], Any]:
-    """Read the values of the progress bar from the device only where they are logged, and when an epoch ends."""
+    """Read the values of the progress bar from the device only if they are logged, and when an epoch ends."""
     read_all = results.metrics
 
     def metrics(on_step: bool) -> Any:

@@ -70,7 +70,7 @@ class Storage:
 
 
 def save(content: dict[str, Any], file: IO[bytes]) -> None:
-    """Write a checkpoint as ``torch.save`` does, with the error of the system where the disk refuses."""
+    """Write a checkpoint as ``torch.save`` does, with the error of the system if the disk refuses."""
     try:
         torch.save(content, file)
     except RuntimeError as error:
@@ -206,7 +206,7 @@ def _check_same_run(folder: Path, names: Sequence[str], model_states: Sequence[M
 
 
 def _check_same_step(folder: Path, names: Sequence[str], states: Sequence[object]) -> None:
-    """Refuse optimizer states that have made different numbers of steps, where the optimizer counts them."""
+    """Refuse optimizer states that have made different numbers of steps, if the optimizer counts them."""
     counts = [_step_counts(one) for one in states]
     for name, count in zip(names, counts, strict=True):
         if count != counts[0]:

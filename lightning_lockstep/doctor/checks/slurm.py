@@ -136,7 +136,7 @@ def _types_in(output: str) -> list[str]:
 
 
 def _configured(machine: Machine, name: str) -> str:
-    """Return a setting of this Slurm, the empty string where it is not known."""
+    """Return a setting of this Slurm, the empty string if it is not known."""
     shown = machine.run(["scontrol", "show", "config"], _ASK).output
     found = re.search(rf"^{name}\s*=\s*(\S+)", shown, re.MULTILINE)
     return found[1] if found else ""
