@@ -240,7 +240,7 @@ def _collated(loader: DataLoader[Any], size: int) -> Any:
     dataset: Any = loader.dataset
     indices = list(itertools.islice(itertools.cycle(loader.sampler), size))
     if not indices:
-        raise BatchSizeError("the sampler of the loader is empty on this rank")
+        raise BatchSizeError("the sampler of the loader is empty on this rank: expected at least one sample")
     if hasattr(dataset, "__getitems__"):
         samples = dataset.__getitems__(indices)
     else:

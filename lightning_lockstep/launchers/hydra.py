@@ -300,7 +300,9 @@ def _claim(wanted: str) -> str:
             f"hydra.run.dir={wanted}: no folder can be made there ({error.strerror}). Expected a place where you may"
             " write, such as hydra.run.dir='${lockstep.run_folder:/scratch/me/run}'."
         ) from error
-    raise ConfigurationError(f"hydra.run.dir={wanted}: there are {_MOST} folders of that name already.")
+    raise ConfigurationError(
+        f"hydra.run.dir={wanted}: expected another name, because there are {_MOST} folders of this one already."
+    )
 
 
 def _former(wanted: Path) -> str | None:

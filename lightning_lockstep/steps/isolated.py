@@ -109,7 +109,7 @@ def step_arguments(step: Callable[..., Any], batch: Any, index: int) -> list[Any
     parameters = inspect.signature(inspect.unwrap(step)).parameters
     if "dataloader_iter" in parameters:
         raise ConfigurationError(
-            "a step that takes dataloader_iter fetches its own batches; none can be made for it"
+            "a step that takes dataloader_iter fetches its own batches: expected one that is given a batch"
         )
     several = len(parameters) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
     return [batch, index] if several else [batch]

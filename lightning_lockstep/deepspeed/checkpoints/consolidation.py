@@ -306,7 +306,7 @@ def consolidate(
             save(content, file)
     except OSError as error:
         raise ConfigurationError(
-            f"output={str(output)!r}: cannot be written ({error.strerror or error})."
+            f"output={str(output)!r}: expected a file that can be written ({error.strerror or error})."
         ) from error
     return output
 
@@ -348,7 +348,7 @@ def _state_dict(
         values = find_values(checkpoint, dtype)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ConfigurationError(
-            f"{checkpoint.folder}: is not laid out as DeepSpeed's checkpoints are ({error!r})."
+            f"{checkpoint.folder}: expected a checkpoint of DeepSpeed, but reading it failed ({error!r})."
         ) from error
     made: dict[int, Tensor] = {}
     weights: OrderedDict[str, Any] = OrderedDict()

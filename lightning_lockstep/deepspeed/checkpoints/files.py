@@ -200,8 +200,8 @@ def _check_same_run(folder: Path, names: Sequence[str], model_states: Sequence[M
         for key in ("dp_world_size", "global_steps"):
             if states.get(key) != model_states[0].get(key):
                 raise ConfigurationError(
-                    f"{folder}: its files were written at different times: {key} is {model_states[0].get(key)} in"
-                    f" {names[0]} and {states.get(key)} in {name}."
+                    f"{folder}: expected the files of one save, but {key} is {model_states[0].get(key)} in {names[0]}"
+                    f" and {states.get(key)} in {name}."
                 )
 
 
@@ -211,8 +211,8 @@ def _check_same_step(folder: Path, names: Sequence[str], states: Sequence[object
     for name, count in zip(names, counts, strict=True):
         if count != counts[0]:
             raise ConfigurationError(
-                f"{folder}: its files were written at different times: the optimizer has made {sorted(counts[0])} steps"
-                f" in {names[0]} and {sorted(count)} in {name}."
+                f"{folder}: expected the files of one save, but the optimizer has made {sorted(counts[0])} steps in"
+                f" {names[0]} and {sorted(count)} in {name}."
             )
 
 
