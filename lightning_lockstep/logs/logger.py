@@ -226,8 +226,8 @@ class LineSender:
         self.process = os.getpid()
         self._kept: deque[LogCall] = deque(maxlen=1_000)
         if self.collector is None:
-            # A closed channel has delivered its lines, and the hook for the end of the process must not keep this object
-            # alive.
+            # A closed channel has delivered its lines, and the hook for the end of the process must not keep this
+            # object alive.
             channel.at_close(on_flush(self.flush))
 
     def send(self, call: LogCall, topic: str = LINE) -> None:

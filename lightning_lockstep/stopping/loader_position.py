@@ -8,8 +8,8 @@ are seen twice and the last ones never. Here every training loader begins where 
 - any other, such as a stream or a loader with a state of its own: it is read from the start of the epoch to the place.
 
 An order that was drawn from random numbers is drawn from the same state again, which the checkpoint holds. A loader
-that is divided by samples goes on at the very sample, on another number of ranks too; for others a warning then says that
-the order differs.
+that is divided by samples goes on at the very sample, on another number of ranks too; for others a warning then says
+that the order differs.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class LoaderPosition(Callback):
         """Have Lightning step the ``ReduceLROnPlateau`` of the epoch that was resumed, which it leaves out."""
         if self._steps_plateaus:
             self._steps_plateaus = False
-            trainer.fit_loop._restarting = False  # while it is set, Lightning leaves them out
+            trainer.fit_loop._restarting = False  # while it is set, Lightning leaves it out
 
 
 def _metrics(trainer: Any) -> dict[str, Any]:
