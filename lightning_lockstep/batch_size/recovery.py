@@ -75,8 +75,7 @@ class Recovery:
             )
         if getattr(getattr(trainer.strategy, "settings", None), "uneven_inputs", "") == "join":
             reason = (
-                "with uneven_inputs='join' the other ranks may wait for this rank's samples to be counted in the"
-                " middle of a step"
+                "with uneven_inputs='join' other ranks may wait in a step for this rank's count of samples"
             )
         if reason:
             raise BatchSizeError(f"on_oom='split' is not possible here: {reason}")

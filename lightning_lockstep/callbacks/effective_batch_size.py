@@ -183,8 +183,8 @@ class EffectiveBatchSize(Callback):
         if changes and not trainer.lightning_module.automatic_optimization:
             raise BatchSizeError(
                 f"a global batch of {requested} needs {plan}, but {place.size} per rank are configured, and with"
-                " manual optimization this package does not control how many micro-batches make an optimizer step. Set"
-                " the batch size yourself, or write AutoBatchSize(global_batch_size='largest')"
+                " manual optimization the module decides how many micro-batches make an optimizer step. Set the batch"
+                " size yourself, or write AutoBatchSize(global_batch_size='largest')"
             )
         self.plan = plan
         if not self.plan.exact and current_communicator().is_main:

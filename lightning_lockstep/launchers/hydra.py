@@ -74,9 +74,9 @@ def program_arguments(started_in: str) -> tuple[list[str], str | None]:
     spec = getattr(__main__, "__spec__", None)
     if spec is not None and spec.name.partition(".")[0] in ("joblib", "submitit"):
         raise LaunchError(
-            "A job of hydra/launcher=joblib or submitit cannot start further ranks by running its program again,"
-            " because the launcher's own program runs there: expected a program with `lightning_lockstep.hydra_main`,"
-            " or start_method='fork', or submitit's tasks_per_node as the number of ranks."
+            "A job of hydra/launcher=joblib or submitit cannot start further ranks, because it runs in the launcher's"
+            " program and not in yours: expected a program with `lightning_lockstep.hydra_main`, or"
+            " start_method='fork', or submitit's tasks_per_node as the number of ranks."
         )
     if spec is not None:
         return ["-m", spec.name], started_in

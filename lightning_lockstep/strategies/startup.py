@@ -171,7 +171,7 @@ class MPIStartup(RankStartup):
             if chosen == "mpi4py" and not by_mpi:
                 raise LaunchError(
                     f"The ranks of LockstepMPIStrategy were not started by MPI (found: {type(environment).__name__}):"
-                    " start them with mpirun, mpiexec or `srun --mpi=pmix`, or give backend='gloo', or train with the"
+                    " start them with mpirun, mpiexec or `srun --mpi=pmix`, give backend='gloo', or train with the"
                     " strategy lockstep_ddp (strategy=ddp)."
                 )
         if chosen == "mpi4py":

@@ -77,8 +77,7 @@ class CheckpointFolder:
             or not isinstance(model_states.get("module"), dict)
         ):
             raise ConfigurationError(
-                f"{self.path}: its model states lack the weights or the number of ranks: expected those that"
-                " DeepSpeed has written."
+                f"{self.path}: its model states lack weights or the number of ranks: expected those of DeepSpeed."
             )
         prefix = self._only({match["rank"] and "zero_pp_rank_" for match in self._matches(_MODEL_FILE)})
         starts = [f"{prefix}{rank}_" for rank in range(ranks)] if prefix else [""]
