@@ -112,7 +112,7 @@ def setting_faults(config: DictConfig, component: str) -> dict[str, str]:
             except OmegaConfBaseException:
                 # _get_node, because the public ways resolve an interpolation instead of showing it.
                 reference = where._get_node(name)._value()
-                text = f"takes its value from {reference}, and this configuration has no such key."
+                text = f"takes its value from {reference}, but this configuration has no such key."
                 faults[key] = f"{key}: {text}"
     for key, inner in target_nodes(node, component):
         if f"{key}._target_" in faults:
