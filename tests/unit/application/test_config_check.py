@@ -62,7 +62,7 @@ WRONG = [
         ("ckpt_path=last", "ckpt_path=last: no run under"),
         ("strategy=lockstep_ddp", "Did you mean 'ddp'?"),
         ("trainer.precision=fp16", "Did you mean '16-mixed'?"),
-        ("+trainer.strategy=ddp", "the group 'strategy' decides this: strategy=..."),
+        ("+trainer.strategy=ddp", "the group 'strategy' sets this: write strategy=..."),
         ("logger=false", "Did you mean 'none'?"),
         ("trainer.max_epochs", "'trainer.max_epochs' cannot be read ("),
         ("trainer.max_steps=true", "expected a whole number."),
