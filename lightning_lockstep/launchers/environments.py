@@ -269,9 +269,9 @@ def check_has_device(
         # Not raised: a program that caught it would go on here. Lightning ends its ranks for any other exit code.
         end_now(
             0,
-            f"lightning-lockstep: process {os.getpid()} ends: it was started in addition to ranks that had met, which"
-            " go on. Use either Lightning's strategies or lockstep_... in all Trainers of a script: each starts its"
-            " own ranks.\n",
+            f"lightning-lockstep: process {os.getpid()} ends, because all ranks had met before it was started; they go"
+            " on. In one script use only Lightning's strategies or only lockstep_...: each kind starts its own"
+            " ranks.\n",
         )
     if environment.local_rank() < num_devices:
         return
