@@ -147,30 +147,16 @@ _HOOKED = (
 _OPTIMIZERS = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Rprop)
 
 
-def check_divided(module: LightningModule, precision: str, *, before: str) -> None:
-    """Raise where a module that is divided already cannot be trained as it is."""
-    if before != precision:
-        raise ConfigurationError(
-            f"precision={precision!r} for a module that was divided for {before!r} in an earlier run and stays so:"
-            " expected the same, or a new module."
-        )
+def check_trained(module: LightningModule) -> None:
+    """Raise where what a run trains is not what was divided."""
     left = [name for name, p in module.named_parameters() if p.requires_grad and not is_divided(p)]
     if left:
         raise ConfigurationError(
-            f"configure_model of {type(module).__name__} calls fully_shard and leaves out {', '.join(left[:4])}:"
-            " expected all parameters that are trained in a part, as nothing else reduces their gradients. Call"
-            " fully_shard for the module around them last, or not at all."
+            f"{', '.join(left[:4])}: trained and in no part, so nothing reduces the gradient: expected all layers made"
+            " in __init__, setup or configure_model, and a configure_model that calls fully_shard to call it for the"
+            " module around all of them last."
         )
-
-
-def check_trained(module: LightningModule) -> None:
-    """Raise where what a run trains is not what was divided."""
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad and not is_divided(parameter):
-            raise ConfigurationError(
-                f"{name} was made after the module was divided, and nothing reduces its gradient: expected all layers"
-                " made in __init__, setup or configure_model."
-            )
         if _is_hooked(parameter):
             raise ConfigurationError(_HOOKED.format(name))
 
