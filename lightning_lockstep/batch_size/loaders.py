@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from lightning_lockstep._lightning import (
 )
 from lightning_lockstep._trainer import divides_data
 from lightning_lockstep.errors import BatchSizeError
+from lightning_lockstep.steps.patching import loader_with
 
 # -- The error of a search that cannot begin --
 
@@ -189,28 +189,18 @@ def in_fit(trainer: Trainer) -> bool:
 
 def with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
     """Return a loader like ``loader``, of the same class and with the same sampler, of another batch size."""
-    made = copy.copy(loader)
-    # The class forbids changing these attributes later, and a subclass may have another constructor.
-    vars(made)["batch_sampler"] = BatchSampler(loader.sampler, size, loader.drop_last)
-    vars(made)["batch_size"] = size
-    vars(made)["_iterator"] = None  # the workers that the original keeps are not those of the copy
-    return made
+    batches = BatchSampler(loader.sampler, size, loader.drop_last)
+    return loader_with(loader, batch_sampler=batches, batch_size=size)
 
 
 def _whole_share(trainer: Trainer, loader: DataLoader[Any]) -> int:
-    """Samples that every rank gets at least, none twice."""
-    if isinstance(loader.sampler, DistributedSampler):
-        return len(loader.dataset) // loader.sampler.num_replicas  # type: ignore[arg-type]
-    return min(len(loader.dataset), _given(loader)) // _divided_by(trainer, loader)  # type: ignore[arg-type]
-
-
-def _given(loader: DataLoader[Any]) -> int:
-    return len(loader.sampler if isinstance(loader.sampler, Sized) else loader.dataset)  # type: ignore[arg-type]
-
-
-def _divided_by(trainer: Trainer, loader: DataLoader[Any]) -> int:
-    already = isinstance(loader.sampler, DistributedSampler) or not divides_data(trainer)
-    return 1 if already else trainer.world_size
+    """Samples that every rank gets at least, none of them twice."""
+    dataset: Any = loader.dataset
+    sampler = loader.sampler
+    if isinstance(sampler, DistributedSampler):
+        return len(dataset) // sampler.num_replicas
+    given = min(len(dataset), len(sampler if isinstance(sampler, Sized) else dataset))
+    return given // (trainer.world_size if divides_data(trainer) else 1)
 
 
 def _flattened(given: Any) -> list[DataLoader[Any]]:

@@ -64,10 +64,8 @@ class AutoBatchSizeSettings:
 
     def __post_init__(self) -> None:
         faults = Faults()
-        faults.choice("mode", self.mode, ("binsearch", "off"))
+        faults.fields(self)
         faults.number("margin", self.margin, what="a share of the size found", least=0, below=1)
-        faults.choice("on_oom", self.on_oom, ("raise", "split"))
-        faults.choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
         faults.check(
             bool(self.batch_arg_name), "batch_arg_name", self.batch_arg_name, "the name of an attribute"
         )

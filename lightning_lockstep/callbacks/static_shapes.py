@@ -28,7 +28,7 @@ from lightning_lockstep.batch_size.padding import (
 from lightning_lockstep.batch_size.split_step import tensors_in
 from lightning_lockstep.callbacks.auto_batch_size import AutoBatchSize
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.steps.patching import put_in_place
+from lightning_lockstep.steps.patching import batch_size_of, put_in_place
 from lightning_lockstep.xla.runtime import compilations_so_far
 
 _log = logging.getLogger(__name__)
@@ -202,7 +202,7 @@ class StaticShapes(Callback):
         # Not at the start of an epoch, which Lightning leaves out if a run resumes in the middle of one.
         self._is_on = True
         loaders = self._loaders(trainer, "training")
-        self._training_size = _size_of(loaders[0])
+        self._training_size = batch_size_of(loaders[0])
         norms = [
             name for name, one in pl_module.named_modules() if isinstance(one, _BATCH_NORMS) and one.training
         ]
@@ -344,7 +344,7 @@ class StaticShapes(Callback):
             return batch
         loader, place = self._loaders(trainer, stage)[dataloader_idx], (stage, dataloader_idx)
         wanted = self._training_size if self.batch_size == "train" else self.batch_size
-        self._sizes[place] = size = max(wanted or 0, _size_of(loader) or 0, real, self._sizes[place])
+        self._sizes[place] = size = max(wanted or 0, batch_size_of(loader) or 0, real, self._sizes[place])
         if size > real or not _drops_last(loader):
             current.mask = torch.arange(size) < real
         return with_samples(batch, size, self.ignored)
@@ -354,11 +354,6 @@ def _stage_of(trainer: Trainer) -> str:
     if trainer.predicting or trainer.testing:
         return "predict" if trainer.predicting else "test"
     return "training" if trainer.training else "validation"
-
-
-def _size_of(loader: Any) -> int | None:  # None: the loader does not say
-    size = getattr(loader, "batch_size", None)
-    return size if isinstance(size, int) else None
 
 
 def _drops_last(loader: Any) -> bool:

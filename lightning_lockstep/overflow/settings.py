@@ -44,6 +44,7 @@ class OverflowSettings:
 
     def __post_init__(self) -> None:
         faults = Faults("OverflowDetector")
+        faults.fields(self)
         for name in ("max_frames_to_save", "max_skips"):
             faults.whole(name, getattr(self, name))
         faults.whole("check_every_n_steps", self.check_every_n_steps, optional=True)
@@ -62,9 +63,6 @@ class OverflowSettings:
         )
         for name in ("scale_floor", "timeout"):
             faults.number(name, getattr(self, name), above=0)
-        faults.choice("mode", self.mode, ("replay", "hooks"))
-        faults.choice("action", self.action, ("raise", "warn", "skip"))
-        faults.flag("gradients", self.gradients)
         for name in ("allow_inf", "modules"):
             given = getattr(self, name)
             is_right = _is_list_of(given, lambda pattern: isinstance(pattern, str))

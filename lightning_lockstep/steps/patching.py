@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -9,6 +10,7 @@ from inspect import unwrap
 from typing import Any
 
 from torch import nn
+from torch.utils.data import DataLoader
 
 _ABSENT = object()
 
@@ -85,6 +87,20 @@ class LoaderAround:
             vars(self)[name] = value
         else:
             setattr(self._loader, name, value)
+
+
+def loader_with(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
+    """Return a copy of a loader with other attributes; the program may use its own for something else."""
+    made = copy.copy(loader)
+    # Its ``__setattr__`` refuses some, because it could not check what it gets. The copy starts its own workers.
+    vars(made).update(attributes, _iterator=None)
+    return made
+
+
+def batch_size_of(loader: Any) -> int | None:
+    """Return the batch size of a loader, if it says one."""
+    size = getattr(loader, "batch_size", None)
+    return size if isinstance(size, int) else None
 
 
 def length_of(loader: Any) -> int | None:

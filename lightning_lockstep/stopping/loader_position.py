@@ -32,7 +32,13 @@ from lightning_lockstep._text import counted
 from lightning_lockstep._trainer import asks_for_training_loader
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.loaders.global_order import parts_of
-from lightning_lockstep.steps.patching import LoaderAround, length_of, put_in_place
+from lightning_lockstep.steps.patching import (
+    LoaderAround,
+    batch_size_of,
+    length_of,
+    loader_with,
+    put_in_place,
+)
 from lightning_lockstep.stopping.resume_point import ResumePoint, go_on, settle_counters
 
 _log = logging.getLogger(__name__)
@@ -80,10 +86,8 @@ class LoaderPosition(Callback):
             return loader
         if getattr(type(loader), "__iter__", None) is not DataLoader.__iter__ or not has_index:
             return _Resumable(loader, self)
-        made = copy.copy(loader)  # the program may use its own for something else
-        # DataLoader refuses this by its own __setattr__, because it could not check what it gets.
-        vars(made).update(batch_sampler=_Resumable(batches, self), state_dict=dict, load_state_dict=_nothing)
-        return made
+        resumable = _Resumable(batches, self)
+        return loader_with(loader, batch_sampler=resumable, state_dict=dict, load_state_dict=_nothing)
 
     # -- at a checkpoint --
 
@@ -104,7 +108,7 @@ class LoaderPosition(Callback):
         mine = {
             "loaders": [
                 {
-                    "samples": _batch_size(loader),
+                    "samples": batch_size_of(loader),
                     "drawn_from": getattr(_keeper(loader), "drawn_from", None),
                     "now": _states(loader),
                 }
@@ -201,8 +205,8 @@ class _Resume:
         self._settled, self._asked, self._saved = False, 0, saved
         self._communicator, ranks = current_communicator(), saved.get("ranks", [])
         rank, world_size = self._communicator.rank, self._communicator.world_size
-        self._all_ranks = len(ranks) == world_size  # one alone has saved after an error
-        self.same_ranks = saved.get("world_size") == world_size and rank < len(ranks)
+        # After an error one rank alone has saved.
+        self.same_ranks = saved.get("world_size") == world_size == len(ranks)
         record = ranks[rank] if self.same_ranks else ranks[0] if ranks else {}
         # An order that all ranks share is drawn from the random state of any.
         shared = self.same_ranks or bool(saved.get("seen"))
@@ -229,8 +233,8 @@ class _Resume:
             progress = trainer.fit_loop.epoch_loop.batch_progress.current
             progress.ready = progress.started = progress.processed = progress.completed = self.batches
             return
-        sizes = [_batch_size(loader) for loader in loaders]
-        known = self.same_ranks and self._all_ranks and (parts is None or sample is None)
+        sizes = [batch_size_of(loader) for loader in loaders]
+        known = self.same_ranks and (parts is None or sample is None)
         if known and [record["samples"] for record in self.records] == sizes:
             return
         if self._communicator.is_main:
@@ -308,11 +312,6 @@ def _parts(loaders: list[Any]) -> Any:
 def _order(parts: Any) -> list[Any]:
     """Return what an order of samples that all ranks share depends on, next to the epoch."""
     return [parts.sampler.seed, parts.sampler.shuffle]
-
-
-def _batch_size(loader: Any) -> int | None:
-    size = getattr(loader, "batch_size", None)
-    return size if isinstance(size, int) else None
 
 
 # -- Random states, as data that can be loaded without running code --

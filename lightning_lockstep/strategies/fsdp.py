@@ -48,7 +48,6 @@ from lightning_lockstep.distributed.sharding import (
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.capabilities import Capabilities, EngineGradients
 from lightning_lockstep.strategies.fsdp_units import (
-    check_divided,
     check_optimizers,
     check_trained,
     refuse_address,
@@ -182,7 +181,11 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
         module, precision = self._module, str(self.precision_plugin.precision)
         verify_parameters(module, current_communicator().gather, buffers=True)
         if divided_parts(module):  # by its own configure_model, or for an earlier run
-            check_divided(module, precision, before=_precision_of.get(module, precision))
+            if (before := _precision_of.get(module, precision)) != precision:
+                raise ConfigurationError(
+                    f"precision={precision!r} for a module that was divided for {before!r} in an earlier run and stays"
+                    " so: expected the same, or a new module."
+                )
             take_values(module, self.root_device)
         else:
             if self._layer_sync is not None:

@@ -147,30 +147,16 @@ _HOOKED = (
 _OPTIMIZERS = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Rprop)
 
 
-def check_divided(module: LightningModule, precision: str, *, before: str) -> None:
-    """Raise where a module that is divided already cannot be trained as it is."""
-    if before != precision:
-        raise ConfigurationError(
-            f"precision={precision!r}, but an earlier run divided this module for precision={before!r}, and it stays"
-            " so: expected the same precision, or a new module."
-        )
+def check_trained(module: LightningModule) -> None:
+    """Raise where what a run trains is not what was divided."""
     left = [name for name, p in module.named_parameters() if p.requires_grad and not is_divided(p)]
     if left:
         raise ConfigurationError(
-            f"configure_model of {type(module).__name__} calls fully_shard, but not for {', '.join(left[:4])}:"
-            " expected each trained parameter in a part, because nothing else reduces its gradient. Call fully_shard"
-            " last for the module that contains all, or do not call it."
+            f"{', '.join(left[:4])}: trained, but not divided, so nothing reduces the gradient: expected all layers"
+            " made in __init__, setup or configure_model; a configure_model that calls fully_shard does so last for the"
+            " module that contains all of them."
         )
-
-
-def check_trained(module: LightningModule) -> None:
-    """Raise where what a run trains is not what was divided."""
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad and not is_divided(parameter):
-            raise ConfigurationError(
-                f"{name} was made after the module was divided, so nothing reduces its gradient: expected all layers"
-                " made in __init__, setup or configure_model."
-            )
         if _is_hooked(parameter):
             raise ConfigurationError(_HOOKED.format(name))
 
