@@ -183,8 +183,8 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
         if divided_parts(module):  # by its own configure_model, or for an earlier run
             if (before := _precision_of.get(module, precision)) != precision:
                 raise ConfigurationError(
-                    f"precision={precision!r} for a module that was divided for {before!r} in an earlier run and stays"
-                    " so: expected the same, or a new module."
+                    f"precision={precision!r}, but an earlier run divided this module for precision={before!r}, and it"
+                    " stays so: expected the same precision, or a new module."
                 )
             take_values(module, self.root_device)
         else:
