@@ -93,7 +93,7 @@ class Faults:
     """Collects what is wrong with a set of settings."""
 
     def __init__(self, owner: str = "") -> None:
-        self._before = f"{owner}: " if owner else ""  # where the names alone do not say whose they are
+        self._before = f"{owner}: " if owner else ""  # if the names alone do not say whose they are
         self.texts: list[str] = []
 
     def add(self, text: str) -> None:

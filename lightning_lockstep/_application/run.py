@@ -61,7 +61,7 @@ _NOISE = (
     "`weights_only` was not set",
     "\nDetected KeyboardInterrupt",
     "Loading `train_dataloader` to estimate",
-    "Experiment with name",  # MLflow's, which is made where it is missing
+    "Experiment with name",  # MLflow's, which is made if it is missing
 )
 _LOGGERS = tuple(
     f"{family}.{module}"

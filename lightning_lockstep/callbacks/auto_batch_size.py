@@ -223,7 +223,7 @@ class AutoBatchSize(BatchSizeFinder):
         """Return where the batch size lives, and what divides the global batch of a fit, if anything does."""
         settings = self.settings
         keeper = keeper_of_global_batch(trainer, self._keeper, settings.global_batch_size)
-        # A loader's hook may look at it. What a keeper accumulates is decided afterwards, by the size found.
+        # A loader's hook may read it. What a keeper accumulates is decided afterwards, from the size found.
         accumulate = trainer.accumulate_grad_batches if keeper is None else 1
         with Snapshot(RandomState.capture()), replaced(trainer, accumulate_grad_batches=accumulate):
             place = BatchLoaders(trainer, module, settings.batch_arg_name)
@@ -234,8 +234,8 @@ class AutoBatchSize(BatchSizeFinder):
             )
         if keeper is not None or settings.global_batch_size is not None:
             return place, keeper
-        # Nobody has asked for another size: what an evaluation takes is not for the fit that follows, nor what this fit
-        # takes for the next one.
+        # Nobody has asked for another size: put it back after the run, so that the next one does not take the size of
+        # this one.
         self._as_configured = ExitStack()
         self._as_configured.enter_context(place.former_size())
         if in_fit(trainer):

@@ -106,7 +106,7 @@ def _is_list_of(value: object, is_right: Any) -> bool:
 
 
 def refuse_strategy(trainer: Trainer) -> None:
-    """Raise where gradients differ among ranks and no engine reports them, or are not there to be checked."""
+    """Raise if no gradients can be checked, or if they differ among ranks and no engine reports them."""
     if hasattr(trainer.strategy, "engine_gradients"):
         return
     name = type(trainer.strategy).__name__
@@ -123,7 +123,7 @@ def refuse_strategy(trainer: Trainer) -> None:
 
 
 def refuse_compiled(root: nn.Module) -> None:
-    """Raise where hooks would not fire because ``torch.compile`` has compiled the module or part of it."""
+    """Raise if hooks would not fire because ``torch.compile`` has compiled the module or part of it."""
     compiled = [
         name or type(root).__name__
         for name, module in root.named_modules()

@@ -62,15 +62,15 @@ def replaced(owner: object, /, **values: object) -> Iterator[None]:
             put_back()
 
 
-#: By these Lightning knows a loader that it lets go on by itself in a resumed epoch.
+#: Lightning lets a loader that has these methods continue a resumed epoch by itself.
 STATEFUL = ("state_dict", "load_state_dict")
 
 
 class LoaderAround:
-    """Behaves as the loader that it wraps, but for what a subclass does otherwise."""
+    """Behaves like the loader that it wraps, except for what a subclass changes."""
 
-    # What a subclass gives it under ``own`` is its own, and every other attribute the loader's. A state is neither: the
-    # loader's own would not count what the subclass does.
+    # Attributes under ``own`` are its own, and every other one is the loader's. It has no state, because that of the
+    # loader would not count what the subclass does.
 
     def __init__(self, loader: Any, **own: Any) -> None:
         vars(self).update(own, _loader=loader)

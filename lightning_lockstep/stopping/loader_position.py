@@ -8,8 +8,8 @@ are seen twice and the last ones never. Here every training loader begins where 
 - any other, such as a stream or a loader with a state of its own: it is read from the start of the epoch to the place.
 
 An order that was drawn from random numbers is drawn from the same state again, which the checkpoint holds. A loader
-that is divided by samples goes on at the very sample, on another number of ranks too; for others a warning says that
-the order is another one then.
+that is divided by samples goes on at the very sample, on another number of ranks too; for others a warning then says
+that the order differs.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class LoaderPosition(Callback):
         if getattr(type(loader), "__iter__", None) is not DataLoader.__iter__ or not has_index:
             return _Resumable(loader, self)
         made = copy.copy(loader)  # the program may use its own for something else
-        # DataLoader refuses this by its own __setattr__, since it could not check what it gets.
+        # DataLoader refuses this by its own __setattr__, because it could not check what it gets.
         vars(made).update(batch_sampler=_Resumable(batches, self), state_dict=dict, load_state_dict=_nothing)
         return made
 
@@ -95,7 +95,7 @@ class LoaderPosition(Callback):
         communicator, accumulated = current_communicator(), trainer.accumulate_grad_batches
         seen: dict[int, int | None] = {}
         if (parts := _parts(loaders)) is not None:
-            # Also before each micro-batch of an optimizer step that is not complete, which comes again.
+            # Also at each micro-batch of an optimizer step that is not complete, because that step is repeated.
             ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
             numbers = range(ready // accumulated * accumulated, ready + 1)
             seen = {number: parts.samples_before(number) for number in numbers}
@@ -180,7 +180,7 @@ class LoaderPosition(Callback):
         """Have Lightning step the ``ReduceLROnPlateau`` of the epoch that was resumed, which it leaves out."""
         if self._steps_plateaus:
             self._steps_plateaus = False
-            trainer.fit_loop._restarting = False  # by this Lightning leaves it out
+            trainer.fit_loop._restarting = False  # while it is set, Lightning leaves it out
 
 
 def _metrics(trainer: Any) -> dict[str, Any]:
@@ -213,7 +213,7 @@ class _Resume:
     def asked_for(self, loader: Any) -> None:
         """Take in a loader that is about to begin an epoch."""
         if self.records and self.same_ranks and not self.within_epoch:
-            # The epoch draws its order from where it would have been drawn.
+            # The epoch draws its order from the same random state as without the stop.
             record = self.records[self._asked % len(self.records)]  # Lightning asks for them in their order
             _set_states(record["now"], loader)
             self._asked += 1
@@ -237,7 +237,7 @@ class _Resume:
             _log.warning(
                 f"The checkpoint does not have the positions of {counted(self._communicator.world_size, 'rank')} with"
                 f" batches of {' and '.join(map(str, sizes))}: epoch {self.point.epoch} goes on at batch"
-                f" {self.batches} in another order, so samples may come again, and others not at all."
+                f" {self.batches} in another order, so some samples may come again, and others not at all."
             )
 
 
@@ -253,7 +253,7 @@ class _Resumable(LoaderAround):
     def __init__(self, loader: Any, position: LoaderPosition) -> None:
         super().__init__(loader, _position=position, drawn_from=None)
 
-    # By these two Lightning knows a loader that goes on in a resumed epoch, and does not warn.
+    # With these two Lightning lets the loader continue a resumed epoch by itself, and does not warn.
     state_dict: Any = staticmethod(dict)
     load_state_dict: Any = staticmethod(_nothing)
 
@@ -341,7 +341,7 @@ def _generators(loader: Any) -> list[torch.Generator]:
     found: list[Any] = []
     for holder in holders:  # grows meanwhile
         for name, value in getattr(holder, "__dict__", {}).items():
-            # Lightning divides a sampler of one's own as the data set of a sampler; ours and torch-xla's wrap one.
+            # Lightning makes a user's sampler the data set of a DistributedSampler; ours and torch-xla's wrap it.
             divides = isinstance(holder, DistributedSampler) and name == "dataset" and value is not dataset
             is_holder = isinstance(value, Sampler) or divides or name == "_loader"
             into = holders if is_holder else found if isinstance(value, torch.Generator) else None

@@ -331,8 +331,8 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
         load_plain_weights(self.model, self._module, checkpoint["state_dict"], strict=strict)
         if self._fits and checkpoint.get("optimizer_states") and self.is_global_zero:
             say(
-                "lightning-lockstep: the checkpoint is a plain one: its weights are loaded, and the state of the"
-                " optimizer starts fresh. A checkpoint folder of DeepSpeed has both."
+                "lightning-lockstep: this is a plain checkpoint: its weights are loaded, and the optimizer starts"
+                " afresh. A checkpoint folder of DeepSpeed has the state of both."
             )
 
     @property

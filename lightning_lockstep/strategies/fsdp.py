@@ -137,8 +137,8 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
             backend = self.startup.backend or ""
             if "gloo" in backend and "nccl" not in backend:
                 raise ConfigurationError(
-                    f"process_group_backend={backend!r} on GPUs: expected 'nccl' (the default): over gloo a process"
-                    " that gathers whole weights of a GPU ends with a segmentation fault."
+                    f"process_group_backend={backend!r} on GPUs: expected 'nccl' (the default), because gathering"
+                    " whole weights of a GPU over gloo ends with a segmentation fault."
                 )
         super()._configure_launcher()
         self._mesh_sizes()
@@ -158,7 +158,7 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
         shard = given.get("shard", ranks // replicate)
         if shard * replicate != ranks:
             raise ConfigurationError(
-                f"mesh={dict(given)!r} with {ranks} ranks: expected sizes of which the product is the number of ranks."
+                f"mesh={dict(given)!r} with {ranks} ranks: expected sizes whose product is the number of ranks."
             )
         return shard, replicate
 
@@ -224,9 +224,9 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
         own = set(self._module.parameters())
         if any(parameter not in own for one in self.optimizers for parameter in parameters_of(one)):
             raise ConfigurationError(
-                f"configure_optimizers of {type(self._module).__name__} gives an optimizer tensors that are no"
-                " parameters of the module, perhaps those from before it was divided: expected those of"
-                " self.parameters(), asked for in configure_optimizers."
+                f"configure_optimizers of {type(self._module).__name__} gives an optimizer tensors that are not"
+                " parameters of the module, perhaps those from before it was divided: expected what self.parameters()"
+                " returns in configure_optimizers."
             )
 
     def teardown(self) -> None:

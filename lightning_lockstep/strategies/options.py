@@ -126,8 +126,8 @@ class FSDPSettings(LifecycleSettings):
             faults.flag(name, getattr(self, name))
         if self.state_dict == "sharded" and self.start_method != "popen":
             faults.add(
-                f"start_method={self.start_method!r} with state_dict='sharded': expected 'popen', as the weights of"
-                " other ranks go back to this process as whole tensors."
+                f"start_method={self.start_method!r} with state_dict='sharded': expected 'popen', because other ranks"
+                " return their weights to this process as whole tensors."
             )
         if self.mesh is not None:
             sizes = self.mesh if isinstance(self.mesh, Mapping) else {}

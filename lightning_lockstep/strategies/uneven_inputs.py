@@ -64,8 +64,8 @@ def check_has_loss(output: Any, why: str) -> None:
     """Raise if a training step gave no loss."""
     if (output.get("loss") if isinstance(output, Mapping) else output) is None:
         raise CollectiveMismatchError(
-            f"training_step returned no loss: expected one on every rank, since {why}. To leave a batch out, return the"
-            " loss times 0."
+            f"training_step returned no loss: expected one on every rank, because {why}. To leave a batch out, return"
+            " the loss times 0."
         )
 
 
@@ -170,7 +170,7 @@ class AgreeingLoader(LoaderAround):
 
     def __len__(self) -> int:
         if self._steps is None or not self._shows_length:
-            raise TypeError(f"{type(self._loader).__name__} has no length, or one that it may not keep to")
+            raise TypeError(f"{type(self._loader).__name__} has no length, or one that may not be right")
         return int(self._steps)
 
     def __iter__(self) -> Iterator[Any]:

@@ -54,8 +54,8 @@ def in_rank_order(*, per_node: bool = False, timeout: float = 1800.0) -> Iterato
         if gathered.missing:
             raise CollectiveStallError(
                 f"rank {communicator.rank} waited {timeout:.0f} s in in_rank_order() for"
-                f" {ranks_in_words(gathered.missing)}: never entered the block, or still in it. Every rank must enter"
-                " the block; a longer `timeout` gives slow ranks more time."
+                f" {ranks_in_words(gathered.missing)}, which never entered the block or did not leave it. Every rank"
+                " must enter the block; a longer `timeout` gives slow ranks more time."
             )
         return list(gathered.entries.values())
 
