@@ -26,7 +26,6 @@ from lightning_lockstep._system import usable_cores
 from lightning_lockstep.distributed import Communicator, FailurePropagation, current_communicator
 from lightning_lockstep.distributed.failure.exit_notes import (
     keep_failure,
-    parent_reads_notes,
     remove_earlier_report,
 )
 from lightning_lockstep.distributed.failure.process_exit import Ending, outcome, set_ending
@@ -166,7 +165,6 @@ class RankSupervisor:
         """Set how failures end this rank, before one can arrive."""
         self.propagation = propagation = propagation_on(channel)
         propagation.grace_period = self.settings.grace_period
-        propagation.parent_prints = parent_reads_notes()
         propagation.folder = self._folder
         return propagation
 

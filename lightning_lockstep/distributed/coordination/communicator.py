@@ -56,12 +56,11 @@ class Communicator:
     def __init__(self, ranks: RankGroup | None = None) -> None:
         self.host = socket.gethostname()
         self.rank, self.world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
-        self.local_rank = self.node_rank = 0
+        self.local_rank = 0
         self._group: Any = None  # that of torch
         self._side_channel: SideChannel | None = LocalSideChannel() if self.world_size == 1 else None
         if self.world_size > 1:
             self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
-            self.node_rank = int(os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", 0)))
             if dist.get_backend() == "nccl" and "cpu:" not in str(dist.get_backend_config()):
                 self._group = dist.new_group(backend="gloo")  # which carries CPU tensors
 

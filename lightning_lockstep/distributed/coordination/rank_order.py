@@ -22,8 +22,8 @@ def in_rank_order(*, per_node: bool = False, timeout: float = 1800.0) -> Iterato
     that carries it, and the ranks after it skip the body.
 
     Args:
-        per_node: Let one rank of each node run at a time rather than one rank of all; for what is done once on
-            each node's own disk.
+        per_node: Let one rank of each host run at a time rather than one rank of all; for what is done once on
+            each host's own disk.
         timeout: Longest time that the others wait for one rank to arrive and run the body [s].
 
     Yields:
@@ -44,46 +44,40 @@ def in_rank_order(*, per_node: bool = False, timeout: float = 1800.0) -> Iterato
     if communicator.world_size == 1:
         yield communicator.rank
         return
-    turns = communicator.side_channel.get_or_create(_Turns)
-    turns.begin(timeout)
-    nodes = turns.end(f"{communicator.node_rank} {communicator.host}" if per_node else "")
+    gather = communicator.side_channel.get_or_create(_Blocks)
+    gather.timeout, gather.count = timeout, gather.count + 1
+    block = gather.count
+
+    def barrier(turn: int, text: str = "") -> list[str]:
+        """Return what every rank says at the end of a turn."""
+        gathered = gather.collect(f"{block}/{turn}", text)
+        if gathered.missing:
+            raise CollectiveStallError(
+                f"rank {communicator.rank} waited {timeout:.0f} s in in_rank_order() for"
+                f" {ranks_in_words(gathered.missing)}, which never entered the block or did not leave it. Every rank"
+                " must enter the block; a longer `timeout` gives slow ranks more time."
+            )
+        return list(gathered.entries.values())
+
+    nodes = barrier(-1, communicator.host if per_node else "")
     turn_of = [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
-    own = turn_of[communicator.rank]
     for turn in range(max(turn_of) + 1):
-        if turn == own:
+        if turn == turn_of[communicator.rank]:
             try:
                 yield communicator.rank
             except BaseException as error:
                 # The others hear of it at the end of this turn; this rank does not wait for them.
-                turns.gather.post(turns.next(), "".join(traceback.format_exception(error)))
+                gather.post(f"{block}/{turn}", "".join(traceback.format_exception(error)))
                 raise
-        for rank, text in enumerate(turns.end("")):
+        for rank, text in enumerate(barrier(turn)):
             if text:
                 last = text.rstrip().splitlines()[-1]
                 raise RankFailedError(f"rank {rank} failed in in_rank_order(): {last}\n\n{text.rstrip()}")
 
 
-class _Turns:
-    """Turns of one section after the other: at the end of each, every rank says whether its body has failed."""
+class _Blocks(Gather):
+    """What ranks say at the end of each turn; every rank counts the blocks that it has entered."""
 
     def __init__(self, channel: SideChannel) -> None:
-        self.gather = Gather(channel, "in_rank_order")
-        self._section = self._turn = 0
-
-    def begin(self, timeout: float) -> None:
-        self.gather.timeout, self._section, self._turn = timeout, self._section + 1, 0
-
-    def next(self) -> str:
-        self._turn += 1
-        return f"{self._section}/{self._turn}"
-
-    def end(self, text: str) -> list[str]:
-        """Return what every rank says at the end of this turn."""
-        gathered = self.gather.collect(self.next(), text)
-        if gathered.missing:
-            raise CollectiveStallError(
-                f"rank {self.gather.channel.rank} waited {gathered.timeout:.0f} s in in_rank_order() for"
-                f" {ranks_in_words(gathered.missing)}, which never entered the block or did not leave it. Every rank"
-                " must enter the block; a longer `timeout` gives slow ranks more time."
-            )
-        return gathered.complete("in_rank_order()")
+        super().__init__(channel, "in_rank_order")
+        self.count = 0

@@ -33,11 +33,6 @@ def connections(pid: int | None = None) -> dict[Connection, int]:
     return {}
 
 
-def connections_of_backend(kept_ports: Collection[int]) -> list[Connection]:
-    """Return the connections of this process without those that have one of these ports at either end."""
-    return [end for end in connections() if not ports_of(end) & set(kept_ports)]
-
-
 def end_connections(ends: Collection[Connection]) -> int:
     """Shut down connections of this process, named from either end, which its peers see end; return how many."""
     count = 0

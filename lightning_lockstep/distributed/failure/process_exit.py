@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from lightning_lockstep._text import SAVED, say
@@ -271,16 +271,15 @@ class Outcome:
                 self.force_exit_at_shutdown(own.exit_code)
             self.say_last(own.text)
             return
-        near = _nearest_ending(value) or Ending()
-        text = "" if near.replaces else near.text
+        below = _below(value)
         if _is_standard(usual) and not issubclass(kind, KeyboardInterrupt):
-            say("\n".join(filter(None, [_formatted(value).rstrip("\n"), _apart(text)])))
+            say(_formatted(value, below.text))
         else:
             usual(kind, value, trace)
-            if text:
-                say(text)
-        headline = near.headline or f"lightning-lockstep: this rank failed: {kind.__name__}: {value}"
-        self._was_last(f"{headline}\n{text}")
+            if below.text:
+                say(below.text)
+        headline = below.headline or f"lightning-lockstep: this rank failed: {kind.__name__}: {value}"
+        self._was_last(f"{headline}\n{below.text}")
 
 
 outcome = Outcome()
@@ -332,24 +331,21 @@ def set_ending(error: BaseException, ending: Ending) -> None:
 
 def error_to_bytes(error: BaseException) -> bytes:
     """Return ``error`` for another process that this one works for, which then prints what this one would."""
-    own: Ending | None = getattr(error, _ATTRIBUTE, None)
-    if own is None or not own.replaces:
-        near = _nearest_ending(error) or Ending()
-        parts = (_formatted(error), "" if near.replaces else near.text)
-        own = Ending("\n\n".join(part.strip("\n") for part in parts if part))
+    ending = replace(ending_of(error), deadline=None)
+    if not ending.replaces:
+        ending = Ending(_formatted(error, _below(error).text), replaces=True)
     try:
-        sent = pickle.dumps((error, own.text, own.exit_code))
+        sent = pickle.dumps((error, ending))
         pickle.loads(sent)
     except Exception:  # whatever the constructor of a user's class makes of its pickle
-        replaced = RuntimeError(f"{type(error).__name__}: {error}")
-        return pickle.dumps((replaced, own.text, own.exit_code))
+        return pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), ending))
     return sent
 
 
 def error_from_bytes(sent: bytes) -> BaseException:
     """Return the error of which a process that works for this one has made bytes."""
-    error, text, exit_code = pickle.loads(sent)
-    set_ending(error, Ending(text, exit_code, replaces=True))
+    error, ending = pickle.loads(sent)
+    set_ending(error, ending)
     assert isinstance(error, BaseException)
     return error
 
@@ -365,16 +361,19 @@ def _nearest_ending(error: BaseException | None) -> Ending | None:
     return None
 
 
-def _apart(text: str) -> str:
-    """Return a text as it stands below an error: but for the line that names a file, after an empty line."""
-    return text if not text or text.startswith((SAVED, "\n")) else f"\n{text}"
+def _below(error: BaseException) -> Ending:
+    """Return the ending whose text is printed below an error: its own, or that of one that it followed."""
+    near = _nearest_ending(error)
+    return Ending() if near is None or near.replaces else near
 
 
-def _formatted(error: BaseException) -> str:
+def _formatted(error: BaseException, below: str) -> str:
+    """Return an error as it is printed, with a text below it: after an empty line, unless that names a file."""
     # Not above: it imports torch and Lightning, which a program that looks at its command line does without.
     from lightning_lockstep.distributed.failure.record import format_error
 
-    return format_error(error)
+    apart = below if not below or below.startswith((SAVED, "\n")) else f"\n{below}"
+    return "\n".join(filter(None, [format_error(error).rstrip("\n"), apart]))
 
 
 def _is_standard(hook: Any) -> bool:

@@ -3,8 +3,8 @@ r"""What happens to the other ranks when one rank fails: one record, one message
 =========== ================== ================================================================================
 message     from, to           body
 =========== ================== ================================================================================
-``failure`` any rank, rank 0;  "this run ends, because": fit, record, whether it ends every fit, connections to end.
-            rank 0, all        Rank 0 sends on the first of a fit
+``failure`` any rank, rank 0;  "this run ends, because": fit, record, whether it ends every fit, connections to end
+            rank 0, all        (of a diagnosis). Rank 0 sends on the first of a fit
 ``raised``  any rank, rank 0   fit: its sender has raised in it
 ``over``    rank 0, all        fit: all have raised in it, so that programs that have caught that may fit again
 =========== ================== ================================================================================
@@ -25,9 +25,8 @@ process group on the way out: both can wait for a dead peer.
 
 Each rank counts its fits. A failure that is over stops nobody; one of a fit that this rank has not begun is kept; one
 of the fit before stops it, because the rank that failed will not come. A rank that has raised waits half the grace
-period until that is over. If it is not, this rank is alone with its error: it fails every further fit with it, and the
-others end their connections to it, so that they raise. After that, after the end of a process and after a diagnosis of
-the guard, every further fit ends the same.
+period until that is over. If it is not, this rank is alone with its error, and every further fit ends with it on all
+ranks. So it does after the end of a process and after a diagnosis of the guard.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from lightning_lockstep.distributed.failure.connections import (
-    Connection,
-    abort_devices,
-    connections_of_backend,
-    end_connections,
+from lightning_lockstep.distributed.failure.connections import Connection, abort_devices, end_connections
+from lightning_lockstep.distributed.failure.exit_notes import (
+    forget_failure,
+    keep_failure,
+    note_failure,
+    parent_reads_notes,
 )
-from lightning_lockstep.distributed.failure.exit_notes import forget_failure, keep_failure, note_failure
 from lightning_lockstep.distributed.failure.process_exit import Ending, clock, end_now, outcome, set_ending
 from lightning_lockstep.distributed.failure.record import (
     FailureRecord,
@@ -98,8 +97,7 @@ class FailurePropagation:
         self.grace_period = 10.0  # from the message of a failure to an end by force [s]
         # Returns the folder for reports of this run, or None, where none is written; never raises.
         self.folder: Callable[[], Path | None] = lambda: None
-        # Whether this rank, or the process that started it and is no rank, prints the report of another's failure.
-        self.prints_report, self.parent_prints = channel.rank == 0, False
+        self.prints_report = channel.rank == 0  # of another rank's failure
         # Of the guard: asks why a collective broke here, and brings the error of a diagnosis to the thread that trains.
         self.explain: Callable[[BaseException], None] | None = None
         self.interrupt: Callable[[CollectiveError], None] | None = None
@@ -142,11 +140,8 @@ class FailurePropagation:
     def begin_fit(self) -> None:
         """Begin the next fit, or raise what ends it already. Ranks: all, before they meet in a collective."""
         self._listen()
-        if self._raised_as is not None and not self._is_got_over():  # the others end those that lead to them
-            ends = connections_of_backend((self.channel.port, int(os.environ.get("MASTER_PORT") or 0)))
-            self._report(Failure(self.fit, self._raised_as, is_last=True), ends)
-            self._last = self._last or self._raised_as
-            abort_devices()
+        if self._raised_as is not None and not self._is_got_over():
+            self._report(Failure(self.fit, self._raised_as, is_last=True))
         with self.news:
             self._leave_failure()
             if self.state == "running":
@@ -206,10 +201,10 @@ class FailurePropagation:
     def report_diagnosis(self, error: CollectiveError, ends: Mapping[int, Ends]) -> bool:
         """On rank 0: let all ranks raise an error of the guard and end these connections, unless one has failed."""
         record = replace(self.describe(error), kind="collective")
-        if not self._decide(Failure(self.fit, record, is_last=True), lambda rank: ends.get(rank, ())):
+        if not self._decide(Failure(self.fit, record, is_last=True), ends):
             return False
         self.channel.flush(0.5)  # before this rank ends the connections by which others would notice
-        self._end_waits(ends.get(0, ()), record)
+        self._end_waits(record, ends.get(0, ()))
         return True
 
     # -- fits --------------------------------------------------------------------------------------------
@@ -227,14 +222,14 @@ class FailurePropagation:
 
     def _is_got_over(self) -> bool:
         """Return whether all ranks have raised in the fit in which this one has; wait for that for a while."""
-        # No longer, or a rank that waits for this one in a collective would be ended by force.
+        # No longer, or it would be ended by force, as a rank is that waits for this one in a collective.
         left = self._raised_at + self.grace_period / 2 - time.monotonic()
 
         def is_over() -> bool:
             return self._over >= self._raised_in or self._last is not None or self.state == "failed"
 
         with self.news:
-            return is_over() or self.channel.wait_for(self.news, is_over, max(left, _ON_ITS_WAY))
+            return self.channel.wait_for(self.news, is_over, max(left, _ON_ITS_WAY))
 
     def _leave_failure(self) -> None:
         """Run again if this rank has raised, as the program has caught that; unless something ends this fit too."""
@@ -290,21 +285,15 @@ class FailurePropagation:
             if self.state != "raised" or self._raised_in < self.fit:
                 self.state, self._raised_in, self._raised_at = "raised", self.fit, time.monotonic()
                 self._raised_as = record
-                self._say_raised()
+                self.channel.post(_RAISED, self._raised_in, to=0)
 
-    def _say_raised(self) -> None:
-        if self.channel.rank == 0:
-            self._note_raised(0, self._raised_in)
-        else:
-            self.channel.post(_RAISED, self._raised_in, to=0)
-
-    def _report(self, failure: Failure, ends: Ends = ()) -> None:
+    def _report(self, failure: Failure) -> None:
         """Have rank 0 decide about a failure, and wait for its answer; without one this rank stands on its own."""
         if self.channel.rank == 0:
-            self._decide(failure, lambda rank: ends)
-            self.channel.flush(1.0)
+            if self._decide(failure):
+                self.channel.flush(1.0)
             return
-        self.channel.post(_FAILURE, failure.body(ends), to=0)
+        self.channel.post(_FAILURE, failure.body(), to=0)
         waits = failure.record.kind != "interrupt"
         if not waits:
             self.channel.flush(1.0)
@@ -316,7 +305,7 @@ class FailurePropagation:
             if not (waits and self.channel.wait_for(self.news, is_answered, self.grace_period / 3)):
                 self._decide(failure)
 
-    def _decide(self, failure: Failure, ends: Callable[[int], Ends] = lambda rank: ()) -> bool:
+    def _decide(self, failure: Failure, ends: Mapping[int, Ends] | None = None) -> bool:
         """Settle on the first failure of a fit: on rank 0 for all ranks, on one that it does not answer for itself."""
         record = failure.record.in_folder(self.folder())
         if record.ended and not record.where:  # it cannot say where it was; the other ranks are near
@@ -333,18 +322,20 @@ class FailurePropagation:
                 self._alone = True
             else:
                 for rank in range(1, self.channel.world_size):
-                    self.channel.post(_FAILURE, failure.body(ends(rank)), to=rank)
+                    body = failure.body(ends.get(rank, ()) if ends else ())
+                    self.channel.post(_FAILURE, body, to=rank)
             self._take(failure)
             return True
 
     def _take_failure(self, message: Message) -> None:
-        failure, ends = Failure.from_body(message.body), [(here, there) for here, there in message.body[-1]]
-        if self.channel.rank != 0:
-            self._take(failure)
-        elif not self._decide(failure, lambda rank: () if rank == message.sender else ends):
+        failure = Failure.from_body(message.body)
+        if self.channel.rank == 0:
+            self._decide(failure)
             return
-        if failure.is_last and not failure.record.ended:
-            self._later(0.0, self._end_waits, ends, failure.record)
+        self._take(failure)
+        if failure.record.kind == "collective":
+            ends = [(here, there) for here, there in message.body[-1]]
+            self._later(0.0, self._end_waits, failure.record, ends)
 
     def _take(self, failure: Failure) -> None:
         """Take what rank 0 has decided."""
@@ -355,7 +346,7 @@ class FailurePropagation:
                 self._told = failure
                 if self.state == "raised" and failure.fit < self._begun:  # the fit before had failed already
                     self.fit = self._begun = self._raised_in = failure.fit
-                    self._say_raised()
+                    self.channel.post(_RAISED, self._raised_in, to=0)
             self._apply()
             self.news.notify_all()
 
@@ -373,13 +364,11 @@ class FailurePropagation:
             self.fit, self._begun = failure.fit, min(self._begun, failure.fit)
         self._later(self.grace_period * 0.9, self._grace_ends, failure.record)
 
-    def _end_waits(self, ends: Ends, record: FailureRecord | None = None) -> None:
+    def _end_waits(self, record: FailureRecord, ends: Ends) -> None:
         """Have the thread that trains raise the error of a diagnosis, and end what it waits in."""
-        is_diagnosed = record is not None and record.kind == "collective"
-        if is_diagnosed and self.state == "failed" and self.interrupt is not None and record is not None:
+        if self.state == "failed" and self.interrupt is not None:
             self.interrupt(record.collective_error())
-        if ends:
-            end_connections(ends)
+        end_connections(ends)
         abort_devices()
 
     # -- processes that have ended -----------------------------------------------------------------------
@@ -389,7 +378,7 @@ class FailurePropagation:
         record = FailureRecord(rank, self.channel.world_size, host, pid, "vanished", _VANISHED)
         failure = Failure(self.fit, record, is_last=True)
         if rank != 0:  # not on this thread, which must not wait; the first one counts, of a thousand perhaps
-            self._later(0.0, self._report_lost, failure)
+            self._later(0.0, self._report, failure)
             return
         with self.news:
             # Every rank notices by itself and decides alone; with rank 0 the one that prints is gone.
@@ -398,17 +387,13 @@ class FailurePropagation:
                 self.prints_report = self.prints_report or speaks
             self._decide(failure)
 
-    def _report_lost(self, failure: Failure) -> None:
-        if self._last is None:
-            self._report(failure)
-
     # -- the error that this rank raises ----------------------------------------------------------------
 
     def _own(self, error: BaseException, first: FailureRecord) -> BaseException:
         """Raise an own error, the first or the same: rank 0 prints it, or this rank where rank 0 has not answered."""
         # An error of this package is one of all ranks: each keeps its own, and all end in good order.
         is_first, is_ours = first.rank == self.channel.rank, isinstance(error, LockstepError)
-        self._keeps_own = is_first or is_ours or not self.parent_prints
+        self._keeps_own = is_first or is_ours or not parent_reads_notes()
         record = self._keep(first)
         headline, saved = record.headline(), record.saved_to()
         ending = Ending(saved, headline=headline)
@@ -427,7 +412,7 @@ class FailurePropagation:
         if is_first:
             # Of a SystemExit Python prints nothing, and nobody can see later whether the program has caught it.
             exits = isinstance(error, SystemExit)
-            report = record.printed() if exits and self.prints_report and not self.parent_prints else ""
+            report = record.printed() if exits and self.prints_report and not parent_reads_notes() else ""
             outcome.force_exit_at_shutdown(record.exit_code, report, unless_caught=not exits)
             if threading.current_thread() is not threading.main_thread() and hasattr(error, "add_note"):
                 # Not in Python 3.10. Whoever runs this thread prints the error: Ray Train, on the driver.
@@ -457,9 +442,8 @@ class FailurePropagation:
         return stopped
 
     def describe(self, error: BaseException) -> FailureRecord:
-        """Return the record of an error that was raised here, with the file in which it is kept."""
-        record = describe_error(error, self.channel.rank, self.channel.world_size)
-        return record.in_folder(self.folder())
+        """Return the record of an error that was raised here."""
+        return describe_error(error, self.channel.rank, self.channel.world_size)
 
     def _keep(self, record: FailureRecord) -> FailureRecord:
         """Leave the notes of a failure, and on the rank that prints it the file that the record names."""
@@ -487,7 +471,7 @@ class FailurePropagation:
 
         def report() -> str:  # a file system that hangs holds it for a while only
             kept = self._keep(record)
-            return kept.printed() if self.prints_report and not self.parent_prints else ""
+            return kept.printed() if self.prints_report and not parent_reads_notes() else ""
 
         end_now(record.exit_code, report)
 

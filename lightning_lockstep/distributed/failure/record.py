@@ -34,18 +34,11 @@ from lightning_lockstep.errors import (
 # -- Tracebacks that show the user's own frames, and of torch, Lightning, Hydra and this package how many
 # there were
 
-# What a package is called for readers, by the folder it is installed in.
-_FOLDED = {
-    "torch": "torch",
-    "lightning": "lightning",
-    "pytorch_lightning": "lightning",
-    "lightning_fabric": "lightning",
-    "lightning_utilities": "lightning",
-    "hydra": "hydra",
-    "omegaconf": "hydra",
-    "deepspeed": "deepspeed",
-    "lightning_lockstep": "lightning_lockstep",
-}
+# Whose frames are folded, by the folder that a package is installed in.
+_FOLDED = (
+    *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"),
+    *("hydra", "omegaconf", "deepspeed", "lightning_lockstep"),
+)
 _OWN = f"{Path(__file__).parents[2]}{os.sep}"
 _INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\](\w+)")
 _STANDARD = os.__file__.rpartition(os.sep)[0] + os.sep
@@ -84,7 +77,7 @@ def user_function(error: BaseException) -> str | None:
         is_standard = frame.filename.startswith(_STANDARD) and "-packages" not in frame.filename
         if inside and package is None and not is_standard:
             return frame.name
-        inside = inside or package == "lightning"
+        inside = inside or package in ("lightning", "pytorch_lightning")
     return None
 
 
@@ -121,7 +114,7 @@ def _package_of(filename: str) -> str | None:
     if filename.startswith(_OWN):
         return "lightning_lockstep"
     found = _INSTALLED.match(filename)
-    return _FOLDED.get(found[1]) if found else None
+    return found[1] if found and found[1] in _FOLDED else None
 
 
 # -- What is known of the rank that failed first, and the text that reports it --
@@ -344,9 +337,7 @@ def is_broken_collective(error: BaseException) -> bool:
     """Return whether ``error`` is how a backend reports that a peer has exited or did not arrive."""
     if isinstance(error, (DistError, ConnectionError)):
         return True
-    return isinstance(error, RuntimeError) and _says_broken(str(error))
-
-
-def _says_broken(text: str) -> bool:
-    text = text.lower()
-    return any(word in text for word in _BROKEN) or bool(re.search(_STORE, text))
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error).lower()
+    return any(word in text for word in _BROKEN) or re.search(_STORE, text) is not None

@@ -81,7 +81,7 @@ class SideChannel:
 
     @property
     def usable(self) -> bool:
-        """Whether a message that is posted now can still arrive: all of them go by way of rank 0."""
+        """Whether a message that is posted now can still arrive: each comes from rank 0 or goes there."""
         return not (self._closing or 0 in self._closed_ranks or 0 in self._lost_ranks)
 
     @property
@@ -116,14 +116,18 @@ class SideChannel:
 
     def post(self, topic: str, body: Any = None, *, to: int | Iterable[int] | None = None) -> None:
         """Send a message and return at once; ``to=None`` is every rank but this one. Ranks: any, alone."""
-        # JSON of `body` is made later, on another thread. A message to a rank that has exited is lost.
-        self._post(topic, body, to if to is None or isinstance(to, int) else tuple(to))
+        # Rank 0 posts to any ranks, all others post to rank 0. JSON of `body` is made later, on another thread. A
+        # message to a rank that has exited is lost.
+        others = (rank for rank in range(self.world_size) if rank != self.rank)
+        receivers = (to,) if isinstance(to, int) else tuple(others if to is None else to)
+        if self.rank != 0 and any(receivers):
+            raise ValueError(f"rank {self.rank} posts to {receivers}, and can post to rank 0 alone")
+        self._post(topic, body, receivers)
 
-    def _post(self, topic: str, body: Any, to: int | tuple[int, ...] | None) -> None:
+    def _post(self, topic: str, body: Any, to: tuple[int, ...]) -> None:
         """Take a message to be sent, and return at once; a rank that is alone has it at once."""
-        content = json.dumps(body, default=str)
-        for _ in receivers_of(to, self.rank, self.world_size):
-            self._deliver(Message(topic, self.rank, json.loads(content)))
+        if 0 in to:
+            self._deliver(Message(topic, 0, json.loads(json.dumps(body, default=str))))
 
     def wait_for(
         self,
@@ -175,10 +179,3 @@ class LocalSideChannel(SideChannel):
 
     def __init__(self) -> None:
         super().__init__(0, 1)
-
-
-def receivers_of(to: int | Iterable[int] | None, rank: int, world_size: int) -> tuple[int, ...]:
-    """Return the ranks that ``to`` means; ``None`` is every rank but ``rank``."""
-    if to is None:
-        return tuple(r for r in range(world_size) if r != rank)
-    return (to,) if isinstance(to, int) else tuple(to)

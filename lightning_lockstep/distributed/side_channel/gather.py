@@ -61,10 +61,7 @@ class Gather:
     def post(self, key: Key, entry: Any, *, for_all: bool = True) -> None:
         """Send this rank's entry, for rank 0 alone or for all, and return at once. Ranks: every rank."""
         # A key names one collection, the same on every rank, and is never used again.
-        if self.channel.rank == 0:
-            self._collect(key, 0, entry, for_all=for_all)
-        else:
-            self.channel.post(self._topic, [key, for_all, entry], to=0)
+        self.channel.post(self._topic, [key, for_all, entry], to=0)
 
     def collect(self, key: Key, entry: Any, *, for_all: bool = True) -> Gathered:
         """Post this rank's entry, wait for the others' and return them all. Ranks: every rank, in any order."""
@@ -81,7 +78,7 @@ class Gather:
                 self._overdue.add(key)
                 gathered = Gathered({}, (0,), self.timeout)
                 if own == 0:
-                    gathered = self._finish(key, self._coming.pop(key), for_all=for_all)
+                    gathered = self._finish(key, {**self._coming.pop(key, {}), own: entry}, for_all=for_all)
         return replace(gathered, entries=dict(sorted({**gathered.entries, own: entry}.items())))
 
     def close(self) -> None:
@@ -89,29 +86,27 @@ class Gather:
         for remove in self._remove:
             remove()
 
-    def _collect(self, key: Key, rank: int, entry: Any, *, for_all: bool) -> None:
+    def _take_entry(self, message: Message) -> None:
+        """On rank 0: keep an entry; the last one completes a collection."""
+        key, for_all, entry = message.body
         with self._news:
             if key in self._overdue:
                 return
             entries = self._coming.setdefault(key, {})
-            entries[rank] = entry
+            entries[message.sender] = entry
             if len(entries) == self.channel.world_size:
                 del self._coming[key]
                 self._complete[key] = self._finish(key, entries, for_all=for_all)
                 self._news.notify_all()
 
     def _finish(self, key: Key, entries: Mapping[int, Any], *, for_all: bool) -> Gathered:
-        if for_all and self.channel.world_size > 1:
+        if for_all:
             self.channel.post(f"{self._topic}/result", [key, list(entries), list(entries.values())])
         return self._gathered(entries)
 
     def _gathered(self, entries: Mapping[int, Any]) -> Gathered:
         missing = tuple(rank for rank in range(self.channel.world_size) if rank not in entries)
         return Gathered(entries, missing, self.timeout)
-
-    def _take_entry(self, message: Message) -> None:
-        key, for_all, entry = message.body
-        self._collect(key, message.sender, entry, for_all=for_all)
 
     def _take_result(self, message: Message) -> None:
         key, ranks, entries = message.body

@@ -60,11 +60,8 @@ def side_channel_if_open(*, open_if_easy: bool = False) -> SideChannel | None:
         return None
     if _open is not None and _open[0] is group:
         return _open[1]
-    if not open_if_easy or group.world_size < 2:
-        return None
-    if group.rank != 0 and not group.store.check([_KEY]):
-        return None
-    return open_side_channel()
+    is_easy = open_if_easy and group.world_size > 1 and (group.rank == 0 or group.store.check([_KEY]))
+    return open_side_channel() if is_easy else None
 
 
 def open_side_channel() -> SideChannel:

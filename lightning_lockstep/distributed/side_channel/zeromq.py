@@ -1,22 +1,20 @@
-"""The side channel over ZeroMQ: a star. Rank 0 listens and routes, every other rank has one connection, to rank 0.
+"""The side channel over ZeroMQ: a star. Rank 0 listens, every other rank has one connection, to rank 0.
 
 =========== ================ ========================================================================================
-frame 1     frame 3          what it says
+frame 1     frame 2          what it says
 =========== ================ ========================================================================================
 ``hello``   host, process id first message of a connection, in both directions
-``post``    topic and body   frame 2 names its receivers on the way to rank 0 (none: all others), and its sender on the
-                             way from there
+``post``    topic and body   of any rank to rank 0, or of rank 0 to any rank
 ``closing``                  its sender has closed its channel
 =========== ================ ========================================================================================
 
-Frame 3 is JSON. Rank 0 passes a post on without reading it. Who has sent a message to rank 0 is told by its
-connection, not by a frame. Messages from one rank to another keep their order: an answer to a post says that the
-handlers have had all that came before.
+Frame 2 is JSON. Who has sent a message to rank 0 is told by its connection, not by a frame. Messages from one rank to
+another keep their order: an answer to a post says that the handlers have had all that came before.
 
-Two threads do everything. One owns the sockets: it turns what was posted into JSON, sends, receives and routes. The
-other one calls the handlers, so that one that blocks (rank 0 prints log lines in one) keeps nothing from being routed.
-A post returns at once. Heartbeats, reconnection, authentication and encryption are ZeroMQ's (ZMTP 3.1 with CURVE), on a
-thread in C that needs no GIL: a rank that holds the GIL for minutes, or stands in ``pdb``, keeps answering.
+Two threads do everything. One owns the sockets: it turns what was posted into JSON, sends and receives. The other one
+calls the handlers, so that one that blocks (rank 0 prints log lines in one) keeps nothing from being sent. A post
+returns at once. Heartbeats, reconnection, authentication and encryption are ZeroMQ's (ZMTP 3.1 with CURVE), on a thread
+in C that needs no GIL: a rank that holds the GIL for minutes, or stands in ``pdb``, keeps answering.
 
 A rank is lost if its connection has ended (its process did, or no heartbeat came for the silence limit) and it neither
 says goodbye nor connects again within two seconds. ZeroMQ tells rank 0 that a connection has ended, but not whose: rank
@@ -34,6 +32,7 @@ import os
 import queue
 import resource
 import socket
+import sys
 import threading
 import time
 from collections import defaultdict, deque
@@ -47,12 +46,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from lightning_lockstep.distributed.rendezvous import ChannelKeys
-from lightning_lockstep.distributed.side_channel.channel import (
-    BACK_WITHIN,
-    Message,
-    SideChannel,
-    receivers_of,
-)
+from lightning_lockstep.distributed.side_channel.channel import BACK_WITHIN, Message, SideChannel
 from lightning_lockstep.errors import LaunchError
 
 HELLO, POST, CLOSING = b"hello", b"post", b"closing"
@@ -155,7 +149,7 @@ class ZeroMQSideChannel(SideChannel):
         """See :meth:`SideChannel.answers`; a rank that is stopped does until the silence limit."""
         return rank in self._standing
 
-    def _post(self, topic: str, body: Any, to: int | tuple[int, ...] | None) -> None:
+    def _post(self, topic: str, body: Any, to: tuple[int, ...]) -> None:
         self._put(partial(self._send_post, topic, body, to))
 
     def _put(self, work: _Work) -> None:
@@ -240,45 +234,34 @@ class ZeroMQSideChannel(SideChannel):
             self._woken.close()
             self._context.term()
 
-    def _send_post(self, topic: str, body: Any, to: int | tuple[int, ...] | None) -> None:
+    def _send_post(self, topic: str, body: Any, to: tuple[int, ...]) -> None:
         try:
             content = _encode([topic, body]).encode()
         except Exception:
             # One message that cannot be sent must not silence the channel for all others.
             _log.exception("a message of the side channel topic %r cannot be sent", topic)
             return
-        if self.rank == 0:
-            self._route(0, to, zmq.Frame(content, copy=True))  # copied once, however many get it
-            return
-        receivers = receivers_of(to, self.rank, self.world_size)
-        others = [str(rank) for rank in receivers if rank != self.rank]
-        if self.rank in receivers:
-            self._read_soon(self.rank, content)
-        if others:
-            self._send(0, POST, b"" if to is None else ",".join(others).encode(), content)
-
-    def _route(self, sender: int, to: int | tuple[int, ...] | None, content: zmq.Frame) -> None:
-        """On rank 0: bring a post to its receivers."""
-        for rank in receivers_of(to, sender, self.world_size):
-            if rank == 0:
-                self._read_soon(sender, content.bytes)
+        frame = zmq.Frame(content, copy=True)  # copied once, however many get it
+        for rank in to:
+            if rank == self.rank:
+                self._read_soon(rank, content)
             else:
-                self._send(rank, POST, str(sender).encode(), content)
+                self._send(rank, POST, frame)
 
-    def _send(self, to: int, kind: bytes, about: bytes = b"", content: Any = b"") -> None:
+    def _send(self, to: int, kind: bytes, content: Any = b"") -> None:
         if self.rank != 0:
-            self._socket.send_multipart((kind, about, content))
+            self._socket.send_multipart((kind, content), copy=False)
         elif to in self._unsent:
-            self._unsent[to].append((kind, about, content))  # behind what waits already
+            self._unsent[to].append((kind, content))  # behind what waits already
         else:
             try:
-                self._socket.send_multipart((str(to).encode(), kind, about, content), copy=False)
+                self._socket.send_multipart((str(to).encode(), kind, content), copy=False)
             except zmq.ZMQError as error:
                 if error.errno != errno.EHOSTUNREACH:
                     raise
                 self._drop(to)
                 if to not in self._ended_ranks:
-                    self._unsent[to].append((kind, about, content))
+                    self._unsent[to].append((kind, content))
 
     def _say_goodbye(self) -> None:
         for rank in {0} if self.rank != 0 else self._standing - self._ended_ranks:
@@ -301,20 +284,21 @@ class ZeroMQSideChannel(SideChannel):
             try:
                 self._take(*frames)
             except (ValueError, TypeError) as error:
-                self._arrived.put(partial(_say_malformed, error))
+                self._arrived.put(
+                    partial(_log.warning, "ignored a malformed message on the side channel: %s", error)
+                )
 
     def _take(self, *frames: Any) -> None:
         """Take a message that has come; raise ValueError or TypeError if it makes no sense."""
-        if len(frames) != (4 if self.rank == 0 else 3):
+        sender = 0
+        if self.rank == 0:
+            sender, frames = int(frames[0].bytes), frames[1:]
+        if len(frames) != 2:
             raise ValueError(f"it has {len(frames)} frames")
-        kind, about, content = frames[-3].bytes, frames[-2].bytes, frames[-1]
-        sender = int(frames[0].bytes if self.rank == 0 else about or b"0")
-        if not 0 <= sender < self.world_size or sender == self.rank:
+        if self.rank == 0 and not 0 < sender < self.world_size:
             raise ValueError("no other rank is its sender")
-        if kind == POST and self.rank == 0:
-            to = tuple(int(rank) for rank in about.split(b",")) if about else None
-            self._route(sender, to, content)
-        elif kind == POST:
+        kind, content = frames[0].bytes, frames[1]
+        if kind == POST:
             self._read_soon(sender, content.bytes)
         elif kind == HELLO:
             host, pid = json.loads(content.bytes)
@@ -322,7 +306,7 @@ class ZeroMQSideChannel(SideChannel):
             if self.rank == 0:  # the first time or once more
                 self._stands(sender)
                 unsent = self._unsent.pop(sender, ())
-                for message in ((HELLO, b"", self._hello), *unsent):
+                for message in ((HELLO, self._hello), *unsent):
                     self._send(sender, *message)
         elif kind == CLOSING:
             # Not standing any more, so that the end of its connection is its own affair.
@@ -340,7 +324,7 @@ class ZeroMQSideChannel(SideChannel):
             if self.rank != 0:
                 self._drop(0)
         elif self.rank != 0:
-            self._send(0, HELLO, content=self._hello)
+            self._send(0, HELLO, self._hello)
             self._stands(0)
 
     def _stands(self, rank: int) -> None:
@@ -362,7 +346,7 @@ class ZeroMQSideChannel(SideChannel):
         if self.rank == 0 and self._look_at <= now < self._look_until:
             self._look_at = now + _LOOK_AT_ABSENT
             for rank in list(self._standing):
-                self._send(rank, HELLO, content=self._hello)
+                self._send(rank, HELLO, self._hello)
         for rank in [rank for rank, until in self._absent.items() if now >= until]:
             with self._news:
                 del self._absent[rank]
@@ -396,36 +380,24 @@ class ZeroMQSideChannel(SideChannel):
         self._arrived.put(partial(self._read, sender, content))
 
     def _read(self, sender: int, content: bytes) -> None:
-        try:
-            topic, body = json.loads(content)
-        except (ValueError, TypeError) as error:
-            _say_malformed(error)
-        else:
-            self._deliver(Message(topic, sender, body))
+        topic, body = json.loads(content)
+        self._deliver(Message(topic, sender, body))
 
 
 def need_descriptors(world_size: int) -> None:
     """Let this process, rank 0, have an open connection to each of the other ranks, or raise LaunchError."""
     needed = psutil.Process().num_fds() + world_size
-    wanted = needed + _SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return
-    given = wanted if hard == resource.RLIM_INFINITY else max(soft, min(wanted, hard))
-    try:
-        if given < needed:
-            raise ValueError("the hard limit is too low")
-        resource.setrlimit(resource.RLIMIT_NOFILE, (given, hard))
-    except (ValueError, OSError) as error:
+    most = sys.maxsize if hard == resource.RLIM_INFINITY else hard
+    if most < needed:
         raise LaunchError(
             f"Rank 0 of {world_size} has a connection to every other rank, and may open {hard} files and connections at"
             f" once: it needs {needed}. Raise the hard limit on its host: `ulimit -Hn`, `LimitNOFILE=` of systemd, or"
             " `nofile` in /etc/security/limits.conf."
-        ) from error
-
-
-def _say_malformed(error: Exception) -> None:
-    _log.warning("ignored a malformed message on the side channel: %s", error)
+        )
+    wanted = min(needed + _SPARE_DESCRIPTORS, most)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _endpoint(host: str) -> str:
