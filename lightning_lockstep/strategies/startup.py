@@ -10,6 +10,7 @@ import torch
 
 from lightning_lockstep._lightning import _destroy_dist_connection
 from lightning_lockstep._trainer import given_to_trainer
+from lightning_lockstep.distributed.failure.exit_notes import note_orderly_end
 from lightning_lockstep.distributed.failure.process_exit import at_exit
 from lightning_lockstep.distributed.mpi.backend import abort_when_leaving, register_mpi_backend
 from lightning_lockstep.distributed.mpi.worker import set_interruption
@@ -20,11 +21,11 @@ from lightning_lockstep.distributed.process_group import (
 )
 from lightning_lockstep.errors import ConfigurationError, LaunchError, LockstepError, MissingExtraError
 from lightning_lockstep.launchers.environments import LockstepEnvironment, MPIEnvironment
-from lightning_lockstep.launchers.mpirun import MPIRunLauncher, note_orderly_end
+from lightning_lockstep.launchers.mpirun import MPIRunLauncher
 from lightning_lockstep.launchers.mpirun_command import MPIRunSettings, find_mpirun
 from lightning_lockstep.launchers.multiprocessing import SpawnedLauncher
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
-from lightning_lockstep.launchers.subprocess_script import ScriptLauncher, connected_rank
+from lightning_lockstep.launchers.subprocess_script import ScriptLauncher, connected_group
 from lightning_lockstep.xla.runtime import check_untouched
 
 
@@ -42,9 +43,9 @@ class RankStartup:
 
     def launcher(self, strategy: Any, supervisor: RankSupervisor) -> Any:
         """Return the launcher that starts the ranks of this node."""
-        environment, connected = strategy.cluster_environment, connected_rank() or (0, 1)
+        environment, group = strategy.cluster_environment, connected_group()
         # Ranks that are connected run this script, and come here too: they are used again.
-        exist = environment.creates_processes_externally or connected[1] > 1
+        exist = environment.creates_processes_externally or (group is not None and group.world_size > 1)
         if self.start_method == "popen" or exist:
             return self.script_launcher(
                 supervisor,

@@ -30,7 +30,7 @@ def started() -> tuple[subprocess.Popen[bytes], list[psutil.Process]]:
 def test_a_signal_goes_to_mpirun_and_is_its_exit_code() -> None:
     process, ranks = started()
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    assert _wait(process) == 128 + signal.SIGTERM
+    assert _wait(process, False) == 128 + signal.SIGTERM
     for rank in ranks:  # a shell leaves them; mpirun ends its ranks
         rank.kill()
 
@@ -46,7 +46,7 @@ def test_the_second_ctrl_c_ends_mpirun_and_its_ranks() -> None:
     thread = threading.Timer(0.2, press_twice)
     thread.start()
     try:
-        assert _wait(process) == 130
+        assert _wait(process, False) == 130
     finally:
         _end_with_children(process.pid)
     thread.join()
@@ -55,4 +55,4 @@ def test_the_second_ctrl_c_ends_mpirun_and_its_ranks() -> None:
 
 
 def test_a_failed_start_is_mpirun_s_own_matter() -> None:
-    assert _wait(subprocess.Popen(["sh", "-c", "exit 7"])) == 7
+    assert _wait(subprocess.Popen(["sh", "-c", "exit 7"]), False) == 7
