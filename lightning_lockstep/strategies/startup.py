@@ -12,8 +12,7 @@ from lightning_lockstep._lightning import _destroy_dist_connection
 from lightning_lockstep._trainer import given_to_trainer
 from lightning_lockstep.distributed.failure.exit_notes import note_orderly_end
 from lightning_lockstep.distributed.failure.process_exit import at_exit
-from lightning_lockstep.distributed.mpi.backend import abort_when_leaving, register_mpi_backend
-from lightning_lockstep.distributed.mpi.worker import set_interruption
+from lightning_lockstep.distributed.mpi.backend import follow_failures, register_mpi_backend
 from lightning_lockstep.distributed.process_group import (
     default_backend,
     process_group_exists,
@@ -153,9 +152,9 @@ class MPIStartup(RankStartup):
                 return error
             return None
 
-        set_interruption(failed_elsewhere)
         # mpirun ends all ranks once one has failed: let the one that prints the report end first.
-        abort_when_leaving(0.0 if propagation.prints_report else supervisor.settings.grace_period + 2.0)
+        delay = 0.0 if propagation.prints_report else supervisor.settings.grace_period + 2.0
+        follow_failures(failed_elsewhere, delay)
 
     def _choose_backend(self, strategy: Any) -> str:
         chosen = self._given_backend
