@@ -34,8 +34,8 @@ JOB_TOKEN = "LOCKSTEP_JOB_TOKEN"
 LAUNCHER_PID = "LOCKSTEP_RANK_LAUNCHER_PID"
 #: Set by the first rank of a node in its own environment once it has met the others: its process id.
 HAS_MET = "LOCKSTEP_RANK_HAS_MET"
-#: Set by our mpirun launcher: a file that the ranks of its host make when they end in good order.
-ENDED_FILE = "LOCKSTEP_RANK_ENDED_FILE"
+#: Set by our mpirun launcher: the folder in which ranks of its host note that they end in good order.
+NOTES_FOLDER = "LOCKSTEP_RANK_NOTES_FOLDER"
 #: Set by our launchers for ranks of a Hydra job: its configuration. Gone once a rank has it.
 RANK_CONFIG = "LOCKSTEP_RANK_CONFIG"
 

@@ -13,7 +13,6 @@ from lightning_lockstep._settings import Faults
 from lightning_lockstep._system import usable_cores
 from lightning_lockstep._text import say
 from lightning_lockstep.distributed.process_group import free_port
-from lightning_lockstep.distributed.rendezvous import token_for_children
 from lightning_lockstep.launchers.multiprocessing import (
     RanksToStart,
     prepare_fork,
@@ -70,34 +69,26 @@ def notebook_launcher(
         return function(*args)
     check_untouched()
     prepare_fork()
+    group = RanksToStart(
+        number=number, world_size=number, start_method="fork", grace_period=grace_period, in_cell=True
+    )
     try:
-        returned: _Returned = run_in_ranks(_group(number, grace_period), _be_rank, number, function, args)
+        returned: _Returned = run_in_ranks(group, _be_rank, number, free_port(), function, args)
     except KeyboardInterrupt as error:
         raise show_in_cell(error, "KeyboardInterrupt: all ranks have ended.") from None
     return returned
 
 
-def _group(number: int, grace_period: float) -> RanksToStart:
-    environment = {
-        **token_for_children(),
+def _be_rank(rank: int, number: int, port: int, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(port),
         "NODE_RANK": "0",
         "WORLD_SIZE": str(number),
         "LOCAL_WORLD_SIZE": str(number),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
     }
-    return RanksToStart(
-        number=number,
-        world_size=number,
-        start_method="fork",
-        grace_period=grace_period,
-        in_cell=True,
-        environment=environment,
-    )
-
-
-def _be_rank(rank: int, number: int, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     rank_zero_only.rank = rank  # type: ignore[attr-defined]
     apply_threads("auto", ranks_here=number)
     become_xla_rank(rank, number)

@@ -39,6 +39,7 @@ class RankGroup:
     world_size: int
     store: Store
     communicator: Any = None  # of these ranks, once one is made
+    layout: tuple[int, int] | None = None  # ranks of each node, and nodes, if a Trainer has connected them
 
 
 _AVAILABLE = dist.is_available()

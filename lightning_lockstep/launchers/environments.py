@@ -18,6 +18,7 @@ from lightning_lockstep._system import run_program
 from lightning_lockstep._text import counted
 from lightning_lockstep.distributed.failure.process_exit import end_now
 from lightning_lockstep.distributed.mpi.rendezvous import MPIRendezvous, agree_on_rendezvous
+from lightning_lockstep.distributed.process_group import RankGroup
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.rank_variables import (
     SRUN,
@@ -239,33 +240,15 @@ def check_has_device(
     environment: ClusterEnvironment,
     num_devices: int,
     num_nodes: int,
-    connected: tuple[int, int] | None = None,  # the rank that this process is already, and of how many
-    as_size: tuple[int, int]
-    | None = None,  # how many of these on each node, and nodes, if a Trainer has said so
+    group: RankGroup | None = None,  # by which this process is connected already
 ) -> None:
     """Raise if the Trainer expects other ranks than were started or connected, as far as this rank can see."""
-    external, expected = environment.creates_processes_externally, num_devices * num_nodes
-    starts_others = not external and connected == (0, 1)
-    mine = -1 if connected is None else environment.node_rank() * num_devices + environment.local_rank()
-    is_other = connected != (mine, expected) or as_size not in (None, (num_devices, num_nodes))
-    if connected is not None and is_other and not starts_others:
-        by_another = external and launcher_pid() is None
-        anew = "" if by_another else ", or let each Trainer start its own with strategy='lockstep_ddp_spawn'"
-        # Of another number all ranks say the same, so that it is printed once.
-        place, size = connected
-        asked = (
-            f"ask for {counted(expected, 'rank')}" if size != expected else f"make this process rank {mine}"
-        )
-        found = counted(size, "rank") if size != expected else f"it as rank {place} of {size}"
-        raise LaunchError(
-            f"devices={num_devices} and num_nodes={num_nodes} {asked}, but an earlier Trainer, or the program that"
-            f" started it, has connected {found}. Set devices to the number of ranks on each node, the same on every"
-            " node and in every Trainer of the script, and num_nodes to the number of nodes. Train on other ranks in a"
-            f" script of its own{anew}. An evaluation counts each sample once on any number of ranks."
-        )
+    external = environment.creates_processes_externally
+    if group is not None and (external or group.world_size > 1):
+        _check_same_ranks(environment, num_devices, num_nodes, group)
     if not external:
         return
-    if connected is None and _started_by_rank_that_has_met():
+    if group is None and _started_by_rank_that_has_met():
         # Not raised: a program that caught it would go on here. Lightning ends its ranks for any other exit code.
         end_now(
             0,
@@ -279,6 +262,28 @@ def check_has_device(
     raise LaunchError(
         f"devices={num_devices}, but at least {environment.local_rank() + 1} ranks were started on this node: expected"
         " as many devices as ranks. Set devices in the Trainer to the number of ranks of a node, or start fewer."
+    )
+
+
+def _check_same_ranks(
+    environment: ClusterEnvironment, num_devices: int, num_nodes: int, group: RankGroup
+) -> None:
+    expected, mine = num_devices * num_nodes, environment.node_rank() * num_devices + environment.local_rank()
+    # By their number and place alone, some ranks would take others on other nodes for those that have met.
+    is_layout = group.layout in (None, (num_devices, num_nodes))
+    if (group.rank, group.world_size) == (mine, expected) and is_layout:
+        return
+    by_another = environment.creates_processes_externally and launcher_pid() is None
+    anew = "" if by_another else ", or let each Trainer start its own with strategy='lockstep_ddp_spawn'"
+    # Of another number all ranks say the same, so that it is printed once.
+    size = group.world_size
+    asked = f"ask for {counted(expected, 'rank')}" if size != expected else f"make this process rank {mine}"
+    found = counted(size, "rank") if size != expected else f"it as rank {group.rank} of {size}"
+    raise LaunchError(
+        f"devices={num_devices} and num_nodes={num_nodes} {asked}, but an earlier Trainer, or the program that"
+        f" started it, has connected {found}. Set devices to the number of ranks on each node, the same on every"
+        " node and in every Trainer of the script, and num_nodes to the number of nodes. Train on other ranks in a"
+        f" script of its own{anew}. An evaluation counts each sample once on any number of ranks."
     )
 
 

@@ -124,32 +124,27 @@ def current_hydra_config() -> DictConfig | None:
     return whole
 
 
-def freeze(config: DictConfig) -> DictConfig:
+def freeze(config: Any) -> Any:
     """Replace every interpolation by its present value, in the configuration itself; return it."""
     # Types of structured configs are kept. A value that must still be given (`???`) stays so, and an interpolation
-    # that cannot be resolved stays as it is: only a program that reads it has a problem. A copy takes the resolver
-    # cache along, so `${now:...}` keeps in it a value that it has already had.
-    _resolve_in_place(config)
-    return config
-
-
-def _resolve_in_place(container: Any) -> None:
-    # Not by OmegaConf.resolve, which takes all interpolations or raises.
+    # that cannot be resolved stays as it is: only a program that reads it has a problem. OmegaConf.resolve would raise.
+    # A copy takes the resolver cache along, so `${now:...}` keeps in it a value that it has already had.
     from omegaconf import OmegaConf, flag_override
     from omegaconf.errors import OmegaConfBaseException
 
-    keys = list(container.keys()) if OmegaConf.is_dict(container) else range(len(container))
+    keys = list(config.keys()) if OmegaConf.is_dict(config) else range(len(config))
     for key in keys:
         # Hydra makes its own part read-only; an interpolation may name a value that nobody gave.
         with (
-            flag_override(container, ["readonly", "struct"], [False, False]),
+            flag_override(config, ["readonly", "struct"], [False, False]),
             suppress(OmegaConfBaseException),
         ):
-            if OmegaConf.is_interpolation(container, key):
-                container[key] = container[key]
-        inner = inner_container(container, key)
+            if OmegaConf.is_interpolation(config, key):
+                config[key] = config[key]
+        inner = inner_container(config, key)
         if inner is not None:
-            _resolve_in_place(inner)
+            freeze(inner)
+    return config
 
 
 def inner_container(container: Any, key: Any) -> DictConfig | ListConfig | None:
@@ -231,7 +226,7 @@ def run_names(environ: Mapping[str, str] | None = None) -> list[tuple[str, int]]
     # There are none without a scheduler. The most specific name comes first. torchrun may run in a job of
     # Slurm: after a requeue it starts to count again, and with ``--standalone`` it has another run id.
     environ = os.environ if environ is None else environ
-    names, restarts = [], _number(environ.get("TORCHELASTIC_RESTART_COUNT"))
+    names, restarts = [], int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     if "TORCHELASTIC_RUN_ID" in environ:
         run = environ["TORCHELASTIC_RUN_ID"]
         # Jobs may have one run id: without --rdzv-id all have. Their agents differ, but another one may have rank 0
@@ -241,7 +236,7 @@ def run_names(environ: Mapping[str, str] | None = None) -> list[tuple[str, int]]
         if run != _NO_RUN_ID:
             names.append((f"torchrun-{_plain(run)}", restarts))
     if "SLURM_JOB_ID" in environ:
-        requeues = _number(environ.get("SLURM_RESTART_COUNT"))
+        requeues = int(environ.get("SLURM_RESTART_COUNT", 0))
         step = find_slurm_step(environ)
         name = slurm_job(environ) + (f"-{step.step}" if step is not None else "")
         names.append((f"slurm-{_plain(name)}", requeues + restarts))
@@ -326,10 +321,6 @@ def _leave_note(folder: Path) -> None:
     if names := run_names():
         # Where it cannot be written, a later attempt has its own folder.
         write_whole(folder / _NOTE, "".join(f"{name}\n" for name, _ in names))
-
-
-def _number(text: str | None) -> int:
-    return int(text) if text is not None and text.isdigit() else 0
 
 
 def _plain(text: str) -> str:

@@ -17,9 +17,10 @@ import psutil
 
 from lightning_lockstep._lightning import _SubprocessScriptLauncher
 from lightning_lockstep._registry import public
-from lightning_lockstep._settings import ENDED_FILE
+from lightning_lockstep._settings import NOTES_FOLDER
 from lightning_lockstep._text import say
-from lightning_lockstep.distributed.failure.process_exit import at_exit, end_now, flush_everything, outcome
+from lightning_lockstep.distributed.failure.exit_notes import has_orderly_end
+from lightning_lockstep.distributed.failure.process_exit import end_now, flush_everything
 from lightning_lockstep.distributed.rendezvous import token_for_children
 from lightning_lockstep.launchers.environments import LockstepEnvironment
 from lightning_lockstep.launchers.mpirun_command import (
@@ -50,17 +51,6 @@ _LOST = (
     "\nlightning-lockstep: mpirun ended without an error, but no rank of this host had finished: another host was"
     " lost. Resume from the last checkpoint once it is back.\n"
 )
-
-
-def note_orderly_end() -> None:
-    """On a rank: leave word at its exit, if that is in good order, for the launcher that runs mpirun on this host."""
-
-    def note() -> None:
-        if not outcome.forced_exit_pending and not outcome.ends_with_error and Path(given).parent.is_dir():
-            Path(given).touch()
-
-    if given := os.environ.get(ENDED_FILE, ""):
-        at_exit(note)
 
 
 def ran_under_mpirun() -> bool:
@@ -101,17 +91,17 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
             variables=list(environ),
         )
         flush_everything()  # what this process has printed comes first
-        with tempfile.TemporaryDirectory(prefix="lockstep-mpirun-") as notes:
-            ended = Path(notes, "ended")
+        with tempfile.TemporaryDirectory(prefix="lockstep-mpirun-") as name:
+            notes = Path(name)
             process = subprocess.Popen(
                 [*_WITH_THIS_PROCESS, *command, *program],
-                env={**mpirun_environ(self.settings), **environ, ENDED_FILE: str(ended)},
+                env={**mpirun_environ(self.settings), **environ, NOTES_FOLDER: name},
                 cwd=folder,
                 start_new_session=True,  # signals to this group reach mpirun from here alone
             )
             self.procs = [process]
             code = _wait(process, _saves_on_a_signal(trainer))
-            if code == 0 and self.num_nodes > 1 and self._has_ranks_here() and not ended.exists():
+            if code == 0 and self.num_nodes > 1 and self._has_ranks_here() and not has_orderly_end(notes):
                 say(_LOST)  # Open MPI 5 calls it a success
                 code = 1
         if job is not None and code == 0:

@@ -17,7 +17,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,8 +44,6 @@ from lightning_lockstep.distributed.failure.exit_notes import (
     keep_failure,
     keep_notes_in,
     note_failure,
-    note_preempted_exit,
-    preempted_exit,
 )
 from lightning_lockstep.distributed.failure.process_exit import (
     Ending,
@@ -121,7 +119,7 @@ _MEMORY = (
 def _error_of_ranks(folder: Path, ended: mp.ProcessExitedException, group: RanksToStart) -> BaseException:
     """Return what the parent raises for ranks of which torch has seen one fail."""
     record, code = first_failure(folder), ended.exit_code
-    if record is None or not has_noted_failure(folder, ended.error_index):
+    if record is None or not has_noted_failure(folder, ended.error_pid):
         # This one has ended without a word; of the run the others know more.
         kind, summary, exit_code = describe_exit(code)
         rank, host = group.first_rank + ended.error_index, socket.gethostname()
@@ -147,7 +145,7 @@ def show_in_cell(error: BaseException, text: str) -> BaseException:
 
 # -- Runs a function in several ranks, and waits for them --
 
-_RESULT = "result"
+_ANSWER = "answer"  # a file of rank 0: what it returned, and the exit on which all ranks agreed, if any
 _INTERRUPTED = 130  # exit code after Ctrl-C, where Lightning's own would be 1
 _CTRL_C = 2.0  # how long ranks that a terminal's Ctrl-C has reached may take before they get it from here [s]
 _KILLED = 5.0  # how long the operating system may take to end a killed process [s]
@@ -161,7 +159,6 @@ class RanksToStart:
     start_method: str
     grace_period: float  # how long the others may take to end when one has failed [s]
     in_cell: bool  # whether they are started by a cell of a notebook
-    environment: Mapping[str, str]
     first_rank: int = 0
     world_size: int
 
@@ -178,10 +175,11 @@ def run_in_ranks(
     ranks: Sequence[Any] = ()
     with tempfile.TemporaryDirectory(prefix="lockstep-") as name:
         folder = Path(name)
+        given = group, folder, token_for_children(), function, args
         try:
             # Not Lightning's launch(): its queue holds a result until all have ended, so a large one blocks rank 0.
             context = mp.start_processes(  # type: ignore[no-untyped-call]
-                _be_rank, (group, folder, function, args), group.number, False, False, group.start_method
+                _be_rank, given, group.number, False, False, group.start_method
             )
             ranks = context.processes
             with SignalForwarding(partial(_send, ranks), partial(_send, ranks, signal.SIGKILL)):
@@ -201,11 +199,11 @@ def run_in_ranks(
             ranks = [one for one in multiprocessing.active_children() if one not in before]
             _send(ranks, signal.SIGKILL)
             _join(ranks, _KILLED)
-        preempted = preempted_exit(folder)
+        answer = folder / _ANSWER
+        value, preempted = pickle.loads(answer.read_bytes()) if answer.exists() else (None, None)
         if preempted is not None:
-            raise preempted
-        result = folder / _RESULT
-        return pickle.loads(result.read_bytes()) if result.exists() else None
+            raise preempted  # this process, which is no rank, ends with the exit code on which the ranks agreed
+        return value
 
 
 def _send(ranks: Sequence[Any], number: int) -> None:
@@ -221,32 +219,32 @@ def _join(ranks: Sequence[Any], seconds: float) -> None:
         process.join(max(0.0, deadline - time.monotonic()))
 
 
-def _be_rank(local_rank: int, group: RanksToStart, folder: Path, function: Any, args: Any) -> None:
+def _be_rank(
+    local_rank: int, group: RanksToStart, folder: Path, token: dict[str, str], function: Any, args: Any
+) -> None:
     """Run the function in a started rank, and note how it ended."""
-    if (
-        group.in_cell
-    ):  # what is the kernel's in this fork of it: its event loop, which signals would wake, its handlers
+    if group.in_cell:  # a fork of the kernel has its event loop, which signals would wake, and its handlers
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     assert parent is not None
     end_with_parent(parent.is_alive)
-    os.environ.update(group.environment)
-    keep_notes_in(folder, local_rank)
+    os.environ.update(token)
+    keep_notes_in(folder)
     try:
-        value = function(local_rank, *args)
+        try:
+            answer: tuple[Any, Preempted | None] = function(local_rank, *args), None
+        except Preempted as agreed:  # no failure: all ranks have left together on purpose
+            answer = None, agreed
         if local_rank == 0:
-            (folder / _RESULT).write_bytes(pickle.dumps(move_data_to_device(value, "cpu")))
+            (folder / _ANSWER).write_bytes(pickle.dumps(move_data_to_device(answer, "cpu")))
     except KeyboardInterrupt:
         end_now(_INTERRUPTED)
-    except Preempted as preempted:
-        # No failure: the parent, which is no rank, ends with the exit code on which the ranks agreed.
-        note_preempted_exit(preempted)
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0) and first_failure(folder) is None:
             return  # the program's own wish; during a fit it is a failure, and noted
-        if not has_noted_failure(folder, local_rank):  # the supervisor has not seen it
+        if not has_noted_failure(folder, os.getpid()):  # the supervisor has not seen it
             note_failure(describe_error(error, group.first_rank + local_rank, group.world_size, dict))
         drop_what_nobody_reads()
         if group.in_cell:
@@ -295,7 +293,6 @@ class SpawnedLauncher(_MultiProcessingLauncher):
             start_method=self._start_method,
             grace_period=self._supervisor.settings.grace_period,
             in_cell=in_cell,
-            environment=token_for_children(),
             first_rank=environment.node_rank() * strategy.num_processes,
             world_size=strategy.num_processes * strategy.num_nodes,
         )

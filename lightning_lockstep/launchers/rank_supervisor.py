@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -36,6 +35,7 @@ from lightning_lockstep.distributed.guard.guard import CollectiveGuard, GuardSet
 from lightning_lockstep.distributed.side_channel.channel import SideChannel
 from lightning_lockstep.distributed.side_channel.opening import side_channel_if_open, use_silence_limit
 from lightning_lockstep.errors import LockstepError
+from lightning_lockstep.launchers.hydra import current_hydra_config
 
 # -- How many CPU threads a rank may use --
 
@@ -59,11 +59,8 @@ def apply_threads(threads_per_rank: int | Literal["auto"], *, ranks_here: int) -
 
 def current_job() -> tuple[str, object] | None:
     """Return run folder and number of the Hydra job, which tell it from the next; ``None`` without Hydra."""
-    module = sys.modules.get("hydra.core.hydra_config")
-    if module is None or not module.HydraConfig.initialized():
-        return None
-    hydra = module.HydraConfig.get()
-    return hydra.runtime.output_dir, hydra.job.get("num")
+    config = current_hydra_config()
+    return None if config is None else (config.hydra.runtime.output_dir, config.hydra.job.get("num"))
 
 
 def folder_of_run(trainer: Any, job_folder: str | None) -> Path | None:
@@ -248,13 +245,13 @@ class RankSupervisor:
         place: dict[str, Any] = {}
         if trainer.state.fn == "fit":
             place = {"epoch": trainer.current_epoch, "step": trainer.global_step}
-        batch = _batch(trainer, stage)
+        batch = _batch_of_stage(trainer, stage)
         if batch >= 0:
             place["batch"] = batch
         return {**place, "stage": stage}
 
 
-def _batch(trainer: Any, stage: str) -> int:
+def _batch_of_stage(trainer: Any, stage: str) -> int:
     """Return which batch of its stage a Trainer is at, from 0; below 0: none yet."""
     if stage == "train":
         return int(trainer.fit_loop.epoch_loop.batch_idx)

@@ -65,8 +65,8 @@ def find_slurm_step(environ: Mapping[str, str] | None = None) -> SlurmStep | Non
         restarts=environ.get("SLURM_RESTART_COUNT", "0"),
         rank=int(rank),
         size=int(size),
-        local_rank=_number(environ.get("SLURM_LOCALID", "0")),
-        node=_number(environ.get("SLURM_NODEID", "0")),
+        local_rank=int(environ.get("SLURM_LOCALID", 0)),
+        node=int(environ.get("SLURM_NODEID", 0)),
         tasks_per_node=counts_in(environ.get("SLURM_STEP_TASKS_PER_NODE", size)),
         nodes=environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", ""),
         cluster=environ.get("SLURM_CLUSTER_NAME", ""),
@@ -78,10 +78,6 @@ def slurm_job(environ: Mapping[str, str] | None = None) -> str:
     environ = os.environ if environ is None else environ
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID", "")
     return environ.get("SLURM_JOB_ID", "") if array is None else f"{array}_{task}"
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isdecimal() else 0
 
 
 def counts_in(listed: str) -> tuple[int, ...]:
@@ -105,8 +101,6 @@ def counts_in(listed: str) -> tuple[int, ...]:
 # A shell that was started inside a job, or an `export` left behind, has such variables without being a rank: hence
 # the last column. mpi4py is not imported here: that would start MPI.
 
-#: Each rank that an mpirun or mpiexec has started has one of these.
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
 #: Whoever starts ranks gives each one of these: torchrun, srun, LSF's jsrun, a user by hand; or an MPI, see above.
 _FROM_OUTSIDE = (
     "TORCHELASTIC_RUN_ID",
@@ -114,7 +108,9 @@ _FROM_OUTSIDE = (
     "NODE_RANK",
     "SLURM_PROCID",
     "LSB_JOBID",
-    *RANK_VARIABLES,
+    "OMPI_COMM_WORLD_RANK",
+    "MV2_COMM_WORLD_RANK",
+    "PMI_RANK",
 )
 
 

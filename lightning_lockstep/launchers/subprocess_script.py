@@ -27,11 +27,16 @@ from lightning_lockstep.distributed.failure.process_exit import (
     outcome,
 )
 from lightning_lockstep.distributed.failure.record import describe_exit
-from lightning_lockstep.distributed.process_group import forget_rendezvous, host_rendezvous
+from lightning_lockstep.distributed.process_group import (
+    RankGroup,
+    current_group,
+    forget_rendezvous,
+    host_rendezvous,
+)
 from lightning_lockstep.distributed.rendezvous import token_for_children
-from lightning_lockstep.distributed.side_channel.opening import known_rank
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.environments import LockstepEnvironment, check_has_device
+from lightning_lockstep.launchers.hydra import hydra_child_command
 from lightning_lockstep.launchers.rank_processes import end_with_parent
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, current_job
 
@@ -63,12 +68,8 @@ class _StartedRanks:
         self.job = job
         self.processes: list[subprocess.Popen[bytes]] = []  # of the ranks 1, 2, ... of this node
         self._stopping = False  # who ends badly from then on does so because of that
-        self.work_for(supervisor)
-
-    def work_for(self, supervisor: RankSupervisor) -> None:
-        """Let a Trainer's supervisor learn when a child exits, and end the children before a forced end."""
-        self.supervisor = supervisor
-        outcome.on_force = self.kill
+        self.supervisor = supervisor  # of the Trainer that they work for now: it learns when a child exits
+        outcome.on_force = self.kill  # children end before a forced end of this process
 
     def start(self, number: int, environ: Mapping[str, str]) -> None:
         """Start as many, each with its number on this node."""
@@ -114,30 +115,25 @@ class _StartedRanks:
 _started: _StartedRanks | None = None
 
 
-def connected_rank() -> tuple[int, int] | None:
-    """Return (rank, world size) by which this process is already connected in its job, or ``None``."""
+def connected_group() -> RankGroup | None:
+    """Return the group by which this process is already connected in its job, or ``None``."""
     is_next_job = _started is not None and _started.job != current_job()
-    return None if is_next_job else known_rank()
-
-
-# In which job of this process the ranks have met; how many of each node, and on how many nodes.
-_met: tuple[object, tuple[int, int]] | None = None
+    return None if is_next_job else current_group()
 
 
 def have_met(num_devices: int, num_nodes: int) -> None:
-    """Note with how many ranks a Trainer of this job has connected them."""
-    global _met
-    _met = current_job(), (num_devices, num_nodes)
+    """Note with how many ranks a Trainer has connected them."""
+    group = current_group()
+    if group is not None:
+        group.layout = num_devices, num_nodes
 
 
 def check_ranks(
     supervisor: RankSupervisor, environment: ClusterEnvironment, *, num_devices: int, num_nodes: int
 ) -> None:
     """Refuse, on every rank, a Trainer that expects other ranks than were started or are connected."""
-    # By their number and place alone, some ranks would take others on other nodes for those that have met.
-    as_size = _met[1] if _met is not None and _met[0] == current_job() else None
     try:
-        check_has_device(environment, num_devices, num_nodes, connected_rank(), as_size)
+        check_has_device(environment, num_devices, num_nodes, connected_group())
     except LaunchError as error:
         supervisor.refuse(error)
 
@@ -187,7 +183,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
                 raise LaunchError(_TOO_LATE.format(self.num_processes))
             # The children, and the ranks of other nodes, run this same script and will reach this Trainer too.
             self.procs = _started.processes
-            _started.work_for(self._supervisor)
+            _started.supervisor = self._supervisor
             return
         forget_earlier_job(self._supervisor.settings.grace_period)
         self._check_can_spawn_children()
@@ -258,12 +254,9 @@ def forget_earlier_job(patience: float) -> None:  # patience: for ranks that are
 
 def rank_command() -> tuple[list[str], str | None, dict[str, str]]:
     """Return (command, folder, environment variables) that runs this program again."""
-    if "hydra.core.hydra_config" in sys.modules:
-        from lightning_lockstep.launchers.hydra import hydra_child_command
-
-        by_hydra = hydra_child_command()
-        if by_hydra is not None:
-            return by_hydra
+    by_hydra = hydra_child_command()
+    if by_hydra is not None:
+        return by_hydra
     main, program = sys.modules["__main__"], sys.argv[0]
     if getattr(main, "__spec__", None) is None and not Path(program).is_file():
         given = {"-c": "python -c", "-": "standard input", "": "standard input"}.get(program, repr(program))

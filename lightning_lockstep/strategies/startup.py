@@ -10,9 +10,9 @@ import torch
 
 from lightning_lockstep._lightning import _destroy_dist_connection
 from lightning_lockstep._trainer import given_to_trainer
+from lightning_lockstep.distributed.failure.exit_notes import note_orderly_end
 from lightning_lockstep.distributed.failure.process_exit import at_exit
-from lightning_lockstep.distributed.mpi.backend import abort_when_leaving, register_mpi_backend
-from lightning_lockstep.distributed.mpi.worker import set_interruption
+from lightning_lockstep.distributed.mpi.backend import follow_failures, register_mpi_backend
 from lightning_lockstep.distributed.process_group import (
     default_backend,
     process_group_exists,
@@ -20,11 +20,11 @@ from lightning_lockstep.distributed.process_group import (
 )
 from lightning_lockstep.errors import ConfigurationError, LaunchError, LockstepError, MissingExtraError
 from lightning_lockstep.launchers.environments import LockstepEnvironment, MPIEnvironment
-from lightning_lockstep.launchers.mpirun import MPIRunLauncher, note_orderly_end
+from lightning_lockstep.launchers.mpirun import MPIRunLauncher
 from lightning_lockstep.launchers.mpirun_command import MPIRunSettings, find_mpirun
 from lightning_lockstep.launchers.multiprocessing import SpawnedLauncher
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
-from lightning_lockstep.launchers.subprocess_script import ScriptLauncher, connected_rank
+from lightning_lockstep.launchers.subprocess_script import ScriptLauncher, connected_group
 from lightning_lockstep.xla.runtime import check_untouched
 
 
@@ -42,9 +42,9 @@ class RankStartup:
 
     def launcher(self, strategy: Any, supervisor: RankSupervisor) -> Any:
         """Return the launcher that starts the ranks of this node."""
-        environment, connected = strategy.cluster_environment, connected_rank() or (0, 1)
+        environment, group = strategy.cluster_environment, connected_group()
         # Ranks that are connected run this script, and come here too: they are used again.
-        exist = environment.creates_processes_externally or connected[1] > 1
+        exist = environment.creates_processes_externally or (group is not None and group.world_size > 1)
         if self.start_method == "popen" or exist:
             return self.script_launcher(
                 supervisor,
@@ -152,9 +152,9 @@ class MPIStartup(RankStartup):
                 return error
             return None
 
-        set_interruption(failed_elsewhere)
         # mpirun ends all ranks once one has failed: let the one that prints the report end first.
-        abort_when_leaving(0.0 if propagation.prints_report else supervisor.settings.grace_period + 2.0)
+        delay = 0.0 if propagation.prints_report else supervisor.settings.grace_period + 2.0
+        follow_failures(failed_elsewhere, delay)
 
     def _choose_backend(self, strategy: Any) -> str:
         chosen = self._given_backend

@@ -2,10 +2,10 @@
 
 A launcher of ours that is no rank itself gives its ranks a folder, and each rank leaves a note there:
 
-==================== ===========================================================================================
-``<rank>.failed``    a rank failed; the record of the first one, the same from every rank
-``<rank>.preempted`` all ranks left together on purpose, with their exit code
-==================== ===========================================================================================
+================ =================== ==============================================================================
+``<pid>.failed`` by multiprocessing  a rank failed; the record of the first one, the same from every rank
+``<pid>.ended``  by mpirun           this rank ended in good order; mpirun may call the loss of a host a success too
+================ =================== ==============================================================================
 
 ``torchrun`` has its own file for a failure, which is written too. For who looks at the folder of the run later, rank 0
 leaves ``failure.json`` there: the record of the first failure.
@@ -21,23 +21,23 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from lightning_lockstep._settings import NOTES_FOLDER
 from lightning_lockstep._system import write_report, write_whole
+from lightning_lockstep.distributed.failure.process_exit import at_exit, outcome
 from lightning_lockstep.distributed.failure.record import FAILURE_FILE, FailureRecord
-from lightning_lockstep.errors import Preempted
 
 _folder: Path | None = None
-_rank = 0  # on this host
 
 
-def keep_notes_in(folder: Path, local_rank: int) -> None:
-    """Leave the notes of this process in ``folder``."""
-    global _folder, _rank
-    _folder, _rank = folder, local_rank
+def keep_notes_in(folder: Path) -> None:
+    """Leave the note of a failure in ``folder``."""
+    global _folder
+    _folder = folder
 
 
-def has_noted_failure(folder: Path, local_rank: int) -> bool:
+def has_noted_failure(folder: Path, pid: int) -> bool:
     """Return whether a rank of this host has left a note of the rank that failed first."""
-    return (folder / f"{local_rank}.failed").exists()
+    return (folder / f"{pid}.failed").exists()
 
 
 def parent_reads_notes() -> bool:
@@ -61,7 +61,8 @@ def remove_earlier_report(folder: Path) -> None:
 
 def note_failure(record: FailureRecord) -> None:
     """Note which rank failed first, for the process that has started this one: one of ours, or ``torchrun``."""
-    _write("failed", record.to_json())
+    if _folder is not None:
+        write_whole(_folder / f"{os.getpid()}.failed", record.to_json())
     given = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if given:
         # It takes the earliest for the root cause, which it shows last.
@@ -75,20 +76,22 @@ def note_failure(record: FailureRecord) -> None:
 def forget_failure() -> None:
     """Take the note of a failure back: the program has caught it."""
     of_torchrun = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    for path in (of_torchrun, _folder and _folder / f"{_rank}.failed"):
+    for path in (of_torchrun, _folder and _folder / f"{os.getpid()}.failed"):
         if path:
             with suppress(OSError):
                 Path(path).unlink()
 
 
-def note_preempted_exit(preempted: Preempted) -> None:
-    """Note that all ranks have left together on purpose."""
-    _write("preempted", json.dumps([preempted.reason, preempted.code, preempted.checkpoint]))
+def note_orderly_end() -> None:
+    """Note at the exit of this process that it ends in good order, for a launcher of ours that runs mpirun here."""
 
+    def note() -> None:
+        in_order = not (outcome.forced_exit_pending or outcome.ends_with_error)
+        if in_order and Path(given).is_dir():  # on the host of the launcher alone
+            Path(given, f"{os.getpid()}.ended").touch()
 
-def _write(kind: str, content: str) -> None:
-    if _folder is not None:
-        write_whole(_folder / f"{_rank}.{kind}", content)
+    if given := os.environ.get(NOTES_FOLDER, ""):
+        at_exit(note)
 
 
 # -- for the process that has started the ranks
@@ -96,17 +99,12 @@ def _write(kind: str, content: str) -> None:
 
 def first_failure(folder: Path) -> FailureRecord | None:
     """Return what the ranks noted of the one that failed first, or ``None``."""
+    notes = sorted(folder.glob("*.failed"), key=lambda note: note.stat().st_mtime_ns)
+    records = [FailureRecord.from_json(note.read_text(encoding="utf-8")) for note in notes]
     # The earliest of ranks that have not met; of the one record of ranks that have, the copy that names its file.
-    notes = [FailureRecord.from_json(note) for note in _notes(folder, "failed")]
-    return max(notes, key=lambda record: bool(record.file), default=None)
+    return max(records, key=lambda record: bool(record.file), default=None)
 
 
-def preempted_exit(folder: Path) -> Preempted | None:
-    """Return the exit on which all ranks agreed, or ``None``."""
-    notes = _notes(folder, "preempted")
-    return Preempted(*json.loads(notes[0])) if notes else None
-
-
-def _notes(folder: Path, kind: str) -> list[str]:
-    files = sorted(folder.glob(f"*.{kind}"), key=lambda file: file.stat().st_mtime_ns)
-    return [note.read_text(encoding="utf-8") for note in files]
+def has_orderly_end(folder: Path) -> bool:
+    """Return whether a rank of this host has ended in good order."""
+    return any(folder.glob("*.ended"))

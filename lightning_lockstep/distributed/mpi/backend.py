@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -91,6 +91,7 @@ class MPIRuntime:
 
     def __init__(self) -> None:
         self.worker = Worker()
+        self.delay = 0.0  # after a failure, until this rank ends the job by `MPI_Abort` [s]
         self._finalises = "mpi4py.MPI" not in sys.modules
         self.MPI = self.worker.call(_import_mpi)
         world = self.MPI.COMM_WORLD
@@ -98,14 +99,12 @@ class MPIRuntime:
         version = self.MPI.Get_library_version().strip("\x00 \n").splitlines()[0]
         self.library = version.split(", package")[0].strip()
 
-    def end(self, failed: int | None) -> None:
-        """Finalise MPI, which waits for the other ranks, or abort the job if this process has failed."""
+    def leave(self) -> None:
+        """At the exit of Python: finalise MPI, which waits for the other ranks, or abort the job after a failure."""
+        # An exception that nobody catches on one rank must not leave the others waiting in MPI.
+        failed = outcome.forced_exit_code or (1 if outcome.ends_with_error else None)
         if failed is not None:
-            flush_everything()
-            # MPI asks this host's daemon to end the job, and waits forever if that is frozen or has just died.
-            self._nowhere = open(os.devnull, "w")  # noqa: SIM115 - stays open until the end
-            faulthandler.dump_traceback_later(_ABORTED, exit=True, file=self._nowhere)
-            self.MPI.COMM_WORLD.Abort(failed)
+            self._abort(failed)
         wait_for_callbacks(_CALLBACKS)  # C++ ends a process whose callbacks Python stops at its own end
         if self._finalises and not self.MPI.Is_finalized():
             # Finalize holds Python's lock until all ranks are there. Other threads of this one may still have to send
@@ -116,13 +115,22 @@ class MPIRuntime:
                 meeting.wait()
             self.worker.call(self.MPI.Finalize)
 
+    def _abort(self, code: int) -> None:
+        flush_everything()
+        close_side_channel(_OTHERS_RAISE)
+        time.sleep(self.delay)  # mpirun ends this process meanwhile, once the rank that reports has exited
+        flush_everything()
+        # MPI asks this host's daemon to end the job, and waits forever if that is frozen or has just died.
+        self._nowhere = open(os.devnull, "w")  # noqa: SIM115 - stays open until the end
+        faulthandler.dump_traceback_later(_ABORTED, exit=True, file=self._nowhere)
+        self.MPI.COMM_WORLD.Abort(code)
+
     def _meet(self) -> Body:
         yield [self.MPI.COMM_WORLD.Ibarrier().Test]
 
 
 _runtime: MPIRuntime | None = None
 _lock = threading.Lock()
-_delay = 0.0
 
 
 def start_runtime() -> MPIRuntime:
@@ -131,28 +139,16 @@ def start_runtime() -> MPIRuntime:
     with _lock:
         if _runtime is None:
             _runtime = MPIRuntime()
-            at_exit(_at_exit)
+            at_exit(_runtime.leave)
             outcome.install_excepthook()
         return _runtime
 
 
-def abort_when_leaving(delay: float) -> None:
-    """Set how long this rank waits after a failure before it ends the MPI job by ``MPI_Abort`` [s]."""
+def follow_failures(question: Callable[[], BaseException | None], delay: float) -> None:
+    """Let operations end with the error that ``question`` returns, and this rank wait before it aborts the job [s]."""
     # In that time the rank that prints the report does so; on that rank it is 0.
-    global _delay
-    _delay = delay
-
-
-def _at_exit() -> None:
-    if _runtime is None:
-        return
-    # An exception that nobody catches on one rank must not leave the others waiting in MPI.
-    failed = outcome.forced_exit_code or (1 if outcome.ends_with_error else None)
-    if failed is not None:
-        flush_everything()
-        close_side_channel(_OTHERS_RAISE)
-        time.sleep(_delay)  # mpirun ends this process meanwhile, once the rank that reports has exited
-    _runtime.end(failed)
+    if _runtime is not None:
+        _runtime.worker.interruption, _runtime.delay = question, delay
 
 
 def _import_mpi() -> Any:

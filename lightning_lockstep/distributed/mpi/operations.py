@@ -15,6 +15,7 @@ This module is imported once MPI is up, never before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -157,12 +158,7 @@ def _address(flat: Tensor) -> Any:
 
 def _all(bodies: Iterable[Body]) -> Body:
     """Return several operations as one, all of which are checked before the first begins."""
-
-    def body(checked: Sequence[Body]) -> Body:
-        for one in checked:
-            yield from one
-
-    return body(list(bodies))
+    return chain.from_iterable([*bodies])
 
 
 # -- torch's operations: what they are given must fit, as MPI gets addresses --

@@ -40,34 +40,6 @@ from lightning_lockstep.errors import CollectiveMismatchError, RankFailedError
 _RECORDED = 512  # calls of a group
 
 
-class CallRecords:
-    """The last collectives of one group; a ``CallRecorder`` of the guard."""
-
-    # Torch's own flight recorder sees no process group that is written in Python.
-
-    def __init__(self) -> None:
-        self._calls: deque[tuple[CollectiveCall, float]] = deque(maxlen=_RECORDED)
-        self._open: dict[int, CollectiveCall] = {}  # by number, in the order of the calls
-
-    def begin(self, call: CollectiveCall) -> None:
-        """Note that a collective was called."""
-        self._calls.append((call, time.time()))
-        self._open[call.number] = call
-
-    def end(self, number: int) -> None:
-        """Note that a collective is complete, or has failed."""
-        self._open.pop(number, None)
-
-    def outstanding(self) -> Sequence[Outstanding]:
-        return [Outstanding(call.group, call.number) for call in tuple(self._open.values())[:1]]
-
-    def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
-        return [
-            RecordedCall(call=call, started=started, done=call.number not in self._open)
-            for call, started in self._calls.copy()
-        ]
-
-
 class MPIProcessGroup(dist.ProcessGroup):
     """A group of ranks as two MPI communicators: one for collectives, one for sends and receives."""
 
@@ -92,9 +64,9 @@ class MPIProcessGroup(dist.ProcessGroup):
         self._size, self._name = size, title
         self._title, self._ranks = title, ranks
         self.options = SimpleNamespace(_timeout=timeout)  # as backends in C++ have it
-        self.call_recorder = CallRecords()
+        self._calls: deque[tuple[CollectiveCall, float]] = deque(maxlen=_RECORDED)
         self._broken: BaseException | None = None
-        self._count = 0
+        self._count = self._ended_calls = 0  # collectives that were called, and that are over
         self._last: MPIWork | None = None  # the collective that was called last, until it is over
         self._lock = threading.Lock()  # threads give the worker their calls in the order of the numbers
 
@@ -130,9 +102,8 @@ class MPIProcessGroup(dist.ProcessGroup):
         )
         batch, site = batch_of_call(), call_site()
         with self._lock:
-            self._count += 1
-            call = replace(kind, number=self._count, batch=batch, site=site)
-            self.call_recorder.begin(call)
+            call = replace(kind, number=self._count + 1, batch=batch, site=site)
+            self._calls.append((call, time.time()))
             self._last = self._submitted(
                 f"{kind.title} #{call.number}",
                 self._agreed(call, number ^ batch_number(batch), _copied_back(body, copies)),
@@ -141,6 +112,7 @@ class MPIProcessGroup(dist.ProcessGroup):
                 lambda work: self._ended(work, call.number),
                 self._last,
             )
+            self._count = call.number
             return self._last
 
     def _agreed(self, call: CollectiveCall, number: int, body: Body) -> Body:
@@ -163,7 +135,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         yield from body
 
     def _ended(self, work: MPIWork, number: int) -> None:
-        self.call_recorder.end(number)
+        self._ended_calls = number
         self._named(work)
         with self._lock:
             if self._last is work:
@@ -171,6 +143,25 @@ class MPIProcessGroup(dist.ProcessGroup):
         # After a comparison all ranks have come equally far; otherwise nobody knows how far the others are.
         if work.given_up or not isinstance(work.error, CollectiveMismatchError):
             self._broken = self._broken or work.error
+
+    # -- what the guard asks: torch's own flight recorder sees no process group that is written in Python ----
+
+    @property
+    def call_recorder(self) -> MPIProcessGroup:
+        """This group, which is a ``CallRecorder`` of the guard."""
+        return self
+
+    def outstanding(self) -> Sequence[Outstanding]:
+        # Collectives of a group end in the order of their calls.
+        ended = self._ended_calls
+        return [Outstanding(self._title, ended + 1)] if ended < self._count else []
+
+    def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
+        ended = self._ended_calls
+        return [
+            RecordedCall(call=call, started=started, done=call.number <= ended)
+            for call, started in self._calls.copy()
+        ]
 
     # -- sends and receives ------------------------------------------------------------------------------
 

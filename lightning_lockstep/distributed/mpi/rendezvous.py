@@ -6,6 +6,7 @@ each answers which of them it can reach.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import socket
@@ -31,27 +32,21 @@ class MPIRendezvous:
     sharing: int | None = None  # ranks of this node on the same cores, this one included; None: not known
 
 
-_agreed: MPIRendezvous | None = None
-
-
+@functools.cache
 def agree_on_rendezvous(rank: int, size: int) -> MPIRendezvous:
     """Return where the ranks of this MPI job meet; the first time, all of them call it together."""
-    global _agreed
-    if _agreed is None:
-        given = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-        if given[0] and given[1].isdigit():
-            _agreed = MPIRendezvous(given[0], int(given[1]))
-        elif size == 1:
-            _agreed = MPIRendezvous("127.0.0.1", host_rendezvous("127.0.0.1"))
-        elif importlib.util.find_spec("mpi4py") is None:
-            raise LaunchError(
-                f"{size} ranks were started, but mpi4py, with which they find each other, is not installed:"
-                " `pip install 'lightning-lockstep[mpi]'`, or set MASTER_ADDR and MASTER_PORT to the host of rank 0 and"
-                " a free port on it."
-            )
-        else:
-            _agreed = _over_mpi(rank, size)
-    return _agreed
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if address and port.isdigit():
+        return MPIRendezvous(address, int(port))
+    if size == 1:
+        return MPIRendezvous("127.0.0.1", host_rendezvous("127.0.0.1"))
+    if importlib.util.find_spec("mpi4py") is None:
+        raise LaunchError(
+            f"{size} ranks were started, but mpi4py, with which they find each other, is not installed:"
+            " `pip install 'lightning-lockstep[mpi]'`, or set MASTER_ADDR and MASTER_PORT to the host of rank 0 and"
+            " a free port on it."
+        )
+    return _over_mpi(rank, size)
 
 
 def _over_mpi(rank: int, size: int) -> MPIRendezvous:

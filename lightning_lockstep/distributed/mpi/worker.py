@@ -24,7 +24,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -37,7 +37,7 @@ from lightning_lockstep.errors import CollectiveStallError
 
 T = TypeVar("T")
 #: Yields lists of functions, each of which returns once in its life that its request is complete.
-Body = Generator[list[Callable[[], bool]], None, None]
+Body = Iterator[list[Callable[[], bool]]]
 
 _FUTURES = "lockstep-mpi-future"
 # A waiter gives the worker, which ends an operation itself at its deadline, so much longer [s].
@@ -192,20 +192,14 @@ _given_up: list[MPIWork] = []
 
 # -- The worker --
 
-_interruption: Callable[[], BaseException | None] | None = None
-
-
-def set_interruption(question: Callable[[], BaseException | None] | None) -> None:
-    """Let the worker ask, while it waits for another rank, for an error to end with, if there is one."""
-    global _interruption
-    _interruption = question
-
 
 class Worker:
     """Carries out operations in its thread, one step of each in turn."""
 
     def __init__(self) -> None:
         self._inbox: queue.SimpleQueue[MPIWork] = queue.SimpleQueue()
+        # Asked while the worker waits for another rank: an error to end with, if there is one.
+        self.interruption: Callable[[], BaseException | None] = lambda: None
         threading.Thread(target=self._loop, name="lockstep-mpi", daemon=True).start()
 
     def submit(self, work: MPIWork) -> None:
@@ -248,7 +242,7 @@ class Worker:
                 os.sched_yield()
             if now - looked > _LOOKS:
                 looked = now
-                error = _interruption() if _interruption is not None else None
+                error = self.interruption()
                 for work in running:
                     work.end_if_late(error)
                 running = [work for work in running if not work.is_completed()]

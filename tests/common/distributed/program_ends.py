@@ -7,10 +7,9 @@ import time
 from pathlib import Path
 
 from lightning_lockstep.distributed.failure import exit_notes, process_exit, record
-from lightning_lockstep.errors import Preempted
 
 FOLDER, LIMIT = Path(sys.argv[1]), float(sys.argv[2])
-NAMES = {"exit_notes": exit_notes, "process_exit": process_exit, "record": record, "Preempted": Preempted}
+NAMES = {"exit_notes": exit_notes, "process_exit": process_exit, "record": record}
 
 
 def start(name):

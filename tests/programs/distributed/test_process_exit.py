@@ -10,10 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from lightning_lockstep.distributed.failure.exit_notes import (
-    first_failure,
-    preempted_exit,
-)
+from lightning_lockstep.distributed.failure.exit_notes import first_failure, has_orderly_end
 from tests.helpers import COMMON, run_script
 from tests.helpers.patience import patience
 
@@ -275,18 +272,21 @@ PROGRAMS: dict[str, tuple[str, int, Callable[[str, str], bool]]] = {
 }
 
 RECORD = """record.FailureRecord(1, 2, "node7", 12, "exception", "ValueError: boom", exit_code=3)"""
+ENDED = """
+    import os
+    os.environ["LOCKSTEP_RANK_NOTES_FOLDER"] = os.environ["FOLDER"]
+    exit_notes.note_orderly_end()
+    {}
+"""
 NOTES = {
     "for launchers": f"""
         import os, pathlib
         os.environ["TORCHELASTIC_ERROR_FILE"] = os.environ["FOLDER"] + "/torchrun.json"
-        exit_notes.keep_notes_in(pathlib.Path(os.environ["FOLDER"]), 0)
+        exit_notes.keep_notes_in(pathlib.Path(os.environ["FOLDER"]))
         exit_notes.note_failure({RECORD})
     """,
-    "preempted": """
-        import os, pathlib
-        exit_notes.keep_notes_in(pathlib.Path(os.environ["FOLDER"]), 0)
-        exit_notes.note_preempted_exit(Preempted("rank 1: SIGTERM", 75, "last.ckpt"))
-    """,
+    "in order": ENDED.format("raise SystemExit(75)"),
+    "in disorder": ENDED.format("raise ValueError"),
     "nobody to tell": f"exit_notes.note_failure({RECORD})",
 }
 
@@ -318,10 +318,9 @@ def test_a_failure_is_noted_for_our_launcher_and_for_torchrun(noted: dict[str, E
     assert "rank 1 of 2 (host node7" in (folder / "torchrun.json").read_text()
 
 
-def test_a_preempted_exit_keeps_its_reason_code_and_checkpoint(noted: dict[str, End]) -> None:
-    left = preempted_exit(noted["preempted"].folder)
-    assert left is not None
-    assert (left.reason, left.code, left.checkpoint) == ("rank 1: SIGTERM", 75, "last.ckpt")
+def test_an_orderly_end_is_noted(noted: dict[str, End]) -> None:
+    assert has_orderly_end(noted["in order"].folder)
+    assert not has_orderly_end(noted["in disorder"].folder)
 
 
 def test_nobody_to_tell_is_no_fault(noted: dict[str, End]) -> None:

@@ -14,7 +14,7 @@ import os, signal, sys, time
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning_lockstep import notebook_launcher
+from lightning_lockstep import Preempted, notebook_launcher
 
 torch.set_num_threads(2)
 matrix = torch.ones(1000, 1000)
@@ -69,6 +69,10 @@ def all_raise():
     raise KeyError("it")
 
 
+def all_leave():
+    raise Preempted("rank 1: SIGTERM", 75, "last.ckpt")
+
+
 def one_dies(end):
     if rank() == 1:
         end()
@@ -84,6 +88,7 @@ CELLS = {
     "strategy": lambda: fit("lockstep_ddp_notebook"),
     "raises": lambda: notebook_launcher(one_raises, (), 2, grace_period=1),
     "all": lambda: notebook_launcher(all_raise, (), 2),
+    "left": lambda: notebook_launcher(all_leave, (), 2),
     "killed": lambda: notebook_launcher(
         one_dies, (lambda: os.kill(os.getpid(), signal.SIGKILL),), 2, grace_period=0.5
     ),
@@ -94,6 +99,8 @@ for name, cell in CELLS.items():
     print("#### " + name, flush=True)
     try:
         print("result:", cell(), flush=True)
+    except Preempted as left:
+        print("left:", left.reason, left.code, left.checkpoint, flush=True)
     except Exception as error:
         print(f"{type(error).__name__}: {error}", flush=True)
 """
@@ -136,6 +143,10 @@ def test_a_trainer_uses_the_ranks_or_starts_them_and_brings_the_weights_back(sho
 )
 def test_ranks_that_fail_are_one_error_in_the_cell(shown: dict[str, str], name: str, error: str) -> None:
     assert re.search(error, shown[name]), shown[name]
+
+
+def test_ranks_that_leave_together_say_why_with_which_code_and_checkpoint(shown: dict[str, str]) -> None:
+    assert shown["left"] == "left: rank 1: SIGTERM 75 last.ckpt\n"
 
 
 def test_what_cannot_be_used_is_one_message(shown: dict[str, str]) -> None:
