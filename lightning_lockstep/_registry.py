@@ -22,7 +22,7 @@ from typing import Any
 def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` of a package for the names that its stub imports."""
     # Scientific Python's `lazy_loader` has the same function. It reads neither `import *` nor absolute paths, so that
-    # two stubs would list all callbacks and errors, and where EAGER_IMPORT is set it loads torch, which the doctor's
+    # two stubs would list all callbacks and errors, and if EAGER_IMPORT is set it loads torch, which the doctor's
     # processes must do without.
     modules: dict[str, str] = {}
     for node in ast.parse(Path(file).with_suffix(".pyi").read_bytes()).body:
@@ -55,7 +55,7 @@ _MODULES = ("lightning_lockstep.doctor", "lightning_lockstep.train")
 
 def is_command() -> bool:
     """Return whether this process is the doctor, one that it has started, or the Hydra application."""
-    # The doctor has to answer where torch or Lightning cannot be imported, and both at once where they can. So the
+    # The doctor must answer even if torch or Lightning cannot be imported, and both commands start quickly. So the
     # package registers no strategies in these processes, which would import both; a run registers them by itself.
     program = sys.argv[0] if sys.argv else ""
     if program != "-m":  # what Python puts there until it has found the module of `python -m`

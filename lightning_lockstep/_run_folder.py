@@ -19,7 +19,7 @@ from lightning_lockstep.deepspeed.checkpoints.file_names import is_state_file
 from lightning_lockstep.distributed.checkpoint_folder import BEFORE, saved_at
 from lightning_lockstep.errors import ConfigurationError
 
-# No torch here: the doctor reads run folders where torch cannot be imported.
+# No torch here: the doctor reads run folders even if torch cannot be imported.
 
 # What a run leaves in its folder, Hydra's own first; the last ones are those of a logger of Lightning.
 _MARKS = (

@@ -10,7 +10,7 @@ import operator
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, Literal, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
 
 from lightning_lockstep.errors import ConfigurationError
 
@@ -93,7 +93,7 @@ class Faults:
     """Collects what is wrong with a set of settings."""
 
     def __init__(self, owner: str = "") -> None:
-        self._before = f"{owner}: " if owner else ""  # where the names alone do not say whose they are
+        self._before = f"{owner}: " if owner else ""  # if the names alone do not say whose they are
         self.texts: list[str] = []
 
     def add(self, text: str) -> None:
@@ -169,6 +169,14 @@ class Faults:
         """Check a truth value."""
         is_right = isinstance(given, bool) or (optional and given is None)
         return self.check(is_right, name, given, "true or false" + (", or None" if optional else ""))
+
+    def fields(self, settings: object) -> None:
+        """Check each field of a dataclass that its type makes a truth value, or one of several values."""
+        for name, kind in get_type_hints(type(settings)).items():
+            if get_origin(kind) is Literal:
+                self.choice(name, getattr(settings, name), get_args(kind))
+            elif kind is bool:
+                self.flag(name, getattr(settings, name))
 
     def unknown(self, given: Iterable[str], known: Iterable[str], *, owner: str) -> None:
         """Add an error for each name that is not known, with the nearest right ones."""

@@ -27,7 +27,7 @@ _OWN_CGROUP = Path("/proc/self/cgroup")
 
 @cache  # pinning narrows the affinity of this process; later calls must still see what it began with
 def usable_cores() -> tuple[int, ...]:
-    """Return the numbers of the cores this process may use, fewer where a control group limits its CPU time."""
+    """Return the numbers of the cores this process may use, fewer if a control group limits its CPU time."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = sorted(affinity(0)) if affinity else list(range(os.cpu_count() or 1))
     limit = cpu_limit()
@@ -35,7 +35,7 @@ def usable_cores() -> tuple[int, ...]:
 
 
 def cpu_limit() -> float | None:
-    """Return the CPU time limit of this process's control group [cores], or ``None`` where there is none."""
+    """Return the CPU time limit of this process's control group [cores], or ``None`` if there is none."""
     limits = []
     for folder in _cgroup_folders("cpu"):
         with suppress(OSError, ValueError):  # absent, or "max" for no limit

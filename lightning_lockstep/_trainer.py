@@ -1,4 +1,4 @@
-"""What a Trainer was given, and how its loops stand, where it does not say so itself."""
+"""What a Trainer was given, and how its loops stand, if it does not say so itself."""
 
 from __future__ import annotations
 

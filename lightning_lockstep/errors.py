@@ -124,13 +124,13 @@ class FailedRank:
     Attributes:
         rank: Its number.
         world_size: Number of ranks in the run.
-        host: Host name of its node; empty where it is not known.
-        pid: Its process id on that host; 0 where it is not known.
+        host: Host name of its node; empty if it is not known.
+        pid: Its process id on that host; 0 if it is not known.
         kind: ``exception``; ``exit`` (ended with a code, nothing more is known); ``signal`` (was killed);
             ``vanished`` (its host or process ended without reporting an error); ``interrupt`` (Ctrl-C);
             ``collective`` (the ranks did not meet in a collective, as rank 0 has found out: it is the rank).
         summary: One line: the error's type and text, the exit code, or the signal.
-        traceback: Its traceback as text; empty where there is none.
+        traceback: Its traceback as text; empty if there is none.
         where: ``{"epoch": 0, "step": 7, "stage": "train"}`` as far as known; of a process that has ended, where
             the other ranks were.
         exit_code: Exit code for the whole job.

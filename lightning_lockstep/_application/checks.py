@@ -106,7 +106,7 @@ def check_training(config: DictConfig, touched: list[str] | None, is_wrong: bool
             faults.append(f"{shown(config, name)}: {expected}")
     decided = [f"trainer.{group}" for group in ("strategy", "callbacks", "logger")]
     faults += [
-        f"{shown(config, key)}: the group {key[8:]!r} decides this: {key[8:]}=..."
+        f"{shown(config, key)}: the group {key[8:]!r} sets this: write {key[8:]}=..."
         for key in decided
         if _select(config, key) is not None
     ]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FIRST_WAIT = 300.0
 # A sweeper may think for long between two jobs; a rank 0 that has exited is noticed by its closed store.
 NEXT_WAIT = 24 * 3600.0
-# How long rank 0 waits for the others to receive its last message, where it hosts the store [s].
+# How long rank 0 waits for the others to receive its last message, if it hosts the store [s].
 _LAST_MESSAGE = 30.0
 _LOOK_EVERY = 0.05
 
@@ -81,7 +81,7 @@ class ConfigChannel:
         """Let the other ranks end, unless they know that the job they have was the last."""
         # Where the configuration was wrong (``unusable``) they wait for a message even after the last job.
         # Without ``wait`` a store that is lost is no error; with it rank 0 waits until they have every
-        # message, since it may host the store, which ends with it.
+        # message, because it may host the store, which ends with it.
         if self.ranks is None:
             return
         # Torch's own kinds of lost connection derive from RuntimeError.

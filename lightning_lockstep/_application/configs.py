@@ -80,7 +80,7 @@ class Loader:
         for group in self.groups():
             for choice in self.choices(group) if group != "hydra" else ():
                 loaded = None
-                with suppress(YAMLError):  # an error only where it is taken
+                with suppress(YAMLError):  # an error only if it is used
                     loaded = self._repository.load_config(f"{group}/{choice}")
                 if loaded is not None and (loaded.header.get("package") or group) == group:
                     content: Any = loaded.config

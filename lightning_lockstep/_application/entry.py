@@ -305,7 +305,7 @@ def _keep_frozen(config: DictConfig, task: DictConfig) -> None:
 def _import_from(started_in: str) -> None:
     """Let a `_target_` name what is in the folder where the program was started, as under `python -m`."""
     # Last, so that no file of that folder takes the place of an installed module, and after Hydra has run all that a
-    # `hydra_plugins` contains; not where Python is told to leave it out.
+    # `hydra_plugins` contains; not if Python is told to leave it out.
     Plugins.instance()
     if started_in not in sys.path and not is_left_out():
         sys.path.append(started_in)

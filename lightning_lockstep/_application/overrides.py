@@ -74,7 +74,7 @@ def parse(lines: Sequence[str]) -> tuple[list[Override], list[str]]:
 # A program's own check of the configuration of one job, with its `hydra` node: of the keys on the first level that
 # are given, if any are; whether something is wrong already, so that nothing will run.
 JobCheck = Callable[[DictConfig, list[str] | None, bool], list[str]]
-# What to add where an option of these groups is missing: they come from other packages.
+# What to add if an option of these groups is missing: they come from other packages.
 _PLUGINS = (
     " More come with plugins: pip install 'lightning-lockstep[sweeps]' brings joblib, submitit and optuna."
 )
@@ -102,7 +102,7 @@ class Job:
         return self._loader.is_group(override.key_or_group) and not isinstance(override.value(), dict)
 
     def _compose(self, of_all: BaseException) -> None:
-        """Compose with one override after the other, without those that are wrong, since all together fail."""
+        """Compose with one override after the other, without those that are wrong, because all together fail."""
         typed, self._right = self._right, []
         unknown: list[str] = []  # groups with a wrong option, whose keys cannot be judged
         error = self._try([])  # the program's own config may lack what an override gives

@@ -72,7 +72,7 @@ def finish(loggers: list[Any], *, failed: bool) -> None:
             wandb.finish(exit_code=int(failed))
 
 
-# -- `failure.json` in the run folder, where the strategy has not written it
+# -- `failure.json` in the run folder, if the strategy has not written it
 
 
 def keep_unless_kept(trainer: Any, error: BaseException, steps: int) -> None:
@@ -117,7 +117,7 @@ class Summary:
 
 
 def write(summary: Summary, folder: Path) -> None:
-    """Write `summary.json` into the run folder; where that is not possible, say so."""
+    """Write `summary.json` into the run folder; say so if that is not possible."""
     metrics = {
         name: value if math.isfinite(value) else repr(value) for name, value in summary.metrics.items()
     }
@@ -132,7 +132,7 @@ def remove_earlier_summary(folder: Path) -> None:
 
 
 def read_metrics(folder: Path) -> dict[str, float]:
-    """Return the metrics that rank 0 has written into the run folder; none where it could not."""
+    """Return the metrics that rank 0 has written into the run folder; none if it could not."""
     try:
         text = (folder / _FILE).read_text(encoding="utf-8")
     except OSError:

@@ -46,7 +46,7 @@ from lightning_lockstep.launchers.mpirun import MPIRunLauncher, ran_under_mpirun
 from lightning_lockstep.loaders.global_order import in_global_order
 from lightning_lockstep.steps.patching import put_in_place
 from lightning_lockstep.stopping.loader_position import LoaderPosition
-from lightning_lockstep.strategies.lifecycle import WeightedSteps
+from lightning_lockstep.strategies.lifecycle import LockstepStrategy
 
 # -- Leaves out of the output what is for the developers of other packages, or for nobody --
 
@@ -61,7 +61,7 @@ _NOISE = (
     "`weights_only` was not set",
     "\nDetected KeyboardInterrupt",
     "Loading `train_dataloader` to estimate",
-    "Experiment with name",  # MLflow's, which is made where it is missing
+    "Experiment with name",  # MLflow's, which is made if it is missing
 )
 _LOGGERS = tuple(
     f"{family}.{module}"
@@ -94,7 +94,7 @@ def leave_out_noise() -> None:
 
 def _order_samples(strategy: Any, seed: int) -> None:
     """Let a single process under Lightning's own strategy have the order of several ranks."""
-    if isinstance(strategy, WeightedSteps):
+    if isinstance(strategy, LockstepStrategy):
         return  # the strategy does
     process = strategy.process_dataloader
 

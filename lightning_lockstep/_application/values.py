@@ -110,9 +110,9 @@ def setting_faults(config: DictConfig, component: str) -> dict[str, str]:
             try:
                 _ = where[name]
             except OmegaConfBaseException:
-                # _get_node, as the public ways resolve an interpolation instead of showing it.
+                # _get_node, because the public ways resolve an interpolation instead of showing it.
                 reference = where._get_node(name)._value()
-                text = f"takes its value from {reference}, and this configuration has no such key."
+                text = f"takes its value from {reference}, but this configuration has no such key."
                 faults[key] = f"{key}: {text}"
     for key, inner in target_nodes(node, component):
         if f"{key}._target_" in faults:
@@ -216,7 +216,7 @@ def _why_not_found(name: str, cause: BaseException) -> str:
     left_out = " (left out for -P or PYTHONSAFEPATH)" if is_left_out() else ""
     return (
         f" There is no module {module!r}, neither in {here}{left_out} nor installed.{near} Start in the folder of"
-        f" {module}.py, or name that in PYTHONPATH."
+        f" {module}.py, or add that folder to PYTHONPATH."
     )
 
 

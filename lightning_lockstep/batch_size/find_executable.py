@@ -71,7 +71,7 @@ def find_executable_batch_size(
         )
     if not isinstance(starting_batch_size, int) or starting_batch_size < 1:
         raise ConfigurationError(
-            f"starting_batch_size={starting_batch_size!r} must be a whole number from 1 (samples)."
+            f"starting_batch_size={starting_batch_size!r}: expected a whole number from 1 (samples)."
         )
     size = starting_batch_size
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from lightning_lockstep._lightning import (
 )
 from lightning_lockstep._trainer import divides_data
 from lightning_lockstep.errors import BatchSizeError
+from lightning_lockstep.steps.patching import loader_with
 
 # -- The error of a search that cannot begin --
 
@@ -58,18 +58,18 @@ class BatchLoaders:
         self.size = int(self.loaders[0].batch_size or 1)  # as configured now [samples per rank]
         if self.in_attribute and self.size not in self._values():
             self._check_effect()
-        # Of this rank in an epoch; the smallest number of all ranks is not known here.
+        # Of this rank in an epoch; the smallest number on any rank is not known here.
         self.samples = max(1, min(_whole_share(trainer, loader) for loader in self.loaders))
 
     @property
     def can_differ(self) -> bool:
-        """Whether ranks may have micro-batches of different size: where the strategy divides and weights them."""
+        """Whether ranks may have micro-batches of different size: if the strategy divides and weights them."""
         divides = hasattr(self._trainer.strategy, "micro_batches") and divides_data(self._trainer)
         own = any(isinstance(loader.sampler, DistributedSampler) for loader in self.loaders)
         return divides and not own and not getattr(self._trainer, "overfit_batches", 0)
 
     def _check_effect(self) -> None:
-        """Raise unless the loader follows the attribute, if not to the very number."""
+        """Raise unless the loader follows the attribute, though perhaps with another number."""
         value = next(filter(None, self._values()), None)
         if value is None:
             return
@@ -85,7 +85,7 @@ class BatchLoaders:
     # -- the attributes --
 
     def _holders(self) -> list[Any]:
-        """Return what has an attribute (or key) of that name; perhaps nothing, where a DataLoader was passed."""
+        """Return what has an attribute (or key) of that name; perhaps nothing, if a DataLoader was passed."""
         # Looked up each time: restoring a module may replace its hparams. A property that cannot be set counts as
         # none: it shows what another place holds.
         found = _lightning_get_all_attr_holders(self._module, self._name)
@@ -164,7 +164,7 @@ class BatchLoaders:
 
     def batch(self, size: int) -> Any:
         """Return one collated batch of ``size`` samples, in the structure that the step expects."""
-        # The samples are those the sampler gives first; where there are fewer, they are repeated.
+        # The samples are those the sampler gives first; if there are fewer, they are repeated.
         made = [_collated(loader, size) for loader in self.loaders]
         if not in_fit(self._trainer):  # evaluations take one loader after the other
             return made[0]
@@ -189,28 +189,18 @@ def in_fit(trainer: Trainer) -> bool:
 
 def with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
     """Return a loader like ``loader``, of the same class and with the same sampler, of another batch size."""
-    made = copy.copy(loader)
-    # The class forbids to change these after its constructor, which a subclass may have changed.
-    vars(made)["batch_sampler"] = BatchSampler(loader.sampler, size, loader.drop_last)
-    vars(made)["batch_size"] = size
-    vars(made)["_iterator"] = None  # the workers that the original keeps are not those of the copy
-    return made
+    batches = BatchSampler(loader.sampler, size, loader.drop_last)
+    return loader_with(loader, batch_sampler=batches, batch_size=size)
 
 
 def _whole_share(trainer: Trainer, loader: DataLoader[Any]) -> int:
     """Samples that every rank gets at least, none of them twice."""
-    if isinstance(loader.sampler, DistributedSampler):
-        return len(loader.dataset) // loader.sampler.num_replicas  # type: ignore[arg-type]
-    return min(len(loader.dataset), _given(loader)) // _divided_by(trainer, loader)  # type: ignore[arg-type]
-
-
-def _given(loader: DataLoader[Any]) -> int:
-    return len(loader.sampler if isinstance(loader.sampler, Sized) else loader.dataset)  # type: ignore[arg-type]
-
-
-def _divided_by(trainer: Trainer, loader: DataLoader[Any]) -> int:
-    already = isinstance(loader.sampler, DistributedSampler) or not divides_data(trainer)
-    return 1 if already else trainer.world_size
+    dataset: Any = loader.dataset
+    sampler = loader.sampler
+    if isinstance(sampler, DistributedSampler):
+        return len(dataset) // sampler.num_replicas
+    given = min(len(dataset), len(sampler if isinstance(sampler, Sized) else dataset))
+    return given // (trainer.world_size if divides_data(trainer) else 1)
 
 
 def _flattened(given: Any) -> list[DataLoader[Any]]:
@@ -220,7 +210,7 @@ def _flattened(given: Any) -> list[DataLoader[Any]]:
 def _checked(loader: object) -> DataLoader[Any]:
     if not isinstance(loader, DataLoader):
         raise SearchRefusedError(
-            f"the batch size of a {type(loader).__name__} cannot be changed from outside; a DataLoader can"
+            f"the batch size of a {type(loader).__name__} cannot be changed from outside: pass a DataLoader"
         )
     if isinstance(loader.dataset, IterableDataset):
         raise SearchRefusedError(
@@ -240,7 +230,7 @@ def _collated(loader: DataLoader[Any], size: int) -> Any:
     dataset: Any = loader.dataset
     indices = list(itertools.islice(itertools.cycle(loader.sampler), size))
     if not indices:
-        raise BatchSizeError("the sampler of the loader is empty on this rank")
+        raise BatchSizeError("the sampler of the loader is empty on this rank: expected at least one sample")
     if hasattr(dataset, "__getitems__"):
         samples = dataset.__getitems__(indices)
     else:

@@ -27,7 +27,7 @@ from lightning_lockstep.errors import BatchSizeError, ConfigurationError
 # glibc returns a freed block to the system when it was large enough to be mapped by itself. It raises what
 # "large enough" means to the largest block freed so far (up to 32 MiB), and keeps the others for itself,
 # where the next batch's blocks may or may not fit into the holes. What a step needs then depends on all
-# that ran before it: half as much again was seen, and a size that fitted may not fit when it is tried
+# that ran before it: up to 1.5 times as much was seen, and a size that fitted may not fit when it is tried
 # again.
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -39,7 +39,7 @@ def _c_function(name: str) -> Callable[..., int] | None:
 
 
 def trim() -> None:
-    """Return what malloc keeps unused to the system, where the C library can."""
+    """Return to the system what malloc keeps unused, if the C library can."""
     function = _c_function("malloc_trim")
     if function is not None:
         function(0)
@@ -48,8 +48,8 @@ def trim() -> None:
 def return_freed_memory(least: int = 2**20) -> None:
     """Let every block of so many bytes or more go back to the system when it is freed, from now on."""
     # Memory in use is then what is alive: the same step needs the same, whatever ran before it. The system
-    # has to supply the pages again in the next step, which takes time. Does nothing where the C library is
-    # not glibc, or where the environment has set its thresholds.
+    # has to supply the pages again in the next step, which takes time. Does nothing if the C library is
+    # not glibc, or if the environment has set its thresholds.
     mallopt = _c_function("mallopt")
     own = "MALLOC_MMAP_THRESHOLD_" in os.environ or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
     if mallopt is None or _c_function("gnu_get_libc_version") is None or own:
@@ -75,9 +75,7 @@ def parse_bytes(text: str | int | float) -> int:
         size = float(found.group(1)) * {**_UNITS, **_BINARY_UNITS}[found.group(2) or ""] if found else 0.0
         if size > 0:
             return int(size)
-    raise ConfigurationError(
-        f"memory_limit={text!r} is not an amount of memory. Give a number of bytes, or text such as '4GiB'."
-    )
+    raise ConfigurationError(f"memory_limit={text!r}: expected a number of bytes, or text such as '4GiB'.")
 
 
 @dataclass(frozen=True)
@@ -235,7 +233,7 @@ def release_memory(*, collect: bool = True) -> None:
     if collect:
         gc.collect()  # after an error reference cycles can hold tensors
     device = torch.accelerator.current_accelerator(check_available=True)
-    # Not by torch.accelerator.empty_cache, which raises where torch does not know the allocator of the device.
+    # Not by torch.accelerator.empty_cache, which raises if torch does not know the allocator of the device.
     backend: Any = None if device is None else getattr(torch, device.type, None)
     if hasattr(backend, "empty_cache") and getattr(backend, "is_initialized", lambda: True)():
         backend.empty_cache()

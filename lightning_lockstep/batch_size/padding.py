@@ -114,7 +114,7 @@ def real_samples(batch: Any) -> Tensor:
     if mask.size(0) != samples:
         raise ConfigurationError(
             f"StaticShapes.real_samples of a batch of {samples} samples: expected the whole batch of the step, of"
-            f" {mask.size(0)}. Take the mask of the whole batch, and divide it as the batch is divided."
+            f" {mask.size(0)}. Take the mask of the whole batch, and divide it like the batch."
         )
     return mask.to(device, non_blocking=True)
 

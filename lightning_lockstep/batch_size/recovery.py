@@ -1,8 +1,8 @@
 """A batch that does not fit during a run is run again in micro-batches under the same optimizer step.
 
-The rank concerned does it alone, its micro-batches out of the wrapper's sight; then the wrapper is made to send what
-it still owes (see :mod:`lightning_lockstep.distributed.c10d_operators`). The other ranks see an ordinary, slower step.
-If single samples do not fit either, the rank raises, as it would without this; a step that fits sends nothing.
+The rank concerned does it alone, and DDP does not see its micro-batches; then DDP is made to send the gradients that
+the other ranks still wait for (see :mod:`lightning_lockstep.distributed.c10d_operators`). They see an ordinary, slower
+step. If single samples do not fit either, the rank raises, as it would without this; a step that fits sends nothing.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class Recovery:
                 "the module uses manual optimization, so this package does not control its optimizer steps"
             )
         if getattr(getattr(trainer.strategy, "settings", None), "uneven_inputs", "") == "join":
-            reason = "with uneven_inputs='join' the other ranks may wait in a step for what its samples count"
+            reason = (
+                "with uneven_inputs='join' other ranks may wait in a step for this rank's count of samples"
+            )
         if reason:
             raise BatchSizeError(f"on_oom='split' is not possible here: {reason}")
         self._trainer, self._module = trainer, module
@@ -93,7 +95,7 @@ class Recovery:
         self._undo()
 
     def _guard_closures(self) -> Callable[[], Any]:
-        """Have the fit loop take guarded closures, whose parts can be run again; returns what undoes it."""
+        """Have the fit loop use closures that can be run again in parts; returns what undoes it."""
         loop = self._trainer.fit_loop.epoch_loop.automatic_optimization
 
         def make_closure(kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
@@ -112,7 +114,7 @@ class Recovery:
 
     def run(self, call: _GuardedClosure, whole: Callable[[], Any]) -> Any:
         """Run a step, and again in parts if memory runs out."""
-        if self._trainer.current_epoch != self._epoch:  # it may begin, or be resumed, with some frozen
+        if self._trainer.current_epoch != self._epoch:  # an epoch, or a resume, may freeze other parameters
             self._epoch, self._trainable = self._trainer.current_epoch, self._trained_now()
         result, failure = self._attempt(call, whole)
         # Outside the except clause: what the failed step held is free again.
@@ -145,7 +147,7 @@ class Recovery:
     # -- when memory has run out ------------------------------------------------------------------------
 
     def _recover(self, call: _GuardedClosure, failure: str) -> Any:
-        """Run the batch again in micro-batches, then finish what is owed to the others."""
+        """Run the batch again in micro-batches, then send the gradients that the other ranks wait for."""
         began = self._marks is not None
         missing = self._trainable if self._marks is None else self._marks.missing(self._trainable)
         if not began and call.zero_grad is not None:
@@ -176,15 +178,15 @@ class Recovery:
         self, call: _GuardedClosure, parts: int, missing: Sequence[nn.Parameter]
     ) -> tuple[Any, dict[nn.Parameter, Tensor | None]] | None:
         """Run the batch in that many parts."""
-        # They run on the module itself, where no gradient hook of the wrapper or the program fires. Returns what
-        # the step on the whole batch would have, and the ``missing`` gradients, which had not come when memory ran
-        # out; ``None`` when it runs out again.
+        # They run on the module itself, without the gradient hooks of the wrapper and the program. Returns what the
+        # step on the whole batch would have returned, and the ``missing`` gradients, which had not come when memory
+        # ran out; ``None`` if it runs out again.
         samples = samples_in(call.batch)
         weights = [samples_in(part) / samples for part in split(call.batch, parts)]
         log, results = LogRecord(), list[Any]()
         trained, module = self._trained_now(), self._module
-        # Where the whole batch had its forward, what that left is kept: running statistics, metrics, lists. Where it
-        # had a part of it, so are the metrics that it logged.
+        # If the forward of the whole batch had ended, what it left is kept: running statistics, metrics, lists. If it
+        # had only begun, the metrics that it logged are kept.
         left: list[Part] = [ModuleAttributes(metric) for metric in self._logged.metrics()]
         if self._marks is not None:
             left = [BufferCopies(module), ModuleAttributes(module)]
@@ -195,7 +197,7 @@ class Recovery:
             gradients = {parameter: parameter.grad for parameter in missing}
         if failed is None:
             with replaced(module, _current_fx_name="training_step"):
-                # With its forward done the whole batch has logged all there is.
+                # If its forward had ended, the whole batch has logged everything already.
                 log.replay(module.log, without=log if self._marks is not None else self._logged)
             return results[0], gradients
         if not failed.out_of_memory:
@@ -244,6 +246,6 @@ class Recovery:
 
 def _refuse_collective(*args: Any, **kwargs: Any) -> None:
     raise BatchSizeError(
-        "training_step communicates (all_gather, reduce or broadcast), so its batch cannot be split on one rank:"
-        " the other ranks call it once. Use a smaller batch."
+        "training_step communicates (all_gather, reduce or broadcast), so its batch cannot be split on one rank,"
+        " because the other ranks communicate once. Use a smaller batch."
     )

@@ -64,10 +64,8 @@ class AutoBatchSizeSettings:
 
     def __post_init__(self) -> None:
         faults = Faults()
-        faults.choice("mode", self.mode, ("binsearch", "off"))
+        faults.fields(self)
         faults.number("margin", self.margin, what="a share of the size found", least=0, below=1)
-        faults.choice("on_oom", self.on_oom, ("raise", "split"))
-        faults.choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
         faults.check(
             bool(self.batch_arg_name), "batch_arg_name", self.batch_arg_name, "the name of an attribute"
         )
@@ -97,7 +95,7 @@ def _engine_trials(trainer: Trainer) -> Any:
 
 
 def refuse_strategy(trainer: Trainer) -> None:
-    """Raise where a trial on one rank alone is not possible, with the reason."""
+    """Raise if a trial on one rank alone is not possible, with the reason."""
     if (trials := _engine_trials(trainer)) is not None:
         refuse_fixed_sizes(trainer, "AutoBatchSize is to choose the batch size")
         if why := trials.why_not_possible():
@@ -115,7 +113,7 @@ def refuse_strategy(trainer: Trainer) -> None:
 
 
 def refuse_fixed_sizes(trainer: Trainer, what: str, *, accumulates: bool = False) -> None:
-    """Raise where the configuration of an engine says a size that is to be changed."""
+    """Raise if the configuration of an engine fixes a size that is to be changed."""
     if (trials := _engine_trials(trainer)) is None:
         return
     why = trials.why_size_is_fixed() or (trials.why_accumulation_is_fixed() if accumulates else "")
@@ -124,12 +122,12 @@ def refuse_fixed_sizes(trainer: Trainer, what: str, *, accumulates: bool = False
 
 
 def refuse_split(trainer: Trainer) -> None:
-    """Raise where an engine makes the steps, which cannot be run again in parts."""
+    """Raise if an engine makes the steps, which cannot be run again in parts."""
     if _engine_trials(trainer) is not None:
         raise SearchRefusedError(
-            f"on_oom='split' is not possible with {type(trainer.strategy).__name__}: gradients are reduced"
-            " while the backward runs, and a batch that ended half way cannot be finished in parts. Write"
-            " on_oom='raise'; the search for a batch size works."
+            f"on_oom='split' is not possible with {type(trainer.strategy).__name__}: it reduces gradients while the"
+            " backward runs, so a batch that ended half way cannot be finished in parts. Write on_oom='raise'; the"
+            " search for a batch size works."
         )
 
 
@@ -137,8 +135,8 @@ def refuse_split(trainer: Trainer) -> None:
 # others
 #
 # A trial runs on the module itself, not on its distributed wrapper, so no gradient is reduced and no rank
-# can leave another in a collective. Where an engine makes the steps, it makes those of a trial too. What is
-# sent to other ranks is answered on the spot, with tensors of the size that the real answer would have.
+# can leave another in a collective. If an engine makes the steps, it makes those of a trial too. What is
+# sent to other ranks is answered at once, with tensors of the size that the real answer would have.
 # After each trial the ranks agree on how it went.
 
 _STEPS = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -165,8 +163,8 @@ class TrialRunner:
         self._kind = loop_of(trainer)
         self._engine = _engine_trials(trainer)
         self._engine_state: Any = None
-        # A thread in which oneDNN once had no memory for the code of a convolution can run no new one any more, so it
-        # must not be the one that trains.
+        # Once oneDNN had no memory for the code of a convolution in a thread, that thread can run no new convolution:
+        # it must not be the one that trains.
         convolves = any(isinstance(one, _CONVOLUTIONS) for one in module.modules())
         self._compiles = limit.device.type == "cpu" and convolves
 
@@ -185,7 +183,7 @@ class TrialRunner:
 
     def run(self, size: int) -> Trial:
         """Try ``size`` and agree on how it went."""
-        # What a trial leaves in attributes of the module must not be memory of the next one, nor what that one reads.
+        # What a trial leaves in attributes of the module must not take memory in the next one, nor be read by it.
         gradients, attributes = Gradients(self._module), ModuleAttributes(self._module)
         with self._alone() as passes:
             failure = self._limit.attempt(lambda: self._steps_of(size, passes), in_thread=self._compiles)
@@ -256,7 +254,7 @@ def largest_to_try(
     samples = int(communicator.all_reduce(torch.tensor(place.samples), "min"))
     if global_batch is None:
         samples = max(1, samples // accumulate)
-    return (samples, "it is all data of a rank") if samples < most else (most, why)
+    return (samples, "it is all the data of a rank") if samples < most else (most, why)
 
 
 # -- A whole search on all ranks: try, agree, repeat --
@@ -307,11 +305,11 @@ def run_search(
         say_once(_trial_line(len(trials), trial))
         return trial
 
-    # On CPU, let a size need the same whatever was tried before; the run goes on so if memory ran out in a trial.
+    # On CPU a size must need the same memory whatever was tried before; the run keeps this if a trial ran out.
     on_cpu = limit.device.type == "cpu"
     if on_cpu:
         return_freed_memory()
-    gc.freeze()  # the collector would go through all that existed before the search, again and again
+    gc.freeze()  # else each collection would go through all objects from before the search
     try:
         with runner.preserved():
             while not (proposal := search.propose()).stop:
@@ -322,7 +320,7 @@ def run_search(
     finally:
         gc.unfreeze()
         if on_cpu and search.high is None:
-            return_freed_memory(32 * 2**20)  # as glibc comes to do by itself
+            return_freed_memory(32 * 2**20)  # as glibc does by itself after a while
     return SearchResult(
         size=size,
         largest=search.low,
@@ -350,7 +348,7 @@ def _with_margin(search: SizeSearch, size: int, margin: float, tried: Callable[[
     """Return the size below ``size`` by the margin, after it was run too."""
     smaller = max(1, int(size * (1 - margin)))
     if size >= search.max_val or smaller == size:
-        return size  # nothing larger was ever going to be run: the memory limit is not near
+        return size  # nothing larger would have been run: the memory limit is not near
     first = smaller
     while smaller >= 1:
         if tried(smaller).fits:

@@ -46,7 +46,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors of a batch of any structure, in its order."""
     found: list[Tensor] = []
 
-    def note(tensor: Tensor) -> Tensor:  # returned, since a container may take nothing but tensors
+    def note(tensor: Tensor) -> Tensor:  # returned, because a container may take only tensors
         found.append(tensor)
         return tensor
 
@@ -104,10 +104,10 @@ class _Call:
 class LogRecord:
     """Stands in for ``LightningModule.log`` while the parts of a step run; then says what one batch would have."""
 
-    # A value logged with ``sync_dist=True`` is a collective: the other ranks make one a step, so this one must.
+    # A value logged with ``sync_dist=True`` is a collective: the other ranks make one in this step, and so must this.
 
     def __init__(self, log: Callable[..., None] | None = None) -> None:
-        self._log = log  # who is told at once too
+        self._log = log  # is called at once, too
         # By name and how often a part has logged that name before; in the order of the calls.
         self._calls: dict[tuple[str, int], list[_Call]] = {}
         self._in_part: dict[str, int] = {}
@@ -155,7 +155,9 @@ def _together(calls: Sequence[_Call]) -> tuple[Any, dict[str, Any]]:
         options["batch_size"] = sizes[0] if fixed else sum(sizes)
         weights = weights if fixed or not sum(sizes) else sizes
     first, values = calls[0].value, [call.value for call in calls]
-    if isinstance(first, Metric):  # it has seen all parts; what it gave for the batch it has of the last one
+    if isinstance(
+        first, Metric
+    ):  # it has seen all parts, but its value for the batch is that of the last part
         if all(_is_number(call.of_metric) for call in calls):
             first._forward_cache = _weighted_mean([call.of_metric for call in calls], weights)
         return first, options

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -32,7 +31,7 @@ from lightning_lockstep.callbacks.effective_batch_size import (
     unaccumulated,
 )
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.launchers.rank_supervisor import current_job
+from lightning_lockstep.launchers.rank_supervisor import current_job, folder_of_run
 from lightning_lockstep.steps.patching import replaced
 from lightning_lockstep.steps.snapshot import RandomState, Snapshot
 
@@ -191,7 +190,8 @@ class AutoBatchSize(BatchSizeFinder):
                 place.apply(found.size)
         self.optimal_batch_size = place.size
         self.result = replace(found, size=place.size, accumulate=trainer.accumulate_grad_batches)
-        keep_result(trainer, _result_folder(trainer), self.result)
+        job = current_job()
+        keep_result(trainer, folder_of_run(trainer, None if job is None else job[0]), self.result)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the batches split over all ranks, and log a new number. Ranks: all, together; one gather an epoch."""
@@ -223,7 +223,7 @@ class AutoBatchSize(BatchSizeFinder):
         """Return where the batch size lives, and what divides the global batch of a fit, if anything does."""
         settings = self.settings
         keeper = keeper_of_global_batch(trainer, self._keeper, settings.global_batch_size)
-        # A loader's hook may look at it. What a keeper accumulates is decided afterwards, by the size found.
+        # A loader's hook may read it. What a keeper accumulates is decided afterwards, from the size found.
         accumulate = trainer.accumulate_grad_batches if keeper is None else 1
         with Snapshot(RandomState.capture()), replaced(trainer, accumulate_grad_batches=accumulate):
             place = BatchLoaders(trainer, module, settings.batch_arg_name)
@@ -234,8 +234,8 @@ class AutoBatchSize(BatchSizeFinder):
             )
         if keeper is not None or settings.global_batch_size is not None:
             return place, keeper
-        # Nobody has asked for another size: what an evaluation takes is not for the fit that follows, nor what this fit
-        # takes for the next one.
+        # Nobody has asked for another size: put it back after the run, so that the next one does not take the size of
+        # this one.
         self._as_configured = ExitStack()
         self._as_configured.enter_context(place.former_size())
         if in_fit(trainer):
@@ -257,13 +257,3 @@ def _warn_of_fewer_steps(trainer: Trainer, place: BatchLoaders, size: int) -> No
             f" reference_batch_size={place.size * samples}) scales the learning rate.",
             stacklevel=3,
         )
-
-
-def _result_folder(trainer: Trainer) -> Path | None:
-    """Return where the result of a search is kept, or ``None``."""
-    folder, job = Path(trainer.default_root_dir), current_job()
-    if folder != Path.cwd() or (job is not None and Path(job[0]).resolve() == folder):
-        return folder
-    # Nothing is left in a current folder that is no run folder: Lightning does not say who has named it.
-    of_logger = getattr(trainer.logger, "log_dir", None)
-    return Path(of_logger) if of_logger else None

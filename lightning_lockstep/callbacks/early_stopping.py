@@ -81,8 +81,8 @@ class SyncedEarlyStopping(EarlyStopping):
     """Lightning's ``EarlyStopping``, with one decision for all ranks.
 
     Every rank sends whether it has the metric, and its value. They are reduced to one value and one decision,
-    so that decision, reason, ``wait_count`` and ``best_score`` are the same on every rank. A metric that only
-    some ranks have raises the same error on all of them; it does not hang.
+    so that decision, reason, ``wait_count`` and ``best_score`` are the same on every rank. If only some
+    ranks have the metric, all of them raise the same error; none hangs.
 
     Arguments up to ``log_rank_zero_only`` are Lightning's, as are attributes, messages and ``state_dict``;
     checkpoints of the two can be exchanged.

@@ -60,9 +60,9 @@ class EffectiveBatch:
 
 def plan_effective_batch(requested: int, *, ranks: int, largest: int, any_size: bool) -> EffectiveBatch:
     """Divide a global batch of ``requested`` samples so that a micro-batch has ``largest`` per rank at most."""
-    # `any_size`: ranks may have micro-batches that differ by a sample, so that every global batch is possible. Else an
-    # exact division is taken unless it needs more than twice the micro-batches that the memory asks for (a prime number
-    # of samples would be trained one by one); then the nearest total is taken.
+    # `any_size`: the micro-batches of ranks may differ by one sample, so that every global batch is possible. Otherwise
+    # an exact division is taken, unless it needs more than twice as many micro-batches as the memory asks for (a prime
+    # number of samples would be trained one by one); then the nearest total is taken.
     if any_size:
         count = -(-requested // (ranks * largest))
         return EffectiveBatch(requested, micro_batches(requested, count), ranks)
@@ -107,11 +107,11 @@ class EffectiveBatchSize(Callback):
 
     Args:
         global_batch_size: Samples of all ranks in one optimizer step.
-        batch_arg_name: Attribute that holds the batch size, where no DataLoader is passed to ``fit()``.
+        batch_arg_name: Attribute that holds the batch size, if no DataLoader is passed to ``fit()``.
         lr_scaling: ``linear`` or ``sqrt``: scale every learning rate when the global batch differs from
             ``reference_batch_size``. ``None`` leaves them unchanged.
         reference_batch_size: Global batch that the learning rate was chosen for; by default
-            ``global_batch_size``; then learning rates change only where the global batch cannot be exact.
+            ``global_batch_size``, so that learning rates change only if the global batch cannot be exact.
 
     Attributes:
         plan: How the batch is divided, once the fit has begun.
@@ -172,8 +172,8 @@ class EffectiveBatchSize(Callback):
         requested = self.global_batch_size
         if requested < trainer.world_size:
             raise BatchSizeError(
-                f"a global batch of {requested} cannot be divided among {trainer.world_size} ranks:"
-                " every rank needs at least one sample"
+                f"a global batch of {requested} cannot be divided among {trainer.world_size} ranks: expected at least"
+                " one sample for each"
             )
         reference = self.reference_batch_size if self.plan is None else self.plan.total
         largest = min(largest, place.samples)
@@ -182,9 +182,9 @@ class EffectiveBatchSize(Callback):
         changes = (plan.micro_batch, plan.accumulate) != (place.size, trainer.accumulate_grad_batches)
         if changes and not trainer.lightning_module.automatic_optimization:
             raise BatchSizeError(
-                "the module uses manual optimization, so this package does not control how many micro-batches make an"
-                f" optimizer step, and cannot keep a global batch of {requested} as {plan}: {place.size} per rank are"
-                " configured. Set the batch size yourself, or write AutoBatchSize(global_batch_size='largest')"
+                f"a global batch of {requested} needs {plan}, but {place.size} per rank are configured, and with"
+                " manual optimization the module decides how many micro-batches make an optimizer step. Set the batch"
+                " size yourself, or write AutoBatchSize(global_batch_size='largest')"
             )
         self.plan = plan
         if not self.plan.exact and current_communicator().is_main:
@@ -230,12 +230,12 @@ def keeper_of_global_batch(
     if len(sizes) > 1:
         raise SearchRefusedError(
             f"AutoBatchSize(global_batch_size={given!r}) and EffectiveBatchSize ask for global batches of"
-            f" {' and '.join(sorted(sizes))}: expected one. Give either of them."
+            f" {' and '.join(sorted(sizes))}: expected one size. Give it to one of them."
         )
     return asking[0] if asking else own
 
 
 def unaccumulated(trainer: Trainer, module: LightningModule, name: str) -> BatchLoaders:
     """Return where the batch size lives, before it is decided how many micro-batches are accumulated."""
-    with replaced(trainer, accumulate_grad_batches=1):  # a loader's hook may look at it
+    with replaced(trainer, accumulate_grad_batches=1):  # a loader's hook may read it
         return BatchLoaders(trainer, module, name)

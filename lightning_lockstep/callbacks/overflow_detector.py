@@ -39,9 +39,9 @@ class OverflowDetector(Callback):
         report_dir: Folder for the reports, which then get a picture too (needs matplotlib); by default the
             folder ``overflow`` in the run's log folder, without a picture.
         max_skips: For ``"skip"``: how many in a row.
-        check_every_n_steps: Optimizer steps between two looks. ``None``: each step; every 10 on XLA devices, which
-            each look stops. The batches since the last look are kept, and the first with a bad loss or activation is
-            replayed with the weights of the later step.
+        check_every_n_steps: Optimizer steps between two looks. ``None``: each step; every 10 on XLA devices, because
+            each look stops them. The batches since the last look are kept, and the first with a bad loss or
+            activation is replayed with the weights of the later step.
         scale_floor: Loss scale at or below which an overflow of scaled gradients is an alarm.
         timeout: Longest wait for the other ranks' findings after a hit [s].
 

@@ -28,7 +28,7 @@ class RankOrderedLogging(Callback):
     all levels are unchanged.
 
     Args:
-        level: Lowest level on the console; loggers whose own level is higher, as Python's are by default, give less.
+        level: Lowest level on the console. A logger whose own level is higher, such as Python's default, gives less.
         files: ``text`` or ``json`` (one object per line) for ``rank-N.log`` or ``rank-N.jsonl``; ``None`` for
             no files.
         folder: Where the files go; by default ``logs`` in the Trainer's log folder.
@@ -103,7 +103,7 @@ class RankOrderedLogging(Callback):
     def _console(self, communicator: Communicator) -> ConsoleHandler:
         console = ConsoleHandler(communicator.rank, level=self.level)
         if communicator.rank != 0:
-            # What names its rank was meant for every rank's console by its caller.
+            # Lines that name their rank are those that their caller wants from every rank.
             console.addFilter(lambda record: hasattr(record, "lockstep_ranks"))
         return console
 

@@ -31,13 +31,13 @@ class ReplicaCheck(Callback):
 
     Before the first step the ranks compare how the run was made. Then, after the first batch, the fourth, every
     ``every_n_steps`` and the last one, each computes an exact checksum of every tensor and sends a few numbers to
-    rank 0; where those differ, the ranks meet after the same batch, and a report names the tensors, the ranks in the
+    rank 0; if those differ, the ranks meet after the same batch, and a report names the tensors, the ranks in the
     minority, since when, and the likely reasons.
 
     Args:
         every_n_steps: Batches between two checks.
         action: ``"raise"`` raises on all ranks; ``"warn"`` reports each difference once and goes on.
-        optimizer_state: Whether the state of optimizers is compared too, where several ranks hold the same.
+        optimizer_state: Whether the state of optimizers is compared too, if several ranks hold the same.
         buffers: ``"auto"`` compares those that the ranks share: not the statistics of BatchNorm without
             synchronization, nor others that each rank computes from its own batches; ``"all"``; ``"none"``.
         data: Whether the batches of the ranks are compared.
@@ -45,8 +45,8 @@ class ReplicaCheck(Callback):
             loss and gradients must be the same to the bit, which finds a device that computes wrongly. 0: none.
 
     Raises:
-        ConfigurationError: One message with every argument that cannot be used; an audit where no rank alone can
-            make the step of another one.
+        ConfigurationError: One message with every argument that cannot be used; or an audit was asked for, but no rank
+            alone can make the step of another one.
         ReplicaMismatchError: With ``action="raise"``, on all ranks after the same batch.
 
     Ranks: every rank has one. A small gather before the first step and a broadcast after the last; between them, for
@@ -104,7 +104,7 @@ class ReplicaCheck(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Look at the batch, if it is time to. Ranks: all, together, where it is audited."""
+        """Look at the batch, if it is time to. Ranks: all, together, if it is audited."""
         if self._run is not None:
             self._run.take_batch(batch)
             self._run.audit(batch, batch_idx)
@@ -155,7 +155,7 @@ class _Run:
         fit, self._differing = differing_facts(self._communicator, facts(trainer, module))
         self._checks = RankChecks(self._communicator, fit, trainer)
         self._batches = BatchRecorder(trainer, settings.every_n_steps) if settings.data else None
-        # Of rank 0, should another one have another setting: all audit together.
+        # Rank 0's setting, in case another rank has another one: all must audit together.
         self._audit_every = self._communicator.broadcast(settings.audit_every_n_steps)
         self._audit = Audit(trainer, module, self._communicator) if self._audit_every else None
         self._trained = self._contents.trained()
@@ -196,7 +196,7 @@ class _Run:
             self._audit = None
 
     def take_gradients(self, optimizer: Any) -> None:
-        # A step that ends after the check is none of its; one that is not the last before it is replaced.
+        # The next step of this optimizer replaces what is kept, so that a check sees the last step before it.
         if self._contents.sees_gradients and self._until_check() <= self._trainer.accumulate_grad_batches:
             named = self._contents.gradients(optimizer)
             self._gradients[id(optimizer)] = named.names, named.checksums()

@@ -28,7 +28,7 @@ from lightning_lockstep.batch_size.padding import (
 from lightning_lockstep.batch_size.split_step import tensors_in
 from lightning_lockstep.callbacks.auto_batch_size import AutoBatchSize
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.steps.patching import put_in_place
+from lightning_lockstep.steps.patching import batch_size_of, put_in_place
 from lightning_lockstep.xla.runtime import compilations_so_far
 
 _log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class LateBatch(NamedTuple):
         )
         text += f" in {self.seconds:.1f} s"
         if self.shapes == self.before:
-            return f"{text}, with the shapes of the batch before it; of torch.compile TORCH_LOGS=recompiles says why"
+            return f"{text}, with the shapes of the batch before it; for torch.compile, TORCH_LOGS=recompiles says why"
         now, before = (", ".join(map(str, shapes)) or "none" for shapes in (self.shapes, self.before))
         return (
             f"{text}: its shapes are {now}, those of the batch before {before}. batch_size='train' fills up smaller"
@@ -116,7 +116,7 @@ class StaticShapes(Callback):
         lengths: Lengths to which sequences are padded, growing: each to the smallest that holds it.
         pad_values: What sequences are padded with, by key of the batch (by position, if a batch is a list), such as
             ``{"input_ids": 0, "attention_mask": 0}``.
-        ignored: Values that loss and metrics pass over, by key, such as ``{"labels": -100}``: sequences are padded
+        ignored: Values that loss and metrics ignore, by key, such as ``{"labels": -100}``: sequences are padded
             with them, and added samples have them. Other tensors of an added sample are copies of the last one.
         dim: Dimension along which sequences are padded.
         batch_size: Fill up each smaller batch of training, validation and test to so many samples; ``train``: to the
@@ -149,7 +149,7 @@ class StaticShapes(Callback):
         faults = Faults()
         is_right = isinstance(lengths, Sequence) and all(is_whole(one) and one > 0 for one in lengths)
         is_right = is_right and list(lengths) == sorted(set(lengths))
-        faults.check(is_right, "lengths", lengths, "lengths that grow, such as [64, 128, 256]")
+        faults.check(is_right, "lengths", lengths, "growing lengths, such as [64, 128, 256]")
         for name, given in (("pad_values", pad_values), ("ignored", ignored)):
             is_right = isinstance(given, Mapping) and all(
                 isinstance(key, (str, int)) and is_number(value) for key, value in given.items()
@@ -159,8 +159,8 @@ class StaticShapes(Callback):
             )
         if bool(lengths) != bool(pad_values) and not (lengths and ignored):
             faults.add(
-                f"lengths={lengths!r} with pad_values={pad_values!r}: expected both or none: the lengths, and which"
-                " tensors are padded to them with what."
+                f"lengths={lengths!r} with pad_values={pad_values!r}: expected both or neither: lengths to pad to, and"
+                " the value that pads each tensor."
             )
         faults.whole("dim", dim, what="a dimension of the tensors")
         is_right = batch_size in ("train", None) or (is_whole(batch_size) and batch_size > 0)
@@ -202,15 +202,15 @@ class StaticShapes(Callback):
         # Not at the start of an epoch, which Lightning leaves out if a run resumes in the middle of one.
         self._is_on = True
         loaders = self._loaders(trainer, "training")
-        self._training_size = _size_of(loaders[0])
+        self._training_size = batch_size_of(loaders[0])
         norms = [
             name for name, one in pl_module.named_modules() if isinstance(one, _BATCH_NORMS) and one.training
         ]
         if norms and self.batch_size is not None and not _drops_last(loaders[0]):
             raise ConfigurationError(
                 f"StaticShapes(batch_size={self.batch_size!r}) with batch normalisation ({', '.join(norms[:3])}):"
-                " expected a module without, because its statistics would count added samples. Give the DataLoader of"
-                " training drop_last=True."
+                " expected a model without it, because its statistics would count added samples. Give the training"
+                " DataLoader drop_last=True instead."
             )
 
     def on_train_batch_start(
@@ -221,7 +221,7 @@ class StaticShapes(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Note what was compiled outside of batches; what is logged has the weight of the real samples."""
+        """Note what was compiled outside of batches, and weight what is logged by the real samples."""
         self._take(trainer)
         results: Any = trainer._results
         if current.mask is not None and results is not None:
@@ -270,9 +270,9 @@ class StaticShapes(Callback):
         current.forget()
 
     def _take(self, trainer: Trainer) -> tuple[int, float]:
-        """Count what was compiled up to here, also of what was called and would be compiled later only."""
+        """Count what was compiled up to here, after starting what was called but not yet compiled."""
         strategy: Any = trainer.strategy
-        if hasattr(strategy, "device_seed"):  # it runs later what is called now
+        if hasattr(strategy, "device_seed"):  # its devices run operations later than they are called
             strategy.sync()
         return self._compilations.take()
 
@@ -319,9 +319,9 @@ class StaticShapes(Callback):
         drop = ", or drop_last=True in its DataLoader" if stage == "training" else ""
         raise ConfigurationError(
             f"StaticShapes(batch_size={self.batch_size!r}): expected {stage}_step to ask which samples are real,"
-            " because the added ones would count in its loss and metrics. Take StaticShapes.mean(losses, batch) in the"
-            " place of the mean, or StaticShapes.real_samples(batch). Or give ignored={'labels': -100}, if loss and"
-            f" metrics pass over that value{drop}."
+            " because the added ones would count in its loss and metrics. Use StaticShapes.mean(losses, batch) instead"
+            " of the mean, or StaticShapes.real_samples(batch). Or give ignored={'labels': -100}, if loss and"
+            f" metrics ignore that value{drop}."
         )
 
     def _shaped(self, trainer: Trainer, batch: Any, dataloader_idx: int) -> Any:
@@ -333,8 +333,8 @@ class StaticShapes(Callback):
         missing = [key for key in self._values if key not in parts(batch)]
         if missing and stage == "training":  # evaluation may have no labels
             raise ConfigurationError(
-                f"StaticShapes has values for {', '.join(map(repr, missing))}: expected keys of the batches (positions,"
-                f" if a batch is a list). One of training is a {type(batch).__name__} with"
+                f"StaticShapes has values for {', '.join(map(repr, missing))}: expected keys of the batches"
+                f" (positions, if a batch is a list). A training batch is a {type(batch).__name__} with"
                 f" {', '.join(map(repr, parts(batch)))}."
             )
         if self.lengths:
@@ -344,7 +344,7 @@ class StaticShapes(Callback):
             return batch
         loader, place = self._loaders(trainer, stage)[dataloader_idx], (stage, dataloader_idx)
         wanted = self._training_size if self.batch_size == "train" else self.batch_size
-        self._sizes[place] = size = max(wanted or 0, _size_of(loader) or 0, real, self._sizes[place])
+        self._sizes[place] = size = max(wanted or 0, batch_size_of(loader) or 0, real, self._sizes[place])
         if size > real or not _drops_last(loader):
             current.mask = torch.arange(size) < real
         return with_samples(batch, size, self.ignored)
@@ -354,11 +354,6 @@ def _stage_of(trainer: Trainer) -> str:
     if trainer.predicting or trainer.testing:
         return "predict" if trainer.predicting else "test"
     return "training" if trainer.training else "validation"
-
-
-def _size_of(loader: Any) -> int | None:  # None: the loader does not say
-    size = getattr(loader, "batch_size", None)
-    return size if isinstance(size, int) else None
 
 
 def _drops_last(loader: Any) -> bool:

@@ -98,7 +98,7 @@ class StopTogether(Callback):
         self._take_signals()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Take the signals over, where there was no sanity check."""
+        """Take the signals over if there was no sanity check."""
         self._take_signals()
 
     def on_train_batch_end(

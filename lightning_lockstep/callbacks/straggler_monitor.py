@@ -123,7 +123,7 @@ class StragglerMonitor(Callback):
         self._end(trainer, timeout=_AT_THE_END)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Print the table of what is known. Ranks: any; waits only where all ranks leave together."""
+        """Print the table of what is known. Ranks: any; waits only if all ranks leave together."""
         self._end(trainer, timeout=_AT_THE_END if isinstance(exception, Preempted) else 0.0)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -169,7 +169,7 @@ class StragglerMonitor(Callback):
         if collection is not None:
             self._tell(trainer, collection)
             self.verdict = collection.tracker.conclusion()
-            # After a failure nobody waits for the last figures, and that they are not there means nothing.
+            # After a failure nobody waits for the last figures, so it means nothing that they are missing.
             missing = collection.missing if timeout > 0 else ()
             say(report(collection.tracker, collection.hosts, missing))
         self._stop()

@@ -83,12 +83,12 @@ def _under_lightning(config: Mapping[str, Any]) -> Iterator[Limit]:
                 path, size, "several ranks would need the same batch, and Lightning gives each rank its own"
             )
     if writer := section(config, "checkpoint").get("writer"):
-        why = "DeepSpeed's writers need its own launcher, and may still write when the folder counts as whole"
+        why = "DeepSpeed's writers need its own launcher, and may still write when the checkpoint counts as complete"
         yield Limit("checkpoint.writer", writer, why)
     zero, autocast = section(config, "zero_optimization"), section(config, "torch_autocast")
     stage, dtype = zero["stage"], autocast.get("dtype")
     if autocast.get("enabled") is True and str(dtype).lower() in _FLOAT16 and stage > 0:
-        why = "with ZeRO nothing lowers its loss scale when gradients overflow, and no step is done from then on"
+        why = "with ZeRO nothing lowers its loss scale when gradients overflow, so no more steps are taken"
         yield Limit("torch_autocast.dtype", dtype, why, "bfloat16")
     for name, on_cpu in (("offload_optimizer", 1), ("offload_param", 3)):
         device = section(zero, name).get("device")

@@ -56,17 +56,17 @@ _log = logging.getLogger(__name__)
 
 def adopt_process_group(local_rank: int, timeout: timedelta) -> Callable[[], None]:  # takes the variable back
     """Let DeepSpeed use the process group that exists, whatever its backend; the timeout is of its own sub-groups."""
-    # DeepSpeed reads the local rank from the environment. It is taken back when the run has ended: the next Trainer of
-    # this process would take it for a sign that somebody else has started the ranks. What DeepSpeed keeps of the group
-    # is forgotten with the group.
+    # DeepSpeed reads the local rank from the environment. It is removed when the run has ended, because the next
+    # Trainer of this process would take it for a sign that somebody else has started the ranks. What DeepSpeed keeps
+    # of the group is forgotten with the group.
     import deepspeed
 
     if deepspeed.comm.comm.cdb is None:
         at_shut_down(_forget_process_group)
     before = {"LOCAL_RANK": os.environ.get("LOCAL_RANK")}
     os.environ["LOCAL_RANK"] = str(local_rank)
-    # Or it compiles an operation for CPUs that only inference uses, half a minute on every rank. The whole table is
-    # replaced, because to read it is to have every operation probed, compilers and CUDA included.
+    # Else it compiles an operation for CPUs that only inference uses, half a minute on every rank. The whole table is
+    # replaced, because reading it probes every operation, compilers and CUDA included.
     with replaced(deepspeed.ops, __compatible_ops__={"deepspeed_shm_comm": False}):
         deepspeed.init_distributed(auto_mpi_discovery=False, timeout=timeout, verbose=False)
     return partial(restore_variables, before)

@@ -155,7 +155,7 @@ class EngineAdapter:
     # what a checkpoint has
 
     def refresh_copies(self) -> None:
-        """Make the float32 copies of the optimizer those of the weights, where it has copies."""
+        """Make the float32 copies of the optimizer those of the weights, if it has copies."""
         refresh = getattr(self.optimizer, "refresh_fp32_params", None)
         if refresh is not None:
             refresh()
@@ -338,7 +338,7 @@ class Stages1And2(FlatGroups, Zero):
         """As for others; with ``round_robin_gradients`` a vector has another order than its group."""
         optimizer = self.optimizer
         if optimizer.round_robin_gradients:
-            # DeepSpeed 0.19.8 links parameters with the places that the vector really has only where it is padded.
+            # DeepSpeed 0.19.8 links parameters with the places that the vector really has only if it is padded.
             padding = optimizer.round_robin_bit16_padding
             optimizer.round_robin_bit16_padding = [[1]] * len(optimizer.bit16_groups)
             try:

@@ -55,7 +55,7 @@ def _divided_parameters(module: LightningModule, engine: Any) -> Iterator[None]:
 
     def backward(loss: Tensor, *args: Any, gradient: Tensor | None = None, **kwargs: Any) -> None:
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        # After all other hooks of a parameter: so that whole gradients of all of them are never there together.
+        # After all other hooks of a parameter, so that the whole gradients are never in memory together.
         # Zeros of the same shape take no memory.
         handles = [
             parameter.register_hook(lambda gradient: gradient.new_zeros(()).expand_as(gradient))  # type: ignore[no-untyped-call]
@@ -70,7 +70,7 @@ def _divided_parameters(module: LightningModule, engine: Any) -> Iterator[None]:
 
     with replaced(module, backward=backward):
         yield
-    engine.empty_partition_cache()  # what a module gathers that nothing runs backward through stays whole
+    engine.empty_partition_cache()  # parameters stay whole if no backward runs through their module
 
 
 class PlainPrecision(Precision):
@@ -107,8 +107,8 @@ class PlainPrecision(Precision):
 # dictionary with what is in it, and every tensor with the memory that it stood for.
 
 _CONTAINERS = (list, deque, set, dict)
-# What these attributes lead to is no state of a step: the module's own is kept elsewhere; a bucket's memory, of up to
-# some GB of which a small model touches a part, is written before it is read.
+# What these attributes lead to is not the state of a step: that of the module is kept elsewhere, and a bucket (up to
+# some GB, of which a small model touches a part) is written before it is read.
 _LEFT_OUT = {"buffer", "module", "_modules"}
 
 
@@ -122,7 +122,7 @@ class EngineState:
         self._put_back: list[Callable[[], None]] = []
         self._memory: dict[int, Tensor] = {}
         self._seen: dict[int, Any] = {}  # holds on to them, so that no id is taken twice
-        # The others are lists that steps change and the engine does not lead to.
+        # `others` are lists that steps change, too, and to which the engine does not lead.
         waiting = [engine, *others, *module.parameters(), *module.buffers()]
         while waiting:
             waiting += self._keep(waiting.pop())
@@ -268,7 +268,7 @@ class EngineTrials:
 
     def state(self) -> EngineState:
         """Return all that steps of the engine change, to put back."""
-        # Where a forward that has failed leaves its modules.
+        # A forward that failed leaves its modules here.
         from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
         return EngineState(self._engine, self._strategy.lightning_module, [FWD_MODULE_STACK])
@@ -276,7 +276,7 @@ class EngineTrials:
     @contextmanager
     def alone(self, *, accumulates: bool) -> Iterator[int]:
         """Let the engine make steps in the body whose collectives are answered on this rank."""
-        # Yields the batches of an optimizer step. Gradients of two are accumulated where the run accumulates:
+        # Yields the batches of an optimizer step. Gradients of two are accumulated if the run accumulates:
         # more of them need no more memory.
         from deepspeed import checkpointing
 
@@ -292,7 +292,7 @@ class EngineTrials:
             try:
                 yield passes
             finally:
-                checkpointing.reset()  # activations that a backward, which may not have come so far, would take back
+                checkpointing.reset()  # activations that only a backward removes, which may not have run
 
     def _largest_bucket(self) -> int | None:
         """Return how much of a bucket takes memory, if what a small model leaves empty takes none [elements]."""

@@ -41,8 +41,8 @@ def import_deepspeed(device_type: str | None) -> ModuleType:  # None: DeepSpeed 
     has = deepspeed.get_accelerator().device_name()
     if device_type not in (None, has):
         raise ConfigurationError(
-            f"DeepSpeed has the accelerator {has!r}, and the devices of this run are {device_type!r}: DeepSpeed chooses"
-            f" once, when it is imported first. Set {_VARIABLE}={device_type} for this program."
+            f"DeepSpeed has the accelerator {has!r}, but the devices of this run are {device_type!r}: DeepSpeed"
+            f" chooses once, when it is first imported. Set {_VARIABLE}={device_type} for this program."
         )
     return deepspeed
 
@@ -78,7 +78,7 @@ def _explained(error: Exception) -> Exception:
     )
     shown = text.rstrip(".") if len(text) <= 300 else f"{text[:300]} ..."
     return LaunchError(
-        f"DeepSpeed is installed and cannot be imported: {type(error).__name__}: {shown}. Fix it with: {remedy}"
+        f"DeepSpeed is installed but cannot be imported: {type(error).__name__}: {shown}. Fix it with: {remedy}"
     )
 
 

@@ -105,7 +105,7 @@ class EnginePrecision(DeepSpeedPrecision):
     def optimizer_step(  # type: ignore[override] # as Lightning's own plugin of DeepSpeed
         self, optimizer: Any, model: Any, closure: Any, **kwargs: Any
     ) -> Any:
-        """Run the closure and the engine's step, which is skipped where gradients are not finite."""
+        """Run the closure and the engine's step, which is skipped if gradients are not finite."""
         adapter = adapter_of(model.trainer.model)
         before = adapter.steps_made()
         # Otherwise nobody knows before a backward whether a step will follow.

@@ -58,8 +58,8 @@ class RunConfig:
             indices == list(range(len(indices))),
             "devices",
             indices,
-            "the first GPUs in their order, because DeepSpeed takes the local rank for the index of the GPU: leave out"
-            " those that are not to be used with CUDA_VISIBLE_DEVICES",
+            "the first GPUs in their order, because DeepSpeed takes the local rank for the index of the GPU: hide the"
+            " others with CUDA_VISIBLE_DEVICES",
         )
         check_against_trainer(self.given, values, faults)
         try:  # with values that contradict the configuration DeepSpeed would refuse what is not there
@@ -173,7 +173,7 @@ def _filled(params: Mapping[str, Any], known: Mapping[str, Any], name: str, faul
     for key, value in params.items():
         if value == AUTO and filled[key] is None:
             faults.add(
-                f"{name}.params.{key}='auto': neither configure_optimizers nor the Trainer says it. Write a number."
+                f"{name}.params.{key}='auto': neither configure_optimizers nor the Trainer gives it. Write a number."
             )
     return filled
 

@@ -21,7 +21,7 @@ def saved_at(path: _Path, *, says: bool = True) -> _Path:
     if Path(path).exists() or not aside.exists():
         return path
     if says:
-        say(f"lightning-lockstep: reading {aside}, as a save that was to replace it was killed.")
+        say(f"lightning-lockstep: reading {aside}, because the save that should have replaced it was killed.")
     return type(path)(aside)
 
 

@@ -181,8 +181,8 @@ _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 _THEIR_TYPES = ("hparams_type", "datamodule_hparams_type")
 _MOST_NAMED = 5  # in one message
 _TRUST = (
-    "Expected plain data, as anything else could run code when it is read; none of it was run. If you trust the file,"
-    " give weights_only=False to fit, validate, test or predict."
+    "Expected plain data, because anything else could run code when it is read; none of it was run. If you trust the"
+    " file, give weights_only=False to fit, validate, test or predict."
 )
 
 

@@ -104,7 +104,7 @@ def rendezvous_store(
             if "EADDRINUSE" not in str(error):
                 raise
             raise LaunchError(
-                f"Rank 0 is to listen at {address}:{port}, and another program has that port, perhaps another"
+                f"Rank 0 cannot listen at {address}:{port}, because another program uses that port, perhaps another"
                 " job. Set MASTER_PORT to a free port, the same on all ranks, or leave it out."
             ) from error
         if rank > 0 and name is not None and not by_agent:
@@ -243,8 +243,9 @@ def start_process_group(
     except dist.DistError as error:
         raise LaunchError(
             f"The ranks did not meet: rank {rank} of {world_size} waited at MASTER_ADDR={address}, MASTER_PORT={port}"
-            f" for up to {limit:.0f} s. Check that every rank was started, that all were given the same two, that the"
-            f" name is known here, and that the network lets them through. What torch said: {first_line(error)}"
+            f" for up to {limit:.0f} s. Check that every rank was started, that all have the same address and port,"
+            " that this host knows the address, and that no firewall blocks the port. What torch said:"
+            f" {first_line(error)}"
         ) from error
 
 

@@ -132,8 +132,8 @@ def all_see_parts(path: str | Path, gather: Callable[[Any], Sequence[Any]]) -> b
     if len(set(found)) > 1:
         elsewhere = ranks_in_words(rank for rank, is_there in enumerate(found) if not is_there)
         raise ConfigurationError(
-            f"{paths[0]} is a folder of parts, but not on {elsewhere}: expected one checkpoint that all ranks see. Put"
-            " it on a disk that all nodes share, and give its absolute path."
+            f"{paths[0]} is a folder of parts on some ranks, but not on {elsewhere}: expected one checkpoint that all"
+            " ranks see. Put it on a disk that all nodes share, and give its absolute path."
         )
     return bool(found[0])
 

@@ -89,8 +89,8 @@ def _make_real(part: nn.Module, device: torch.device) -> list[Tensor]:
             reset: Any = getattr(module, "reset_parameters", None)
             if reset is None:
                 raise ConfigurationError(
-                    f"{type(module).__name__} was made on the device 'meta' and has no reset_parameters: expected"
-                    " one that gives its parameters and buffers their first values, or a module made without `meta`."
+                    f"{type(module).__name__} was made on the device 'meta' and has no reset_parameters: expected one"
+                    " that sets the first values of parameters and buffers, or a module made without `meta`."
                 )
             module.to_empty(device=device, recurse=False)
             reset()

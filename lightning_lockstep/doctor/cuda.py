@@ -19,12 +19,12 @@ from lightning_lockstep.doctor.machine import (
     system_install,
 )
 
-# -- What the installed torch was built for, without importing it where that can be read --
+# -- What the installed torch was built for, without importing it if that can be read --
 
 
 @dataclass(frozen=True)
 class TorchBuild:
-    version: str  # empty where it is not installed
+    version: str  # empty if it is not installed
     cuda: str  # CUDA that it was built with, such as ``12.8``; empty without
 
 

@@ -28,11 +28,11 @@ from lightning_lockstep._text import exit_in_words
 class Probed:
     """What a probe has printed. A probe is a separate process that may import torch, DeepSpeed or mpi4py."""
 
-    facts: Mapping[str, Any] = field(default_factory=dict)  # empty where the probe failed
+    facts: Mapping[str, Any] = field(default_factory=dict)  # empty if the probe failed
     error: str = ""  # why it failed, in one line
 
     def texts(self, name: str) -> list[str]:
-        """Return the entries of a fact that is a list; none where another version of a library gives no list."""
+        """Return the entries of a fact that is a list; none if another version of a library gives no list."""
         value = self.facts.get(name)
         return [str(entry) for entry in value] if isinstance(value, list) else []
 

@@ -246,8 +246,8 @@ def join() -> Ranks | None:
         found = within(_ARRIVAL, external_ranks)  # under mpirun it starts MPI, which may hang
     except TimeoutError as error:
         raise LaunchError(
-            f"a rank on {here} does not learn where rank 0 is: MPI has not started, {error}. Try `lockstep-doctor mpi`,"
-            " or set MASTER_ADDR and MASTER_PORT to the host of rank 0 and a free port on it."
+            f"a rank on {here} cannot find rank 0, because MPI has not started: {error}. Try `lockstep-doctor mpi`, or"
+            " set MASTER_ADDR and MASTER_PORT to the host of rank 0 and a free port on it."
         ) from error
     if found is None or found.count is None:
         return None
@@ -371,9 +371,7 @@ STEPS = {
 }
 # A backend's own limit is that much shorter than ours, so that its error names what it waited for [s].
 _EARLIER = 3.0
-_LEAVE = (
-    5.0  # how long a killed process may take to end: it may hang in a driver, where no signal ends it [s]
-)
+_LEAVE = 5.0  # how long a killed process may take to end: in a driver it may hang, and no signal ends it [s]
 _TAIL = 1_500  # of what it prints [characters]
 
 

@@ -66,8 +66,8 @@ def _shared_memory(host: str, count: int, free: int | None) -> Iterator[Finding]
     elif free < _SMALL_SHARED_MEMORY * count:
         yield warning(
             "shared memory",
-            f"{host}: {size_in_words(free)} of /dev/shm are free, for {count} ranks; NCCL and data loader workers fail"
-            " with a bus error when it is full",
+            f"{host}: {size_in_words(free)} of /dev/shm are free for {count} ranks; if it is full, NCCL and data"
+            " loader workers fail with a bus error",
             *MORE_SHARED_MEMORY,
         )
 
@@ -100,7 +100,7 @@ def _connections(ranks: Ranks, paths: Paths) -> Iterator[Finding]:
         yield ok("connections", f"every host reaches the others ({listed(places, 8)})")
 
 
-# -- A backend, and where it fails the variable that may cure it: advised only if it was tried and worked --
+# -- A backend, and if it fails the variable that may cure it: advised only if it was tried and worked --
 
 _P2P, _GLOO_INTERFACE, _NCCL_INTERFACE = "NCCL_P2P_DISABLE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _CURES = {"gloo": (_GLOO_INTERFACE,), "nccl": (_P2P, _NCCL_INTERFACE)}

@@ -15,6 +15,7 @@ from lightning_lockstep._lightning import (
 )
 from lightning_lockstep._settings import HAS_MET, launcher_pid
 from lightning_lockstep._system import run_program
+from lightning_lockstep._text import counted
 from lightning_lockstep.distributed.failure.process_exit import end_now
 from lightning_lockstep.distributed.mpi.rendezvous import MPIRendezvous, agree_on_rendezvous
 from lightning_lockstep.distributed.process_group import RankGroup
@@ -251,9 +252,9 @@ def check_has_device(
         # Not raised: a program that caught it would go on here. Lightning ends its ranks for any other exit code.
         end_now(
             0,
-            f"lightning-lockstep: process {os.getpid()} ends: it was started in addition to ranks that had met, which"
-            " go on. Use either Lightning's strategies or lockstep_... in all Trainers of a script: each starts its"
-            " own ranks.\n",
+            f"lightning-lockstep: process {os.getpid()} ends, because all ranks had met before it was started; they go"
+            " on. In one script use only Lightning's strategies or only lockstep_...: each kind starts its own"
+            " ranks.\n",
         )
     if environment.local_rank() < num_devices:
         return
@@ -274,12 +275,16 @@ def _check_same_ranks(
         return
     by_another = environment.creates_processes_externally and launcher_pid() is None
     anew = "" if by_another else ", or let each Trainer start its own with strategy='lockstep_ddp_spawn'"
+    # Of another number all ranks say the same, so that it is printed once.
+    is_number = group.world_size != expected
+    asked = f"ask for {counted(expected, 'rank')}" if is_number else f"make this process rank {mine}"
+    size = group.world_size
+    found = counted(size, "rank") if is_number else f"it as rank {group.rank} of {size}"
     raise LaunchError(
-        f"devices={num_devices} and num_nodes={num_nodes} make this process rank {mine} of {expected}, but an"
-        f" earlier Trainer, or the program that started it, has connected it as rank {group.rank} of"
-        f" {group.world_size}. Set devices to the number of ranks on each node, the same on every node and"
-        " in every Trainer of the script, and num_nodes to the number of nodes. Train on other ranks in a script of"
-        f" its own{anew}. An evaluation counts each sample once on any number of ranks."
+        f"devices={num_devices} and num_nodes={num_nodes} {asked}, but an earlier Trainer, or the program that"
+        f" started it, has connected {found}. Set devices to the number of ranks on each node, the same on every"
+        " node and in every Trainer of the script, and num_nodes to the number of nodes. Train on other ranks in a"
+        f" script of its own{anew}. An evaluation counts each sample once on any number of ranks."
     )
 
 

@@ -74,8 +74,8 @@ def program_arguments(started_in: str) -> tuple[list[str], str | None]:
     spec = getattr(__main__, "__spec__", None)
     if spec is not None and spec.name.partition(".")[0] in ("joblib", "submitit"):
         raise LaunchError(
-            "Further ranks cannot be started by running the program again in a process of hydra/launcher=joblib or"
-            " submitit, which is another program: expected one with `lightning_lockstep.hydra_main`, or"
+            "A job of hydra/launcher=joblib or submitit cannot start further ranks, because it runs in the launcher's"
+            " program and not in yours: expected a program with `lightning_lockstep.hydra_main`, or"
             " start_method='fork', or submitit's tasks_per_node as the number of ranks."
         )
     if spec is not None:
@@ -295,7 +295,9 @@ def _claim(wanted: str) -> str:
             f"hydra.run.dir={wanted}: no folder can be made there ({error.strerror}). Expected a place where you may"
             " write, such as hydra.run.dir='${lockstep.run_folder:/scratch/me/run}'."
         ) from error
-    raise ConfigurationError(f"hydra.run.dir={wanted}: there are {_MOST} folders of that name already.")
+    raise ConfigurationError(
+        f"hydra.run.dir={wanted}: expected another name, because there are {_MOST} folders of this one already."
+    )
 
 
 def _former(wanted: Path) -> str | None:

@@ -48,8 +48,8 @@ _WITH_THIS_PROCESS = (
 
 
 _LOST = (
-    "\nlightning-lockstep: mpirun ended without an error, but no rank of this host came to its end: it has lost a host."
-    " Continue from the last checkpoint once that is back.\n"
+    "\nlightning-lockstep: mpirun ended without an error, but no rank of this host had finished: another host was"
+    " lost. Resume from the last checkpoint once it is back.\n"
 )
 
 

@@ -137,7 +137,7 @@ def read_hostfile(path: Path) -> list[str]:
         raise LaunchError(f"hostfile {path}: it cannot be read ({error}). {_EXPECTED}") from error
     hosts = [_without_slots(words[0]) for words in lines if words]
     if wrong := [host for host in hosts if host.startswith("-")]:  # mpirun would take them for options
-        raise LaunchError(f"hostfile {path}: {wrong[0]!r} is no name of a host. {_EXPECTED}")
+        raise LaunchError(f"hostfile {path}: {wrong[0]!r} is not the name of a host. {_EXPECTED}")
     return hosts
 
 
@@ -193,7 +193,7 @@ def _ssh_fault(host: str, ssh_args: Sequence[str]) -> str:
         return ""
     errors = [line for line in answer.error.splitlines() if line.strip()]
     why = f"no answer within {_ANSWER} s" if answer.timed_out else errors[-1] if errors else "no output"
-    return f"`{shlex.join(['ssh', *ssh_args, host, 'true'])}` must work without a question: {why}"
+    return f"`{shlex.join(['ssh', *ssh_args, host, 'true'])}` must work without asking anything: {why}"
 
 
 def mpirun_fault(hosts: Sequence[str], mpirun: MPIRun, settings: MPIRunSettings) -> str:

@@ -111,8 +111,8 @@ def in_kernel() -> bool:
 
 _FOR_MEMORY = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 _MEMORY = (
-    "If the host ran out of memory, make the model once, in a cell outside, and pass it in: one that is made inside the"
-    " function is made once per rank."
+    "If the host ran out of memory, make the model once, in a cell, and pass it to the function: each rank makes what"
+    " is made inside the function."
 )
 
 

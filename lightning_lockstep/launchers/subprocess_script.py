@@ -83,8 +83,8 @@ class _StartedRanks:
         except OSError as error:
             self.kill()
             raise LaunchError(
-                f"Rank {local_rank} of {number + 1} could not be started: {error}. Expected enough memory"
-                " and processes for all ranks of this host. Give a smaller number of ranks."
+                f"Rank {local_rank} of {number + 1} could not be started: {error}. Expected enough memory and"
+                " processes for all ranks of this host. Start fewer ranks."
             ) from error
 
     def running(self) -> bool:
@@ -261,8 +261,8 @@ def rank_command() -> tuple[list[str], str | None, dict[str, str]]:
     if getattr(main, "__spec__", None) is None and not Path(program).is_file():
         given = {"-c": "python -c", "-": "standard input", "": "standard input"}.get(program, repr(program))
         raise LaunchError(
-            f"The program is {given}, which is no file in {Path.cwd()}: ranks are started by running it again. Put"
-            " it into a file, or fork the ranks from this process: strategy='lockstep_ddp_fork', or"
+            f"The program is {given}, which is not a file in {Path.cwd()}, but ranks are started by running it again."
+            " Put it into a file, or fork the ranks from this process: strategy='lockstep_ddp_fork', or"
             " start_method='fork'."
         )
     return list(_basic_subprocess_cmd()), None, {}

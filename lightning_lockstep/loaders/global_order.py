@@ -8,7 +8,6 @@ of batches. A rank that has no sample of a global batch gets a padding sample, w
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from lightning_lockstep._lightning import _IndexBatchSamplerWrapper, isolate_rng
 from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.steps.patching import loader_with
 
 
 @dataclass(frozen=True)
@@ -168,12 +168,9 @@ def divided(
         size = ranks if inner is None else inner.batch_size * ranks
         drops = inner is not None and inner.drop_last
         own = Division(samples, tuple(micro_batches or (size,)), drops, 1 if trains else ranks)
-    made = copy.copy(loader)  # the program may use its own for something else
     parts = GlobalBatches(inner, sampler, own, rank, ranks)
-    # DataLoader refuses this by its own __setattr__, since it could not check what it gets.
     name = "sampler" if inner is None else "batch_sampler"
-    vars(made)[name] = _IndexBatchSamplerWrapper(parts) if predicts else parts
-    return made
+    return loader_with(loader, **{name: _IndexBatchSamplerWrapper(parts) if predicts else parts})
 
 
 def in_global_order(loader: Any, seed: int) -> Any:
@@ -182,10 +179,8 @@ def in_global_order(loader: Any, seed: int) -> Any:
     if not isinstance(getattr(loader, "sampler", None), RandomSampler) or type(batches) is not BatchSampler:
         return loader
     sampler: Any = DistributedSampler(loader.dataset, num_replicas=1, rank=0, seed=seed)
-    made = copy.copy(loader)
     own = Division(len(loader.dataset), (batches.batch_size,), batches.drop_last)
-    vars(made).update(sampler=sampler, batch_sampler=GlobalBatches(batches, sampler, own, 0, 1))
-    return made
+    return loader_with(loader, sampler=sampler, batch_sampler=GlobalBatches(batches, sampler, own, 0, 1))
 
 
 def parts_of(loader: Any) -> Any:

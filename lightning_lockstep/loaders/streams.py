@@ -9,7 +9,6 @@ sizes of all parts without a message. A rank without a sample in a batch gets a 
 
 from __future__ import annotations
 
-import copy
 import itertools
 import os
 import random
@@ -27,7 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.steps.patching import LoaderAround
+from lightning_lockstep.steps.patching import LoaderAround, loader_with
 
 # What divides samples among the ranks: data sets, data pipes, and a stage of webdataset's pipelines.
 _DIVIDERS = {
@@ -212,11 +211,7 @@ def _begin_worker(begin: Callable[[int], None], number: int) -> None:
 
 def _reading(loader: DataLoader[Any], parts: StreamParts) -> DataLoader[Any]:
     """Return a loader like ``loader`` that reads parts, each of which is a batch."""
-    made = copy.copy(loader)  # the program may use its own for something else
-    vars(made)["_iterator"] = None  # it is made anew, with the data set as it is now
     begin = loader.worker_init_fn and partial(_begin_worker, loader.worker_init_fn)
-    # DataLoader refuses some of these by its own __setattr__, since it could not check what it gets. All ranks give the
-    # parts of a batch together, so in order. A part is a tuple as it is.
-    vars(made).update(dataset=parts, collate_fn=tuple, worker_init_fn=begin, in_order=True)
-    vars(made).update(batch_size=None, batch_sampler=None, drop_last=False)
-    return made
+    # All ranks give the parts of a batch together, so in order. A part is a tuple as it is.
+    own = {"dataset": parts, "collate_fn": tuple, "worker_init_fn": begin, "in_order": True}
+    return loader_with(loader, **own, batch_size=None, batch_sampler=None, drop_last=False)

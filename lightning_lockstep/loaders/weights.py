@@ -73,8 +73,8 @@ class StepWeights:
             return
         if self._gives_items and self.in_parts:
             raise BatchSizeError(
-                f"A batch that does not fit cannot be split where training_step returns {_KEY}, as the parts would"
-                " count by their samples: use a smaller batch."
+                f"A batch that does not fit in memory cannot be split if training_step returns {_KEY}, because its"
+                " parts would count by their samples: use a smaller batch."
             )
         wrong = None
         if left_out:
@@ -91,8 +91,8 @@ class StepWeights:
         accumulated = trainer.accumulate_grad_batches
         if self._gives_items and accumulated > 1 and not self.corrects:
             raise ConfigurationError(
-                f"{_KEY} with accumulate_grad_batches={accumulated} under DeepSpeed: expected 1, as its engine reduces"
-                " the gradients of a micro-batch before the items of the next are counted."
+                f"{_KEY} with accumulate_grad_batches={accumulated} under DeepSpeed: expected 1, because its engine"
+                " reduces the gradients of a micro-batch before the items of the next are counted."
             )
         counts = torch.tensor([own, 0.0] if self._gives_items else [0.0, own], dtype=torch.float64)
         items, samples = communicator.all_reduce(counts).tolist()
@@ -145,5 +145,5 @@ def _refuse(wrong: str | None, communicator: Communicator) -> NoReturn:
     """Raise on every rank for what some have returned. Ranks: all, together; a gather."""
     told = [f"{one} on rank {rank}" for rank, one in enumerate(communicator.gather(wrong)) if one]
     raise ConfigurationError(
-        f"training_step returned {', '.join(told)}: expected how many there are, 0 or more, on every rank."
+        f"training_step returned {', '.join(told)}: expected the number of items, 0 or more, on every rank."
     )

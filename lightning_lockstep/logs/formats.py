@@ -21,7 +21,7 @@ _STYLES = {"DEBUG": "dim", "INFO": "green", "WARNING": "yellow", "ERROR": "red",
 
 
 class TextFormat(logging.Formatter):
-    """``time level host:rank logger file:line message``, with rich's colours where asked."""
+    """``time level host:rank logger file:line message``, with rich's colours if asked for."""
 
     default_time_format = "%H:%M:%S"
     default_msec_format = "%s.%03d"
@@ -42,7 +42,7 @@ class TextFormat(logging.Formatter):
         return " ".join(_coloured(text, style) if self.colour else text for text, style in parts)
 
     def _source(self, record: logging.LogRecord) -> str:
-        """Return ``host:rank``; several ranks in short, with the host where they share one."""
+        """Return ``host:rank``; several ranks in short, with the host if they share one."""
         ranks, hosts = _origin(record, self.rank)
         names = sorted({host for host in hosts if host})
         host = names[0] if len(names) == 1 else f"{len(names)} hosts" if names else _host
@@ -107,7 +107,7 @@ def _coloured(text: str, style: str) -> str:
 
 
 class ConsoleHandler(logging.Handler):
-    """Writes to the console, above a progress bar where there is one."""
+    """Writes to the console, above a progress bar if there is one."""
 
     def __init__(self, rank: int, *, level: int | str) -> None:
         super().__init__(level)

@@ -226,8 +226,8 @@ class LineSender:
         self.process = os.getpid()
         self._kept: deque[LogCall] = deque(maxlen=1_000)
         if self.collector is None:
-            # A channel that is closed has delivered its lines, and this object is not to be kept by what is called at
-            # the end of the process.
+            # A closed channel has delivered its lines, and the hook for the end of the process must not keep this
+            # object alive.
             channel.at_close(on_flush(self.flush))
 
     def send(self, call: LogCall, topic: str = LINE) -> None:
@@ -242,7 +242,7 @@ class LineSender:
         """Send what is queued; when rank 0 has failed, print here what it may not have printed."""
         if self.channel.usable:
             self.channel.flush(1.0)
-        oldest, why = time.time() - _KEPT_FOR, "printed here since rank 0 has failed"
+        oldest, why = time.time() - _KEPT_FOR, "printed here because rank 0 has failed"
         while self._kept and self.channel.lost:
             call = self._kept.popleft()
             if call[5] >= oldest:
@@ -289,7 +289,7 @@ def _find_sender() -> LineSender | None:
     if sender is None or not sender.channel.usable or sender.process != os.getpid():
         return None
     if _kept_back:
-        # In their order, and before whatever this thread logs next, whichever thread has come first.
+        # In their order, and before the next line of this thread, whichever thread sends them.
         with _releasing:
             while _kept_back:
                 sender.send(_kept_back.popleft())

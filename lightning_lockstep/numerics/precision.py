@@ -24,7 +24,7 @@ def run_in_fp32(module: _Module) -> _Module:
     """Make a module compute in float32, with autocast off, whatever the precision around it.
 
     Inputs of float16 or bfloat16 come in as float32; outputs go back to the dtype of the first floating-point
-    input (of the parameters where there is none, as for an embedding). Parameters that are themselves float16
+    input (of the parameters if there is none, such as for an embedding). Parameters that are themselves float16
     or bfloat16 are cast for the computation only: gradients reach them, the optimizer and ``state_dict`` see no
     difference. An output too large for the dtype it is cast back to is infinite again; in that case apply this
     to the enclosing module.
@@ -146,7 +146,7 @@ def resolve_precision(
     requested: str | None,  # None: a plugin or nothing was given
     device_type: str,
 ) -> Precision:
-    """Return ``plugin``, or another one where Lightning's does something else than its name says."""
+    """Return ``plugin``, or another one if Lightning's does something else than its name says."""
     name = requested or str(plugin.precision)
     supported = supported_precisions(device_type)
     if name not in supported:

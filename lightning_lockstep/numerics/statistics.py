@@ -107,7 +107,7 @@ class TensorStatistics:
     abs_max: float  # largest one, likewise
     nan: int = 0  # how many
     inf: int = 0  # how many, of either sign
-    used_as: str = ""  # dtype of the computation: autocast's where that is narrower
+    used_as: str = ""  # dtype of the computation: autocast's if that is narrower
     # Largest finite magnitude as a share of the largest number of used_as; None for integers.
     range_used: float | None = None
     zero: float = 0.0  # share of exact zeros
@@ -116,7 +116,7 @@ class TensorStatistics:
     places: tuple[int, ...] = ()  # first indices along dimension 0, often the batch, that hold nan or inf
 
     def remarks(self) -> str:
-        """Return briefly what stands out beyond the magnitudes; empty where nothing does."""
+        """Return briefly what stands out beyond the magnitudes; empty if nothing does."""
         parts = []
         if self.nan:
             parts.append(f"{self.nan} nan")

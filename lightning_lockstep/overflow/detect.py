@@ -28,7 +28,7 @@ from lightning_lockstep.steps.patching import put_in_place, replaced
 from lightning_lockstep.steps.snapshot import BufferCopies, RandomState
 
 _log = logging.getLogger(__name__)
-# Optimizer steps between two looks on devices that run later what is called now, where each look stops them.
+# Optimizer steps between two looks on devices that run operations later: each look makes them stop.
 _LATER = 10
 
 
@@ -51,8 +51,8 @@ class Detection:
         # A step that was taken cannot be skipped.
         rarely = not capabilities_of(strategy).runs_at_once and settings.action != "skip"
         self._every = settings.check_every_n_steps or (_LATER if rarely else 1)
-        # Whether a loss or activation that is bad on this rank is to reach the gradients of all ranks. A warning must
-        # not change the run, one process has no other rank to inform, and with an engine all ask.
+        # Whether a loss or activation that is bad on this rank is to reach the gradients of all ranks. Not with
+        # ``warn``, which must not change the run, not in one process, and not with an engine, where all ranks ask.
         several = self._communicator.world_size > 1
         self._spreads = settings.action != "warn" and several and self._engine is None
         folder = Path(settings.report_dir or Path(trainer.log_dir or trainer.default_root_dir) / "overflow")
@@ -209,8 +209,8 @@ class Detection:
         if any_bad(others) if given is None else self._gradients_are_bad(given, others):
             here = given is not None and self._gradients_are_bad(given)
             origin = origin or next((step for step in steps if self._is_bad(step)), None)
-        # A mean over ranks carries a nan of any of them into the gradients of all, unless each holds but a part, or
-        # they are not looked at. Otherwise nothing is sent without a hit.
+        # A mean over ranks carries a nan of any rank into the gradients of all, so nothing is sent without a hit,
+        # unless each rank holds only a part of the gradients or they are not looked at.
         if self._communicator.world_size > 1 and self._spreads and self._settings.gradients and not ask:
             if origin is not None and not here:
                 number = origin.occasion.batch_number
@@ -223,14 +223,14 @@ class Detection:
         return self._on_any_rank(here or origin is not None), origin
 
     def _respond(self, optimizer: Optimizer, origin: StepRecord, record: StepRecord) -> None:
-        """Act on a hit that came of ``origin`` and was found at the end of ``record``."""
+        """Act on a hit that came from ``origin`` and was found at the end of ``record``."""
         if origin is not record and self._every > 1:
             later = record.occasion.batch_number - origin.occasion.batch_number
             origin.notes.append(
                 f"Found {later} batches later (check_every_n_steps={self._every}), and replayed with the weights of"
-                " that later step. check_every_n_steps=1 replays it with its own."
+                " that later step. With check_every_n_steps=1 a batch is replayed with its own."
             )
-        # What a replay computes is no output of the step.
+        # Outputs of a replay are not those of the step.
         with nullcontext() if self._watch is None else replaced(self._watch, active=False):
             self._response.to_common_hit(optimizer, origin)
 
@@ -265,9 +265,9 @@ class Detection:
 
 
 def _spread_bad_values(flags: Sequence[Tensor], gradient: Tensor) -> Tensor:
-    """Return the gradient as it is, or nan where any flag is not finite."""
-    # This way a loss that is bad on one rank, or an activation that the loss does not depend on, is in the
-    # reduced gradients of every rank. A finite flag leaves each bit as it was.
+    """Return the gradient as it is, or nan if any flag is not finite."""
+    # So the reduced gradients of every rank show a loss that is bad on one rank, or an activation that the loss
+    # does not depend on. A finite flag leaves each bit as it was.
     for flag in flags:
         gradient = gradient * (1 + (0 * flag).sum().to(gradient.dtype))
     return gradient
@@ -279,8 +279,8 @@ def _spread_bad_values(flags: Sequence[Tensor], gradient: Tensor) -> Tensor:
 class _ActivationWatch:
     """Notes lowest and highest value of every output of a step; nothing is sent, and on a GPU nothing waited for."""
 
-    # One hook of all modules, so that nothing hangs on those of the model: a copy of the model, or what is loaded
-    # from a pickle of it, has none of this.
+    # One hook for all modules of the process, and none on those of the model: a copy of the model, or one that is
+    # loaded from a pickle, would keep it.
 
     def __init__(self, module: LightningModule, settings: OverflowSettings) -> None:
         self.active = False  # whether outputs are looked at now
@@ -316,13 +316,13 @@ class _ActivationWatch:
                 raise NotImplementedError
             values = tensor.detach()
             if values.device.type == "xla":
-                # Its minimum and maximum pass over a nan, and aminmax is read to the host.
+                # Its minimum and maximum ignore a nan, and aminmax is read to the host.
                 bad_here = values.isnan().any() if allow_inf else ~values.isfinite().all()
                 ends = (torch.where(bad_here, float("nan"), 0.0),) * 2
             else:
                 ends = torch.aminmax(values)
         except (RuntimeError, NotImplementedError, TypeError):
-            # Sparse, complex, empty, meta, a DTensor, of 8 bits, or on another device: looked at at once.
+            # Sparse, complex, empty, meta, a DTensor, of 8 bits, or on another device: look at it now.
             bad = has_bad_values(tensor, allow_inf=allow_inf)
             ends = (torch.tensor(float("nan") if bad else 0.0, device=self._device),) * 2
         if allow_inf:

@@ -90,7 +90,7 @@ class Response:
         return None if too_many is None else too_many.rstrip(".")
 
     def _what_is_bad(self, record: StepRecord) -> str:
-        """Return what was seen, the same on every rank, and give up gradients that only say what this detector says."""
+        """Return what was seen, the same on every rank; mark gradients that this detector itself has made nan."""
         flags = {"activation": has_bad_values(record.activation_flag), "loss": self._is_bad(record.loss)}
         if self.settings.mode != "hooks":
             return "the loss or the gradients are not finite"
@@ -99,13 +99,13 @@ class Response:
             return "the loss or the gradients are not finite"
         if self.communicator.world_size > 1 and self.engine is None and self.settings.action != "warn":
             record.made_nan = True
-        return "an output of a module is not finite, while the loss is"
+        return "an output of a module is not finite, although the loss is"
 
     def _is_bad(self, loss: Tensor | None) -> bool:
         return has_bad_values(loss, allow_inf=self.settings.allowed.match("loss"))
 
     def _loss_scale(self) -> tuple[float, float] | None:
-        """Return the loss scale and its floor; ``None`` where the loss is not scaled."""
+        """Return the loss scale and its floor; ``None`` if the loss is not scaled."""
         if self.engine is not None:
             return self.engine.loss_scale()
         return None if self._scaler is None else (float(self._scaler.get_scale()), 0.0)
@@ -143,8 +143,8 @@ class Response:
     def _replayed(self, record: StepRecord, report: RankReport) -> RankReport:
         """Add to a report what a replay shows."""
         # Collectives of the step are answered on this rank. If that shows no bad value on any rank, all replay it
-        # once more with real collectives. Where the parameters
-        # are divided among the ranks, they replay it together in the first place.
+        # once more with real collectives. If the parameters are divided among the ranks, all replay it together
+        # from the beginning.
         strategy = self.trainer.strategy
         missing = missing_capabilities(strategy, "step_alone")
         if missing and not hasattr(strategy, "engine_gradients"):
@@ -164,27 +164,26 @@ class Response:
 
     def _replay_together(self, record: StepRecord) -> FrameRecorder:
         """Replay with parameters gathered from all ranks."""
-        # A rank that fails leaves the others waiting for its part, unless they fail at the same place or are
-        # through.
+        # The others wait for the part of a rank that fails, unless they fail at the same place or have finished.
         recorder = self._replay(record, alone=False)
         if self.publisher.all_arrive():
             return recorder
         if recorder.error is None:
-            raise RuntimeError(f"The joint replay did not finish on another rank. ({_TOGETHER})")
+            raise RuntimeError(f"Another rank did not finish the replay. ({_TOGETHER})")
         note = getattr(recorder.error, "add_note", str)  # from Python 3.11 on
-        note(f"It was raised meanwhile: {_TOGETHER}")
+        note(f"Raised in a replay: {_TOGETHER}")
         raise recorder.error
 
     def _replay(self, record: StepRecord, *, alone: bool) -> FrameRecorder:
         recorder = FrameRecorder(self.module, self.settings, divided=self.divided)
         try:
             replay(self.trainer, self.module, record, recorder, answer_collectives=alone)
-        except Exception as error:  # the diagnosis must not replace what it was called for
+        except Exception as error:  # the diagnosis must not hide the error that it explains
             recorder.error = error
         return recorder
 
     def _only_together(self, recorder: FrameRecorder) -> bool:
-        """Return whether the bad value may come of what the ranks send each other, the same on every rank."""
+        """Return whether the bad value may come from what the ranks send each other; the same on every rank."""
         unanswered = isinstance(recorder.error, UnansweredCollectiveError)
         failed = recorder.error is not None and not unanswered
         communicates = recorder.answered > 0 or unanswered

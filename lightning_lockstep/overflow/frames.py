@@ -163,8 +163,8 @@ class FrameRecorder:
         self.producer: Producer | None = None
         self.backward_producer: Producer | None = None
         self.propagators: list[str] = []
-        # Of a replay: the loss as it went into the backward, the collectives that were answered on this rank,
-        # whether they were at all, and what it raised.
+        # Of a replay: the loss as it went into the backward, how many collectives were answered on this rank,
+        # whether any are answered here, and what the replay raised.
         self.loss: Tensor | None = None
         self.answered = 0
         self.alone = True

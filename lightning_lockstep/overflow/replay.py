@@ -48,10 +48,10 @@ class Remedy:
 
 
 def search(root: nn.Module, first: Producer, run: Callable[[], Producer | None]) -> Remedy | None:
-    """Find modules which, run in float32, let the batch pass; ``None`` where float32 does not help."""
-    # Begins with the module that produced the first bad value. Where its output is too large for the dtype
-    # that it goes back to, the module around it is tried; where another module fails next, that one is added.
-    # Each attempt is one replay, 16 at most: ``run`` returns what produces the first bad value now.
+    """Find modules which, run in float32, let the batch pass; ``None`` if float32 does not help."""
+    # Begins with the module that produced the first bad value. If its output is too large for the dtype to which
+    # it is cast back, the module around it is tried; if another module fails next, that one is added. Each
+    # attempt is one replay, 16 at most: ``run`` returns what produces the first bad value now.
     by_name = {name: module for module, name in module_names(root).items()}
     chosen: list[str] = []
     candidate = first.module
@@ -65,7 +65,7 @@ def search(root: nn.Module, first: Producer, run: Callable[[], Producer | None])
             return Remedy(tuple(_shorter(chosen, by_name, run)), tried=True)
         if now.kind in ("weight", "batch"):
             return None
-        # Still inside a module that runs in float32: its result does not fit the dtype it goes back to.
+        # Still inside a module that runs in float32: its result does not fit the dtype to which it is cast back.
         stuck = next((name for name in chosen if _inside(now.module, name)), None)
         candidate = stuck.rpartition(".")[0] if stuck else now.module
     return None
@@ -95,7 +95,7 @@ def advice(producer: Producer) -> str:
     meant = ""
     if producer.only_inf:
         names = ", ".join(repr(name) for name in producer.values)
-        meant = f"If it may be infinite, as a mask is, write OverflowDetector(allow_inf=[{names}]). "
+        meant = f"If it may be infinite, such as in a mask, write OverflowDetector(allow_inf=[{names}]). "
     if producer.low_precision:
         wider = "32-true" if producer.remarks.startswith("bfloat16") else "bf16-mixed or 32-true"
         return (
@@ -103,9 +103,9 @@ def advice(producer: Producer) -> str:
             f" (frames above), clip gradients, lower the learning rate, or train in {wider}."
         )
     return (
-        f"{meant}It computed in float32 already. Where its weights or inputs have become huge (frames above), lower the"
+        f"{meant}It computed in float32 already. If its weights or inputs have become huge (frames above), lower the"
         " learning rate or clip gradients. Otherwise look for a logarithm or division of zero, an exponential of a"
-        " large number, a mask that hides a whole row."
+        " large number, or a mask that hides a whole row."
     )
 
 
@@ -127,8 +127,8 @@ def _in_float32(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 #: Advice if the value was made in ``training_step``, or in the module's own backward.
 OUTSIDE = (
-    "Put detect_overflow(tensor, 'name') of this package behind lines of training_step: the next replay names the first"
-    " whose value is bad."
+    "Call detect_overflow(tensor, 'name') of this package after lines of training_step: the next replay names the"
+    " first tensor that is bad."
 )
 
 # -- Replaying one batch exactly as it was: same weights, same buffers, same random numbers --

@@ -45,7 +45,7 @@ class RankReport:
     occasion: Occasion
     loss: float | None = None  # as it went into the backward; None: there was none
     frames: list[Frame] = field(default_factory=list)  # of the forward, up to the first bad one
-    backward_frames: list[Frame] = field(default_factory=list)  # where the first bad value is a gradient
+    backward_frames: list[Frame] = field(default_factory=list)  # if the first bad value is a gradient
     producer: Producer | None = None  # of the first bad value in the forward
     backward_producer: Producer | None = None  # of the first bad gradient, from good ones
     propagators: list[str] = field(default_factory=list)  # modules that passed it on
@@ -220,8 +220,9 @@ class ReportPublisher:
         return self._gather.collect(self._collections, dict(entry), for_all=for_all)
 
     def all_arrive(self) -> bool:
-        """Return whether all ranks get here in half a minute; one that does not may be in a collective."""
-        for _ in range(2):  # a late rank finds the messages of others that have left since; not a second time
+        """Return whether all ranks get here in half a minute; one that is missing may wait in a collective."""
+        # A late rank finds the messages of ranks that have given up since; the second round shows that.
+        for _ in range(2):
             self._collections += 1
             if self._arrivals.collect(self._collections, None).missing:
                 return False
@@ -238,8 +239,8 @@ class ReportPublisher:
         )
         missing = {rank: f"rank {rank}: no report within {gathered.timeout:g} s" for rank in gathered.missing}
         heads = {rank: entry["head"] for rank, entry in gathered.entries.items()} | missing
-        # The ranks may mean different batches, with accumulated gradients or several steps since the last look; that
-        # of the first origin counts, or of the first if nothing was replayed.
+        # With accumulated gradients, or several steps since the last look, ranks may name different batches: the
+        # first batch of an origin counts, or the first of all if nothing was replayed.
         entries = list(gathered.entries.values())
         occasions = [e["occasion"] for e in entries if e["origin"]] or [e["occasion"] for e in entries]
         occasion = Occasion(**min(occasions, key=lambda each: each["batch_number"]))
@@ -261,7 +262,7 @@ class ReportPublisher:
             self._write(f"trace-batch-{batch_number}", whole, [])
 
     def _write(self, stem: str, text: str, reports: Sequence[Mapping[str, Any]]) -> None:
-        """Print a report and write it as text and as JSON; where that is not possible, say so."""
+        """Print a report and write it as text and as JSON; say so if that is not possible."""
         say(text)
         write_report(self.folder / f"{stem}.txt", text)
         write_report(self.folder / f"{stem}.json", json.dumps({"ranks": list(reports)}, indent=1))

@@ -44,6 +44,7 @@ class OverflowSettings:
 
     def __post_init__(self) -> None:
         faults = Faults("OverflowDetector")
+        faults.fields(self)
         for name in ("max_frames_to_save", "max_skips"):
             faults.whole(name, getattr(self, name))
         faults.whole("check_every_n_steps", self.check_every_n_steps, optional=True)
@@ -62,9 +63,6 @@ class OverflowSettings:
         )
         for name in ("scale_floor", "timeout"):
             faults.number(name, getattr(self, name), above=0)
-        faults.choice("mode", self.mode, ("replay", "hooks"))
-        faults.choice("action", self.action, ("raise", "warn", "skip"))
-        faults.flag("gradients", self.gradients)
         for name in ("allow_inf", "modules"):
             given = getattr(self, name)
             is_right = _is_list_of(given, lambda pattern: isinstance(pattern, str))
@@ -106,7 +104,7 @@ def _is_list_of(value: object, is_right: Any) -> bool:
 
 
 def refuse_strategy(trainer: Trainer) -> None:
-    """Raise where gradients differ among ranks and no engine reports them, or are not there to be checked."""
+    """Raise if no gradients can be checked, or if they differ among ranks and no engine reports them."""
     if hasattr(trainer.strategy, "engine_gradients"):
         return
     name = type(trainer.strategy).__name__
@@ -123,7 +121,7 @@ def refuse_strategy(trainer: Trainer) -> None:
 
 
 def refuse_compiled(root: nn.Module) -> None:
-    """Raise where hooks would not fire because ``torch.compile`` has compiled the module or part of it."""
+    """Raise if hooks would not fire because ``torch.compile`` has compiled the module or part of it."""
     compiled = [
         name or type(root).__name__
         for name, module in root.named_modules()

@@ -4,11 +4,11 @@
     ---------------------------------           ----------------------------------------------
     batch, random state, buffers     -------->  runs it forward and backward, apart from the run
     runs it in the same way
-    all:  gather a checksum of both results; where a pair differs, all ranks run that batch several times and
+    all:  gather a checksum of both results; if a pair differs, all ranks run that batch several times and
           compare what most of them get
 
 A wrong gradient of one rank is in the reduced gradients of all, so that their weights stay equal: only the same work
-done by another device shows it. Every rank is in each collective here whatever its own part has come to: an error is
+done by another device shows it. Every rank enters each collective here, even if its own part has failed: its error is
 gathered with the results.
 """
 
@@ -38,20 +38,18 @@ from lightning_lockstep.steps.isolated import from_a_state, run_forward_backward
 from lightning_lockstep.steps.patching import replaced
 from lightning_lockstep.steps.snapshot import RandomState
 
-# How often every rank runs a batch on which two did not agree: a step that is not deterministic shows.
+# How often every rank runs a batch on which two did not agree, which shows a step that is not deterministic.
 _AGAIN = 4
 _NAMED = 3
 _Value = TypeVar("_Value")
 
 
 def refuse_audit(trainer: Trainer) -> None:
-    """Raise where no rank alone can make the step of another one."""
+    """Raise if no rank alone can make the step of another one."""
     name = type(trainer.strategy).__name__
     missing = missing_capabilities(trainer.strategy, "whole_gradients", "step_alone", "runs_at_once")
     if getattr(trainer.strategy, "_model_averaging_period", None):
-        missing.append(
-            "it averages the models now and then, so that between two averages ranks hold other weights"
-        )
+        missing.append("it averages the models only now and then, so the weights of ranks differ in between")
     if missing:
         raise ConfigurationError(
             f"ReplicaCheck(audit_every_n_steps=...) does not work with {name}: {missing[0]}. Use lockstep_ddp or"
@@ -73,8 +71,8 @@ class Audit:
                 for kind in dict.fromkeys(kinds)
             ]
             raise ConfigurationError(
-                "ReplicaCheck(audit_every_n_steps=...) compares results bit by bit, so it expected devices of one kind"
-                " on all ranks, with the same number of threads (threads_per_rank=...), not\n\n"
+                "ReplicaCheck(audit_every_n_steps=...) compares results bit by bit: expected one kind of device and"
+                " the same number of threads (threads_per_rank=...) on all ranks, not\n\n"
                 f"{plain_table(('ranks', 'compute with'), rows)}\n\nLeave audit_every_n_steps out here."
             )
 
@@ -159,7 +157,7 @@ class Audit:
                     buffer.copy_(value)
 
         weights = getattr(trainer.strategy, "weights", None)
-        # What this rank's own last loss counted in its step says nothing about another rank's.
+        # The weight of this rank's own last loss is not that of another rank's batch.
         as_it_is = nullcontext() if weights is None else replaced(weights, weight=1.0)
         with as_it_is, _no_timed_kernels(), from_a_state(trainer, module, random, restore_buffers):
             step = partial(module.training_step, *arguments)
@@ -260,7 +258,7 @@ def _attempt(function: Callable[[], _Value], otherwise: Any = None) -> tuple[_Va
     """Return what a function gives and nothing, or another value and what it has raised."""
     try:
         return function(), ""
-    except Exception as error:  # of the user's step: the other ranks wait in a collective
+    except Exception as error:  # raised by the user's step: the other ranks wait in a collective
         return otherwise, f"{type(error).__name__}: {first_line(error)}"
 
 
@@ -292,7 +290,7 @@ def _kind_of(device: torch.device) -> str:
 
 
 def packed(value: Any) -> bytes:
-    """Return a value as bytes, each tensor in it as it is and not with all of the memory that it is a view of."""
+    """Return a value as bytes, each tensor without the rest of the memory that it is a view of."""
     file = io.BytesIO()
     packer = _Packer(file)
     packer.dump(value)
@@ -300,7 +298,7 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(data: bytes, device: torch.device) -> Any:
-    """Return the value, what was on a device of the sender on this one."""
+    """Return the value; tensors from a device of the sender are put on ``device``."""
     body, tensors = pickle.loads(data)  # from a rank of this job, over its process group
     return _Unpacker(body, [tensor.to(device) if away else tensor for away, tensor in tensors]).load()
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-# Words of 64 bits that are taken at once: with the weights and a copy of them they stay in the cache of a core, and are
-# all the memory that a check needs. A GPU would mostly wait for the next call.
+# So many words of 64 bits are taken at once: with the weights and a copy of them they stay in the cache of a core, and
+# a check needs no other memory. A GPU takes more, because it would mostly wait for the next call.
 _WORDS, _WORDS_OF_GPU = 2**15, 2**20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # of SplitMix64
@@ -70,7 +70,7 @@ def can_be_read(tensor: Tensor) -> bool:
 
 
 def folded(values: Iterable[object]) -> int:
-    """Return one number for several numbers or texts; another one if any of them, or their order, is another."""
+    """Return one number for several numbers or texts; a different one if any of them, or their order, differs."""
     text = ",".join(map(str, values))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
@@ -81,11 +81,12 @@ def _checksum(tensor: Tensor) -> Tensor:
         words, rest = _words(tensor)
         weights = _weights(words.device)
         total = words.new_zeros((), dtype=torch.int64)
-        # What fills no word comes last. Each piece moves those before it, so that two cannot change places unseen.
+        # What fills no word comes last. The total is multiplied for each piece, so that two pieces cannot change places
+        # unseen.
         for piece in (*torch.split(words, len(weights) * 8 // words.element_size()), rest):
             if len(piece):
                 aligned = piece if piece.dtype is torch.int64 else _aligned(piece)
-                # The highest bits, which a multiplication leaves where they are, reach lower ones.
+                # Shift the highest bits down, because a multiplication does not carry them to lower ones.
                 mixed = (aligned >> 33).bitwise_xor_(aligned)
                 total = total * _MULTIPLIERS[0] + _weighted_sum(mixed, weights[: len(mixed)])
         return total
@@ -96,7 +97,7 @@ def _weighted_sum(words: Tensor, weights: Tensor) -> Tensor:
 
 
 def _aligned(piece: Tensor) -> Tensor:
-    """Return smaller integers as words: copied if they do not begin at one, else one each as they fill none."""
+    """Return smaller integers as words: a copy of them, or if they do not fill whole words, a word for each."""
     whole = len(piece) * piece.element_size() % 8 == 0
     return piece.clone().view(torch.int64) if whole else piece.long()
 

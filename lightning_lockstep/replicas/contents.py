@@ -151,7 +151,7 @@ class Contents:
         if is_divided(value):
             with torch.no_grad():
                 value = value.to_local()
-        # One with `ds_tensor` is divided by ZeRO stage 3.
+        # ZeRO stage 3 divides parameters that have `ds_tensor`.
         if isinstance(value, Tensor) and can_be_read(value) and not hasattr(value, "ds_tensor"):
             named.names.append(name)
             named.tensors.append(value)
@@ -191,7 +191,7 @@ def facts(trainer: Any, module: LightningModule) -> dict[str, str]:
         found[f"scheduler {number}"] = f"{kind}, each {config.frequency} {config.interval}"
     found["precision"] = str(trainer.precision)
     found["batches a step"] = str(trainer.accumulate_grad_batches)
-    # More than the run takes may be there on some ranks.
+    # Some ranks may have more batches than the run takes.
     most = trainer.max_steps * trainer.accumulate_grad_batches if trainer.max_steps >= 0 else float("inf")
     found["batches an epoch"] = str(min(trainer.num_training_batches, most))
     for package in ("torch", PYTORCH.partition(".")[0], "lightning-lockstep"):
@@ -200,7 +200,7 @@ def facts(trainer: Any, module: LightningModule) -> dict[str, str]:
 
 
 def is_remark(what: str) -> bool:
-    """Return whether ranks that train rightly may differ in it; it is said, and the run goes on."""
+    """Return whether ranks may differ in it and still train rightly; then it is reported and the run goes on."""
     return what.startswith("version of ")
 
 

@@ -16,7 +16,7 @@ from lightning_lockstep.replicas.checksums import Checksums, can_be_read, folded
 
 #: Batches in a row that are looked at: the first of a fit, the last before a check.
 PROBED = 4
-# Two ranks must have had the same batches in so many of these rows, but for the first one.
+# Two ranks must have the same batches in so many rows one after the other; in the first row, once is enough.
 _ROWS = 2
 
 #: Checksums of batches in a row, a list for each loader.
@@ -46,7 +46,7 @@ def row_of(sums: Iterable[Iterable[BatchSum]]) -> Row:
 def batch_sums(batch: Any, loaders: int) -> list[BatchSum] | None:
     """Return a checksum of the batch of each loader, or nothing if some of it is unknown.
 
-    What is left where an object is passed over, such as the labels that come with it, may be equal by chance.
+    Without the unknown part, the rest of a batch, such as its labels, may be equal by chance.
     """
     parts = [batch]
     if loaders > 1:
@@ -94,7 +94,7 @@ class BatchRecorder:
             del row[:-PROBED]
 
     def row(self) -> list[list[BatchSum]]:
-        """Return the last batches, and begin another row if it will be as long."""
+        """Return the last batches, and begin a new row if it will be as long."""
         row = [list(sums) for sums in self._row]
         if self._every >= PROBED:
             self._row = [[] for _ in range(self._parts)]
@@ -130,7 +130,7 @@ class BatchComparison:
 def same_batches_text(trainer: Any, number: int, ranks: Sequence[int]) -> str:
     """Return what is wrong with a loader that gives several ranks the same batches, and what to write.
 
-    Nothing where the data set has fewer samples than there are ranks, so that samplers repeat some.
+    Returns nothing if the data set has fewer samples than there are ranks, because samplers then repeat some.
     """
     loaders = trainer.fit_loop._combined_loader.flattened
     dataset = getattr(loaders[number], "dataset", None)
@@ -138,8 +138,8 @@ def same_batches_text(trainer: Any, number: int, ranks: Sequence[int]) -> str:
     with contextlib.suppress(TypeError, NotImplementedError):
         if not streams and len(dataset) < trainer.world_size:  # type: ignore[arg-type]
             return ""
-    advice = "has an index: leave the sampler to the Trainer (no use_distributed_sampler=False, a DataLoader of torch),"
-    advice += " or let your own go by the rank"
+    advice = "has an index: let the Trainer add the sampler (no use_distributed_sampler=False, a DataLoader of torch),"
+    advice += " or let your own sampler depend on the rank"
     if streams:
         advice = "is iterable: give the strategy iterable_datasets='shard', or let its __iter__ yield each rank's share"
     loader = "the training loader" if len(loaders) == 1 else f"training loader {number} of {len(loaders)}"

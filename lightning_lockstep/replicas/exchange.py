@@ -1,4 +1,4 @@
-"""Checksums on their way to rank 0, compared as soon as all have come; where they differ all ranks meet.
+"""Checksums on their way to rank 0, compared as soon as all have come; if they differ, all ranks meet.
 
     every rank, after its n-th batch              rank 0, receiving thread
     --------------------------------              ------------------------
@@ -11,7 +11,7 @@ What is divided, as in hybrid sharding, has a number for itself, with the ranks 
 compared, and only they answer.
 
 Nobody waits before there is a difference. A rank that is late delays the comparison of that check, and nothing else;
-one that is gone ends the run by other means. Where rank 0 is frozen nothing is compared.
+one that is gone ends the run by other means. If rank 0 is frozen, nothing is compared.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from lightning_lockstep.replicas.report import Finding, judge
 
 _log = logging.getLogger(__name__)
 
-# Checks whose numbers for each tensor a rank keeps, for the case that ranks meet. Where no gradients are reduced,
-# ranks do not wait for each other, and rank 0 asks late.
+# A rank keeps the numbers of so many checks, for when ranks meet. If no gradients are reduced, ranks do not wait
+# for each other, and rank 0 asks late.
 _KEPT = 8
-# Groups of ranks that agree of which one is asked.
+# So many groups of ranks that agree are asked, one rank of each.
 _ASKED = 16
 
 _fits = itertools.count()
@@ -90,7 +90,7 @@ class Check:
         return {"count": self.count, "folds": folds, "row": row_of(self.row)}
 
     def fine(self, held: Sequence[int]) -> dict[str, Any]:
-        """Return the numbers of what these ranks hold; of what is whole on each rank where there are none."""
+        """Return the numbers of what these ranks hold; without ranks, of what is whole on each rank."""
         ranks = tuple(held)
 
         def chosen(numbers: Mapping[str, int]) -> dict[str, int]:
@@ -102,7 +102,7 @@ class Check:
 
 
 class RankChecks:
-    """Sends the checks of this rank, and meets the others where there is a difference; one object for each fit."""
+    """Sends the checks of this rank, and meets the others if there is a difference; one object for each fit."""
 
     def __init__(self, communicator: Communicator, fit: int, trainer: Any) -> None:
         self._communicator, self._channel = communicator, communicator.side_channel
@@ -145,7 +145,9 @@ class RankChecks:
             places = self._communicator.gather(self._place)
             answers = {rank: answer for group, answer in zip(groups, told, strict=True) for rank in group}
             finding = None
-            if None not in told:  # else a rank is so late that one has forgotten: the next check finds it too
+            if (
+                None not in told
+            ):  # else a rank came so late that another forgot the check: the next one finds it too
                 finding = judge(count, asked["good"], answers, places, self._statistics, held)
                 is_equal = finding is None
         if self._comparison is not None:
@@ -156,7 +158,7 @@ class RankChecks:
         return finding
 
     def finish(self, timeout: float) -> list[str]:  # of rank 0 [s]
-        """Send all; on rank 0 wait until they are compared, and return for what the ranks are still to meet."""
+        """Send all; on rank 0 wait until they are compared, and return the questions that are still to be asked."""
         while self._pending:
             self._send(self._pending.popleft())
         comparison, last = self._comparison, self._done[-1].count
@@ -188,7 +190,7 @@ class Comparison:
     def __init__(self, channel: SideChannel, topic: str, agreement: StepAgreement, trainer: Any) -> None:
         self.news = threading.Condition(threading.RLock())  # notified of each check that is compared
         self.compared = -1  # batches before the last check that all ranks have sent
-        #: For what the ranks are to meet, as JSON: now, and next; what comes later takes the place of the last one.
+        #: Why the ranks are to meet, as JSON: the question asked now, then the next ones, which a later check replaces.
         self.questions: list[str] = []
         self._world_size, self._agreement, self._trainer = channel.world_size, agreement, trainer
         self._checks: dict[int, dict[int, Any]] = {}  # by count and rank
@@ -247,7 +249,7 @@ class Comparison:
 def differing_facts(
     communicator: Communicator, facts: Mapping[str, str]
 ) -> tuple[int, dict[int, dict[str, str]]]:
-    """Return the number that rank 0 draws for this fit, and what each rank has told if they do not say the same.
+    """Return the number that rank 0 draws for this fit, and the facts of each rank if they differ.
 
     A rank may have begun fits that others have not reached. Ranks: all, together.
     """

@@ -14,10 +14,10 @@ from lightning_lockstep.replicas.contents import SECTIONS, is_remark
 _NAMED = 5
 _SETTINGS_NAMED = 12
 
-Parts = list[list[int]]  # ranks that have the same, the most first
+Parts = list[list[int]]  # ranks that have the same, the largest group first
 Answers = Mapping[
     int, Mapping[str, Any]
-]  # by rank, what one of those that agree with it has told, see `Check`
+]  # by rank, what it has sent, or a rank that agrees with it; see `Check`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +50,12 @@ def judge(
     answers: Answers,
     places: Sequence[str],  # host and device of each rank
     statistics: set[str],
-    held: Sequence[int] = (),  # the ranks that are compared, where they are not all
+    held: Sequence[int] = (),  # the ranks that are compared, if they are not all
 ) -> Finding | None:
     """Return what differs between ranks.
 
-    Adds to ``statistics`` the buffers in which each rank has its own: they may stay as they are between two checks,
-    such as those of a validation.
+    Adds to ``statistics`` the buffers in which each rank has its own values, because they may not change between two
+    checks, such as those of a validation.
     """
     tensors: dict[str, dict[str, Parts]] = {}
     for section in SECTIONS:
@@ -92,7 +92,7 @@ def judge(
 
 
 def _differing(values: Mapping[int, Mapping[str, Any]]) -> dict[str, Parts]:
-    """Return by name the ranks that have the same value, where not all have."""
+    """Return by name the ranks that have the same value, if not all have it."""
     names = dict.fromkeys(name for of_rank in values.values() for name in of_rank)
     parts = {name: _parts({rank: of_rank.get(name) for rank, of_rank in values.items()}) for name in names}
     return {name: found for name, found in parts.items() if len(found) > 1}
@@ -128,7 +128,7 @@ def _suspects(
     del counts[()]
     if counts:
         return list(counts.most_common(1)[0][0])
-    # Two ranks: who has left out a step, or alone has changed what stays as it is.
+    # Of two ranks, suspect the one that left out a step, or that alone changed something that should stay.
     fewest = min(map(sum, steps.values()))
     fewer = [rank for rank, of_rank in steps.items() if sum(of_rank) == fewest]
     if len(fewer) < len(steps):
@@ -161,33 +161,33 @@ def _reasons(
     if len({*steps.values()}) > 1:
         told = {rank: str([*of_rank]) for rank, of_rank in steps.items()}
         reasons.append(
-            f"An optimizer has stepped on some ranks only: steps of each optimizer are {_who_has_what(told)}. Let"
-            " all ranks step the same number of times, also a rank that has no loss for its batch."
+            f"An optimizer has stepped on some ranks only: steps of each optimizer are {_who_has_what(told)}. Let all"
+            " ranks step the same number of times, even a rank that has no loss for its batch."
         )
     gradients = {rank: answer["gradients"] for rank, answer in answers.items() if answer["gradients"]}
     if differing := _differing(gradients):
         reasons.append(_reason_for_gradients(list(differing), len(next(iter(gradients.values()))), answers))
     if tensors.keys() == {"buffers"}:
         reasons.append(
-            "Only buffers differ: something writes them from what one rank alone has seen, and nothing sends them to"
-            " the others. Reduce what is written, or compare none with buffers='none'."
+            "Only buffers differ: each rank writes its own values into them, and nothing makes them equal. Reduce what"
+            " is written, or leave buffers out with buffers='none'."
         )
     return reasons
 
 
 def _reason_apart_from_steps(tensors: Mapping[str, Mapping[str, Parts]], answers: Answers) -> str:
-    """Return the likely reason where settings and steps are equal, and gradients as far as they were seen."""
+    """Return the likely reason if settings and steps are equal, and gradients as far as they were seen."""
     unchanged = [name for name, _ in _changed_alone(tensors, answers)]
     has_state = any(answer["sums"]["optimizer state"] for answer in answers.values())
     if unchanged:
         return (
             f"{listed(unchanged, 3)} changed on some ranks only, while settings and optimizer steps are equal: a hook"
-            " or a callback has written it there, or a checkpoint was loaded there alone."
+            " or a callback wrote it on those ranks, or they alone loaded a checkpoint."
         )
     if has_state and "optimizer state" not in tensors:
         return (
             "Settings, optimizer steps and the state of optimizers are equal, so gradients always were: a hook or a"
-            " callback wrote other weights on some ranks (by a seed of each, for instance), or a checkpoint was loaded"
+            " callback wrote other weights on some ranks (with its own seed, for example), or a checkpoint was loaded"
             " there alone."
         )
     if any(answer["gradients"] or not answer["sees_gradients"] for answer in answers.values()):
@@ -226,11 +226,11 @@ _BEFORE = (
 )
 # Why gradients differ: of some parameters, or of all.
 _UNKNOWN = (
-    "DDP does not know {}: it was told to ignore that, or it was frozen or not there when the model was wrapped."
-    " Unfreeze and add parameters before the fit begins (configure_model)."
+    "DDP does not know {}: DDP was told to ignore it, or it was frozen or missing when the model was wrapped. Unfreeze"
+    " and add parameters before the fit begins (configure_model)."
 )
-_CHANGED = "they are changed on some ranks after the reduction, as by a hook"
-_OR_UNKNOWN = "or DDP does not know them, as what configure_optimizers adds to the model."
+_CHANGED = "they are changed on some ranks after the reduction, for example by a hook"
+_OR_UNKNOWN = "or DDP does not know them, because configure_optimizers added them to the model, for example."
 _NOT_WRAPPED = "no DistributedDataParallel wraps the model, and the strategy has not reduced them."
 _NOT_SYNCHRONIZED = (
     "DDP is told not to synchronize: no_sync() was never left, or require_backward_grad_sync is False."
@@ -298,7 +298,7 @@ def _in_words(parts: Parts) -> str:
 
 
 def start_table(facts: Mapping[int, Mapping[str, str]]) -> tuple[str, bool]:
-    """Return a table of what differs at the start, and whether any of it must not; facts by rank."""
+    """Return a table of what differs at the start, and whether some of it is a fault; facts by rank."""
     differing = _differing(facts)
     rows: list[tuple[str, str, str]] = []
     shown = list(differing.items())[:_SETTINGS_NAMED]

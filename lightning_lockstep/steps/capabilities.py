@@ -91,7 +91,7 @@ class EngineGradients:
         raise NotImplementedError
 
     def loss_scale(self) -> tuple[float, float] | None:
-        """Return the loss scale and its floor; ``None`` where the loss is not scaled."""
+        """Return the loss scale and its floor; ``None`` if the loss is not scaled."""
         return None
 
     def why_skips_are_too_many(self) -> str | None:

@@ -60,12 +60,12 @@ def isolated(
                 stack.enter_context(gradients_apart(module.parameters(), hooks=True))
             stack.enter_context(on_plain_module(strategy))
         stack.enter_context(replaced(module, log=_nothing))
-        # A toggled optimizer asks for it, and only a wrapper of DDP could give it.
+        # A toggled optimizer calls it, and only DDP's wrapper has it.
         stack.enter_context(replaced(strategy, block_backward_sync=nullcontext))
-        if hasattr(strategy, "_model_averager"):  # of all ranks' parameters, after an optimizer step
+        if hasattr(strategy, "_model_averager"):  # it averages over all ranks after an optimizer step
             stack.enter_context(replaced(strategy, _model_averager=None))
         for one in strategy._lightning_optimizers:
-            # Manual optimization counts the steps of the run in these, and takes them away at the end of each.
+            # Manual optimization counts the steps of the run in these hooks, and removes them after each step.
             hooks = {"_on_before_step": one._on_before_step, "_on_after_step": one._on_after_step}
             stack.enter_context(replaced(one, **hooks))
         answers = LocalAnswers()
@@ -104,12 +104,12 @@ def from_a_state(
 
 
 def step_arguments(step: Callable[..., Any], batch: Any, index: int) -> list[Any]:
-    """Return the arguments of a step: the batch, and its index where the step takes it."""
-    # Of a method around another one, as `fully_shard` makes it, `signature` would leave out one parameter too many.
+    """Return the arguments of a step: the batch, and its index if the step takes it."""
+    # `fully_shard` puts a method around the step, of which `signature` would leave out one parameter too many.
     parameters = inspect.signature(inspect.unwrap(step)).parameters
     if "dataloader_iter" in parameters:
         raise ConfigurationError(
-            "a step that takes dataloader_iter fetches its own batches; none can be made for it"
+            "a step that takes dataloader_iter fetches its own batches: expected one that is given a batch"
         )
     several = len(parameters) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
     return [batch, index] if several else [batch]
@@ -143,7 +143,7 @@ def run_forward_backward(
     module: LightningModule,
     step: Callable[[], Any],  # below the distributed wrapper, inside autocast
     *,
-    optimizer_steps: int = 1,  # manual optimization stops there; those before run their closure only
+    optimizer_steps: int = 1,  # manual optimization stops at this one; earlier ones only run their closure
     around_backward: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext,  # given the scaled loss
 ) -> None:
     """Run a recorded ``training_step`` and its backward by Lightning's closure, in `isolated`; nothing steps."""
@@ -187,10 +187,10 @@ def run_forward_backward(
 
 @contextmanager
 def gradients_apart(parameters: Iterable[nn.Parameter], *, hooks: bool) -> Iterator[None]:
-    """Let parameters (whole leaves) have gradients in the body that nothing outside it sees arrive."""
+    """Give parameters (whole leaves) other gradients in the body, and let nothing outside see them arrive."""
     # They are the same objects with the same values in the same memory. With ``hooks``, those that a program has
     # registered on them act as usual.
-    # DDP's reducer and DeepSpeed's engine listen where autograd adds a gradient up. Even where nothing is to be
+    # DDP's reducer and DeepSpeed's engine listen where autograd adds up a gradient. Even if nothing is to be
     # reduced, DDP notes there which parameters a step has used, and in the first step of a static graph how often.
     with ExitStack() as stack:
         for parameter in dict.fromkeys(parameters):
@@ -241,7 +241,7 @@ class _NotDistributed(nn.Module):
 
 
 class _Stopped(Exception):  # noqa: N818  (a signal, no error)
-    """Ends a step at the optimizer step that was asked for, or where there is nothing to run backward."""
+    """Ends a step at the optimizer step that was asked for, or if there is nothing to run backward."""
 
 
 def _local_answers(world_size: int) -> dict[str, Callable[..., Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -9,6 +10,7 @@ from inspect import unwrap
 from typing import Any
 
 from torch import nn
+from torch.utils.data import DataLoader
 
 _ABSENT = object()
 
@@ -62,15 +64,15 @@ def replaced(owner: object, /, **values: object) -> Iterator[None]:
             put_back()
 
 
-#: By these Lightning knows a loader that it lets go on by itself in a resumed epoch.
+#: Lightning lets a loader that has these methods continue a resumed epoch by itself.
 STATEFUL = ("state_dict", "load_state_dict")
 
 
 class LoaderAround:
-    """Behaves as the loader that it wraps, but for what a subclass does otherwise."""
+    """Behaves like the loader that it wraps, except for what a subclass changes."""
 
-    # What a subclass gives it under ``own`` is its own, and every other attribute the loader's. A state is neither: the
-    # loader's own would not count what the subclass does.
+    # Attributes under ``own`` are its own, and every other one is the loader's. It has no state, because that of the
+    # loader would not count what the subclass does.
 
     def __init__(self, loader: Any, **own: Any) -> None:
         vars(self).update(own, _loader=loader)
@@ -85,6 +87,20 @@ class LoaderAround:
             vars(self)[name] = value
         else:
             setattr(self._loader, name, value)
+
+
+def loader_with(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
+    """Return a copy of a loader with other attributes; the program may use its own for something else."""
+    made = copy.copy(loader)
+    # Its ``__setattr__`` refuses some, because it could not check what it gets. The copy starts its own workers.
+    vars(made).update(attributes, _iterator=None)
+    return made
+
+
+def batch_size_of(loader: Any) -> int | None:
+    """Return the batch size of a loader, if it says one."""
+    size = getattr(loader, "batch_size", None)
+    return size if isinstance(size, int) else None
 
 
 def length_of(loader: Any) -> int | None:

@@ -72,13 +72,13 @@ def _cuda_states(device: torch.device | None) -> dict[int, Tensor]:
 class ModuleAttributes:
     """Plain attributes of a module and its submodules: modes, counters, lists, states of torchmetrics."""
 
-    # Containers and tensors are put back in place, where others may hold them.
+    # Containers and tensors are put back in place, because others may hold them.
 
     # Parameters are never exchanged, buffers' values are kept separately, and the rest is Lightning's.
     _OTHERS = frozenset({"_parameters", "_modules", "_trainer", "_fabric", "trainer"})
 
     def __init__(self, module: nn.Module) -> None:
-        # An engine that divides them keeps them in containers too, and they may be whole or in parts by then.
+        # An engine that divides parameters keeps them in containers too, where they may be whole or in parts later.
         self._parameters = {id(parameter) for parameter in module.parameters()}
         self._kept = [
             (m, {name: self._kept_value(name, v) for name, v in vars(m).items() if name not in self._OTHERS})
@@ -115,7 +115,7 @@ def _kept(value: Any, seen: set[int]) -> Callable[[], Any]:
 def _with_values(tensor: Tensor, values: Tensor) -> Tensor:
     if tensor.is_inference():
         return values.to(tensor.device)
-    # Writing raises the version, which a graph that is still to be run backward would take for a change.
+    # Writing raises the version counter, which a backward that is still to come would take for a change.
     if not torch.equal(tensor.detach().cpu(), values):
         with torch.no_grad():
             tensor.copy_(values)
@@ -164,7 +164,7 @@ def _own_part(tensor: Tensor) -> Tensor:
 # -- State that a training step may change, put back bit for bit --
 # A :class:`Snapshot` is made of parts, each of which is cheap enough to be used on its own: a trial of a
 # batch size puts everything back, a replay all but parameters and optimizers, a split step what a forward
-# leaves behind. What the step only writes to is replaced by something empty where that is enough
+# leaves behind. What the step only writes to is replaced by something empty if that is enough
 # (gradients, a fresh optimizer's state), else copied: to host memory from a device, so that a copy does not
 # take the memory that is being measured or has run out.
 
@@ -213,7 +213,7 @@ def whole_run(
 class Gradients:
     """Gradients and ``requires_grad`` flags; the parameters have none until they are put back."""
 
-    # Where an optimizer of several is toggled, the flags become as they were before.
+    # If one of several optimizers is toggled, the flags become those from before it was.
 
     def __init__(self, module: nn.Module) -> None:
         untoggled = getattr(module, "_param_requires_grad_state", {})

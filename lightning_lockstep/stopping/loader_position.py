@@ -8,8 +8,8 @@ are seen twice and the last ones never. Here every training loader begins where 
 - any other, such as a stream or a loader with a state of its own: it is read from the start of the epoch to the place.
 
 An order that was drawn from random numbers is drawn from the same state again, which the checkpoint holds. A loader
-that is divided by samples goes on at the very sample, on another number of ranks too; for others a warning says that
-the order is another one then.
+that is divided by samples goes on at the very sample, on another number of ranks too; for others a warning then says
+that the order differs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ from lightning_lockstep._text import counted
 from lightning_lockstep._trainer import asks_for_training_loader
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.loaders.global_order import parts_of
-from lightning_lockstep.steps.patching import LoaderAround, length_of, put_in_place
+from lightning_lockstep.steps.patching import (
+    LoaderAround,
+    batch_size_of,
+    length_of,
+    loader_with,
+    put_in_place,
+)
 from lightning_lockstep.stopping.resume_point import ResumePoint, go_on, settle_counters
 
 _log = logging.getLogger(__name__)
@@ -80,10 +86,8 @@ class LoaderPosition(Callback):
             return loader
         if getattr(type(loader), "__iter__", None) is not DataLoader.__iter__ or not has_index:
             return _Resumable(loader, self)
-        made = copy.copy(loader)  # the program may use its own for something else
-        # DataLoader refuses this by its own __setattr__, since it could not check what it gets.
-        vars(made).update(batch_sampler=_Resumable(batches, self), state_dict=dict, load_state_dict=_nothing)
-        return made
+        resumable = _Resumable(batches, self)
+        return loader_with(loader, batch_sampler=resumable, state_dict=dict, load_state_dict=_nothing)
 
     # -- at a checkpoint --
 
@@ -95,7 +99,7 @@ class LoaderPosition(Callback):
         communicator, accumulated = current_communicator(), trainer.accumulate_grad_batches
         seen: dict[int, int | None] = {}
         if (parts := _parts(loaders)) is not None:
-            # Also before each micro-batch of an optimizer step that is not complete, which comes again.
+            # Also at each micro-batch of an optimizer step that is not complete, because that step is repeated.
             ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
             numbers = range(ready // accumulated * accumulated, ready + 1)
             seen = {number: parts.samples_before(number) for number in numbers}
@@ -104,7 +108,7 @@ class LoaderPosition(Callback):
         mine = {
             "loaders": [
                 {
-                    "samples": _batch_size(loader),
+                    "samples": batch_size_of(loader),
                     "drawn_from": getattr(_keeper(loader), "drawn_from", None),
                     "now": _states(loader),
                 }
@@ -180,7 +184,7 @@ class LoaderPosition(Callback):
         """Have Lightning step the ``ReduceLROnPlateau`` of the epoch that was resumed, which it leaves out."""
         if self._steps_plateaus:
             self._steps_plateaus = False
-            trainer.fit_loop._restarting = False  # by this Lightning leaves it out
+            trainer.fit_loop._restarting = False  # while it is set, Lightning leaves it out
 
 
 def _metrics(trainer: Any) -> dict[str, Any]:
@@ -201,8 +205,8 @@ class _Resume:
         self._settled, self._asked, self._saved = False, 0, saved
         self._communicator, ranks = current_communicator(), saved.get("ranks", [])
         rank, world_size = self._communicator.rank, self._communicator.world_size
-        self._all_ranks = len(ranks) == world_size  # one alone has saved after an error
-        self.same_ranks = saved.get("world_size") == world_size and rank < len(ranks)
+        # After an error one rank alone has saved.
+        self.same_ranks = saved.get("world_size") == world_size == len(ranks)
         record = ranks[rank] if self.same_ranks else ranks[0] if ranks else {}
         # An order that all ranks share is drawn from the random state of any.
         shared = self.same_ranks or bool(saved.get("seen"))
@@ -213,7 +217,7 @@ class _Resume:
     def asked_for(self, loader: Any) -> None:
         """Take in a loader that is about to begin an epoch."""
         if self.records and self.same_ranks and not self.within_epoch:
-            # The epoch draws its order from where it would have been drawn.
+            # The epoch draws its order from the same random state as without the stop.
             record = self.records[self._asked % len(self.records)]  # Lightning asks for them in their order
             _set_states(record["now"], loader)
             self._asked += 1
@@ -229,15 +233,15 @@ class _Resume:
             progress = trainer.fit_loop.epoch_loop.batch_progress.current
             progress.ready = progress.started = progress.processed = progress.completed = self.batches
             return
-        sizes = [_batch_size(loader) for loader in loaders]
-        known = self.same_ranks and self._all_ranks and (parts is None or sample is None)
+        sizes = [batch_size_of(loader) for loader in loaders]
+        known = self.same_ranks and (parts is None or sample is None)
         if known and [record["samples"] for record in self.records] == sizes:
             return
         if self._communicator.is_main:
             _log.warning(
                 f"The checkpoint does not have the positions of {counted(self._communicator.world_size, 'rank')} with"
                 f" batches of {' and '.join(map(str, sizes))}: epoch {self.point.epoch} goes on at batch"
-                f" {self.batches} in another order, so samples may come again, and others not at all."
+                f" {self.batches} in another order, so some samples may come again, and others not at all."
             )
 
 
@@ -253,7 +257,7 @@ class _Resumable(LoaderAround):
     def __init__(self, loader: Any, position: LoaderPosition) -> None:
         super().__init__(loader, _position=position, drawn_from=None)
 
-    # By these two Lightning knows a loader that goes on in a resumed epoch, and does not warn.
+    # With these two Lightning lets the loader continue a resumed epoch by itself, and does not warn.
     state_dict: Any = staticmethod(dict)
     load_state_dict: Any = staticmethod(_nothing)
 
@@ -310,11 +314,6 @@ def _order(parts: Any) -> list[Any]:
     return [parts.sampler.seed, parts.sampler.shuffle]
 
 
-def _batch_size(loader: Any) -> int | None:
-    size = getattr(loader, "batch_size", None)
-    return size if isinstance(size, int) else None
-
-
 # -- Random states, as data that can be loaded without running code --
 
 
@@ -341,7 +340,7 @@ def _generators(loader: Any) -> list[torch.Generator]:
     found: list[Any] = []
     for holder in holders:  # grows meanwhile
         for name, value in getattr(holder, "__dict__", {}).items():
-            # Lightning divides a sampler of one's own as the data set of a sampler; ours and torch-xla's wrap one.
+            # Lightning makes a user's sampler the data set of a DistributedSampler; ours and torch-xla's wrap it.
             divides = isinstance(holder, DistributedSampler) and name == "dataset" and value is not dataset
             is_holder = isinstance(value, Sampler) or divides or name == "_loader"
             into = holders if is_holder else found if isinstance(value, torch.Generator) else None

@@ -72,7 +72,7 @@ def settle_counters(loops: dict[str, Any], accumulated: int) -> ResumePoint:
     _set(validation["total"], 0)
     _set(validation["current"], 0)
     validation["is_last_batch"] = False
-    if point.rest_open and not validated:  # by this Lightning knows that it is to be done
+    if point.rest_open and not validated:  # so that Lightning knows that it is still to be done
         validation["total"]["ready"] = validation["total"]["started"] = 1
     return point
 

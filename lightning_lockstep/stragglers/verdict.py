@@ -73,7 +73,7 @@ class Sums:
 # The time lost by a rank must exceed so many standard deviations of what chance gives. It takes three slow steps; one
 # is not enough, and ranks that are late in turn are not either.
 _CERTAIN = 1.7
-# Who is named stays named down to this share of both limits, so that a value near a limit prints no lines.
+# A named rank stays named down to this share of both limits: a value near a limit must not print line after line.
 _STILL_NAMED = 0.6
 
 
@@ -86,7 +86,7 @@ class Verdict:
     lost: float = 0.0  # how long the others wait for it in a step, on average over all [s]
     share: float = 0.0  # the same, of the step time
     step_seconds: float = 0.0  # mean length of a step
-    slow_steps: int = 0  # as many equal ones, about, would give the same loss with the same spread
+    slow_steps: int = 0  # about how many equally slow steps would lose as much, with the same spread
     steps: int = 0  # out of how many
 
 
@@ -130,7 +130,7 @@ def _longest_part(sums: Sums, rank: int) -> Part:
 
 # -- The verdict as the run goes on --
 
-# A verdict stands on so many last steps; while a run goes on, fewer than the second name nobody.
+# A verdict rests on at most so many last steps; during a run, fewer than the second number name nobody.
 _LOOK_BACK, _FEWEST = 50, 20
 
 

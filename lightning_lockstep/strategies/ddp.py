@@ -14,7 +14,6 @@ from lightning_lockstep._lightning import ClusterEnvironment, DDPStrategy
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.c10d_operators import compression_hook, sparse_weights
 from lightning_lockstep.distributed.guard.verify import verify_parameters
-from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.lifecycle import RankLifecycle
 from lightning_lockstep.strategies.options import DDPSettings, OptionsOfDDP, options_of_ddp, taken
 from lightning_lockstep.strategies.startup import RankStartup
@@ -132,11 +131,6 @@ class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
         while self._hooks:
             self._hooks.pop().remove()
         super().teardown()
-
-    @property
-    def step_capabilities(self) -> Capabilities:
-        """What can be done with a training step: everything, as each rank has the whole model and its gradients."""
-        return Capabilities()
 
 
 @unserializable_hook  # type: ignore[untyped-decorator]

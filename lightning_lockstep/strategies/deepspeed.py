@@ -19,7 +19,6 @@ from lightning_lockstep._lightning import (
     Precision,
     TrainerFn,
 )
-from lightning_lockstep._registry import public
 from lightning_lockstep._text import say
 from lightning_lockstep._trainer import weights_only_of_run
 from lightning_lockstep.deepspeed.builds import load_ops, needed_builders
@@ -71,8 +70,6 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
         offload_param: Where the parameters are kept, in stage 3: ``none``, ``cpu`` or ``nvme``; by default as in the
             configuration.
         nvme_path: Folder on the NVMe disk for what is kept there.
-        consolidate: Whether the best and the last checkpoint are also written as one plain file each, when the fit
-            ends.
         adapt: Whether settings that DeepSpeed does not support on this device are replaced by supported ones,
             each replacement printed; otherwise they are refused.
         exclude_frozen_parameters: Whether checkpoints leave out parameters without gradients.
@@ -100,7 +97,6 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
         offload_optimizer: Literal["none", "cpu", "nvme"] | None = None,
         offload_param: Literal["none", "cpu", "nvme"] | None = None,
         nvme_path: str | Path | None = None,
-        consolidate: bool = False,
         adapt: bool = False,
         exclude_frozen_parameters: bool = False,
         **options: Unpack[OptionsOfRanks],
@@ -155,18 +151,9 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
         Ranks: all, together.
         """
         super().setup_distributed()
-        self._add_consolidation()
         self._let_go = adopt_process_group(self.local_rank, self.settings.duration)
         if self.lightning_module is None or self._fits:
             load_ops(needed_builders(self._run_config.given), self.settings.duration.total_seconds())
-
-    def _add_consolidation(self) -> None:
-        module, callback = self.lightning_module, public("ConsolidateCheckpoints")
-        if module is None or not self.settings.consolidate:
-            return
-        callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
-        if not any(isinstance(one, callback) for one in callbacks):
-            callbacks.append(callback())
 
     def _init_config_if_needed(self) -> None:
         # For every run again: its loaders, and so its batch sizes, may be others.
@@ -331,8 +318,8 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
         load_plain_weights(self.model, self._module, checkpoint["state_dict"], strict=strict)
         if self._fits and checkpoint.get("optimizer_states") and self.is_global_zero:
             say(
-                "lightning-lockstep: the checkpoint is a plain one: its weights are loaded, and the state of the"
-                " optimizer starts fresh. A checkpoint folder of DeepSpeed has both."
+                "lightning-lockstep: this is a plain checkpoint: its weights are loaded, and the optimizer starts"
+                " afresh. A checkpoint folder of DeepSpeed has the state of both."
             )
 
     @property

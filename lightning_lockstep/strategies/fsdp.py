@@ -48,7 +48,6 @@ from lightning_lockstep.distributed.sharding import (
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.capabilities import Capabilities, EngineGradients
 from lightning_lockstep.strategies.fsdp_units import (
-    check_divided,
     check_optimizers,
     check_trained,
     refuse_address,
@@ -137,8 +136,8 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
             backend = self.startup.backend or ""
             if "gloo" in backend and "nccl" not in backend:
                 raise ConfigurationError(
-                    f"process_group_backend={backend!r} on GPUs: expected 'nccl' (the default): over gloo a process"
-                    " that gathers whole weights of a GPU ends with a segmentation fault."
+                    f"process_group_backend={backend!r} on GPUs: expected 'nccl' (the default), because gathering"
+                    " whole weights of a GPU over gloo ends with a segmentation fault."
                 )
         super()._configure_launcher()
         self._mesh_sizes()
@@ -158,7 +157,7 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
         shard = given.get("shard", ranks // replicate)
         if shard * replicate != ranks:
             raise ConfigurationError(
-                f"mesh={dict(given)!r} with {ranks} ranks: expected sizes of which the product is the number of ranks."
+                f"mesh={dict(given)!r} with {ranks} ranks: expected sizes whose product is the number of ranks."
             )
         return shard, replicate
 
@@ -182,7 +181,11 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
         module, precision = self._module, str(self.precision_plugin.precision)
         verify_parameters(module, current_communicator().gather, buffers=True)
         if divided_parts(module):  # by its own configure_model, or for an earlier run
-            check_divided(module, precision, before=_precision_of.get(module, precision))
+            if (before := _precision_of.get(module, precision)) != precision:
+                raise ConfigurationError(
+                    f"precision={precision!r}, but an earlier run divided this module for precision={before!r}, and it"
+                    " stays so: expected the same precision, or a new module."
+                )
             take_values(module, self.root_device)
         else:
             if self._layer_sync is not None:
@@ -224,9 +227,9 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
         own = set(self._module.parameters())
         if any(parameter not in own for one in self.optimizers for parameter in parameters_of(one)):
             raise ConfigurationError(
-                f"configure_optimizers of {type(self._module).__name__} gives an optimizer tensors that are no"
-                " parameters of the module, perhaps those from before it was divided: expected those of"
-                " self.parameters(), asked for in configure_optimizers."
+                f"configure_optimizers of {type(self._module).__name__} gives an optimizer tensors that are not"
+                " parameters of the module, perhaps those from before it was divided: expected what self.parameters()"
+                " returns in configure_optimizers."
             )
 
     def teardown(self) -> None:

@@ -59,15 +59,15 @@ def units_of(
     for name, parts in _places(module, units):
         if None in parts:
             faults.add(
-                f"{name} belongs to the module itself, and with manual optimization nothing says when it"
-                " is needed: expected it in a module that is called, or automatic optimization."
+                f"{name} belongs to the LightningModule itself, and with manual optimization nothing says when it is"
+                " needed: expected it in a submodule that is called, or automatic optimization."
             )
         elif len(parts) > 1:
             kinds = " and ".join(sorted(type(part).__name__ for part in parts))
             faults.add(
-                f"{name} is shared by {kinds}, which are parts by themselves (in 16 bits batch normalization is one"
-                " too): expected all that share a parameter in one part. Let `shard` and FP32Modules name a module that"
-                " has all of them in it, or none of them."
+                f"{name} is shared by {kinds}, which are separate parts (so is batch normalization in 16 bits):"
+                " expected all modules that share a parameter in one part. In `shard` and FP32Modules name a module"
+                " that contains all of them, or none of them."
             )
     faults.raise_all()
     return units, full
@@ -80,8 +80,8 @@ def _look_at_parameters(module: nn.Module, faults: Faults) -> None:
     for name, part in module.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and (part.sparse or part.max_norm is not None):
             faults.add(
-                f"{name} has sparse={part.sparse} and max_norm={part.max_norm}: expected False and None, as fully_shard"
-                " reduces no sparse gradients and loses what a forward writes to parameters."
+                f"{name} has sparse={part.sparse} and max_norm={part.max_norm}: expected False and None, because"
+                " fully_shard reduces no sparse gradients and loses what a forward writes to parameters."
             )
 
 
@@ -141,36 +141,22 @@ def _places(module: LightningModule, units: Sequence[nn.Module]) -> list[tuple[s
 # -- What a divided model cannot be used with --
 
 _HOOKED = (
-    "Hooks for the gradients of {}: expected none, as they are not called once parameters are divided. Change gradients"
-    " in on_after_backward or on_before_optimizer_step, where each rank has its part of them in `.grad`."
+    "Hooks for the gradients of {}: expected none, because they are not called once parameters are divided. Change"
+    " gradients in on_after_backward or on_before_optimizer_step, where each rank has its part of them in `.grad`."
 )
 _OPTIMIZERS = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Rprop)
 
 
-def check_divided(module: LightningModule, precision: str, *, before: str) -> None:
-    """Raise where a module that is divided already cannot be trained as it is."""
-    if before != precision:
-        raise ConfigurationError(
-            f"precision={precision!r} for a module that was divided for {before!r} in an earlier run and stays so:"
-            " expected the same, or a new module."
-        )
+def check_trained(module: LightningModule) -> None:
+    """Raise where what a run trains is not what was divided."""
     left = [name for name, p in module.named_parameters() if p.requires_grad and not is_divided(p)]
     if left:
         raise ConfigurationError(
-            f"configure_model of {type(module).__name__} calls fully_shard and leaves out {', '.join(left[:4])}:"
-            " expected all parameters that are trained in a part, as nothing else reduces their gradients. Call"
-            " fully_shard for the module around them last, or not at all."
+            f"{', '.join(left[:4])}: trained, but not divided, so nothing reduces the gradient: expected all layers"
+            " made in __init__, setup or configure_model; a configure_model that calls fully_shard does so last for the"
+            " module that contains all of them."
         )
-
-
-def check_trained(module: LightningModule) -> None:
-    """Raise where what a run trains is not what was divided."""
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad and not is_divided(parameter):
-            raise ConfigurationError(
-                f"{name} was made after the module was divided, and nothing reduces its gradient: expected all layers"
-                " made in __init__, setup or configure_model."
-            )
         if _is_hooked(parameter):
             raise ConfigurationError(_HOOKED.format(name))
 
@@ -196,14 +182,14 @@ def refuse_callbacks(callbacks: Sequence[Any], *, parts: bool) -> None:
         name = type(callback).__name__
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging, ModelPruning)):
             raise ConfigurationError(
-                f"{name} needs the whole model, of which a rank has a part under LockstepFSDPStrategy: expected no such"
-                " callback. Use it with strategy='lockstep_ddp'."
+                f"{name} needs the whole model, but under LockstepFSDPStrategy a rank has a part of it: expected no"
+                " such callback. Use it with strategy='lockstep_ddp'."
             )
         if isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False):
             raise ConfigurationError(
-                f"{name} saves where a rank has raised, and the other ranks are then not there to"
-                " save their parts: expected no such callback, and save_on_exception=False. Use"
-                " ModelCheckpoint(every_n_train_steps=...), or StopTogether for a run that is told to stop."
+                f"{name} saves after a rank has raised, when the other ranks do not save their parts: expected no such"
+                " callback, and save_on_exception=False. Use ModelCheckpoint(every_n_train_steps=...), or StopTogether"
+                " for a run that is told to stop."
             )
         if parts and isinstance(callback, (Checkpoint, public("StopTogether"))):
             refuse_address(getattr(callback, "dirpath", None), f"{name} with dirpath=")

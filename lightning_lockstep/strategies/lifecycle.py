@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -26,9 +25,8 @@ from lightning_lockstep._lightning import (
 )
 from lightning_lockstep._registry import public, strategy_repr
 from lightning_lockstep._settings import launcher_pid
-from lightning_lockstep._system import usable_cores
 from lightning_lockstep._trainer import asks_for_training_loader, given_to_trainer, weights_only_of_run
-from lightning_lockstep.distributed import Communicator, current_communicator
+from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.checkpoint_folder import whole_folder
 from lightning_lockstep.distributed.failure.process_exit import outcome
 from lightning_lockstep.distributed.guard.rank_state import size_flight_recorder
@@ -47,33 +45,17 @@ from lightning_lockstep.loaders.streams import shared_stream
 from lightning_lockstep.loaders.weights import StepWeights, samples_of_batch
 from lightning_lockstep.numerics.precision import requested_precision, resolve_precision
 from lightning_lockstep.stopping.loader_position import LoaderPosition
-from lightning_lockstep.strategies.options import (
-    LifecycleSettings,
-    mixed_gpus_warning,
-    placement_of,
-    show_placement,
-)
+from lightning_lockstep.strategies.options import LifecycleSettings, show_placement
 from lightning_lockstep.strategies.startup import RankStartup
 from lightning_lockstep.strategies.uneven_inputs import UnevenInputs, check_has_loss, every_rank_contributes
 
-_log = logging.getLogger(__name__)
 
-
-class PlainCheckpoints(Strategy):
-    """Base of strategies that read checkpoints as plain data."""
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint as plain data unless ``weights_only=False``, without hyperparameters that are objects."""
-        return load_without_objects(
-            super().load_checkpoint, checkpoint_path, weights_only_of_run(weights_only)
-        )
-
-
-class WeightedSteps(Strategy):
-    """Base of strategies whose optimizer steps are means over all of their samples, or items."""
+class LockstepStrategy(Strategy):
+    """Base of all strategies: steps are means over all of their samples or items, checkpoints are plain data."""
 
     #: What the loss of a micro-batch counts in its optimizer step; a class makes it before Lightning's constructor.
     weights: StepWeights
+    __repr__ = strategy_repr
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward of a loss, which counts as much as its micro-batch has of its optimizer step's samples."""
@@ -86,14 +68,23 @@ class WeightedSteps(Strategy):
             closure = self.weights.correcting(closure, optimizer, module.trainer.accumulate_grad_batches)
         return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint as plain data unless ``weights_only=False``, without hyperparameters that are objects."""
+        return load_without_objects(
+            super().load_checkpoint, checkpoint_path, weights_only_of_run(weights_only)
+        )
 
-class RankLifecycle(WeightedSteps, PlainCheckpoints, ParallelStrategy):
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Do nothing: the package registers its strategies when it is imported."""
+
+
+class RankLifecycle(LockstepStrategy, ParallelStrategy):
     """Base of strategies of one process a device, in front of one of Lightning's strategies."""
 
     settings: LifecycleSettings
     cluster_environment: Any
     num_nodes: int
-    __repr__ = strategy_repr
 
     def __init__(
         self, startup: RankStartup, *, cluster_environment: ClusterEnvironment | None = None, **options: Any
@@ -197,23 +188,9 @@ class RankLifecycle(WeightedSteps, PlainCheckpoints, ParallelStrategy):
         if communicator.world_size > 1:
             have_met(self.num_processes, self.num_nodes)
             if is_new:
-                self._show_placement(communicator)
+                show_placement(communicator, self.root_device, self.supervisor.threads)
         self.startup.after_connect(self.supervisor)
         self._add_callbacks()
-
-    def _show_placement(self, communicator: Communicator) -> None:
-        own = placement_of(
-            self.root_device,
-            rank=communicator.rank,
-            host=communicator.host,
-            threads=self.supervisor.threads,
-            cores=usable_cores(),
-        )
-        placements = communicator.gather(own)
-        if communicator.is_main:
-            show_placement(placements)
-            if warning := mixed_gpus_warning(placements):
-                _log.warning(warning)
 
     def _add_callbacks(self) -> None:
         """Have evaluations count each sample once, a fit continue a resumed epoch, and stop together under Slurm."""
@@ -356,10 +333,6 @@ class RankLifecycle(WeightedSteps, PlainCheckpoints, ParallelStrategy):
     def _meet(self) -> None:
         self.barrier()
         self.check_failure()  # a barrier does not wait once a rank has failed
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Do nothing: the package registers its strategies when it is imported."""
 
 
 def _mean_loss(closure: Callable[[], Any]) -> Any:

@@ -86,11 +86,14 @@ def _check_backend(backend: str, options: Mapping[str, Any]) -> None:
     if "process_group_backend" in options:
         faults.add("process_group_backend was given to LockstepMPIStrategy: expected backend=... instead.")
     if options.get("start_method", "popen") != "popen":
-        faults.add(f"start_method={options['start_method']!r}: ranks of this strategy are started by mpirun.")
+        faults.add(
+            f"start_method={options['start_method']!r}: expected none, because mpirun starts the ranks of this"
+            " strategy."
+        )
     if backend == "mpi" and not has_backend("mpi"):
         faults.add(
-            "backend='mpi': this torch was built without MPI, as all wheels are. Use 'mpi4py', which needs"
-            " no such build."
+            "backend='mpi': this torch was built without MPI, like all wheels. Use 'mpi4py', which needs no such"
+            " build."
         )
     if backend == "nccl" and not torch.cuda.is_available():
         faults.add("backend='nccl': there is no CUDA device here. Use 'auto', 'mpi4py' or 'gloo'.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,14 +26,14 @@ from lightning_lockstep._lightning import (
     Precision,
 )
 from lightning_lockstep._settings import Faults, debug, is_number, is_whole, settings_of
+from lightning_lockstep._system import usable_cores
 from lightning_lockstep._text import ranges, say, size_in_words
+from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.c10d_operators import HOOKS
 from lightning_lockstep.launchers.rank_supervisor import SupervisorSettings
 
+_log = logging.getLogger(__name__)
 _Settings = TypeVar("_Settings", bound="LifecycleSettings")
-START_METHODS = ("popen", "spawn", "fork", "forkserver")
-UNEVEN_INPUTS = ("error", "truncate", "join")
-ITERABLE_DATASETS = ("as_given", "shard")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +48,6 @@ class LifecycleSettings(SupervisorSettings):
     def check(self, faults: Faults) -> None:
         """See :meth:`GuardSettings.check`."""
         super().check(faults)
-        faults.choice("start_method", self.start_method, START_METHODS)
-        faults.choice("uneven_inputs", self.uneven_inputs, UNEVEN_INPUTS)
-        faults.choice("iterable_datasets", self.iterable_datasets, ITERABLE_DATASETS)
         seconds = self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else self.timeout
         usable = is_number(seconds) and seconds > 0
         faults.check(usable, "timeout", self.timeout, "seconds, more than 0, such as 1800")
@@ -79,14 +77,12 @@ class DDPSettings(LifecycleSettings):
         super().check(faults)
         if isinstance(self.ddp_comm_hook, str):
             faults.choice("ddp_comm_hook", self.ddp_comm_hook, HOOKS, more="or a function")
-        faults.flag("gradient_as_bucket_view", self.gradient_as_bucket_view)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedSettings(LifecycleSettings):
     """Settings of the strategy of DeepSpeed that are not part of DeepSpeed's configuration."""
 
-    consolidate: bool = False
     adapt: bool = False
     exclude_frozen_parameters: bool = False
     process_group_backend: str | None = None
@@ -94,8 +90,6 @@ class DeepSpeedSettings(LifecycleSettings):
     def check(self, faults: Faults) -> None:
         super().check(faults)
         faults.choice("start_method", self.start_method, ("popen",))
-        for name in ("consolidate", "adapt", "exclude_frozen_parameters"):
-            faults.flag(name, getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,15 +113,10 @@ class FSDPSettings(LifecycleSettings):
             "'auto', the name of a class of modules, a list of such names, or a function of name and module"
         )
         faults.check(is_list or callable(self.shard), "shard", self.shard, expected)
-        faults.choice("offload", self.offload, ("none", "cpu"))
-        faults.choice("reduce_dtype", self.reduce_dtype, ("float32", "compute"))
-        faults.choice("state_dict", self.state_dict, ("full", "sharded"))
-        for name in ("reshard_after_forward", "activation_checkpointing"):
-            faults.flag(name, getattr(self, name))
         if self.state_dict == "sharded" and self.start_method != "popen":
             faults.add(
-                f"start_method={self.start_method!r} with state_dict='sharded': expected 'popen', as the weights of"
-                " other ranks go back to this process as whole tensors."
+                f"start_method={self.start_method!r} with state_dict='sharded': expected 'popen', because other ranks"
+                " return their weights to this process as whole tensors."
             )
         if self.mesh is not None:
             sizes = self.mesh if isinstance(self.mesh, Mapping) else {}
@@ -255,9 +244,16 @@ class RankPlacement:
     cores: tuple[int, ...]  # numbers of those that it may use
 
 
-def placement_of(
-    device: torch.device, *, rank: int, host: str, threads: int, cores: tuple[int, ...]
-) -> RankPlacement:
+def show_placement(communicator: Communicator, device: torch.device, threads: int) -> None:
+    """Show which rank runs where. Ranks: all, together; a gather."""
+    placements = communicator.gather(placement_of(communicator, device, threads))
+    if communicator.is_main:
+        say(_table(placements))
+        if warning := mixed_gpus_warning(placements):
+            _log.warning(warning)
+
+
+def placement_of(communicator: Communicator, device: torch.device, threads: int) -> RankPlacement:
     """Return where this rank runs; on CUDA this asks the driver."""
     name, memory, capability = device.type.upper(), 0, (0, 0)
     if device.type == "cuda":
@@ -265,11 +261,11 @@ def placement_of(
         name, memory, capability = gpu.name, gpu.total_memory, (gpu.major, gpu.minor)
     elif device.type == "cpu":
         memory = psutil.virtual_memory().total
-    return RankPlacement(rank, host, str(device), name, memory, capability, threads, cores)
+    place = communicator.rank, communicator.host, str(device)
+    return RankPlacement(*place, name, memory, capability, threads, usable_cores())
 
 
-def show_placement(placements: Sequence[RankPlacement]) -> None:
-    """Print the table of all ranks to standard error."""
+def _table(placements: Sequence[RankPlacement]) -> str:
     table = Table(title=f"{len(placements)} ranks", title_justify="left")
     for heading in ("rank", "host", "device", "memory", "threads", "cores"):
         table.add_column(heading, justify="right" if heading in ("rank", "memory", "threads") else "left")
@@ -282,7 +278,7 @@ def show_placement(placements: Sequence[RankPlacement]) -> None:
     width = None if terminal else 100
     # Not as a display of a notebook, which a rank that is a fork of its kernel cannot send.
     Console(file=text, force_terminal=terminal, force_jupyter=False, width=width).print(table)
-    say(text.getvalue())
+    return text.getvalue()
 
 
 def mixed_gpus_warning(placements: Sequence[RankPlacement]) -> str | None:

@@ -170,14 +170,14 @@ class MPIStartup(RankStartup):
                 )
             if chosen == "mpi4py" and not by_mpi:
                 raise LaunchError(
-                    f"The ranks of LockstepMPIStrategy were not started by MPI but are those of a"
-                    f" {type(environment).__name__}: start them with mpirun, mpiexec or `srun --mpi=pmix`, or give"
-                    " backend='gloo', or train with the strategy lockstep_ddp (strategy=ddp)."
+                    f"The ranks of LockstepMPIStrategy were not started by MPI (found: {type(environment).__name__}):"
+                    " start them with mpirun, mpiexec or `srun --mpi=pmix`, give backend='gloo', or train with the"
+                    " strategy lockstep_ddp (strategy=ddp)."
                 )
         if chosen == "mpi4py":
             if strategy.root_device.type != "cpu":
                 raise ConfigurationError(
-                    f"backend='mpi4py' moves tensors of the CPU, and the Trainer's device is {strategy.root_device}:"
+                    f"backend='mpi4py' sends CPU tensors only, but the Trainer's device is {strategy.root_device}:"
                     " leave backend at 'auto', which is nccl on CUDA."
                 )
             register_mpi_backend()

@@ -64,8 +64,8 @@ def check_has_loss(output: Any, why: str) -> None:
     """Raise if a training step gave no loss."""
     if (output.get("loss") if isinstance(output, Mapping) else output) is None:
         raise CollectiveMismatchError(
-            f"training_step returned no loss: expected one on every rank, since {why}. To leave a batch out, return the"
-            " loss times 0."
+            f"training_step returned no loss: expected one on every rank, because {why}. To leave a batch out, return"
+            " the loss times 0."
         )
 
 
@@ -95,16 +95,16 @@ class UnevenInputs:
         lengths, trusted = zip(*communicator.gather(own), strict=True)
         steps = None
         if None not in lengths:  # else whatever the others say has no length either
-            steps = (max if self._policy == "join" else min)(lengths)
             if len({batches_taken(trainer, length) for length in lengths}) > 1:
                 notice = check_lengths(lengths, self._policy)
                 if communicator.is_main:
                     _log.warning(notice)
             elif all(trusted):
                 return dataloader
-        # One that may end before its length says shows none, so that Lightning looks a batch ahead for the last one.
-        shows_length = self._policy == "error" or all(trusted)
-        return AgreeingLoader(dataloader, communicator, self._policy, trainer, steps, shows_length)
+            # One that may end before its length says has none, so that Lightning looks a batch ahead for the last one.
+            if self._policy == "error" or all(trusted):
+                steps = (max if self._policy == "join" else min)(lengths)
+        return AgreeingLoader(dataloader, communicator, self._policy, trainer, steps)
 
     def is_padding_batch(self, trainer: Any) -> bool:
         """Return whether the current training batch comes after the last one of this rank's own."""
@@ -162,14 +162,14 @@ class AgreeingLoader(LoaderAround):
         communicator: Communicator,
         policy: Policy,
         trainer: Any,
-        steps: int | None,  # batches at most, the same on all ranks; None: the loader has no length
-        shows_length: bool = True,
+        # Batches at most, the same on all ranks; None: the loader has no length, or one that it may not keep to.
+        steps: int | None,
     ) -> None:
         own = {"_communicator": communicator, "_policy": policy, "_trainer": trainer, "_steps": steps}
-        super().__init__(loader, **own, _shows_length=shows_length, own_batches=None, _epoch=-1)
+        super().__init__(loader, **own, own_batches=None, _epoch=-1)
 
     def __len__(self) -> int:
-        if self._steps is None or not self._shows_length:
+        if self._steps is None:
             raise TypeError(f"{type(self._loader).__name__} has no length, or one that it may not keep to")
         return int(self._steps)
 
@@ -218,15 +218,9 @@ class AgreeingLoader(LoaderAround):
         raise _differ(", ".join(f"rank {rank}: {n}" for rank, n in enumerate(self._communicator.gather(own))))
 
 
-# Where samplers and loaders are defined that never end before their length says.
-_KEEPING = ("torch.", "torch_xla.", "torchdata.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
-
-
 def _keeps_to_its_length(loader: Any) -> bool:
-    """Return whether it is known that a loader gives as many batches as its length says."""
+    """Return whether it is known that a loader gives as many batches as its length says: all of it is of torch."""
     batches = getattr(loader, "batch_sampler", None)
-    sampler = getattr(loader if batches is None else batches, "sampler", None)
-    parts = (loader, sampler if batches is None else batches, sampler)
-    methods = [getattr(type(part), name, None) for part in parts for name in ("__iter__", "__len__")]
+    parts = (loader, batches, getattr(loader if batches is None else batches, "sampler", None))
     is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
-    return not is_stream and all(getattr(one, "__module__", "").startswith(_KEEPING) for one in methods)
+    return not is_stream and all(part is None or type(part).__module__.startswith("torch.") for part in parts)

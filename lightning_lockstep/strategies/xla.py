@@ -112,8 +112,8 @@ class LockstepXLAStrategy(XLASteps, RankLifecycle):
         check_replicas(count)
         if count > 1 and given_to_trainer("sync_batchnorm"):
             raise ConfigurationError(
-                "sync_batchnorm=True with strategy='lockstep_xla': expected False, as torch-xla has no such layer."
-                " Under strategy='lockstep_xla_spmd' batch normalisation sees whole batches."
+                "sync_batchnorm=True with strategy='lockstep_xla': expected False, because torch-xla has no such"
+                " layer. Under strategy='lockstep_xla_spmd' batch normalisation sees whole batches."
             )
         super()._configure_launcher()
 

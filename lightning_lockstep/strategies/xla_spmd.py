@@ -23,13 +23,13 @@ from lightning_lockstep.loaders.global_order import in_global_order
 from lightning_lockstep.loaders.weights import StepWeights
 from lightning_lockstep.numerics.precision import requested_precision
 from lightning_lockstep.stopping.loader_position import LoaderPosition
-from lightning_lockstep.strategies.lifecycle import PlainCheckpoints, WeightedSteps
+from lightning_lockstep.strategies.lifecycle import LockstepStrategy
 from lightning_lockstep.strategies.xla_steps import XLASteps
 from lightning_lockstep.xla.replicas import DeviceMesh
 from lightning_lockstep.xla.runtime import XLARuntime
 
 
-class LockstepXLASPMDStrategy(XLASteps, WeightedSteps, PlainCheckpoints, SingleDeviceStrategy):
+class LockstepXLASPMDStrategy(XLASteps, LockstepStrategy, SingleDeviceStrategy):
     """Training on a mesh of XLA devices, from one process (SPMD).
 
     The program sees one device and whole batches; torch-xla divides each batch among the devices and puts the

@@ -17,7 +17,6 @@ from lightning_lockstep._lightning import (
     move_data_to_device,
     set_shared_parameters,
 )
-from lightning_lockstep._registry import strategy_repr
 from lightning_lockstep._text import say
 from lightning_lockstep._trainer import calls_under_way
 from lightning_lockstep.steps.capabilities import Capabilities
@@ -37,7 +36,6 @@ class XLASteps(Strategy):
     runtime: XLARuntime | None = None
     _device = torch.device("cpu")
     _lazy_run: LazyRun | None = None
-    __repr__ = strategy_repr
 
     @property
     def needed_for(self) -> str:
@@ -182,7 +180,3 @@ class XLASteps(Strategy):
         super().teardown()
         if module is not None:
             set_shared_parameters(module, tied)
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Do nothing: the package registers its strategies when it is imported."""

@@ -81,7 +81,7 @@ def _longest_even(shape: Sequence[int], parts: int) -> int | None:
 
 
 def check_replicas(count: int) -> None:
-    """Refuse several replicas where they cannot work."""
+    """Refuse several replicas if they cannot work."""
     # On the CPU each process has its own client, and an all-reduce waits for devices of the same client
     # only.
     if count > 1 and find_device_type() == "CPU":
@@ -104,7 +104,7 @@ class Replicas:
             raise LaunchError(
                 f"{size} ranks, and torch-xla sees (ordinal, replicas, devices of the process) {found} by rank:"
                 f" expected each ordinal once, {size} replicas and one device a process. Give the Trainer all devices"
-                " of each host; where a chip has two (TPU v2, v3, v7), use strategy='lockstep_xla_spmd'."
+                " of each host; if a chip has two (TPU v2, v3, v7), use strategy='lockstep_xla_spmd'."
             )
 
     def average_gradients(self, module: torch.nn.Module) -> None:

@@ -83,7 +83,7 @@ def num_tpu_chips() -> int:
 
 
 def check_accelerator(is_tpu: bool) -> None:
-    """Refuse to train on the CPU where the Trainer was to train on TPUs."""
+    """Refuse to train on the CPU if the Trainer was to train on TPUs."""
     if is_tpu and find_device_type() == "CPU":
         why = (
             "PJRT_DEVICE=CPU is set. Unset it"
@@ -92,7 +92,7 @@ def check_accelerator(is_tpu: bool) -> None:
             " unset PJRT_DEVICE if it is set"
         )
         raise ConfigurationError(
-            f"accelerator='tpu', and torch-xla takes the CPU: expected a TPU, but {why}; or give the Trainer"
+            f"accelerator='tpu': expected a TPU, but torch-xla takes the CPU, because {why}; or give the Trainer"
             " accelerator='cpu' to train on virtual devices of the CPU."
         )
 
@@ -102,7 +102,7 @@ def check_accelerator(is_tpu: bool) -> None:
 
 def num_xla_ranks() -> int | None:
     """Return how many ranks torch-xla has devices for on this host, without initialising it."""
-    # 0: XLA runs on the CPU, where any number will do. ``None``: nothing asks for XLA, as torch-xla is not installed,
+    # 0: XLA runs on the CPU with any number. ``None``: nothing asks for XLA, because torch-xla is not installed,
     # or there is neither a TPU nor ``PJRT_DEVICE``.
     if importlib.util.find_spec("torch_xla") is None:
         return None
@@ -225,9 +225,9 @@ class XLARuntime:
             if "device_ready_queues" not in str(error):
                 raise
             raise ConfigurationError(
-                "A backward has run in this process before torch-xla had its devices, and autograd counts devices at"
-                " the first backward only: expected a process that begins with XLA. Run this in a separate process,"
-                " or call torch_xla.runtime.global_runtime_device_count() before the first backward."
+                "A backward ran in this process before torch-xla had its devices, but autograd counts devices at the"
+                " first backward only: expected a process that begins with XLA. Run this in a separate process, or"
+                " call torch_xla.runtime.global_runtime_device_count() before the first backward."
             ) from None
 
     def sync(self) -> None:

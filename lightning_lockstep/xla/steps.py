@@ -92,8 +92,8 @@ def resolve_xla_precision(plugin: Precision, requested: str | None, *, downcast_
         )
     if downcast_bf16 and name != "bf16-true":
         raise ConfigurationError(
-            f"downcast_bf16=True with precision={name!r}: expected precision='bf16-true', of which it is the second"
-            " level: float32 becomes bfloat16, and float64 becomes float32 rather than bfloat16."
+            f"downcast_bf16=True with precision={name!r}: expected precision='bf16-true'. With both, float32 becomes"
+            " bfloat16, and float64 becomes float32 rather than bfloat16."
         )
     if downcast_bf16 or (name == "bf16-true" and type(plugin) is HalfPrecision):
         return CastPrecision(downcast=downcast_bf16)
@@ -133,14 +133,14 @@ class LazyRun:
 
 
 def _logs_this_step(trainer: Any) -> bool:
-    """Return whether the values of the current training batch are logged; every 50th where nothing is."""
+    """Return whether the values of the current training batch are logged; every 50th if nothing is."""
     if trainer.log_every_n_steps == 0:
         return bool((trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % 50 == 0)
     return bool(trainer._logger_connector.should_update_logs)
 
 
 def _reading(results: Any, trainer: Any) -> Callable[[bool], Any]:
-    """Read the values of the progress bar from the device only where they are logged, and when an epoch ends."""
+    """Read the values of the progress bar from the device only if they are logged, and when an epoch ends."""
     read_all = results.metrics
 
     def metrics(on_step: bool) -> Any:

@@ -45,17 +45,17 @@ def main(argv: Sequence[str] | None = None) -> int:  # exit code; 2: checkpoint 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
-        description="Write a checkpoint folder of DeepSpeed, of any stage of ZeRO, or of parts by LockstepFSDPStrategy,"
-        " into one Lightning checkpoint. It holds the weights and the state of the loop, and of parts that of the"
-        " optimizer. DeepSpeed need not be installed.",
+        description="Write a checkpoint folder, of DeepSpeed in any stage of ZeRO or of parts by LockstepFSDPStrategy,"
+        " into one Lightning checkpoint. It holds the weights and the state of the loop, and from parts also that of"
+        " the optimizer. DeepSpeed need not be installed.",
     )
     parser.add_argument(
         "paths",
         type=Path,
         nargs="+",
         metavar="FOLDER",
-        help="the checkpoint folder, or a run folder with checkpoints/last.ckpt; where each node wrote to its own"
-        " disk, the folders of all nodes. A last path that is not a folder is the file to write",
+        help="the checkpoint folder, or a run folder with checkpoints/last.ckpt; if each node wrote to its own disk,"
+        " the folders of all nodes. A last path that is not a folder is the file to write",
     )
     parser.add_argument(
         "--dtype",

@@ -48,7 +48,7 @@ class Values:
         return whole
 
     def part(self, start: int, length: int) -> Tensor:
-        """Return a part of the flat parameter in its own memory, zeros where it has no more values."""
+        """Return a part of the flat parameter in its own memory, zeros if it has no more values."""
         vector = torch.zeros(length, dtype=self.dtype)
         _fill(vector, _cut(self.parts, start, length))
         return vector
@@ -62,7 +62,7 @@ def _fill(vector: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return a tensor as a vector, without a copy where it is contiguous."""
+    """Return a tensor as a vector, without a copy if it is contiguous."""
     return tensor.detach().reshape(-1)
 
 
@@ -98,7 +98,7 @@ Dtype = Literal["float32", "as_saved"]
 _HALF = (torch.float16, torch.bfloat16)
 
 
-#: Which parameter each name in the weights of a checkpoint is, by its own name, where it was this package that saved.
+#: Which parameter each name in the weights of a checkpoint is, by its own name, if this package saved it.
 NAMES = "lockstep_parameter_names"
 
 
@@ -267,7 +267,7 @@ def consolidated(
     # any; parameters that share their values share them here too. The other entries are those of Lightning:
     # epoch, loops, callbacks, hyperparameters and so on; those that are objects of classes are left out, with
     # a warning. ``optimizer_states`` are left out: a new fit can begin with the weights, but does not go on
-    # with the optimizer as it was. Frozen parameters are missing where the run did not save them
+    # with the optimizer as it was. Frozen parameters are missing if the run did not save them
     # (``exclude_frozen_parameters``).
     #
     # Memory: the weights once. Files are memory-mapped, so that what is read of them need not stay in memory;
@@ -306,7 +306,7 @@ def consolidate(
             save(content, file)
     except OSError as error:
         raise ConfigurationError(
-            f"output={str(output)!r}: cannot be written ({error.strerror or error})."
+            f"output={str(output)!r}: expected a file that can be written ({error.strerror or error})."
         ) from error
     return output
 
@@ -348,7 +348,7 @@ def _state_dict(
         values = find_values(checkpoint, dtype)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ConfigurationError(
-            f"{checkpoint.folder}: is not laid out as DeepSpeed's checkpoints are ({error!r})."
+            f"{checkpoint.folder}: expected a checkpoint of DeepSpeed, but reading it failed ({error!r})."
         ) from error
     made: dict[int, Tensor] = {}
     weights: OrderedDict[str, Any] = OrderedDict()

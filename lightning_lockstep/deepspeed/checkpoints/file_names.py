@@ -76,7 +76,9 @@ class CheckpointFolder:
             or not 0 < ranks <= _MOST_RANKS
             or not isinstance(model_states.get("module"), dict)
         ):
-            raise ConfigurationError(f"{self.path}: its model states are not those of DeepSpeed.")
+            raise ConfigurationError(
+                f"{self.path}: its model states lack weights or the number of ranks: expected those of DeepSpeed."
+            )
         prefix = self._only({match["rank"] and "zero_pp_rank_" for match in self._matches(_MODEL_FILE)})
         starts = [f"{prefix}{rank}_" for rank in range(ranks)] if prefix else [""]
         model = [f"{start}mp_rank_00_model_states.pt" for start in starts]

@@ -34,8 +34,8 @@ def read_file(path: Path) -> dict[str, Any]:
     except UNREADABLE as error:
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0].strip()
         raise ConfigurationError(
-            f"{path}: cannot be read ({reason or type(error).__name__}). Expected a file of DeepSpeed, in full: it may"
-            " have been cut off, by a full disk or while it was copied."
+            f"{path}: cannot be read ({reason or type(error).__name__}). Expected a whole file of DeepSpeed: a full"
+            " disk or a copy may have cut it off."
         ) from error
     if not isinstance(content, dict):
         raise ConfigurationError(f"{path}: expected a dictionary, found {type(content).__name__}.")
@@ -70,7 +70,7 @@ class Storage:
 
 
 def save(content: dict[str, Any], file: IO[bytes]) -> None:
-    """Write a checkpoint as ``torch.save`` does, with the error of the system where the disk refuses."""
+    """Write a checkpoint as ``torch.save`` does, with the error of the system if the disk refuses."""
     try:
         torch.save(content, file)
     except RuntimeError as error:
@@ -152,8 +152,8 @@ def find_folder(folders: str | Path | Sequence[Path]) -> CheckpointFolder:
         before = files.setdefault(path.name, path)
         if before != path and is_state_file(path.name) and not filecmp.cmp(before, path, shallow=False):
             raise ConfigurationError(
-                f"{before} and {path} differ: expected the folders of one checkpoint, in which each rank's files are"
-                " once. Name the folders that the nodes of one run have written at the same step."
+                f"{before} and {path} differ: expected the folders of one checkpoint, with one copy of each rank's"
+                " files. Name the folders that the nodes of one run have written at the same step."
             )
     return CheckpointFolder(found[0], files)
 
@@ -200,19 +200,19 @@ def _check_same_run(folder: Path, names: Sequence[str], model_states: Sequence[M
         for key in ("dp_world_size", "global_steps"):
             if states.get(key) != model_states[0].get(key):
                 raise ConfigurationError(
-                    f"{folder}: its files were written at different times: {key} is {model_states[0].get(key)} in"
-                    f" {names[0]} and {states.get(key)} in {name}."
+                    f"{folder}: expected the files of one save, but {key} is {model_states[0].get(key)} in {names[0]}"
+                    f" and {states.get(key)} in {name}."
                 )
 
 
 def _check_same_step(folder: Path, names: Sequence[str], states: Sequence[object]) -> None:
-    """Refuse optimizer states that have made different numbers of steps, where the optimizer counts them."""
+    """Refuse optimizer states that have made different numbers of steps, if the optimizer counts them."""
     counts = [_step_counts(one) for one in states]
     for name, count in zip(names, counts, strict=True):
         if count != counts[0]:
             raise ConfigurationError(
-                f"{folder}: its files were written at different times: the optimizer has made {sorted(counts[0])} steps"
-                f" in {names[0]} and {sorted(count)} in {name}."
+                f"{folder}: expected the files of one save, but the optimizer has made {sorted(counts[0])} steps in"
+                f" {names[0]} and {sorted(count)} in {name}."
             )
 
 

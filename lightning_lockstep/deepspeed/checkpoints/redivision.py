@@ -81,13 +81,13 @@ class SavedOptimizer:
                     size = math.prod(value.shape) if isinstance(value, Tensor) else type(value).__name__
                     raise ConfigurationError(
                         f"{self._folder}: its optimizer keeps {name!r} ({size}), which is neither one number nor one"
-                        " for each weight: only the ranks that wrote it can go on with it. Resume on as many, or go on"
-                        " with the weights alone, as `lockstep-consolidate` writes them."
+                        " for each weight: another number of ranks cannot go on with it. Resume on as many ranks as"
+                        " wrote it, or with the weights alone, as `lockstep-consolidate` writes them."
                     )
         if any(bool(entry) != bool(entries[0]) for entry in entries):
             raise ConfigurationError(
-                f"{self._folder}: its optimizer has made steps with some of its groups and none with others: resume"
-                " on as many ranks as have written it."
+                f"{self._folder}: its optimizer has made steps with some of its groups and none with others: resume on"
+                " as many ranks as wrote it."
             )
         return kinds
 
@@ -126,9 +126,9 @@ class SavedOptimizer:
         if here != self._names:
             moved = sorted(set().union(*(a ^ b for a, b in zip(here, self._names, strict=False))))
             raise ConfigurationError(
-                f"{self._folder}: its optimizer has {len(self._names)} groups of parameters, and this run's {kind}"
-                f" {len(here)}, with others in them ({listed(moved, _MOST_NAMED)}): expected the same parameters in"
-                " each group."
+                f"{self._folder}: its optimizer has {len(self._names)} groups of parameters, and this run's {kind} has"
+                f" {len(here)}, with other parameters ({listed(moved, _MOST_NAMED)}): expected the same ones in each"
+                " group."
             )
         known = set(optimizer.defaults)
         for saved, group in zip(self._options, optimizer.param_groups, strict=True):
@@ -174,8 +174,8 @@ def _torch_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = state.get("optimizer_state_dict", state.get("base_optimizer_state"))
     if not isinstance(inner, Mapping):
         raise ConfigurationError(
-            "The checkpoint was written with zero_optimization.elastic_checkpoint, whose files do not say the options"
-            " of the optimizer: expected one without."
+            "The checkpoint was written with zero_optimization.elastic_checkpoint, whose files lack the options of the"
+            " optimizer: expected one without it."
         )
     return inner
 

@@ -214,7 +214,7 @@ def open_folder(
     communicator: Communicator,
     *,
     stage: int,  # of this run
-    half: str | None,  # bf16 or fp16 where this run trains in it
+    half: str | None,  # bf16 or fp16, if this run trains in it
     plain_only: bool = False,  # on another number of ranks, leaves out what would be unpickled
 ) -> tuple[dict[str, Any], Load]:
     """Return the checkpoint of a folder, with what loads its weights once hooks have seen them; ranks: all."""
@@ -295,8 +295,8 @@ def _load_named(folder: Path, module: nn.Module, weights: Mapping[str, Any], str
         module.load_state_dict(weights, strict=strict)
     except RuntimeError as error:
         raise ConfigurationError(
-            f"{folder}: is of another model. {error}\nIf the checkpoint need not have all weights of the model, as with"
-            " exclude_frozen_parameters or adapters alone, set `strict_loading = False` in the LightningModule."
+            f"{folder}: is of another model. {error}\nIf the checkpoint need not have all weights of the model"
+            " (exclude_frozen_parameters, or adapters alone), set `strict_loading = False` in the LightningModule."
         ) from error
 
 
@@ -344,7 +344,7 @@ def _redivided(
 
 
 def _stage_of(model_states: Mapping[str, Any]) -> int:
-    """Return the stage that a checkpoint was written in; 1 stands for those above 0 where it is not said."""
+    """Return the stage that a checkpoint was written in; 1 stands for those above 0 if it is not known."""
     config = model_states.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
     stage = zero.get("stage") if isinstance(zero, Mapping) else None

@@ -126,8 +126,8 @@ def _fault(place: str, leaf: object) -> str:
         return ""
     what = f"a tensor of {leaf.layout} on {leaf.device.type}" if isinstance(leaf, Tensor) else repr(leaf)[:80]
     return (
-        f"gather_uneven was given {what}{f' at {place}' if place else ''}: expected a dense tensor, or dicts, lists and"
-        " tuples of them. Turn numbers into tensors by torch.tensor(), and leave out what is none."
+        f"gather_uneven was given {what}{f' at {place}' if place else ''}: expected a dense tensor, or dicts, lists"
+        " and tuples of them. Turn numbers into tensors with torch.tensor(), and leave out anything else."
     )
 
 

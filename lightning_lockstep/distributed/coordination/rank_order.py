@@ -83,7 +83,7 @@ class _Turns:
         if gathered.missing:
             raise CollectiveStallError(
                 f"rank {self.gather.channel.rank} waited {gathered.timeout:.0f} s in in_rank_order() for"
-                f" {ranks_in_words(gathered.missing)}: never entered the block, or still in it. Every rank must enter"
-                " the block; a longer `timeout` gives slow ranks more time."
+                f" {ranks_in_words(gathered.missing)}, which never entered the block or did not leave it. Every rank"
+                " must enter the block; a longer `timeout` gives slow ranks more time."
             )
         return gathered.complete("in_rank_order()")

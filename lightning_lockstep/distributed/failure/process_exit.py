@@ -67,7 +67,7 @@ def _log_errors(function: Callable[..., object], *args: Any) -> None:
     try:
         function(*args)
     except Exception:
-        _log.exception("%r failed; what it was to write or to do is left out", function)
+        _log.exception("%r failed; what it should have written may be missing", function)
 
 
 def flush_everything() -> None:

@@ -136,7 +136,7 @@ class FailurePropagation:
         """Take part in failures, in no new fit: what this rank raised before was caught."""
         self._listen()
         with self.news:
-            self.fit = max(self._begun, self._over + 1, self._raised_in + 1)
+            self.fit = max(self._begun, self._over, self._raised_in) + 1
             self._leave_failure()
 
     def begin_fit(self) -> None:

@@ -142,26 +142,27 @@ def _remedy(calls: Mapping[int, CollectiveCall]) -> str:
     )
     if _only_batches_differ(calls.values()):
         return (
-            "A rank has called more collectives in a batch than another one, such as those of one backward more: values"
-            " of different batches would be reduced together. Run as many backward passes, and call as many"
-            " collectives, in each batch on every rank."
+            "One rank called more collectives in a batch than another, such as those of an extra backward, so values"
+            " of different batches would be reduced together. In each batch, run as many backward passes and call as"
+            " many collectives on every rank."
         )
     is_elsewhere = is_same and len(sites) > 1 and all(sites) and not first.uneven
     if _by_fsdp(calls):
         return (
             "FSDP has divided the model, so each call of a layer is an all_gather, and so is its backward: call the"
-            " model equally often and in the same order on all ranks, in evaluations too, and also if only one of them"
+            " model equally often and in the same order on all ranks, also in evaluations, and even if only one rank"
             " logs, samples or saves."
         )
     if not is_same or len(titles) > 1 or (is_elsewhere and BACKWARD in sites):
         return (
             "Call the same collectives with the same arguments in the same order on every rank. Look for an `if` or a"
-            " loop that only some ranks enter, or for a backward that one has left out."
+            " loop that only some ranks enter, or for a backward that only some have run."
         )
     if sites == {BACKWARD}:
         return (
-            "DDP averages gradients in backward, and here the ranks bring different ones: run as many backward passes"
-            " on every rank, let each loss depend on the same parameters, and give every rank the same bucket_cap_mb."
+            "DDP averages gradients in backward, but the ranks have brought different ones: run as many backward"
+            " passes on every rank, let each loss depend on the same parameters, and give every rank the same"
+            " bucket_cap_mb."
         )
     dtype, shape = len(dtypes) > 1, len(shapes) > 1
     if shape and not dtype and first.operation in ALL_TO_ALL:

@@ -45,12 +45,12 @@ class GuardSettings:
 
     def __post_init__(self) -> None:
         faults = Faults()
+        faults.fields(self)
         self.check(faults)
         faults.raise_all()
 
     def check(self, faults: Faults) -> None:
         """Add to ``faults`` what is wrong; a class with further settings checks those too."""
-        faults.choice("guard", self.guard, ("off", "watch", "verify"))
         faults.number("stall_timeout", self.stall_timeout, what="seconds", above=0, such_as=60)
 
 

@@ -209,7 +209,7 @@ def probe_unresponsive(
     if host != socket.gethostname() or not pid:
         place = f" (process {pid} on host {host})" if pid else ""
         if channel.answers(rank):
-            return UnresponsiveRank(f"it runs, and does not answer{place}", host, is_moving=True)
+            return UnresponsiveRank(f"it runs but does not answer{place}", host, is_moving=True)
         return UnresponsiveRank(f"it is stopped, has ended or cannot be reached{place}", host)
     try:
         status = psutil.Process(pid).status()

@@ -117,14 +117,13 @@ class _Case:
             return None  # the last of them has come only now
         if any(self.states[rank].moves for rank in ranks):
             return self._remark(
-                ". All its ranks have made the same call, and data moves between them. No error is raised as long as it"
-                " does."
+                ". All its ranks have made the same call. No error is raised while data moves between them."
             )
         text = (
-            f"{self._what()} does not complete though {ranks_in_words(ranks)} have made the same call,"
+            f"{self._what()} does not complete, although {ranks_in_words(ranks)} made the same call"
             f" {self.request.seconds:.0f} s ago\n\n{self._table(())}{self._places()}\n\n"
-            "Look at the network between the hosts (lockstep-doctor network), or at what else runs on other threads. If"
-            " the transfer only needs longer, give the strategy a larger stall_timeout."
+            "Look at the network between the hosts (lockstep-doctor network), and at what other threads do. If the"
+            " transfer only needs longer, give the strategy a larger stall_timeout."
         )
         return Diagnosis(kind="stall", text=text, may_pass=True)
 
@@ -237,13 +236,13 @@ class _Case:
                 text += f"\n\n    Stack of rank {rank} (innermost frame last):\n{stack}"
         if has_left:
             remedy = (
-                "That program ended after fewer collectives than the others: look for a call that it skipped, or a loop"
-                " that was shorter there, such as over fewer batches."
+                "That program ended after fewer collectives than the others: look for a call that it skipped, or a"
+                " shorter loop, such as one over fewer batches."
             )
         elif all_silent:
             remedy = (
-                "Look at each silent process and its host. One that is stopped (Ctrl-Z, a debugger, SIGSTOP) goes on"
-                " after: kill -CONT with its number."
+                "Look at each silent process and its host. One that is stopped (Ctrl-Z, a debugger, SIGSTOP) continues"
+                " after kill -CONT with its number."
             )
         else:
             remedy = (

@@ -378,5 +378,5 @@ def verify_parameters(
     raise CollectiveMismatchError(
         f"ranks disagree on the {what} in this order\n\n"
         f"{plain_table(('parameter', 'ranks', 'have'), rows[:_SHOWN])}{more}\n\nMake the same modules in the same order"
-        " on all ranks, and freeze the same ones: no loop over a set, and nothing that goes by the rank."
+        " on all ranks, and freeze the same ones: no loop over a set, and nothing that depends on the rank."
     )

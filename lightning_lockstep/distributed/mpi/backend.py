@@ -65,9 +65,9 @@ def check_ranks(runtime: MPIRuntime, rank: int, ranks: Sequence[int]) -> None:
     if runtime.rank != ranks[rank] or max(ranks) >= runtime.size:
         raise LaunchError(
             f"The ranks were not started as one MPI job: rank {ranks[rank]}, one of at least {max(ranks) + 1}, is rank"
-            f" {runtime.rank} of {runtime.size} in {runtime.library}. Start all of them with one mpirun or mpiexec, the"
-            " one that belongs to the MPI library which mpi4py loads, and take their ranks from it. With `srun`, give"
-            " --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)."
+            f" {runtime.rank} of {runtime.size} in {runtime.library}. Start all of them with one mpirun or mpiexec, of"
+            " the MPI library that mpi4py loads, and do not set their ranks yourself. With `srun`, give --mpi=pmix"
+            " (Open MPI) or --mpi=pmi2 (MPICH)."
         )
 
 

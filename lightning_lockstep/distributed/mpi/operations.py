@@ -136,7 +136,7 @@ class Receive:
         if (found := self.status.Get_count(kind)) != room:
             raise CollectiveMismatchError(
                 f"{max(found, 0)} elements came from rank {self.status.source} of the group, but {room} were expected:"
-                " make both ends equal."
+                " make the sizes at both ends equal."
             )
         return True
 

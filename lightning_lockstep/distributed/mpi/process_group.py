@@ -230,7 +230,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         if isinstance(work.error, MPI.Exception):
             text = f"MPI reported an error in {work.title}: {work.error}."
             if work.error.Get_error_class() == MPI.ERR_TRUNCATE:
-                text += " A rank has sent more than this one expects: make both ends equal."
+                text += " A rank has sent more than this one expects: make the sizes at both ends equal."
             work.error = dist.DistBackendError(text)
 
     # -- the rest of torch's contract --------------------------------------------------------------------

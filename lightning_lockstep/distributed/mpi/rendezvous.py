@@ -42,7 +42,7 @@ def agree_on_rendezvous(rank: int, size: int) -> MPIRendezvous:
         return MPIRendezvous("127.0.0.1", host_rendezvous("127.0.0.1"))
     if importlib.util.find_spec("mpi4py") is None:
         raise LaunchError(
-            f"{size} ranks were started, but mpi4py is not installed, over which they would find each other:"
+            f"{size} ranks were started, but mpi4py, with which they find each other, is not installed:"
             " `pip install 'lightning-lockstep[mpi]'`, or set MASTER_ADDR and MASTER_PORT to the host of rank 0 and"
             " a free port on it."
         )
@@ -66,10 +66,9 @@ def _over_mpi(rank: int, size: int) -> MPIRendezvous:
     address = next((address for address in addresses if address in by_all), None)
     if address is None:
         raise LaunchError(
-            f"Rank 0 runs on {everyone[0][0]} and listens on port {port} at {', '.join(addresses)}, but no"
-            " address of these can be reached from every rank. Let the hosts of the job reach each other on"
-            " all ports above 1024, or set MASTER_ADDR and MASTER_PORT to an address and a port that they can"
-            " reach."
+            f"Rank 0 runs on {everyone[0][0]} and listens on port {port} at {', '.join(addresses)}, but none of these"
+            " addresses can be reached from every rank. Let the hosts of the job reach each other on all ports above"
+            " 1024, or set MASTER_ADDR and MASTER_PORT to an address and a port that they can reach."
         )
     if not one_host:
         _choose_gloo_interface(address)

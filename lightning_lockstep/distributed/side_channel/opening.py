@@ -131,8 +131,8 @@ def _offer_of_main(group: RankGroup) -> bytes:
         group.store.wait([_KEY], timeout)
     except DistError as error:
         raise LaunchError(
-            f"Rank {group.rank} of {group.world_size} waited up to {seconds:.0f} s for rank 0 to open the side channel."
-            " Rank 0 has not come so far: look at what it printed, or give the process group a longer timeout."
+            f"Rank {group.rank} of {group.world_size} waited up to {seconds:.0f} s for rank 0 to open the side"
+            " channel. Rank 0 has not got there: look at what it printed, or give the process group a longer timeout."
             f" What torch said: {first_line(error)}"
         ) from error
     return bytes(group.store.get(_KEY))

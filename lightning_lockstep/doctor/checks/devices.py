@@ -80,7 +80,7 @@ def _matrix_products(machine: Machine, gpus: Sequence[Gpu]) -> Iterator[Finding]
     if len(speeds) == len(gpus):
         total = sum(speeds.values())
         weights = ", ".join(f"{index}: {speed / total:.2f}" for index, speed in speeds.items())
-        yield ok("batch weights", f"parts of a global batch with which all would be ready at once: {weights}")
+        yield ok("batch weights", f"shares of a global batch with which all would end at once: {weights}")
 
 
 def _ranks(machine: Machine, gpus: Sequence[Gpu]) -> Iterator[Finding]:

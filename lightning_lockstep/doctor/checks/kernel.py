@@ -1,4 +1,4 @@
-"""Linux before 5.5: tested where the version number alone proves nothing."""
+"""Linux before 5.5: tested if the version number alone proves nothing."""
 
 from __future__ import annotations
 

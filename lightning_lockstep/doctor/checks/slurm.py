@@ -136,7 +136,7 @@ def _types_in(output: str) -> list[str]:
 
 
 def _configured(machine: Machine, name: str) -> str:
-    """Return a setting of this Slurm, the empty string where it is not known."""
+    """Return a setting of this Slurm, the empty string if it is not known."""
     shown = machine.run(["scontrol", "show", "config"], _ASK).output
     found = re.search(rf"^{name}\s*=\s*(\S+)", shown, re.MULTILINE)
     return found[1] if found else ""
@@ -157,7 +157,7 @@ def _time(machine: Machine, job: str) -> Finding:
         return warning(
             subject,
             f"{limit[1]}, and no --signal in the batch script: unless sbatch was given one, the tasks get SIGTERM at"
-            f" the limit, and SIGKILL {later} s later, all the time for a checkpoint; it is not requeued",
+            f" the limit and SIGKILL {later} s later, the only time for a checkpoint; the job is not requeued",
             f"{fix}   # StopTogether then saves, and the job is requeued",
         )
     evidence = f"{limit[1]}, with --signal={name}"

@@ -199,7 +199,8 @@ def test_a_write_that_fails_leaves_what_was_there(two: Path, tmp_path: Path) -> 
     output = tmp_path / "whole.ckpt"
     output.write_text("older")
     with pytest.raises(
-        ConfigurationError, match=r"output='.*whole.ckpt': cannot be written \(File too large\)"
+        ConfigurationError,
+        match=r"output='.*whole.ckpt': expected a file that can be written \(File too large\)",
     ):
         consolidate(two / "stage_2_fp32.ckpt", output)
     assert output.read_text() == "older"
@@ -268,7 +269,7 @@ def test_folders_of_two_nodes_from_different_steps(two: Path, tmp_path: Path) ->
     edit(second, step_on, file)
     with pytest.raises(
         ConfigurationError,
-        match=rf"different times: the optimizer has made \[3.0\] steps in .*\[4.0\] in {file}",
+        match=rf"files of one save, but the optimizer has made \[3.0\] steps in .*\[4.0\] in {file}",
     ):
         consolidated([first, second])
     edit(second, lambda states: states.update(global_steps=4), "mp_rank_00_model_states.pt")
@@ -281,7 +282,7 @@ def test_a_file_that_is_cut_off(copy: Path, kept: int) -> None:
     file = copy / "checkpoint" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     file.write_bytes(file.read_bytes()[:kept])
     with pytest.raises(
-        ConfigurationError, match=rf"{file.name}: cannot be read \(.+\)\. Expected a file of DeepSpeed"
+        ConfigurationError, match=rf"{file.name}: cannot be read \(.+\)\. Expected a whole file of DeepSpeed"
     ):
         consolidated(copy)
 
@@ -424,7 +425,7 @@ def test_command_writes_beside_the_folder(
     # 55 tied, 30 frozen, 1 frozen, 42 hidden, 14 norm, 40 out, 1 scale, 7 odd, 7 mean, 1 steps
     assert printed.out.startswith(f"{output}: 18 tensors with 198 values of float32, int64, ")
     assert printed.out.endswith(" KiB\n")
-    aside = "last.ckpt.before, as a save that was to replace it was killed"
+    aside = "last.ckpt.before, because the save that should have replaced it was killed"
     assert (aside in printed.err) == (name != "last.ckpt")
     assert (
         f"lockstep-consolidate: {folder / 'checkpoint'}: left out what is not plain data: {', '.join(DROPPED)}"

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 
@@ -14,6 +16,7 @@ from lightning_lockstep.launchers.mpirun import _end_with_children, _wait
 
 MPIRUN = """
 trap '' INT
+trap 'exit 75' USR1
 for i in 0 1; do sleep 600 & done
 wait
 """
@@ -27,32 +30,54 @@ def started() -> tuple[subprocess.Popen[bytes], list[psutil.Process]]:
     return process, psutil.Process(process.pid).children()
 
 
+@contextmanager
+def sent(number: signal.Signals, times: int) -> Iterator[None]:
+    """Send this process a signal after a moment, and again."""
+
+    def send() -> None:
+        for _ in range(times):
+            if not over.wait(0.3):
+                os.kill(os.getpid(), number)
+
+    over, before = threading.Event(), signal.getsignal(number)
+    if number != signal.SIGINT:
+        signal.signal(number, lambda *_: None)  # what comes too early or too late does not end the tests
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        signal.signal(number, before)
+
+
 def test_a_signal_goes_to_mpirun_and_is_its_exit_code() -> None:
     process, ranks = started()
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    assert _wait(process, False) == 128 + signal.SIGTERM
+    with sent(signal.SIGTERM, times=1):
+        assert _wait(process, saves=False) == 128 + signal.SIGTERM
     for rank in ranks:  # a shell leaves them; mpirun ends its ranks
+        rank.kill()
+
+
+def test_ranks_that_save_on_a_signal_get_sigusr1_and_end_mpirun_themselves() -> None:
+    process, ranks = started()
+    with sent(signal.SIGTERM, times=1):
+        assert _wait(process, saves=True) == 75
+    for rank in ranks:
         rank.kill()
 
 
 def test_the_second_ctrl_c_ends_mpirun_and_its_ranks() -> None:
     process, ranks = started()
-
-    def press_twice() -> None:
-        for _ in (1, 2):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.5)
-
-    thread = threading.Timer(0.2, press_twice)
-    thread.start()
     try:
-        assert _wait(process, False) == 130
+        with sent(signal.SIGINT, times=2):
+            assert _wait(process, saves=False) == 130
     finally:
         _end_with_children(process.pid)
-    thread.join()
     _, alive = psutil.wait_procs(ranks, timeout=20)
     assert len(ranks) == 2 and not alive
 
 
 def test_a_failed_start_is_mpirun_s_own_matter() -> None:
-    assert _wait(subprocess.Popen(["sh", "-c", "exit 7"]), False) == 7
+    assert _wait(subprocess.Popen(["sh", "-c", "exit 7"]), saves=False) == 7

@@ -69,7 +69,7 @@ def test_what_a_rank_cannot_be_started_from_is_said_before_any_is() -> None:
     assert outcome.returncode == 0, outcome.output
     assert outcome.leftovers == ()
     popen, spawn, fork = (line for line in outcome.stdout.splitlines() if line.startswith("lockstep_"))
-    assert "The program is python -c, which is no file in" in popen
+    assert "The program is python -c, which is not a file in" in popen
     assert "or fork the ranks from this process: strategy='lockstep_ddp_fork'" in popen
     assert "Can't pickle <function" in spawn
     assert fork == "lockstep_ddp_fork has fitted"
@@ -84,7 +84,7 @@ def test_a_program_that_is_no_file_cannot_be_run_again(
 ) -> None:
     monkeypatch.setattr(sys, "argv", [program])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    with pytest.raises(LaunchError, match=f"The program is {called}, which is no file"):
+    with pytest.raises(LaunchError, match=f"The program is {called}, which is not a file"):
         subprocess_script.rank_command()
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import (
     ConfigurationError,
+    ConsolidateCheckpoints,
     LockstepDDPStrategy,
     LockstepDeepSpeedStrategy,
     SyncedEarlyStopping,
@@ -206,9 +207,11 @@ def checkpoints(folder: str, stages: tuple[int, ...]) -> dict[Any, Any]:
         saver = ModelCheckpoint(
             f"{folder}/{stage}", "best", monitor="val_loss", save_last=True, enable_version_counter=False
         )
-        options: dict[str, Any] = {"callbacks": [saver], "enable_checkpointing": True}
-        strategy = LockstepDeepSpeedStrategy(stage=stage, consolidate=True)
-        runner, net = trainer(strategy, max_epochs=2, **options), Net()
+        options: dict[str, Any] = {
+            "callbacks": [saver, ConsolidateCheckpoints()],
+            "enable_checkpointing": True,
+        }
+        runner, net = trainer(LockstepDeepSpeedStrategy(stage=stage), max_epochs=2, **options), Net()
         runner.fit(net, loader(), loader())
         (tested,) = runner.test(net, loader(), ckpt_path="best", verbose=False)
         predicted: Any = runner.predict(net, loader(), ckpt_path="last")

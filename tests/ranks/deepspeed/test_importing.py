@@ -165,7 +165,7 @@ def test_an_accelerator_that_cannot_be(
     error = found[f"{variable}, {device_type}"]
     assert isinstance(error, ConfigurationError)
     if variable is not None and device_type is not None:
-        assert f"has the accelerator {variable!r}, and the devices of this run are {device_type!r}" in str(
+        assert f"has the accelerator {variable!r}, but the devices of this run are {device_type!r}" in str(
             error
         )
         assert f"Set DS_ACCELERATOR={device_type}" in str(error)

@@ -89,7 +89,7 @@ def wrong_items() -> dict[str, str]:
 def test_a_number_of_items_that_cannot_be_is_one_error_on_all_ranks() -> None:
     for told in run_ranks(2, wrong_items, backend=None, timeout=60):
         assert told == {
-            case: f"training_step returned {words}: expected how many there are, 0 or more, on every rank."
+            case: f"training_step returned {words}: expected the number of items, 0 or more, on every rank."
             for case, (_, words) in WRONG.items()
         }
 

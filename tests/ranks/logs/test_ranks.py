@@ -201,7 +201,7 @@ def rank_0_goes_first() -> list[str]:
 
 def test_when_rank_0_has_failed_the_others_print_what_it_may_not_have_printed():
     outcomes = run_ranks_raw(2, rank_0_goes_first, timeout=40)
-    assert outcomes[1].value == ["[rank 1, printed here since rank 0 has failed] after the failure"]
+    assert outcomes[1].value == ["[rank 1, printed here because rank 0 has failed] after the failure"]
 
 
 def late_channel() -> list[str]:
@@ -262,7 +262,7 @@ def test_in_rank_order(seen):
     assert [("body" in v) for v in values] == [True, True, False], "ranks after the failure skip the body"
     assert all(v["after"] for v in values), "and the next block works again"
     for value in values[:2]:
-        assert "for rank 2: never entered the block, or still in it" in value["stall"]
+        assert "for rank 2, which never entered the block or did not leave it" in value["stall"]
 
 
 def broken_handler() -> list[str]:

@@ -265,7 +265,7 @@ def test_the_report_is_written_once_in_rank_order(answers: Any) -> None:
 
 def test_an_output_that_is_meant_to_be_infinite_is_told_apart_on_each_rank(answers: Any) -> None:
     for rank, told in enumerate(both(answers, "meant to be infinite")):
-        assert "an output of a module is not finite, while the loss is." in told["error"]
+        assert "an output of a module is not finite, although the loss is." in told["error"]
         assert "allow_inf=['mask.output']" in told["error"] and "allow_inf=['mask.output']" in told["text"]
         assert ("not shown: this detector has made" in told["text"]) == (rank == 0)
 

@@ -164,4 +164,4 @@ def test_a_step_that_depends_on_what_each_rank_holds_is_no_device(found: dict[st
 
 
 def test_devices_of_several_kinds_are_refused_on_all_ranks(found: dict[str, Any]) -> None:
-    assert "devices of one kind" in found["other device"] and "processor 1" in found["other device"]
+    assert "expected one kind of device" in found["other device"] and "processor 1" in found["other device"]

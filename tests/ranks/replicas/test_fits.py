@@ -163,7 +163,7 @@ def found(device: str) -> dict[str, Any]:
         ("sampler off", ["work on the same batches", "no use_distributed_sampler=False"]),
         ("weight decay", ["before the first step", "optimizer 0, group 0, weight_decay", "0.5"]),
         ("weights", ["last.bias", "before the first batch", "They were never found equal."]),
-        ("unfrozen", ["first.weight", "frozen or not there when the model was wrapped"]),
+        ("unfrozen", ["first.weight", "frozen or missing when the model was wrapped"]),
         (
             "no_sync",
             ["after batch 10 of", "found equal after batch 5", "require_backward_grad_sync is False"],

@@ -180,7 +180,7 @@ PAIR = "which hold the same part of the model, differ in their"
         ("skipped", [f"ranks 1,3, {PAIR}", "In the minority: rank 3.", "stepped on some ranks only"]),
         ("late", [f"ranks 0,2, {PAIR} parameters", "first.weight"]),
         ("own", [f"ranks 0,2, {PAIR} parameters", "middle.0.weight", "Memory or arithmetic of a device"]),
-        ("gradient", [f"ranks 1,3, {PAIR}", "gradients of first.weight differed", "as by a hook."]),
+        ("gradient", [f"ranks 1,3, {PAIR}", "gradients of first.weight differed", "for example by a hook."]),
         ("tensors", [f"ranks 0-1, {PAIR} parameters", "middle.2.bias  rank 0, rank 1"]),
         ("start", [f"ranks 1,3, {PAIR} parameters, found before the first batch", "first.weight"]),
     ],

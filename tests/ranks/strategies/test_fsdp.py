@@ -415,11 +415,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a save by ranks that raise": (
         lambda: start(Net, callbacks=[OnExceptionCheckpoint("folder")]),
-        "OnExceptionCheckpoint saves where a rank has raised",
+        "OnExceptionCheckpoint saves after a rank has raised",
     ),
     "a checkpoint by ranks that raise": (
         lambda: start(Net, callbacks=[ModelCheckpoint(save_on_exception=True)], enable_checkpointing=True),
-        "ModelCheckpoint saves where a rank has raised",
+        "ModelCheckpoint saves after a rank has raised",
     ),
     "sparse gradients": (
         lambda: start(Sparse),
@@ -435,7 +435,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a mesh of another size": (
         lambda: start(Net, fsdp(mesh={"shard": 2, "replicate": 2})),
-        "mesh={'shard': 2, 'replicate': 2} with 2 ranks: expected sizes of which the product",
+        "mesh={'shard': 2, 'replicate': 2} with 2 ranks: expected sizes whose product",
     ),
     "a mesh that divides no ranks": (
         lambda: start(Net, fsdp(mesh={"replicate": 3})),
@@ -443,11 +443,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a weight shared by chosen units": (
         lambda: start(TiedUnits),
-        "TiedUnits: blocks.0.linear.weight is shared by Block and Block, which are parts by themselves",
+        "TiedUnits: blocks.0.linear.weight is shared by Block and Block, which are separate parts",
     ),
     "a parameter that nothing gathers": (
         lambda: start(ManualWithOwn),
-        "ManualWithOwn: own belongs to the module itself, and with manual optimization",
+        "ManualWithOwn: own belongs to the LightningModule itself, and with manual optimization",
     ),
     "wrong options": (
         lambda: fsdp(
@@ -629,19 +629,19 @@ def test_what_cannot_work_is_refused_on_all_ranks_alike() -> None:
     first, second = run_ranks(2, late_refusals, backend=None, timeout=120)
     assert first == second
     for name, expected in {
-        "stale": "gives an optimizer tensors that are no parameters of the module",
-        "left out": "calls fully_shard and leaves out temperature, first.weight",
+        "stale": "gives an optimizer tensors that are not parameters of the module",
+        "left out": "temperature, first.weight",
         "no reset": "Bare was made on the device 'meta' and has no reset_parameters",
         "other model": "ranks disagree on the parameters and buffers that one model has on all of them",
         "other buffers": "rank 0  table (2,) float32 buffer",
-        "shared with float32": "blocks.0.linear.weight is shared by Block and Linear, which are parts by themselves",
+        "shared with float32": "blocks.0.linear.weight is shared by Block and Linear, which are separate parts",
         "no such class": "shard='Blokc': expected names of classes among its modules: Block, LayerNorm",
-        "other precision": "precision='bf16-mixed' for a module that was divided for '32-true'",
+        "other precision": "precision='bf16-mixed', but an earlier run divided this module for precision='32-true'",
         "no such module": "modules='bloks.0': expected the name of a module of Net",
         "LBFGS": "LBFGS needs operations that torch does not have for divided parameters",
         "Rprop": "Rprop needs operations",
         "Adafactor": "Adafactor needs operations",
-        "a later layer": "later.weight was made after the module was divided",
+        "a later layer": "later.weight, later.bias: trained, but not divided",
         "a later hook": "Hooks for the gradients of head.weight: expected none",
         "no loss": "training_step returned no loss: expected one on every rank",
     }.items():

@@ -410,7 +410,7 @@ def read(killed: Killed, tmp_path_factory: pytest.TempPathFactory) -> Read:
 
 def test_a_replacement_that_is_killed_leaves_one_that_is_found(killed: Killed) -> None:
     assert killed.left == ["last.ckpt.before", "last.ckpt.writing"]
-    assert "last.ckpt.before, as a save that was to replace it was killed" in killed.said
+    assert "last.ckpt.before, because the save that should have replaced it was killed" in killed.said
 
 
 def test_a_fit_goes_on_with_what_a_killed_replacement_leaves(killed: Killed, read: Read) -> None:
@@ -436,7 +436,7 @@ def test_what_cannot_be_read_or_written_is_refused_on_all_ranks_alike(read: Read
     first, second = (answers["refused"] for answers in read.answers)
     assert first == second
     for name, expected in {
-        "seen by one rank": "parts.ckpt is a folder of parts, but not on rank 1: expected one checkpoint",
+        "seen by one rank": "parts.ckpt is a folder of parts on some ranks, but not on rank 1: expected one checkpoint",
         "an address": "memory://bucket/last.ckpt and state_dict='sharded': expected a folder on a disk",
         "an address by default": "ModelCheckpoint with dirpath=memory://bucket",
         "fewer, parts": "loaded state dict contains a parameter group that doesn't match the size of",

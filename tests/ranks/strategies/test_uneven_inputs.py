@@ -143,7 +143,7 @@ CASES: dict[tuple[Any, str], tuple[Callable[[], Any], dict[str, Any], int | str]
     ("truncate", "min_size"): (lambda: with_other("min_size", 8), {}, 6),
     ("truncate", "cycle, longer"): (lambda: with_other("max_size_cycle", 8), {}, 16),
     ("join", "shorter"): (stream, {}, 10),
-    ("join", "longer"): (lambda: stream((7, 3)), {}, 10),
+    ("join", "longer"): (lambda: stream((7, 3)), {}, 14),
     ("join", "sampler"): (lambda: rows(5, sampler=Short()), {}, 10),
     ("join", "accumulated"): (stream, {"accumulate_grad_batches": 2}, 6),
     ("join", "min_size"): (lambda: with_other("min_size", 8), {}, 10),

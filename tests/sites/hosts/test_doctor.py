@@ -149,7 +149,7 @@ def test_ssh_is_refused(cluster: Cluster) -> None:
     assert code == 1
     beta = cluster.addresses[1]
     if why_no("open_mpi") is None:
-        assert f"{beta} true` must work without a question" in told(rows["mpi"], "problem", "host")
+        assert f"{beta} true` must work without asking anything" in told(rows["mpi"], "problem", "host")
 
 
 @pytest.mark.mpi

@@ -83,7 +83,7 @@ def test_ssh_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     finally:
         cluster.start_sshd(1)
     assert code == 1
-    assert "must work without a question" in output and "Connection refused" in output
+    assert "must work without asking anything" in output and "Connection refused" in output
 
 
 def ranks_on(cluster: Cluster, host: int) -> list[int]:

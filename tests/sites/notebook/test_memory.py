@@ -70,7 +70,7 @@ def test_a_rank_killed_for_memory_is_said_to_be_that_and_one_model_outside_is_sh
         assert output.error is not None, output.result
         assert re.match(
             r"(?s)RankFailedError: rank \d of 3 \([^)]*\) was killed by SIGKILL\n.*If the host ran out of memory, make"
-            r" the model once, in a cell outside, and pass it in",
+            r" the model once, in a cell, and pass it to the function",
             output.error,
         ), output.error
         output = kernel.run("model = make(); notebook_launcher(train, (model,), 3)")

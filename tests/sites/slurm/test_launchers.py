@@ -100,7 +100,7 @@ def test_what_cannot_be_started_says_so_at_once(slurm: Slurm, tmp_path: Path) ->
         assert slurm.wait(job) == "FAILED"
     output = slurm.output(tmp_path, job)
     # The first is what rank 0 says, the second what rank 1 does; the first to end stops the other.
-    told = ("another program has that port", "found 'Slurm step 7.0.0@other'")
+    told = ("another program uses that port", "found 'Slurm step 7.0.0@other'")
     assert any(text in output for text in told), output
 
 

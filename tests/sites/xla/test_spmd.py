@@ -267,5 +267,7 @@ def test_a_tpu_that_torch_xla_does_not_take(
     import torch_xla
 
     monkeypatch.setattr(torch_xla, "_found_libtpu", libtpu)
-    with pytest.raises(ConfigurationError, match="accelerator='tpu', and torch-xla takes the CPU.*" + words):
+    with pytest.raises(
+        ConfigurationError, match="accelerator='tpu': expected a TPU, but torch-xla takes the CPU.*" + words
+    ):
         trainer(tmp_path, strategy, accelerator="tpu", devices=4)

@@ -122,6 +122,5 @@ def test_a_backward_before_torch_xla_has_its_devices_is_explained(tmp_path: Path
     )
     assert done.returncode == 1
     assert (
-        "ConfigurationError: A backward has run in this process before torch-xla had its devices"
-        in done.stderr
+        "ConfigurationError: A backward ran in this process before torch-xla had its devices" in done.stderr
     )

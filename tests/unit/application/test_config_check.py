@@ -62,7 +62,7 @@ WRONG = [
         ("ckpt_path=last", "ckpt_path=last: no run under"),
         ("strategy=lockstep_ddp", "Did you mean 'ddp'?"),
         ("trainer.precision=fp16", "Did you mean '16-mixed'?"),
-        ("+trainer.strategy=ddp", "the group 'strategy' decides this: strategy=..."),
+        ("+trainer.strategy=ddp", "the group 'strategy' sets this: write strategy=..."),
         ("logger=false", "Did you mean 'none'?"),
         ("trainer.max_epochs", "'trainer.max_epochs' cannot be read ("),
         ("trainer.max_steps=true", "expected a whole number."),
@@ -171,7 +171,7 @@ def test_a_value_that_others_refer_to_is_reported_first_where_it_was_given() -> 
 def test_an_unresolvable_reference_and_a_missing_value_are_named() -> None:
     fault = only(faults_of("model.width=${data.context}"))
     assert (
-        "model.width: takes its value from ${data.context}, and this configuration has no such key" in fault
+        "model.width: takes its value from ${data.context}, but this configuration has no such key" in fault
     )
     assert only(faults_of("data.batch_size=???")) == "data.batch_size is required: add data.batch_size=..."
 

@@ -80,7 +80,7 @@ def test_what_a_failed_attempt_held_is_free_when_it_returns():
 def test_amounts():
     assert [parse_bytes(x) for x in ("4GiB", "500 MB", "1k", 7)] == [4 * 2**30, 500 * 10**6, 1000, 7]
     for wrong in ("4 apples", "", 0, -1, True, None):
-        with pytest.raises(ConfigurationError, match="not an amount of memory"):
+        with pytest.raises(ConfigurationError, match="expected a number of bytes"):
             parse_bytes(wrong)
 
 

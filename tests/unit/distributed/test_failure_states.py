@@ -333,7 +333,20 @@ def test_an_error_before_any_fit_is_one(ranks: list[Rank]) -> None:
         assert rank.raises(error) is error
     wires_of(made).deliver()
     assert [rank.begins() for rank in made] == [None] * RANKS
-    assert numbers(made) == [1] * RANKS
+    assert numbers(made) == [2] * RANKS, "the first one failed before it began"
+
+
+def test_an_error_between_two_fits_stops_nobody_who_is_still_in_the_first(ranks: list[Rank]) -> None:
+    error = ConfigurationError("on all")
+    ranks[1].crash.join()  # its next Trainer is refused
+    assert ranks[1].raises(error) is error
+    wires_of(ranks).deliver()
+    assert [rank.stopped() for rank in (ranks[0], ranks[2])] == [None, None]
+    for rank in (ranks[0], ranks[2]):
+        rank.crash.join()
+        assert rank.raises(error) is error
+    wires_of(ranks).deliver()
+    assert [rank.begins() for rank in ranks] == [None] * RANKS
 
 
 def test_a_failure_explains_more_than_a_diagnosis(ranks: list[Rank]) -> None:

@@ -85,7 +85,7 @@ def test_hostfiles_of_both_kinds(tmp_path: Path) -> None:
 def test_a_name_that_mpirun_would_take_for_an_option_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("node1 slots=2\nuser@node2 slots=2\n-oProxyCommand=touch slots=2\n")
-    with pytest.raises(LaunchError, match=r"'-oProxyCommand=touch' is no name of a host\. Expected"):
+    with pytest.raises(LaunchError, match=r"'-oProxyCommand=touch' is not the name of a host\. Expected"):
         read_hostfile(file)
 
 
@@ -131,7 +131,7 @@ def test_what_auto_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: object())
     assert chosen(2, by_mpi) == "mpi4py"
     with pytest.raises(
-        ConfigurationError, match=r"moves tensors of the CPU.* is cuda: leave backend at 'auto'"
+        ConfigurationError, match=r"sends CPU tensors only.* is cuda: leave backend at 'auto'"
     ):
         chosen(2, by_mpi, "cuda", "mpi4py")
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None)

@@ -103,7 +103,7 @@ def test_the_first_optimizer_steps_are_expected_to_compile_and_known_shapes_are_
     net = Compiles()
     trainer.fit(net, loader(42, 6), loader(6, 6))
     assert [(one.batch_idx, one.graphs) for one in shapes.late] == [(6, 1)]
-    assert "with the shapes of the batch before it; of torch.compile TORCH_LOGS" in late(caplog)[0]
+    assert "with the shapes of the batch before it; for torch.compile, TORCH_LOGS" in late(caplog)[0]
 
 
 def test_a_step_that_does_not_ask_is_refused_at_its_first_batch(tmp_path: Path) -> None:

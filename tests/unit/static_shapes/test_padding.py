@@ -73,6 +73,6 @@ def test_all_faults_of_the_settings_are_said_at_once() -> None:
         "dim=0",
         "batch_size='all'",
     ]
-    with pytest.raises(ConfigurationError, match="pad_values=None: expected both or none"):
+    with pytest.raises(ConfigurationError, match="pad_values=None: expected both or neither"):
         StaticShapes(lengths=[8])
     StaticShapes(lengths=[8], ignored={"labels": -100})

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_lockstep
 from lightning_lockstep import ConfigurationError, LockstepDDPStrategy, LockstepMPIStrategy
 from lightning_lockstep._lightning import Trainer
+from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.numerics.precision import resolve_precision, supported_precisions
 from lightning_lockstep.strategies.options import (
     OptionsOfDDP,
@@ -162,5 +163,5 @@ def test_the_slowest_gpu_is_named() -> None:
 
 
 def test_a_device_of_another_type_has_a_row_too() -> None:
-    place = placement_of(torch.device("xla:0"), rank=0, host="a", threads=1, cores=(0,))
+    place = placement_of(Communicator(), torch.device("xla:0"), threads=1)
     assert (place.device, place.device_name, place.memory) == ("xla:0", "XLA", 0)

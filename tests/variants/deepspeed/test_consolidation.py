@@ -63,7 +63,7 @@ def test_files_of_two_runs_do_not_go_together(written: dict[int, Path], tmp_path
         consolidated(copy)
     model = "zero_pp_rank_1_mp_rank_00_model_states.pt"
     shutil.copy(three / model, copy / "checkpoint" / model)
-    with pytest.raises(ConfigurationError, match=r"different times: dp_world_size is 2 in .* and 3 in"):
+    with pytest.raises(ConfigurationError, match=r"files of one save, but dp_world_size is 2 in .* and 3 in"):
         consolidated(copy)
     shutil.copytree(written[2] / "stage_2_bf16.ckpt", copy, dirs_exist_ok=True)
     with pytest.raises(

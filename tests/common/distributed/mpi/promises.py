@@ -89,7 +89,7 @@ BEHAVIOUR: dict[str, Holds] = {
     "wrong_dtype": same_mismatch,
     "wrong_operation": same_mismatch,
     "wrong_splits": lambda zero, one: is_error(
-        one, "DistBackendError", "all_to_all_single #1 of group", "make both ends equal"
+        one, "DistBackendError", "all_to_all_single #1 of group", "make the sizes at both ends equal"
     ),
     "wrong_shape": lambda zero, one: (
         zero == one

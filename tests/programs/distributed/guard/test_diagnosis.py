@@ -167,7 +167,7 @@ def test_a_rank_that_does_not_answer_is_told_too() -> None:
 @pytest.mark.parametrize("theirs", [state(1, called=True, done=True), state(1, called=True)])
 def test_what_all_have_called_long_ago_is_a_stall_once_it_is_found_again(theirs: RankState) -> None:
     error, times = asked([WAITS] * 3, [theirs] * 3)
-    assert "does not complete though ranks 0-1" in str(error) and times == 3
+    assert "does not complete, although ranks 0-1" in str(error) and times == 3
 
 
 def test_a_remark_is_made_again_once_the_wait_is_twice_as_long(caplog: pytest.LogCaptureFixture) -> None:

@@ -127,7 +127,7 @@ def test_the_advice_to_ranks_that_called_from_different_places() -> None:
     assert divided in report({"site": f"{line} (FSDP)"}, {"site": "backward", "operation": "all_reduce"})[-1]
     reduced: dict[str, Any] = {"operation": "all_reduce", "site": BACKWARD}
     text = report(reduced, reduced | {"shapes": ((2,),)})[-1]
-    assert text.startswith("DDP averages gradients in backward, and here the ranks bring different ones")
+    assert text.startswith("DDP averages gradients in backward, but the ranks have brought different ones")
     assert at(line, "").startswith("Make the shapes equal")  # where one came from is not known
     assert at(line, line).startswith("Make the shapes equal")
 
