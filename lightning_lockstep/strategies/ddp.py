@@ -14,6 +14,7 @@ from lightning_lockstep._lightning import ClusterEnvironment, DDPStrategy
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.c10d_operators import compression_hook, sparse_weights
 from lightning_lockstep.distributed.guard.verify import verify_parameters
+from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.lifecycle import RankLifecycle
 from lightning_lockstep.strategies.options import DDPSettings, OptionsOfDDP, options_of_ddp, taken
 from lightning_lockstep.strategies.startup import RankStartup
@@ -66,6 +67,7 @@ class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
 
     strategy_name = "lockstep_ddp"
     settings: DDPSettings
+    step_capabilities = Capabilities()  # each rank has the whole model and its gradients
 
     def __init__(
         self,

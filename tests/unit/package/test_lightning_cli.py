@@ -79,7 +79,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "offload_optimizer": "nvme",
         "offload_param": "cpu",
         "nvme_path": "scratch",
-        "consolidate": True,
         "adapt": True,
         "exclude_frozen_parameters": True,
         **PLUGINS,
