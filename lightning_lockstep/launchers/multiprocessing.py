@@ -39,10 +39,10 @@ from lightning_lockstep._lightning import (
 )
 from lightning_lockstep.distributed import shut_down
 from lightning_lockstep.distributed.failure.exit_notes import (
+    failure_note,
     first_failure,
-    has_noted_failure,
     keep_failure,
-    keep_notes_in,
+    keep_failure_in,
     note_failure,
 )
 from lightning_lockstep.distributed.failure.process_exit import (
@@ -119,7 +119,7 @@ _MEMORY = (
 def _error_of_ranks(folder: Path, ended: mp.ProcessExitedException, group: RanksToStart) -> BaseException:
     """Return what the parent raises for ranks of which torch has seen one fail."""
     record, code = first_failure(folder), ended.exit_code
-    if record is None or not has_noted_failure(folder, ended.error_pid):
+    if record is None or not failure_note(folder, ended.error_index).exists():
         # This one has ended without a word; of the run the others know more.
         kind, summary, exit_code = describe_exit(code)
         rank, host = group.first_rank + ended.error_index, socket.gethostname()
@@ -231,7 +231,8 @@ def _be_rank(
     assert parent is not None
     end_with_parent(parent.is_alive)
     os.environ.update(token)
-    keep_notes_in(folder)
+    note = failure_note(folder, local_rank)
+    keep_failure_in(note)
     try:
         try:
             answer: tuple[Any, Preempted | None] = function(local_rank, *args), None
@@ -244,7 +245,7 @@ def _be_rank(
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0) and first_failure(folder) is None:
             return  # the program's own wish; during a fit it is a failure, and noted
-        if not has_noted_failure(folder, os.getpid()):  # the supervisor has not seen it
+        if not note.exists():  # the supervisor has not seen it
             note_failure(describe_error(error, group.first_rank + local_rank, group.world_size, dict))
         drop_what_nobody_reads()
         if group.in_cell:

@@ -2,10 +2,10 @@
 
 A launcher of ours that is no rank itself gives its ranks a folder, and each rank leaves a note there:
 
-================ =================== ==============================================================================
-``<pid>.failed`` by multiprocessing  a rank failed; the record of the first one, the same from every rank
-``<pid>.ended``  by mpirun           this rank ended in good order; mpirun may call the loss of a host a success too
-================ =================== ==============================================================================
+================= =================== =============================================================================
+``<rank>.failed`` by multiprocessing  a rank failed; the record of the first one, the same from every rank
+``<pid>.ended``   by mpirun           this rank ended in good order; mpirun may call the loss of a host a success too
+================= =================== =============================================================================
 
 ``torchrun`` has its own file for a failure, which is written too. For who looks at the folder of the run later, rank 0
 leaves ``failure.json`` there: the record of the first failure.
@@ -26,23 +26,24 @@ from lightning_lockstep._system import write_report, write_whole
 from lightning_lockstep.distributed.failure.process_exit import at_exit, outcome
 from lightning_lockstep.distributed.failure.record import FAILURE_FILE, FailureRecord
 
-_folder: Path | None = None
+_note: Path | None = None
 
 
-def keep_notes_in(folder: Path) -> None:
-    """Leave the note of a failure in ``folder``."""
-    global _folder
-    _folder = folder
+def failure_note(folder: Path, local_rank: int) -> Path:
+    """Return the file in which a rank of this host notes which rank failed first."""
+    # Not by the process id: an interpreter that is a script has another one than the process that was started.
+    return folder / f"{local_rank}.failed"
 
 
-def has_noted_failure(folder: Path, pid: int) -> bool:
-    """Return whether a rank of this host has left a note of the rank that failed first."""
-    return (folder / f"{pid}.failed").exists()
+def keep_failure_in(note: Path) -> None:
+    """Leave the note of a failure of this rank there."""
+    global _note
+    _note = note
 
 
 def parent_reads_notes() -> bool:
-    """Return whether the process that started this rank reads its notes, and prints the report of a failure."""
-    return _folder is not None
+    """Return whether the process that started this rank reads its note, and prints the report of a failure."""
+    return _note is not None
 
 
 def keep_failure(record: FailureRecord) -> FailureRecord:
@@ -61,8 +62,8 @@ def remove_earlier_report(folder: Path) -> None:
 
 def note_failure(record: FailureRecord) -> None:
     """Note which rank failed first, for the process that has started this one: one of ours, or ``torchrun``."""
-    if _folder is not None:
-        write_whole(_folder / f"{os.getpid()}.failed", record.to_json())
+    if _note is not None:
+        write_whole(_note, record.to_json())
     given = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if given:
         # It takes the earliest for the root cause, which it shows last.
@@ -76,7 +77,7 @@ def note_failure(record: FailureRecord) -> None:
 def forget_failure() -> None:
     """Take the note of a failure back: the program has caught it."""
     of_torchrun = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    for path in (of_torchrun, _folder and _folder / f"{os.getpid()}.failed"):
+    for path in (of_torchrun, _note):
         if path:
             with suppress(OSError):
                 Path(path).unlink()

@@ -197,6 +197,7 @@ def check_limits(both: list[list[Any]]) -> None:
     for ranks in zip(*both, strict=True):
         stage, size = ranks[0][:2]
         assert {each[1] for each in ranks} == {size} and 50 < size < 600, stage
-        assert all(peak < 1.03 * limit for _, _, peak, limit, _ in ranks), stage
+        # The limit is one of data, and the peak of resident memory, which C libraries share out by threads.
+        assert all(peak < 1.08 * limit for _, _, peak, limit, _ in ranks), (stage, ranks)
         if stage in LARGER_TOO:
             assert any(larger > limit for *_, limit, larger in ranks), stage
