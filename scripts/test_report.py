@@ -6,7 +6,7 @@
 Beside `run.xml` may stand `run.xml.code` (pytest's exit code) and `run.xml.alone` (the report of the second run). A
 test has failed if it failed both times. In continuous integration these fail, too: a test that passed only the second
 time, one of a default folder that took longer than its budget both times, and one that was skipped for another reason
-than a missing GPU or TPU.
+than a missing GPU, TPU or kind of CPU.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ LONGEST = 200  # characters of an error
 TWICE = 20  # tests; more have one cause, which running them again does not mend
 BUDGET = 15.0  # seconds: tests/helpers/costs.py
 DEFAULT = ("tests/unit/", "tests/ranks/", "tests/programs/")
-#: What no machine of ours has.
-EXCUSED = ("GPU", "TPU", "CUDA")
+#: What cannot be installed: not every machine has it.
+EXCUSED = ("GPU", "TPU", "CUDA", "this CPU")
 
 
 @dataclass(frozen=True)
