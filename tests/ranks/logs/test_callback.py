@@ -82,7 +82,9 @@ def test_one_console_and_a_file_for_each_rank(folder, outcomes):
     console = outcomes[0].stderr
     assert len(re.findall(r":0-1 lockstep_test_user test_callback\.py:\d+ same\n", console)) == 1
     assert console.index("mine is 0") < console.index("mine is 1")
-    assert console.count("the library warns") == 1 and console.count("UserWarning: python warns") == 1
+    # Lightning leaves out the category if the path has "lightning" in it, as that of a clone does.
+    assert console.count("the library warns") == 1
+    assert len(re.findall(r"\d: (?:UserWarning: )?python warns\n", console)) == 1
     assert console.count("only on rank 1") == 1
     assert all(outcome.stderr.count("on every console") == 1 for outcome in outcomes)
     assert "max_epochs=1" in console, "Lightning's own loggers are included"
