@@ -38,9 +38,14 @@ BEYOND_GLOO = {
 def test_what_passes_over_gloo_passes_over_mpi4py(tmp_path: Path) -> None:
     pytest.importorskip("expecttest", reason="torch's tests need expecttest: install the extra [dev]")
     arguments = ["--all"] if ALL else []
-    outcome, found = run_program(
-        "open_mpi", RANKS, "program_torch_tests.py", tmp_path, arguments=arguments, timeout=240
-    )
+    for folder in (tmp_path / "first", tmp_path / "again"):
+        folder.mkdir()
+        outcome, found = run_program(
+            "open_mpi", RANKS, "program_torch_tests.py", folder, arguments=arguments, timeout=240
+        )
+        # Some 100 groups are made over gloo, one after the other; on a busy machine one in thousands does not connect.
+        if "Gloo connectFullMesh failed" not in outcome.output:
+            break
     assert outcome.returncode == 0 and len(found) == RANKS, outcome.output
     ended = {
         name: {backend: together([found[rank][name][backend] for rank in found]) for backend in by_backend}
