@@ -93,6 +93,9 @@ CELLS = {
         one_dies, (lambda: os.kill(os.getpid(), signal.SIGKILL),), 2, grace_period=0.5
     ),
     "exits": lambda: notebook_launcher(one_dies, (lambda: os._exit(3),), 2, grace_period=0.5),
+    "interrupted": lambda: notebook_launcher(
+        one_dies, (lambda: os.kill(os.getpid(), signal.SIGINT),), 2, grace_period=0.5
+    ),
     "wrong": lambda: notebook_launcher(rank, rank, 0),
 }
 for name, cell in CELLS.items():
@@ -101,7 +104,7 @@ for name, cell in CELLS.items():
         print("result:", cell(), flush=True)
     except Preempted as left:
         print("left:", left.reason, left.code, left.checkpoint, flush=True)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         print(f"{type(error).__name__}: {error}", flush=True)
 """
 
@@ -138,6 +141,7 @@ def test_a_trainer_uses_the_ranks_or_starts_them_and_brings_the_weights_back(sho
         ("raises", r"RankFailedError: rank 1 of 2 \(host .*\) failed: ValueError: boom"),
         ("all", r"RankFailedError: rank [01] of 2 .* failed: KeyError: 'it'"),
         ("killed", r"(?s)RankFailedError: rank 1 of 2 \(.*\) was killed by SIGKILL.*make the model once"),
+        ("interrupted", r"KeyboardInterrupt: $"),
         ("exits", r"RankFailedError: rank 1 of 2 .* ended: exit code 3"),
     ],
 )
