@@ -139,7 +139,7 @@ def _make(
             return factory(**(_stand_ins() if given and left_out else given))
         except Exception as error:
             cause = error.__cause__ if isinstance(error, HydraException) and error.__cause__ else error
-            if not isinstance(cause, _ABOUT_SETTINGS):
+            if not isinstance(cause, (*_ABOUT_SETTINGS, TypeError) if key == "trainer" else _ABOUT_SETTINGS):
                 if is_check or left_out:
                     return None  # the run will show it; or it lacks what was left out
                 raise

@@ -144,10 +144,12 @@ def _unfit(
     unknown = [] if takes_any else [name for name in names if name not in parameters]
     typed = OmegaConf.select(config, "hydra.overrides.task") or ()
     if unknown and key in ("model", "data") and any(f"{key}._target_=" in line for line in typed):
-        text = f"{called} has no setting {', '.join(unknown)}, which the option of {key} brings. Add {key}=own, which"
-        text += f" brings none; what {called} takes is then added with +{key}.<setting>=<value>."
-        yield "_target_", text
-        return
+        brought = [name for name in unknown if not any(f"{key}.{name}=" in line for line in typed)]
+        if brought:
+            text = f"{called} has no setting {', '.join(brought)}, which the option of {key} brings. Add {key}=own,"
+            text += f" which brings none; what {called} takes is then added with +{key}.<setting>=<value>."
+            yield "_target_", text
+            return
     for name in unknown:
         yield name, f"{called} has no setting {name!r}.{did_you_mean(name, parameters)}"
     hints = _hints(target)

@@ -159,6 +159,10 @@ def test_what_constructors_object_to_is_reported_beside_values_of_a_wrong_type_e
         "trainer.devices=0: `Trainer(devices=0)` value is not a valid input using cpu accelerator.",
         "model.learning_rate=-1: expected a number, more than 0.",
     ]
+    assert faults_of("trainer.max_epochs=ten", "trainer.devices=two") == [
+        "trainer.max_epochs=ten: expected a whole number or null.",
+        "trainer.devices=two: `devices` selected with `CPUAccelerator` should be an int > 0.",
+    ]
     three = ("trainer.devices=0", "trainer.max_steps=-5", "trainer.gradient_clip_algorithm=l2")
     assert [fault.split(":")[0] for fault in faults_of(*three)] == list(three)
 
