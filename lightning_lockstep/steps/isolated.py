@@ -30,7 +30,6 @@ from lightning_lockstep._lightning import (
 )
 from lightning_lockstep.distributed.c10d_operators import ddp_of
 from lightning_lockstep.distributed.local_collectives import LocalAnswers, local_collectives
-from lightning_lockstep.distributed.process_group import process_group_exists
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.patching import replaced
 from lightning_lockstep.steps.snapshot import BufferCopies, Gradients, ModuleAttributes, RandomState, Snapshot
@@ -70,7 +69,8 @@ def isolated(
             stack.enter_context(replaced(one, **hooks))
         answers = LocalAnswers()
         if answer_collectives:
-            stack.enter_context(replaced(strategy, **_local_answers(trainer.world_size)))
+            # Its other messages are operations on tensors, which are answered; this one receives objects.
+            stack.enter_context(replaced(strategy, broadcast=lambda obj, *args, **kwargs: obj))
             answers = stack.enter_context(local_collectives())
         run.callbacks, run.loggers = [], [DummyLogger()] if loggers else []
         run.profiler = PassThroughProfiler()
@@ -94,8 +94,8 @@ def from_a_state(
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # without it nothing is compiled, and importing it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        now = RandomState.capture()
-        stack.enter_context(Snapshot(now, BufferCopies(module), ModuleAttributes(module), Gradients(module)))
+        parts = BufferCopies(module), ModuleAttributes(module), Gradients(module)
+        stack.enter_context(Snapshot(RandomState.capture(), *parts))
         random.restore()
         restore_buffers()
         answers = stack.enter_context(isolated(trainer, module, answer_collectives=answer_collectives))
@@ -242,24 +242,6 @@ class _NotDistributed(nn.Module):
 
 class _Stopped(Exception):  # noqa: N818  (a signal, no error)
     """Ends a step at the optimizer step that was asked for, or if there is nothing to run backward."""
-
-
-def _local_answers(world_size: int) -> dict[str, Callable[..., Any]]:
-    """Return what replaces methods of a strategy whose messages are not answered further down."""
-
-    def unchanged(value: Any, *args: Any, **kwargs: Any) -> Any:
-        return value
-
-    if process_group_exists():
-        # The others are made of operations on tensors, which are answered; this one receives objects.
-        return {"broadcast": unchanged}
-    return {
-        "all_gather": lambda tensor, *args, **kwargs: (
-            torch.stack([tensor] * world_size) if world_size > 1 else tensor
-        ),
-        **dict.fromkeys(("reduce", "broadcast", "reduce_boolean_decision"), unchanged),
-        "barrier": _nothing,
-    }
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

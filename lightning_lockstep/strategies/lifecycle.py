@@ -74,15 +74,12 @@ class LockstepStrategy(Strategy):
             super().load_checkpoint, checkpoint_path, weights_only_of_run(weights_only)
         )
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Do nothing: the package registers its strategies when it is imported."""
-
 
 class RankLifecycle(LockstepStrategy, ParallelStrategy):
     """Base of strategies of one process a device, in front of one of Lightning's strategies."""
 
     settings: LifecycleSettings
+    trains_over_mpi = False  # whether ranks of ``srun --mpi=...`` are ranks of an MPI job
     cluster_environment: Any
     num_nodes: int
 
@@ -102,12 +99,7 @@ class RankLifecycle(LockstepStrategy, ParallelStrategy):
             plugins = given_to_trainer("plugins")
             several = plugins if isinstance(plugins, Sequence) and not isinstance(plugins, str) else [plugins]
             given = (one for one in several if isinstance(one, ClusterEnvironment))
-            self.cluster_environment = next(given, None) or self.detect_environment()
-
-    @staticmethod
-    def detect_environment() -> ClusterEnvironment:
-        """Return the cluster environment of this process, by environment variables."""
-        return detect_environment()
+            self.cluster_environment = next(given, None) or detect_environment(mpi=self.trains_over_mpi)
 
     # -- who there is ----------------------------------------------------------------------------------
 

@@ -71,17 +71,12 @@ class RankStartup:
             address=strategy.cluster_environment.main_address,
             port=strategy.cluster_environment.main_port,
             timeout=timeout,
-            device=self.device_of_group(strategy),
+            device=strategy.root_device,
             name=getattr(strategy.cluster_environment, "rendezvous_name", None),
         )
         if is_new and "nccl" in self.backend:  # which warns at exit of what nobody has destroyed
             at_exit(_destroy_dist_connection)
         return is_new
-
-    def device_of_group(self, strategy: Any) -> torch.device:
-        """Return the device whose tensors the process group of torch carries."""
-        device: torch.device = strategy.root_device
-        return device
 
     def after_connect(self, supervisor: RankSupervisor) -> None:
         """Do what has to follow once the ranks are connected and failures propagate."""

@@ -54,9 +54,6 @@ class XLAStartup(RankStartup):
         """See :meth:`RankStartup.connect`; one rank alone needs no group."""
         return strategy.world_size > 1 and super().connect(strategy, timeout)
 
-    def device_of_group(self, strategy: Any) -> torch.device:
-        return torch.device("cpu")
-
 
 class LockstepXLAStrategy(XLASteps, RankLifecycle):
     """Training on TPUs with one process per device, or on one XLA device of the CPU.
@@ -127,21 +124,15 @@ class LockstepXLAStrategy(XLASteps, RankLifecycle):
             self.runtime.be_process(self.local_rank, self.num_processes)
         self._device = self.runtime.device()
         if self.world_size > 1:
-            self._replicas = self.make_replicas(self.runtime)
-
-    def make_replicas(self, runtime: XLARuntime) -> Replicas:
-        """Return the devices of all ranks. Ranks: all, together."""
-        return Replicas(runtime, current_communicator())
+            self._replicas = Replicas(self.runtime, current_communicator())
 
     def model_to_device(self) -> None:
         """Move the module to the device, with the values of rank 0. Ranks: all, together; a broadcast a tensor."""
-        if self._replicas is not None and self.lightning_module is not None:
-            self._take_values_of_rank_0(self.lightning_module)
+        module = self.lightning_module
+        if self._replicas is not None and module is not None:
+            verify_parameters(module, current_communicator().gather, buffers=True)
+            broadcast_tensors([*module.parameters(), *module.buffers()])
         super().model_to_device()
-
-    def _take_values_of_rank_0(self, module: torch.nn.Module) -> None:
-        verify_parameters(module, current_communicator().gather, buffers=True)
-        broadcast_tensors([*module.parameters(), *module.buffers()])
 
     def setup(self, trainer: Any) -> None:
         """Set the run up. Ranks: all, together."""
