@@ -52,7 +52,7 @@ class ConsolidateCheckpoints(Callback):
     def _consolidate(self, folder: Path) -> None:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", RuntimeWarning)  # of what only the folder can hold
+                warnings.simplefilter("ignore", RuntimeWarning)  # about state that only the folder can hold
                 written = consolidate(folder, consolidated_name(folder), dtype=self.dtype)
         except ConfigurationError as error:
             _log.warning(f"{error} Once that is mended, run: lockstep-consolidate {folder}")

@@ -63,13 +63,13 @@ class RankOrderedLogging(Callback):
         self._captured = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Take the console over and open this rank's file.
+        """Take over the console and open this rank's file.
 
         Ranks: all, together; with files, a broadcast and a gather.
         """
         global _active
         if _active is not None:
-            _active._end()  # of a fit that ended with an exception, perhaps in a notebook
+            _active._end()  # a fit before this one ended with an exception, perhaps in a notebook
         _active = self
         communicator = current_communicator()
         if communicator.world_size > 1:
@@ -86,7 +86,7 @@ class RankOrderedLogging(Callback):
             handlers.append(self._file)
             logger.local_handlers.append(self._file)
         self._takeover = ConsoleTakeover(handlers)
-        # Under pytest, which collects warnings itself, they are left as they are.
+        # Under pytest, which collects warnings itself, this does nothing with them.
         if warnings.showwarning.__module__ == "warnings":
             logging.captureWarnings(True)
             self._captured = True
@@ -103,7 +103,7 @@ class RankOrderedLogging(Callback):
     def _console(self, communicator: Communicator) -> ConsoleHandler:
         console = ConsoleHandler(communicator.rank, level=self.level)
         if communicator.rank != 0:
-            # Lines that name their rank are those that their caller wants from every rank.
+            # Only lines that name their rank are printed here; their caller wants them from every rank.
             console.addFilter(lambda record: hasattr(record, "lockstep_ranks"))
         return console
 
@@ -125,7 +125,7 @@ class RankOrderedLogging(Callback):
         if self._sender is not None:
             self._sender.flush()
             if self._sender.collector is not None:
-                # While the console is still ours: the handlers that it had before may print no INFO.
+                # This comes before the former handlers are back, because those may not print INFO.
                 self._sender.collector.settle(min(self.order_timeout, _AT_THE_END))
         if self._file is not None and self._file in logger.local_handlers:
             logger.local_handlers.remove(self._file)
