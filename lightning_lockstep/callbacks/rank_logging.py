@@ -22,10 +22,10 @@ _AT_THE_END = 1.0
 class RankOrderedLogging(Callback):
     """Makes the logs of a run with many ranks readable.
 
-    The console shows ``host:rank`` with every line, once: rank 0's own lines, what any rank logs with
-    ``in_order=True``, and a warning that several ranks give once. Each rank's file has everything that rank
-    logs. Lightning's loggers, those of other libraries and Python's warnings are included. The root logger and
-    all levels are unchanged.
+    The console shows ``host:rank`` on every line, and prints rank 0's own lines, the lines that any rank logs with
+    ``in_order=True``, and each warning once, even if several ranks give it. Each rank's file has everything that this
+    rank logs. Lightning's loggers, those of other libraries and Python's warnings are included. The levels of all
+    loggers stay as they are.
 
     Args:
         level: Lowest level on the console. A logger whose own level is higher, such as Python's default, gives less.

@@ -105,7 +105,7 @@ class GlobalBatches(Sampler[Any]):
         return batch
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's batches; one of a single padding sample where it has none."""
+        """Yield this rank's batches; each one in which it has no sample has a single padding sample."""
         if self._whole is None:
             yield from self._of_batches()
             return

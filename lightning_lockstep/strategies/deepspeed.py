@@ -276,7 +276,7 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
             saving_as(module, checkpoint, exclude_frozen=exclude) as to_save,
             warnings.catch_warnings(),
         ):
-            # It says how to join the files of the weights; docs/deepspeed.md has a shorter way.
+            # This warning says how to join the files of the weights; docs/deepspeed.md has a shorter way.
             warnings.filterwarnings("ignore", message="When saving the DeepSpeed Stage 3 checkpoint")
             super().save_checkpoint(to_save, draft, storage_options)
 

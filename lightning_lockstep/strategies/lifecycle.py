@@ -95,8 +95,8 @@ class RankLifecycle(LockstepStrategy, ParallelStrategy):
         self.micro_batches: tuple[int, ...] | None = None
         super().__init__(cluster_environment=cluster_environment, **options)
         if cluster_environment is None:
-            # Lightning uses an environment among the plugins only if the strategy has none, and then it also searches
-            # for one itself, which starts MPI. If the strategy was made before the Trainer, it refuses to have two.
+            # Lightning uses an environment among the plugins only if the strategy has none, and without a plugin it
+            # searches for one itself, which starts MPI. It raises if a strategy made before the Trainer has one too.
             plugins = given_to_trainer("plugins")
             several = plugins if isinstance(plugins, Sequence) and not isinstance(plugins, str) else [plugins]
             given = (one for one in several if isinstance(one, ClusterEnvironment))
@@ -134,7 +134,7 @@ class RankLifecycle(LockstepStrategy, ParallelStrategy):
         if self.supervisor.propagation is not None:
             self.supervisor.propagation.check()
 
-    # -- while the Trainer is under construction: the last moment at which an error stops it before any rank ----
+    # -- while the Trainer is under construction: an error here ends the program before any rank starts --------
 
     def resolve_precision(self, plugin: Precision, requested: str | None, device_type: str) -> Precision:
         """Return the precision plugin to use, by Lightning's and the name that the user gave, or raise."""

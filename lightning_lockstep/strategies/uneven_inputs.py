@@ -39,7 +39,7 @@ def every_rank_contributes(strategy: Any) -> Iterator[None]:
     def contributing(*args: Any, **kwargs: Any) -> Any:
         with gathered_entries() as entries:
             output = original(*args, **kwargs)
-        # `num_items` of None tells this from a step that should have counted its items and has not.
+        # Without `num_items` this would look like a step that has forgotten to return the number.
         return {"loss": zero_loss(strategy.model, entries), "num_items": None} if output is None else output
 
     with replaced(module, training_step=contributing):
