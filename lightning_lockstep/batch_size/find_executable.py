@@ -86,7 +86,7 @@ def find_executable_batch_size(
         while True:
             if not ranks_that_are_full(attempt(run), "the function"):
                 return values[0]
-            values.clear()  # this rank fitted, another did not: its result goes too
+            values.clear()  # this rank may have had room while another had not: its result goes too
             release_memory()
             tried, size = size, reduce_batch_size_fn() if reduce_batch_size_fn is not None else size // 2
             if size < 1:

@@ -1,4 +1,4 @@
-"""Where the batch size of a run lives, and real batches of any size."""
+"""Where the batch size of a run is kept, and real batches of any size."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ class SearchRefusedError(BatchSizeError, MisconfigurationException):
 
 
 # -- The places that hold a batch size, and real batches of any size from there --
-# It lives in an attribute (of the module, its hparams, the data module or its hparams) that the loader is made with, or
-# in a DataLoader that was passed to ``fit()``. Every attribute of that name follows in any case: a step may read it.
+# It is kept in an attribute (of the module, its hparams, the data module or its hparams) with which the loader is made,
+# or in a DataLoader that was passed to ``fit()``. In both cases every attribute of that name is changed too, because a
+# step may read it.
 
 
 class BatchLoaders:
@@ -58,18 +59,18 @@ class BatchLoaders:
         self.size = int(self.loaders[0].batch_size or 1)  # as configured now [samples per rank]
         if self.in_attribute and self.size not in self._values():
             self._check_effect()
-        # Of this rank in an epoch; the smallest number on any rank is not known here.
+        # The samples of this rank in an epoch; another rank may have fewer.
         self.samples = max(1, min(_whole_share(trainer, loader) for loader in self.loaders))
 
     @property
     def can_differ(self) -> bool:
-        """Whether ranks may have micro-batches of different size: if the strategy divides and weights them."""
+        """Whether ranks may have micro-batches of different sizes, because the strategy divides and weights them."""
         divides = hasattr(self._trainer.strategy, "micro_batches") and divides_data(self._trainer)
         own = any(isinstance(loader.sampler, DistributedSampler) for loader in self.loaders)
         return divides and not own and not getattr(self._trainer, "overfit_batches", 0)
 
     def _check_effect(self) -> None:
-        """Raise unless the loader follows the attribute, though perhaps with another number."""
+        """Raise unless the batch size of the loader changes with the attribute, though it may be another number."""
         value = next(filter(None, self._values()), None)
         if value is None:
             return
@@ -86,8 +87,8 @@ class BatchLoaders:
 
     def _holders(self) -> list[Any]:
         """Return what has an attribute (or key) of that name; perhaps nothing, if a DataLoader was passed."""
-        # Looked up each time: restoring a module may replace its hparams. A property that cannot be set counts as
-        # none: it shows what another place holds.
+        # These are looked up each time, because restoring a module may replace its hparams. A property that cannot be
+        # set is left out, because it shows what another attribute holds.
         found = _lightning_get_all_attr_holders(self._module, self._name)
         attributes = [getattr(type(holder), self._name, None) for holder in found]
         return [
@@ -115,7 +116,7 @@ class BatchLoaders:
 
     @contextmanager
     def former_size(self, *, on_error_only: bool = False) -> Iterator[None]:
-        """Put the former values of the attributes back when the body ends, or if it raises."""
+        """Restore the values of the attributes when the body ends, or only if it raises."""
         before = self._values()
         try:
             yield
@@ -128,7 +129,7 @@ class BatchLoaders:
     # -- the loaders --
 
     def _with_size(self, size: int) -> Any:
-        """Return what the loop would be given with that size, which the attributes then hold."""
+        """Return the loaders that the loop would get with that size, and let the attributes hold it."""
         self.hold(size)
         if self.in_attribute:
             return self._source.dataloader()
@@ -145,8 +146,8 @@ class BatchLoaders:
         fits = in_fit(self._trainer)
         if trials is not None and fits:
             trials.take_sizes(batch_size=size, accumulate=self._trainer.accumulate_grad_batches)
-        # All ranks together: in an evaluation this is as collective as the first making of the loaders.
-        # A loop makes its loaders only if it has none.
+        # Making loaders is collective in an evaluation, so all ranks do it together. A loop makes its loaders only if
+        # it has none.
         if self._loop._combined_loader is not None:
             self._loop._combined_loader = None
             self._loop.setup_data()
@@ -164,7 +165,7 @@ class BatchLoaders:
 
     def batch(self, size: int) -> Any:
         """Return one collated batch of ``size`` samples, in the structure that the step expects."""
-        # The samples are those the sampler gives first; if there are fewer, they are repeated.
+        # These are the samples that the sampler gives first; if there are fewer, they are repeated.
         made = [_collated(loader, size) for loader in self.loaders]
         if not in_fit(self._trainer):  # evaluations take one loader after the other
             return made[0]
@@ -194,7 +195,7 @@ def with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
 
 
 def _whole_share(trainer: Trainer, loader: DataLoader[Any]) -> int:
-    """Samples that every rank gets at least, none of them twice."""
+    """Return how many different samples every rank gets at least."""
     dataset: Any = loader.dataset
     sampler = loader.sampler
     if isinstance(sampler, DistributedSampler):

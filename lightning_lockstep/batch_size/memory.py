@@ -24,11 +24,10 @@ from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError
 
 # -- How the C library keeps freed memory, which decides what a batch needs on CPU --
-# glibc returns a freed block to the system when it was large enough to be mapped by itself. It raises what
-# "large enough" means to the largest block freed so far (up to 32 MiB), and keeps the others for itself,
-# where the next batch's blocks may or may not fit into the holes. What a step needs then depends on all
-# that ran before it: up to 1.5 times as much was seen, and a size that fitted may not fit when it is tried
-# again.
+# glibc returns a freed block to the system if it was large enough to be mapped by itself. That threshold rises to the
+# size of the largest block freed so far (up to 32 MiB). glibc keeps smaller blocks, and those of the next batch may or
+# may not fit into the holes. What a step needs then depends on all that ran before it: up to 1.5 times as much was
+# seen, and a size that fitted may not fit when it is tried again.
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
 
@@ -39,17 +38,17 @@ def _c_function(name: str) -> Callable[..., int] | None:
 
 
 def trim() -> None:
-    """Return to the system what malloc keeps unused, if the C library can."""
+    """Return unused memory that malloc keeps to the system, if the C library can."""
     function = _c_function("malloc_trim")
     if function is not None:
         function(0)
 
 
 def return_freed_memory(least: int = 2**20) -> None:
-    """Let every block of so many bytes or more go back to the system when it is freed, from now on."""
-    # Memory in use is then what is alive: the same step needs the same, whatever ran before it. The system
-    # has to supply the pages again in the next step, which takes time. Does nothing if the C library is
-    # not glibc, or if the environment has set its thresholds.
+    """From now on, return every block of so many bytes or more to the system when it is freed."""
+    # The process then uses only the memory of living objects, so that a step needs the same whatever ran before it.
+    # The system has to supply the pages again in the next step, which takes time. This does nothing if the C library
+    # is not glibc, or if the environment has set its thresholds.
     mallopt = _c_function("mallopt")
     own = "MALLOC_MMAP_THRESHOLD_" in os.environ or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
     if mallopt is None or _c_function("gnu_get_libc_version") is None or own:
@@ -58,9 +57,9 @@ def return_freed_memory(least: int = 2**20) -> None:
     mallopt(_TRIM_THRESHOLD, 2 * least)
 
 
-# -- How much memory a trial may take: what it takes beyond that raises, on CPU too --
-# On CPU nothing stops a process that takes too much until the kernel kills it. For the time of a trial the
-# process therefore bounds itself, and an allocation beyond the limit fails with an ordinary error.
+# -- How much memory a trial may take: an allocation beyond that raises, on CPU too --
+# On CPU nothing stops a process that takes too much memory until the kernel kills it. During a trial the process
+# therefore limits itself, and an allocation beyond the limit fails with an ordinary error.
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -84,8 +83,8 @@ class MemoryLimit:
 
     device: torch.device
     size: int | None  # [bytes]; None: the device raises by itself when it is full
-    source: str  # who has set it, for people
-    # What the run will take and a trial does not [bytes]. It counts as if it were in use.
+    source: str  # where the limit comes from, for messages
+    # Memory that the run will take and a trial does not [bytes]; it counts as if it were in use.
     owed: int = 0
 
     @contextmanager
@@ -103,7 +102,7 @@ class MemoryLimit:
                 torch.cuda.set_per_process_memory_fraction(before, self.device)
         else:
             soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-            # Counted from now: pages that were given back, but whose addresses malloc keeps, can be used again.
+            # The limit is on top of what is reserved now: malloc can use reserved addresses without pages again.
             now = psutil.Process().memory_info()
             room = self.size - self.owed - now.rss
             if room <= 0:
@@ -114,7 +113,7 @@ class MemoryLimit:
             try:
                 yield
             except RuntimeError as error:
-                # oneDNN says no more if it has no memory for the machine code of an operation.
+                # oneDNN gives no other reason if it has no memory for the machine code of an operation.
                 if "could not create a primitive" in str(error):
                     raise MemoryError(str(error)) from error
                 raise
@@ -132,7 +131,7 @@ class MemoryLimit:
             return attempt(limited)
 
         def with_threads() -> Failure | None:
-            # OpenMP starts the threads that work for this one here, because it ends the process if it cannot.
+            # Without the limit, because OpenMP ends the process if it cannot start the threads that work for this one.
             torch.zeros(2**15 * torch.get_num_threads()).add_(1)
             return attempt(limited)
 
@@ -143,7 +142,7 @@ class MemoryLimit:
 def limit_of_trials(
     device: torch.device, *, given: int | None = None, local_ranks: int = 1, owed: int = 0
 ) -> MemoryLimit:
-    """Return the limit of a process: what is ``given`` [bytes], or on CPU its share of what its host has."""
+    """Return the limit of a process: ``given`` [bytes], or on CPU its share of the memory of its host."""
     if device.type == "cpu":
         if given is not None:
             return MemoryLimit(device, given, "memory_limit", owed)
@@ -156,8 +155,8 @@ def limit_of_trials(
 
 
 # -- Which errors mean that memory ran out, and how to get it back --
-# Only errors that say so count. A shape error, a device-side assertion or a bug must surface at once, not
-# be mistaken for a batch that is too large.
+# Only errors that say so count. A wrong shape, a device-side assertion or a bug must be reported at once, and not be
+# taken for a batch that is too large.
 
 # What allocators and libraries write, in lower case.
 _TEXTS = (
@@ -205,7 +204,7 @@ class Failure:
 
     summary: str  # the error's type and its first line
     out_of_memory: bool
-    # None when memory ran out: its traceback would hold the tensors of the frames it passed.
+    # None if memory ran out, because the traceback would keep the tensors of its frames alive.
     error: Exception | None = None
 
     @classmethod
@@ -218,8 +217,8 @@ class Failure:
 
 def attempt(function: Callable[[], Any]) -> Failure | None:
     """Call ``function`` and return how it failed, or ``None``."""
-    # When this returns, the ``except`` clause is over and nothing holds the frames of a call that ran out of
-    # memory: what they held can be freed.
+    # When this returns, the ``except`` clause has ended and nothing refers to the frames of a call that ran out of
+    # memory, so that their tensors can be freed.
     try:
         function()
     except Exception as error:
@@ -229,11 +228,11 @@ def attempt(function: Callable[[], Any]) -> Failure | None:
 
 def release_memory(*, collect: bool = True) -> None:
     """Give memory that nothing uses back to the device, or on CPU to the operating system."""
-    # Must not be called inside an ``except`` clause, whose error holds tensors.
+    # This must not be called in an ``except`` clause, whose error keeps tensors alive.
     if collect:
-        gc.collect()  # after an error reference cycles can hold tensors
+        gc.collect()  # after an error, reference cycles can keep tensors alive
     device = torch.accelerator.current_accelerator(check_available=True)
-    # Not by torch.accelerator.empty_cache, which raises if torch does not know the allocator of the device.
+    # torch.accelerator.empty_cache would raise if torch does not know the allocator of the device.
     backend: Any = None if device is None else getattr(torch, device.type, None)
     if hasattr(backend, "empty_cache") and getattr(backend, "is_initialized", lambda: True)():
         backend.empty_cache()
@@ -241,7 +240,7 @@ def release_memory(*, collect: bool = True) -> None:
 
 
 def ranks_that_are_full(failure: Failure | None, what: str) -> Mapping[int, str]:
-    """Return where memory ran out, and what did; another error of any rank ends all. Ranks: all; 4 bytes."""
+    """Return the ranks out of memory, with reasons; raise on all for any other error. Ranks: all; 4 bytes."""
     said = "" if failure is None else failure.summary
     if failure is not None and not failure.out_of_memory:
         said = "!" + said

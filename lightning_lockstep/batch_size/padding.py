@@ -26,7 +26,7 @@ def samples_in(batch: Any) -> int | None:
 
 
 def with_samples(batch: Any, size: int, ignored: Mapping[Key, float]) -> Any:
-    """Return a batch of ``size`` samples: those of ``batch``, then its last one again, or ``ignored`` values."""
+    """Return a batch of ``size`` samples: those of ``batch``, then copies of its last, with ``ignored`` values."""
     samples = samples_in(batch)
     if samples is None or samples >= size:
         return batch
@@ -43,7 +43,7 @@ def with_samples(batch: Any, size: int, ignored: Mapping[Key, float]) -> Any:
 
 
 def with_lengths(batch: Any, lengths: Sequence[int], values: Mapping[Key, float], dim: int) -> Any:
-    """Return a batch whose sequences have the smallest of the growing ``lengths`` that holds them, if one does."""
+    """Return a batch whose sequences are padded to the smallest of the growing ``lengths`` that holds them."""
 
     def padded(key: Key | None, tensor: Tensor) -> Tensor:
         if key is None or key not in values or tensor.dim() <= dim:
@@ -65,7 +65,7 @@ def parts(batch: Any) -> dict[Any, Any]:
 
 
 def _with_tensors(batch: Any, function: Callable[[Key | None, Tensor], Tensor]) -> Any:
-    """Return a batch with ``function(key, tensor)`` in the place of each tensor; the batch itself stays."""
+    """Return a batch with ``function(key, tensor)`` in place of each tensor; the given batch does not change."""
     made = {
         key: apply_to_collection(value, Tensor, partial(function, key)) for key, value in parts(batch).items()
     }
@@ -79,7 +79,7 @@ def _with_tensors(batch: Any, function: Callable[[Key | None, Tensor], Tensor]) 
     return made[None]
 
 
-# -- Which samples of the current batch are real, for the step that is under way --
+# -- Which samples of the current batch are real, for the current step --
 
 
 class CurrentBatch:
@@ -89,13 +89,13 @@ class CurrentBatch:
         self.forget()
 
     def forget(self) -> None:
-        """Begin again, without a batch."""
-        # (samples,) bool, of the real ones, on the CPU; None: no batch of the loader is padded.
+        """Reset, for a batch that is not padded."""
+        # (samples,) bool on the CPU, True for the real samples; None: no batch of the loader is padded.
         self.mask: Tensor | None = None
         self.was_asked = False  # whether the step has asked for the mask
 
 
-# One step runs at a time in a process; the step finds the mask of its batch here, whatever its batch looks like.
+# Only one step at a time runs in a process. The mask is kept here, because a batch may have no place for it.
 current = CurrentBatch()
 
 

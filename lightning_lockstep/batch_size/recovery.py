@@ -1,8 +1,9 @@
 """A batch that does not fit during a run is run again in micro-batches under the same optimizer step.
 
-The rank concerned does it alone, and DDP does not see its micro-batches; then DDP is made to send the gradients that
-the other ranks still wait for (see :mod:`lightning_lockstep.distributed.c10d_operators`). They see an ordinary, slower
-step. If single samples do not fit either, the rank raises, as it would without this; a step that fits sends nothing.
+Only the rank that ran out of memory does this, and DDP does not see its micro-batches. Then DDP is made to send the
+gradients that the other ranks still wait for (see :mod:`lightning_lockstep.distributed.c10d_operators`). They see an
+ordinary, slower step. If single samples do not fit either, the rank raises, as it would without this. Nothing more is
+sent for a step that fits.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from lightning_lockstep.steps.snapshot import BufferCopies, ModuleAttributes, Pa
 class _GuardedClosure(Closure):
     """Forward and backward of one batch, which a :class:`Recovery` runs."""
 
-    # Nothing in it refers back to it: a cycle would keep every batch alive until the collector's next run.
+    # It is in no reference cycle, which would keep every batch alive until the next garbage collection.
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class _GuardedClosure(Closure):
 
 
 class Recovery:
-    """Has the training steps of a fit survive running out of memory; made and closed by all ranks, together."""
+    """Lets the training steps of a fit survive running out of memory; all ranks make it together."""
 
     def __init__(
         self,
@@ -85,17 +86,17 @@ class Recovery:
         self._communicator = current_communicator()
         self.recovered = 0  # batches of this rank that were split
         self._epoch, self._trainable = -1, self._trained_now()
-        # Of the step that is being made: what had arrived of the gradients when its backward began, what it logged.
+        # For the current step: its gradients when its backward began, and what it has logged.
         self._marks: GradientMarks | None = None
         self._logged = LogRecord()
         self._undo = self._guard_closures()
 
     def close(self) -> None:
-        """Let the loop take its steps without a guard again."""
+        """Give the loop its own closures back."""
         self._undo()
 
     def _guard_closures(self) -> Callable[[], Any]:
-        """Have the fit loop use closures that can be run again in parts; returns what undoes it."""
+        """Make the fit loop use closures that can be run again in parts; return what undoes it."""
         loop = self._trainer.fit_loop.epoch_loop.automatic_optimization
 
         def make_closure(kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
@@ -117,7 +118,7 @@ class Recovery:
         if self._trainer.current_epoch != self._epoch:  # an epoch, or a resume, may freeze other parameters
             self._epoch, self._trainable = self._trainer.current_epoch, self._trained_now()
         result, failure = self._attempt(call, whole)
-        # Outside the except clause: what the failed step held is free again.
+        # This is outside of the except clause, so that the memory of the failed step is free again.
         if failure is not None:
             result = self._recover(call, failure)
         self._marks = None  # it refers to gradients
@@ -129,7 +130,7 @@ class Recovery:
         backward(loss)
 
     def _attempt(self, call: _GuardedClosure, whole: Callable[[], Any]) -> tuple[Any, str | None]:
-        # A repetition must not log again. Called around every step, so without a context manager.
+        # A repetition must not log again. Because this runs around every step, it uses no context manager.
         module = self._module
         self._marks, self._logged = None, LogRecord(module.log)
         self._logged.begin_part()
@@ -137,7 +138,7 @@ class Recovery:
         try:
             return whole(), None
         except Exception as error:
-            # The error of another rank may say what ran out there.
+            # The error of another rank may also say that memory ran out, but there.
             if isinstance(error, (RankFailedError, CollectiveError)) or not is_out_of_memory(error):
                 raise
             return None, Failure.of(error).summary[:200]
@@ -151,7 +152,7 @@ class Recovery:
         began = self._marks is not None
         missing = self._trainable if self._marks is None else self._marks.missing(self._trainable)
         if not began and call.zero_grad is not None:
-            call.zero_grad()  # with its hooks, as the step on the whole batch would have
+            call.zero_grad()  # as the step on the whole batch would have done
         result, gradients = self._in_micro_batches(call, missing, failure)
         deliver_gradients(self._ddp, gradients, backward_began=began)
         if result.closure_loss is not None:
@@ -178,15 +179,15 @@ class Recovery:
         self, call: _GuardedClosure, parts: int, missing: Sequence[nn.Parameter]
     ) -> tuple[Any, dict[nn.Parameter, Tensor | None]] | None:
         """Run the batch in that many parts."""
-        # They run on the module itself, without the gradient hooks of the wrapper and the program. Returns what the
-        # step on the whole batch would have returned, and the ``missing`` gradients, which had not come when memory
-        # ran out; ``None`` if it runs out again.
+        # The parts run on the module itself, without the gradient hooks of the wrapper and the program. This returns
+        # what the step on the whole batch would have returned, and the ``missing`` gradients, which had not arrived
+        # when memory ran out; ``None`` if memory runs out again.
         samples = samples_in(call.batch)
         weights = [samples_in(part) / samples for part in split(call.batch, parts)]
         log, results = LogRecord(), list[Any]()
         trained, module = self._trained_now(), self._module
-        # If the forward of the whole batch had ended, what it left is kept: running statistics, metrics, lists. If it
-        # had only begun, the metrics that it logged are kept.
+        # If the forward of the whole batch had ended, the parts must not change again what it has left: running
+        # statistics, metrics, lists. If it had only begun, they must not change the metrics that it has logged.
         left: list[Part] = [ModuleAttributes(metric) for metric in self._logged.metrics()]
         if self._marks is not None:
             left = [BufferCopies(module), ModuleAttributes(module)]
@@ -216,7 +217,7 @@ class Recovery:
             replaced(self._module, log=log),
             replaced(strategy, **refused),
             replaced(weights, in_parts=True) if weights is not None else nullcontext(),
-            # Its hooks are for the gradients of the whole batch.
+            # The hooks in it are for the gradients of the whole batch.
             replaced(precision, post_backward=lambda tensor, module: tensor.detach()),
         ):
             for part, weight in zip(split(call.batch, len(shares)), shares, strict=True):
@@ -239,7 +240,7 @@ class Recovery:
 
     def _count(self, text: str) -> None:
         self.recovered += 1
-        # Every batch of a run may be split from some point on; a few lines are enough.
+        # From some point on every batch may be split, and a few lines are enough.
         if self.recovered <= 3 or str(self.recovered).strip("0") in ("1", "3"):
             say(f"AutoBatchSize: rank {self._communicator.rank} {text} ({self.recovered} so far)")
 

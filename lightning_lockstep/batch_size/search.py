@@ -1,7 +1,7 @@
-"""The search for the largest batch size that fits: numbers in, a frozen proposal out, no Trainer in sight.
+"""The search for the largest batch size that fits: it takes numbers, gives a frozen proposal and needs no Trainer.
 
-A search is asked what to try (:meth:`SizeSearch.propose`) and given the outcome (:meth:`SizeSearch.record`).
-Ranks that are given the same outcomes propose the same.
+A search proposes what to try (:meth:`SizeSearch.propose`) and is given the outcome (:meth:`SizeSearch.record`). With
+the same outcomes all ranks propose the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Trial:
 
     size: int
     fits: bool  # on every rank
-    reasons: Mapping[int, str] = field(default_factory=dict)  # what ran out, by rank
+    reasons: Mapping[int, str] = field(default_factory=dict)  # why it does not fit, by rank
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Proposal:
     """What to do next."""
 
     stop: bool
-    size: int  # to try next; at the end the largest that was run and fitted, 0 when none did
+    size: int  # to try next; at the end the largest that was run and fitted, 0 if none did
     reason: str
 
 
@@ -77,7 +77,7 @@ class SizeSearch:
         else:
             self.high = trial.size if self.high is None else min(self.high, trial.size)
         if self.high is not None and self.low >= self.high:
-            # Memory in use elsewhere changed between two trials: what failed last counts.
+            # Another program's memory has changed between two trials, so the last failure counts.
             self.low = max((t.size for t in self.trials if t.fits and t.size < self.high), default=0)
 
     def _try(self, size: float, reason: str) -> Proposal:

@@ -1,4 +1,4 @@
-"""A whole search on all ranks: its options, its trials by real steps, the largest size that fitted, what people see."""
+"""A whole search on all ranks: its options, its trials by real steps, the size found, and what is printed."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class AutoBatchSizeSettings:
 
 
 def _engine_trials(trainer: Trainer) -> Any:
-    """Return what makes the steps of a trial if the strategy has an engine, or ``None``."""
+    """Return what makes the steps of a trial if the strategy has an engine, else ``None``."""
     return getattr(trainer.strategy, "engine_trials", None)
 
 
@@ -131,13 +131,11 @@ def refuse_split(trainer: Trainer) -> None:
         )
 
 
-# -- One trial of a batch size: real steps on a real batch, on this rank alone, then one message to the
-# others
+# -- One trial of a batch size: real steps on a real batch, on this rank alone, then one message to the others --
 #
-# A trial runs on the module itself, not on its distributed wrapper, so no gradient is reduced and no rank
-# can leave another in a collective. If an engine makes the steps, it makes those of a trial too. What is
-# sent to other ranks is answered at once, with tensors of the size that the real answer would have.
-# After each trial the ranks agree on how it went.
+# A trial runs the module itself, not its distributed wrapper, so no gradient is reduced and no rank can leave another
+# in a collective. If the strategy has an engine, the engine also makes the steps of a trial. Collectives are answered
+# at once, with tensors of the size that the real answer would have. After each trial the ranks agree on how it went.
 
 _STEPS = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
@@ -154,25 +152,25 @@ class TrialRunner:
         module: LightningModule,
         place: BatchLoaders,
         *,
-        steps: int,  # of a trial; the second is the first with the optimizer's state in place
+        steps: int,  # of a trial; only from the second on the optimizer's state takes memory from the beginning
         limit: MemoryLimit,
-        accumulates: bool,  # the run may, though the Trainer does not say so yet
+        accumulates: bool,  # whether the run may accumulate, although the Trainer does not say so yet
     ) -> None:
         self._trainer, self._module, self._place = trainer, module, place
         self._steps, self._limit, self._accumulates = steps, limit, accumulates
         self._kind = loop_of(trainer)
         self._engine = _engine_trials(trainer)
         self._engine_state: Any = None
-        # Once oneDNN had no memory for the code of a convolution in a thread, that thread can run no new convolution:
-        # it must not be the one that trains.
+        # If oneDNN has once had no memory for the code of a convolution in a thread, that thread can run no new
+        # convolution any more. So trials of convolutions do not run in the thread that trains.
         convolves = any(isinstance(one, _CONVOLUTIONS) for one in module.modules())
         self._compiles = limit.device.type == "cpu" and convolves
 
     def preserved(self) -> Snapshot:
-        """Return the state of the run, to put back once sizes have been tried."""
+        """Return the state of the run, to be restored after the trials."""
         if self._engine is not None:
             others = whole_run(self._module, generators=self._place.generators(), tensors=False)
-            self._engine_state = self._engine.state()  # with no gradients any more
+            self._engine_state = self._engine.state()  # after `whole_run` has taken the gradients away
             return Snapshot(others, self._engine_state)
         return whole_run(
             self._module,
@@ -183,21 +181,21 @@ class TrialRunner:
 
     def run(self, size: int) -> Trial:
         """Try ``size`` and agree on how it went."""
-        # What a trial leaves in attributes of the module must not take memory in the next one, nor be read by it.
+        # Attributes that a trial sets must not take memory in the next one, and the next one must not read them.
         gradients, attributes = Gradients(self._module), ModuleAttributes(self._module)
         with self._alone() as passes:
             failure = self._limit.attempt(lambda: self._steps_of(size, passes), in_thread=self._compiles)
         if self._engine_state is not None:
             self._engine_state.restore_structure()
         attributes.restore()
-        gradients.restore()  # and the flags of an optimizer that was toggled when memory ran out
+        gradients.restore()  # also the flags of an optimizer that was toggled when memory ran out
         release_memory(collect=failure is not None)
         full = ranks_that_are_full(failure, f"the step with batch size {size}")
         return Trial(size, not full, full)
 
     @contextmanager
     def _alone(self) -> Iterator[int]:
-        """Keep steps of the body from the run; yields how many batches make an optimizer step."""
+        """Isolate the steps of the body from the run; yield how many batches make an optimizer step."""
         with isolated(self._trainer, self._module, by_module=self._engine is None):
             if self._engine is None:
                 yield 1
@@ -241,8 +239,8 @@ def largest_to_try(
     place: BatchLoaders, max_val: int, global_batch: int | None, *, as_configured: bool, accumulate: int
 ) -> tuple[int, str]:
     """Return the largest size of a search, and why it tries none above it. Ranks: all, together; a reduction."""
-    # `global_batch`: samples of all ranks in an optimizer step, of `accumulate` micro-batches if it is None;
-    # `as_configured`: nobody has said how many.
+    # `global_batch`: samples of all ranks in an optimizer step; None: `accumulate` micro-batches of any size.
+    # `as_configured`: the user has not given it, so it is that of the configuration.
     communicator = current_communicator()
     most, why = max_val, f"it is max_val={max_val}"
     if global_batch is not None:
@@ -305,11 +303,12 @@ def run_search(
         say_once(_trial_line(len(trials), trial))
         return trial
 
-    # On CPU a size must need the same memory whatever was tried before; the run keeps this if a trial ran out.
+    # On CPU a size must need the same memory whatever was tried before. If a trial ran out of memory, the run itself
+    # keeps this setting.
     on_cpu = limit.device.type == "cpu"
     if on_cpu:
         return_freed_memory()
-    gc.freeze()  # else each collection would go through all objects from before the search
+    gc.freeze()  # so that a collection does not go through all objects from before the search
     try:
         with runner.preserved():
             while not (proposal := search.propose()).stop:
@@ -345,15 +344,15 @@ def _limit_of_run(trainer: Trainer, memory_limit: str | int | float | None) -> M
 
 
 def _with_margin(search: SizeSearch, size: int, margin: float, tried: Callable[[int], Trial]) -> int:
-    """Return the size below ``size`` by the margin, after it was run too."""
+    """Return the size that is smaller than ``size`` by the margin, after trying it too."""
     smaller = max(1, int(size * (1 - margin)))
     if size >= search.max_val or smaller == size:
-        return size  # nothing larger would have been run: the memory limit is not near
+        return size  # no larger size was to be tried, so the memory limit need not be near
     first = smaller
     while smaller >= 1:
         if tried(smaller).fits:
             return smaller
-        # Fragmentation or another process took what was free before: a size must fit when it is tried again.
+        # Fragmentation or another process has taken memory that was free, so a smaller size is tried.
         smaller = int(smaller * min(1 - margin, 0.9))
     raise BatchSizeError(
         f"batch size {first} did not fit, nor did any below it, although {size} had fitted just before: is another"
@@ -365,7 +364,7 @@ def _nothing_fits(search: SizeSearch, reason: str, limit: MemoryLimit) -> str:
     smallest = min(trial.size for trial in search.trials)
     if smallest > 1:
         return f"no batch size fits ({reason}); the smallest tried was {smallest}"
-    # On CPU most of it may be the interpreter's: a network of 10 kB stands in a process of 400 MiB.
+    # On CPU most of the memory may be the interpreter's: a network of 10 kB is in a process of 400 MiB.
     most = (
         ""
         if limit.size is None
@@ -378,7 +377,7 @@ def _nothing_fits(search: SizeSearch, reason: str, limit: MemoryLimit) -> str:
     )
 
 
-# -- What people see of a search: a line for each trial, two at the end, and a file --
+# -- What a search prints and writes: a line for each trial, two at the end, and a file --
 
 
 def _trial_line(number: int, trial: Trial) -> str:

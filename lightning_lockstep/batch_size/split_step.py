@@ -1,4 +1,4 @@
-"""A batch cut into micro-batches, and what they return and log put together again."""
+"""A batch cut into micro-batches, and how their results and logged values are combined."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def samples_in(batch: Any) -> int:
 
 def split(batch: Any, parts: int) -> list[Any]:
     """Cut a batch into that many micro-batches (one per sample at most), equal but for one sample."""
-    # Tensors whose first dimension is the batch's are cut, and so are lists and tuples of that length that
-    # hold no tensors; everything else goes into each part. Nothing is copied.
+    # Tensors with one entry for each sample are cut, and so are lists and tuples of that length without tensors;
+    # everything else goes into each part. Nothing is copied.
     samples = samples_in(batch)
     bounds = [samples * part // parts for part in range(parts + 1)]
     return [_cut(batch, samples, start, end) for start, end in pairwise(bounds)]
@@ -46,7 +46,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors of a batch of any structure, in its order."""
     found: list[Tensor] = []
 
-    def note(tensor: Tensor) -> Tensor:  # returned, because a container may take only tensors
+    def note(tensor: Tensor) -> Tensor:  # it returns the tensor, because a container may take only tensors
         found.append(tensor)
         return tensor
 
@@ -55,7 +55,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def _with_each(value: Any, kinds: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply a function as ``apply_to_collection`` does, in a batch that is a frozen dataclass too."""
+    """Apply a function as ``apply_to_collection`` does, also in a batch that is a frozen dataclass."""
     settings = getattr(type(value), "__dataclass_params__", None)
     if settings is None or not settings.frozen or isinstance(value, kinds):
         return apply_to_collection(value, kinds, function)
@@ -65,8 +65,8 @@ def _with_each(value: Any, kinds: Any, function: Callable[[Any], Any]) -> Any:
 
 def merged_extra(extras: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> dict[str, Any]:
     """Return what a training step returned in addition to the loss, as one step on the whole batch would have."""
-    # Single numbers are averaged with the weights; tensors with one entry a sample are joined; of anything
-    # else the first is taken.
+    # Single numbers are averaged with the weights, tensors with one entry per sample are joined, and of anything else
+    # the first is taken.
     merged: dict[str, Any] = {}
     for key, first in extras[0].items():
         values = [extra[key] for extra in extras if key in extra]
@@ -95,20 +95,20 @@ class _Call:
     """One call of ``self.log`` in a part."""
 
     value: Any
-    of_metric: Any  # what a metric gave for this part
+    of_metric: Any  # the value of a metric for this part alone
     options: Mapping[str, Any]
     weight: float  # of the part
     samples: int  # of the part
 
 
 class LogRecord:
-    """Stands in for ``LightningModule.log`` while the parts of a step run; then says what one batch would have."""
+    """Replaces ``LightningModule.log`` while the parts of a step run, then logs what the whole batch would have."""
 
-    # A value logged with ``sync_dist=True`` is a collective: the other ranks make one in this step, and so must this.
+    # Each value is logged once, because one with ``sync_dist=True`` is a collective, which the other ranks call once.
 
     def __init__(self, log: Callable[..., None] | None = None) -> None:
         self._log = log  # is called at once, too
-        # By name and how often a part has logged that name before; in the order of the calls.
+        # The key is the name, and how often the part has logged that name before; the order is that of the calls.
         self._calls: dict[tuple[str, int], list[_Call]] = {}
         self._in_part: dict[str, int] = {}
         self._part = (1.0, 1)  # its weight and samples
@@ -121,7 +121,7 @@ class LogRecord:
             self._log(name, value, *args, **kwargs)
         if type(value) is Tensor:
             value = value.detach() if value.is_floating_point() else value.float()  # as Lightning does
-        # What it gave for this part alone.
+        # The value for this part alone.
         of_metric = value._forward_cache if isinstance(value, Metric) else None
         options = {**dict(zip(_LOG_OPTIONS, args, strict=False)), **kwargs}
         key = name, self._in_part.get(name, 0)
@@ -129,12 +129,12 @@ class LogRecord:
         self._calls.setdefault(key, []).append(_Call(value, of_metric, options, *self._part))
 
     def metrics(self) -> list[Metric]:
-        """Return the metrics that were logged, which have seen the batch."""
+        """Return the metrics that were logged, which were updated with the batch."""
         found = (call.value for calls in self._calls.values() for call in calls)
         return [value for value in found if isinstance(value, Metric)]
 
     def replay(self, log: Callable[..., None], *, without: LogRecord | None = None) -> None:
-        """Log each value once, as of all parts together; what ``without`` has was logged already."""
+        """Log each value once, for all parts together; values that ``without`` has were logged already."""
         for (name, number), calls in self._calls.items():
             if without is None or (name, number) not in without._calls:
                 value, options = _together(calls)
@@ -150,14 +150,12 @@ def _together(calls: Sequence[_Call]) -> tuple[Any, dict[str, Any]]:
     sizes: list[Any] = [call.options.get("batch_size") for call in calls]
     if all(size is not None for size in sizes):  # else Lightning takes that of the whole batch
         samples = [call.samples for call in calls]
-        # A size that is the same in each part, and not its samples, does not come from the batch.
+        # A size that is the same in each part, and not the part's number of samples, does not come from the batch.
         fixed = sizes != samples and set(sizes) in ({1}, {sum(samples)})
         options["batch_size"] = sizes[0] if fixed else sum(sizes)
         weights = weights if fixed or not sum(sizes) else sizes
     first, values = calls[0].value, [call.value for call in calls]
-    if isinstance(
-        first, Metric
-    ):  # it has seen all parts, but its value for the batch is that of the last part
+    if isinstance(first, Metric):  # updated with all parts, but its value for the batch is the last part's
         if all(_is_number(call.of_metric) for call in calls):
             first._forward_cache = _weighted_mean([call.of_metric for call in calls], weights)
         return first, options

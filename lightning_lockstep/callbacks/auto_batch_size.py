@@ -116,7 +116,7 @@ class AutoBatchSize(BatchSizeFinder):
         self._keeper: EffectiveBatchSize | None = None
         if isinstance(size, int):
             self._keeper = EffectiveBatchSize(size, batch_arg_name=batch_arg_name)
-        # Puts back, when a run ends, what nobody asked to change.
+        # Restores, when a run ends, the settings that the user did not ask to change.
         self._as_configured: ExitStack | None = None
         self._recovery: Recovery | None = None
 
@@ -204,7 +204,7 @@ class AutoBatchSize(BatchSizeFinder):
                 logger.log_metrics({"batches_split": float(self.batches_split)}, step=trainer.global_step)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let go of the loop, and put back the size that was configured. Ranks: any, alone."""
+        """Release the loop, and restore the configured size. Ranks: any, alone."""
         if self._as_configured is not None:
             self._as_configured.close()
             self._as_configured = None
@@ -214,16 +214,16 @@ class AutoBatchSize(BatchSizeFinder):
             self._recovery = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let go of the loop and the module, which have no teardown then. Ranks: any, alone."""
+        """Do the same after an error, because Lightning calls no teardown then. Ranks: any, alone."""
         self.teardown(trainer, pl_module, "fit")
 
     def _place_and_keeper(
         self, trainer: Trainer, module: LightningModule
     ) -> tuple[BatchLoaders, EffectiveBatchSize | None]:
-        """Return where the batch size lives, and what divides the global batch of a fit, if anything does."""
+        """Return where the batch size is kept, and what divides the global batch of a fit, if anything does."""
         settings = self.settings
         keeper = keeper_of_global_batch(trainer, self._keeper, settings.global_batch_size)
-        # A loader's hook may read it. What a keeper accumulates is decided afterwards, from the size found.
+        # A hook that makes a loader may read the accumulation. A keeper sets its own later, from the size found.
         accumulate = trainer.accumulate_grad_batches if keeper is None else 1
         with Snapshot(RandomState.capture()), replaced(trainer, accumulate_grad_batches=accumulate):
             place = BatchLoaders(trainer, module, settings.batch_arg_name)
@@ -234,8 +234,7 @@ class AutoBatchSize(BatchSizeFinder):
             )
         if keeper is not None or settings.global_batch_size is not None:
             return place, keeper
-        # Nobody has asked for another size: put it back after the run, so that the next one does not take the size of
-        # this one.
+        # The user has not asked for another size, so it is restored after the run and does not affect the next one.
         self._as_configured = ExitStack()
         self._as_configured.enter_context(place.former_size())
         if in_fit(trainer):

@@ -22,8 +22,8 @@ class ConsolidateCheckpoints(Callback):
     """Writes the best and the last checkpoint folder of a fit as one plain file each, when the fit ends.
 
     ``best.ckpt/`` becomes ``best.consolidated.ckpt`` next to it, which loads without DeepSpeed. It holds the
-    weights and the state of the loops; the state of the optimizer stays in the folder. If DeepSpeed has
-    written no folder, there is nothing to do. A folder that cannot be consolidated, such as one whose parts are
+    weights and the state of the loops; only the folder has the state of the optimizer. If DeepSpeed has
+    written no folder, the callback does nothing. A folder that cannot be consolidated, such as one whose parts are
     on the disks of several nodes, does not end the run: a warning shows the command to run.
 
     Args:
@@ -52,7 +52,7 @@ class ConsolidateCheckpoints(Callback):
     def _consolidate(self, folder: Path) -> None:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", RuntimeWarning)  # of what only the folder can hold
+                warnings.simplefilter("ignore", RuntimeWarning)  # about state that only the folder can hold
                 written = consolidate(folder, consolidated_name(folder), dtype=self.dtype)
         except ConfigurationError as error:
             _log.warning(f"{error} Once that is mended, run: lockstep-consolidate {folder}")

@@ -23,7 +23,7 @@ Reduction = Literal["mean", "min", "max", "rank0"]
 
 
 class Entry(NamedTuple):
-    """What one rank has of the monitored metric."""
+    """What one rank knows of the monitored metric."""
 
     value: float | None  # None: the rank has not logged it
     dtype: torch.dtype = torch.float32  # of the metric
@@ -37,8 +37,9 @@ class Reduced(NamedTuple):
     not_finite: tuple[int, ...]  # ranks whose value took part and is nan or infinite
 
 
-def reduce_entries(entries: Sequence[Entry], how: Reduction) -> Reduced:  # in rank order; one has a value
-    """Return one value from those of the ranks that have the metric; ``rank0``: of the lowest such rank."""
+def reduce_entries(entries: Sequence[Entry], how: Reduction) -> Reduced:
+    """Return one value from those of the ranks that have the metric; ``rank0`` takes that of the lowest such rank."""
+    # The entries are in rank order, and at least one has a value.
     values = {rank: entry.value for rank, entry in enumerate(entries) if entry.value is not None}
     first = min(values)
     if how == "rank0":
@@ -172,7 +173,7 @@ class SyncedEarlyStopping(EarlyStopping):
         self._check(trainer, current_communicator().gather(own))
 
     def _check(self, trainer: Any, entries: Sequence[Entry]) -> None:
-        """Decide from what all ranks have; all of them are here with the same entries."""
+        """Decide from the entries of all ranks, which are the same on every rank."""
         absent = sum(entry.value is None for entry in entries)
         nobody_has_it = absent == len(entries)
         if (nobody_has_it and self.strict) or (0 < absent < len(entries) and self.missing == "error"):
@@ -182,7 +183,7 @@ class SyncedEarlyStopping(EarlyStopping):
                 warnings.warn(missing_message(self.monitor, entries), RuntimeWarning, stacklevel=2)
             return
         value, not_finite = reduce_entries(entries, self.reduce)
-        if not_finite and self.check_finite:  # it stops, whatever the others have
+        if not_finite and self.check_finite:  # this ends the fit, whatever the values of the other ranks are
             value = torch.tensor(entries[not_finite[0]].value)
         stop, message = self._evaluate_stopping_criteria(value)  # Lightning's, or that of a subclass
         if not_finite and self.check_finite and message and len(entries) > 1:
@@ -191,5 +192,5 @@ class SyncedEarlyStopping(EarlyStopping):
             trainer.should_stop = True
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason_message = message
-        if message and self.verbose:  # the same on all ranks, so that once is enough
+        if message and self.verbose:  # the message is the same on all ranks, so it is logged once
             self._log_info(trainer, message, log_rank_zero_only=True)

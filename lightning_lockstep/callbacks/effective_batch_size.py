@@ -60,9 +60,9 @@ class EffectiveBatch:
 
 def plan_effective_batch(requested: int, *, ranks: int, largest: int, any_size: bool) -> EffectiveBatch:
     """Divide a global batch of ``requested`` samples so that a micro-batch has ``largest`` per rank at most."""
-    # `any_size`: the micro-batches of ranks may differ by one sample, so that every global batch is possible. Otherwise
-    # an exact division is taken, unless it needs more than twice as many micro-batches as the memory asks for (a prime
-    # number of samples would be trained one by one); then the nearest total is taken.
+    # With `any_size` the micro-batches of ranks may differ by one sample, so that every global batch is possible.
+    # Otherwise an exact division is taken, unless it needs more than twice as many micro-batches as the memory requires
+    # (a prime number of samples would be trained one by one). Then the nearest total is taken.
     if any_size:
         count = -(-requested // (ranks * largest))
         return EffectiveBatch(requested, micro_batches(requested, count), ranks)
@@ -236,6 +236,6 @@ def keeper_of_global_batch(
 
 
 def unaccumulated(trainer: Trainer, module: LightningModule, name: str) -> BatchLoaders:
-    """Return where the batch size lives, before it is decided how many micro-batches are accumulated."""
-    with replaced(trainer, accumulate_grad_batches=1):  # a loader's hook may read it
+    """Return where the batch size is kept, before the number of accumulated micro-batches is decided."""
+    with replaced(trainer, accumulate_grad_batches=1):  # a hook that makes a loader may read it
         return BatchLoaders(trainer, module, name)

@@ -42,7 +42,7 @@ class FP32Modules(Callback):
         self._changed: list[nn.Module] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Change the modules, unless that was done already."""
+        """Change the modules, unless they are changed already."""
         if not self._changed:
             chosen = self.chosen(pl_module)
             self._changed = [run_in_fp32(module) for module in chosen if not runs_in_fp32(module)]

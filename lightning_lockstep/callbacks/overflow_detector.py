@@ -39,8 +39,8 @@ class OverflowDetector(Callback):
         report_dir: Folder for the reports, which then get a picture too (needs matplotlib); by default the
             folder ``overflow`` in the run's log folder, without a picture.
         max_skips: For ``"skip"``: how many in a row.
-        check_every_n_steps: Optimizer steps between two looks. ``None``: each step; every 10 on XLA devices, because
-            each look stops them. The batches since the last look are kept, and the first with a bad loss or
+        check_every_n_steps: Optimizer steps between two checks. ``None``: each step; every 10 on XLA devices, because
+            each check makes them wait. The batches since the last check are kept, and the first with a bad loss or
             activation is replayed with the weights of the later step.
         scale_floor: Loss scale at or below which an overflow of scaled gradients is an alarm.
         timeout: Longest wait for the other ranks' findings after a hit [s].
@@ -96,7 +96,7 @@ class OverflowDetector(Callback):
         return self._counters.reports
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what cannot work, and open the side channel while all ranks are here."""
+        """Refuse a strategy that cannot work, and open the side channel while all ranks are here."""
         if stage == "fit":
             refuse_strategy(trainer)
             _ = current_communicator().side_channel
@@ -126,12 +126,12 @@ class OverflowDetector(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Let go of the batch."""
+        """Release the batch."""
         if self._detection is not None:
             self._detection.batch_end()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read what has not been read yet, and take everything away."""
+        """Read the values that have not been read yet, and remove everything."""
         try:
             if self._detection is not None:
                 self._detection.end()
@@ -139,11 +139,11 @@ class OverflowDetector(Callback):
             self._remove()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Take everything away."""
+        """Remove everything."""
         self._remove()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take everything away."""
+        """Remove everything."""
         self._remove()
 
     def state_dict(self) -> dict[str, Any]:

@@ -22,10 +22,10 @@ _AT_THE_END = 1.0
 class RankOrderedLogging(Callback):
     """Makes the logs of a run with many ranks readable.
 
-    The console shows ``host:rank`` with every line, once: rank 0's own lines, what any rank logs with
-    ``in_order=True``, and a warning that several ranks give once. Each rank's file has everything that rank
-    logs. Lightning's loggers, those of other libraries and Python's warnings are included. The root logger and
-    all levels are unchanged.
+    The console shows ``host:rank`` on every line, and prints rank 0's own lines, the lines that any rank logs with
+    ``in_order=True``, and each warning once, even if several ranks give it. Each rank's file has everything that this
+    rank logs. Lightning's loggers, those of other libraries and Python's warnings are included. The levels of all
+    loggers stay as they are.
 
     Args:
         level: Lowest level on the console. A logger whose own level is higher, such as Python's default, gives less.
@@ -63,13 +63,13 @@ class RankOrderedLogging(Callback):
         self._captured = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Take the console over and open this rank's file.
+        """Take over the console and open this rank's file.
 
         Ranks: all, together; with files, a broadcast and a gather.
         """
         global _active
         if _active is not None:
-            _active._end()  # of a fit that ended with an exception, perhaps in a notebook
+            _active._end()  # a fit before this one ended with an exception, perhaps in a notebook
         _active = self
         communicator = current_communicator()
         if communicator.world_size > 1:
@@ -86,7 +86,7 @@ class RankOrderedLogging(Callback):
             handlers.append(self._file)
             logger.local_handlers.append(self._file)
         self._takeover = ConsoleTakeover(handlers)
-        # Under pytest, which collects warnings itself, they are left as they are.
+        # Under pytest, which collects warnings itself, this does nothing with them.
         if warnings.showwarning.__module__ == "warnings":
             logging.captureWarnings(True)
             self._captured = True
@@ -103,7 +103,7 @@ class RankOrderedLogging(Callback):
     def _console(self, communicator: Communicator) -> ConsoleHandler:
         console = ConsoleHandler(communicator.rank, level=self.level)
         if communicator.rank != 0:
-            # Lines that name their rank are those that their caller wants from every rank.
+            # Only lines that name their rank are printed here; their caller wants them from every rank.
             console.addFilter(lambda record: hasattr(record, "lockstep_ranks"))
         return console
 
@@ -125,7 +125,7 @@ class RankOrderedLogging(Callback):
         if self._sender is not None:
             self._sender.flush()
             if self._sender.collector is not None:
-                # While the console is still ours: the handlers that it had before may print no INFO.
+                # This comes before the former handlers are back, because those may not print INFO.
                 self._sender.collector.settle(min(self.order_timeout, _AT_THE_END))
         if self._file is not None and self._file in logger.local_handlers:
             logger.local_handlers.remove(self._file)

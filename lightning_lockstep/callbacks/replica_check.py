@@ -38,8 +38,8 @@ class ReplicaCheck(Callback):
         every_n_steps: Batches between two checks.
         action: ``"raise"`` raises on all ranks; ``"warn"`` reports each difference once and goes on.
         optimizer_state: Whether the state of optimizers is compared too, if several ranks hold the same.
-        buffers: ``"auto"`` compares those that the ranks share: not the statistics of BatchNorm without
-            synchronization, nor others that each rank computes from its own batches; ``"all"``; ``"none"``.
+        buffers: ``"auto"`` compares the buffers that the ranks share, and leaves out the statistics of BatchNorm
+            without synchronization and others that each rank computes from its own batches; or ``"all"``, ``"none"``.
         data: Whether the batches of the ranks are compared.
         audit_every_n_steps: Batches between two audits: each rank runs the micro-batch of the rank before it, and
             loss and gradients must be the same to the bit, which finds a device that computes wrongly. 0: none.
@@ -81,7 +81,7 @@ class ReplicaCheck(Callback):
         self._run: _Run | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse an audit that cannot work, open the side channel while all ranks are here. Ranks: all, together."""
+        """Refuse an audit that cannot work, and open the side channel. Ranks: all, together."""
         if stage == "fit":
             self._stop()
             if self.audit_every_n_steps:
@@ -104,7 +104,7 @@ class ReplicaCheck(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Look at the batch, if it is time to. Ranks: all, together, if it is audited."""
+        """Record the batch for a check or audit that is due. Ranks: all, together, if it is audited."""
         if self._run is not None:
             self._run.take_batch(batch)
             self._run.audit(batch, batch_idx)
@@ -112,14 +112,14 @@ class ReplicaCheck(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        """Look at the gradients of the last step before a check."""
+        """Keep checksums of the gradients in the last step before a check."""
         if self._run is not None:
             self._run.take_gradients(optimizer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Check, if it is time to, and act on what rank 0 has found. Ranks: every rank, after every batch."""
+        """Check if that is due, and act on what rank 0 has found. Ranks: every rank, after every batch."""
         if self._run is not None:
             self._run.batch_done()
 
@@ -130,11 +130,11 @@ class ReplicaCheck(Callback):
         self._stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Take everything away. Ranks: any, alone."""
+        """Remove everything. Ranks: any, alone."""
         self._stop()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take everything away. Ranks: any, alone."""
+        """Remove everything. Ranks: any, alone."""
         self._stop()
 
     def _stop(self) -> None:
@@ -155,7 +155,7 @@ class _Run:
         fit, self._differing = differing_facts(self._communicator, facts(trainer, module))
         self._checks = RankChecks(self._communicator, fit, trainer)
         self._batches = BatchRecorder(trainer, settings.every_n_steps) if settings.data else None
-        # Rank 0's setting, in case another rank has another one: all must audit together.
+        # All ranks take rank 0's setting, because they must audit together.
         self._audit_every = self._communicator.broadcast(settings.audit_every_n_steps)
         self._audit = Audit(trainer, module, self._communicator) if self._audit_every else None
         self._trained = self._contents.trained()
@@ -196,7 +196,7 @@ class _Run:
             self._audit = None
 
     def take_gradients(self, optimizer: Any) -> None:
-        # The next step of this optimizer replaces what is kept, so that a check sees the last step before it.
+        # Each step of an optimizer replaces what the one before has kept, so that a check sees the last step.
         if self._contents.sees_gradients and self._until_check() <= self._trainer.accumulate_grad_batches:
             named = self._contents.gradients(optimizer)
             self._gradients[id(optimizer)] = named.names, named.checksums()
@@ -224,7 +224,7 @@ class _Run:
             hook.remove()
 
     def _until_check(self) -> int:
-        """Return how many batches there are until the next check, 1 for the one in hand."""
+        """Return how many batches there are until the next check; 1: the current batch is checked."""
         if self._count in (0, PROBED - 1):
             return 1
         left = self._settings.every_n_steps - self._count % self._settings.every_n_steps

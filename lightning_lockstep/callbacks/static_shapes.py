@@ -59,8 +59,8 @@ class _Compilations:
 
 
 def _records() -> list[Any]:
-    """Return torch's records of its last 64 compilations; nothing public says when something was compiled."""
-    utils = sys.modules.get("torch._dynamo.utils")  # there once torch.compile was used
+    """Return torch's records of its last 64 compilations; no public function says when something was compiled."""
+    utils = sys.modules.get("torch._dynamo.utils")  # which torch.compile imports when it is first used
     return [] if utils is None else list(utils.get_compilation_metrics())
 
 
@@ -80,7 +80,7 @@ class LateBatch(NamedTuple):
     before: Shapes  # of the stage's batch before it
 
     def line(self) -> str:
-        """Return what is said of it."""
+        """Return the line that is logged."""
         text = (
             f"{self.stage} batch {self.batch_idx} (step {self.step}) compiled {counted(self.graphs, 'graph')}"
         )
@@ -97,7 +97,7 @@ class LateBatch(NamedTuple):
 # -- The callback --
 
 _BATCH_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm)
-# So many first batches of a stage may compile without a warning; in training so many optimizer steps.
+# The number of first batches of a stage (in training: of optimizer steps) that may compile without a warning.
 _EXPECTED = 2
 
 
@@ -105,8 +105,8 @@ class StaticShapes(Callback):
     """Pads batches to the same shapes, and names each batch whose shapes were compiled after the first ones.
 
     ``torch.compile`` and torch-xla compile a step again for a last batch that is smaller, for another batch size in
-    evaluation, and for each length of sequence. Without arguments nothing is padded: the batches that compile are
-    named, and what would save that. Prediction is never padded.
+    evaluation, and for each length of sequence. Without arguments nothing is padded: a warning names each batch that
+    compiles, and the argument that would avoid it. Batches of prediction are never padded.
 
     Samples that are added must not count. A step whose batches may be filled up asks which samples are real, with
     :meth:`real_samples` or :meth:`mean`, or ``ignored`` marks them; otherwise it is refused at its first batch. What
@@ -182,11 +182,11 @@ class StaticShapes(Callback):
         self._batches: Counter[str] = Counter()  # by stage
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take the place of a method of the strategy, and start a new record. Ranks: any, alone."""
+        """Replace a method of the strategy, and start a new record. Ranks: any, alone."""
         self._take_away()
         strategy: Any = trainer.strategy
         self._begin(on_xla=strategy.root_device.type == "xla")
-        if stage == "fit":  # a test after a fit is at its size, too
+        if stage == "fit":  # otherwise the size of the fit before is kept, for a test after it
             self._training_size = None
             self._refuse_splits(trainer)
         move = strategy.batch_to_device
@@ -198,8 +198,8 @@ class StaticShapes(Callback):
         self._undo = put_in_place(strategy, "batch_to_device", batch_to_device)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """From here on batches are those of the run; raises if samples cannot be added. Ranks: all."""
-        # Not at the start of an epoch, which Lightning leaves out if a run resumes in the middle of one.
+        """Pad batches from here on; raise if samples cannot be added. Ranks: all."""
+        # The start of an epoch would be too late: Lightning calls no hook there if a run resumes in the middle of one.
         self._is_on = True
         loaders = self._loaders(trainer, "training")
         self._training_size = batch_size_of(loaders[0])
@@ -221,7 +221,7 @@ class StaticShapes(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Note what was compiled outside of batches, and weight what is logged by the real samples."""
+        """Leave out what was compiled before the batch, and weight what is logged by the real samples."""
         self._take(trainer)
         results: Any = trainer._results
         if current.mask is not None and results is not None:
@@ -250,17 +250,17 @@ class StaticShapes(Callback):
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As for training; the same for test and the check before training."""
+        """Pad batches from here on; the same in a test and in the sanity check."""
         self._is_on = True
 
     on_sanity_check_start = on_test_start = on_validation_start
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave nothing behind. Ranks: any, alone."""
+        """Restore the strategy. Ranks: any, alone."""
         self._take_away()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave nothing behind. Ranks: any, alone."""
+        """Restore the strategy. Ranks: any, alone."""
         self._take_away()
 
     def _take_away(self) -> None:
@@ -270,7 +270,7 @@ class StaticShapes(Callback):
         current.forget()
 
     def _take(self, trainer: Trainer) -> tuple[int, float]:
-        """Count what was compiled up to here, after starting what was called but not yet compiled."""
+        """Count what was compiled up to here, after starting the pending operations."""
         strategy: Any = trainer.strategy
         if hasattr(strategy, "device_seed"):  # its devices run operations later than they are called
             strategy.sync()
@@ -325,7 +325,7 @@ class StaticShapes(Callback):
         )
 
     def _shaped(self, trainer: Trainer, batch: Any, dataloader_idx: int) -> Any:
-        """Return a batch in the shapes of its stage, and note how many of its samples are real."""
+        """Return a batch padded to the shapes of its stage, and record how many of its samples are real."""
         stage = _stage_of(trainer)
         current.forget()
         if not self._is_on or stage == "predict":

@@ -83,7 +83,7 @@ class StopTogether(Callback):
         self._agreement = connect()
         self._agreement.start_over(keep_requests=True)
         count_in_fit(True)
-        LoaderPosition.attach(trainer)  # strategies of this package have done so
+        LoaderPosition.attach(trainer)  # which strategies of this package have done already
         if self.stop_file is not None and self._communicator.local_rank == 0:
             self._file = StopFile(Path(trainer.default_root_dir, self.stop_file), self._preempt)
 
@@ -94,11 +94,11 @@ class StopTogether(Callback):
         self._signal_watch = SignalWatch(sorted(numbers), self._preempt)
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
-        """Take the signals over; Lightning has set its own handlers just before."""
+        """Take over the signals; Lightning has set its own handlers just before."""
         self._take_signals()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Take the signals over if there was no sanity check."""
+        """Take over the signals if there was no sanity check."""
         self._take_signals()
 
     def on_train_batch_end(
@@ -110,7 +110,7 @@ class StopTogether(Callback):
         if self._file is not None:
             self._file.look()
         self.decision = self._agreement.passed() or self.decision
-        # Gradients that were accumulated but not applied would be lost.
+        # In the middle of an optimizer step the accumulated gradients would be lost.
         if self.decision is not None and _completes_optimizer_step(trainer):
             self._leave(trainer, self.decision)
 
@@ -161,7 +161,7 @@ class StopTogether(Callback):
             self._save_and_end(trainer, decision.reason)
         else:
             self._warn(trainer, f"All ranks leave after this batch. {decision.reason}")
-        # `min_epochs` and `min_steps` are about early stopping; this is an explicit request.
+        # `min_epochs` and `min_steps` delay early stopping, and must not delay an explicit request.
         loop = trainer.fit_loop
         self._minimum = loop.min_epochs, loop.epoch_loop.min_steps
         loop.min_epochs = loop.epoch_loop.min_steps = None
@@ -174,7 +174,7 @@ class StopTogether(Callback):
         if self._file is not None:
             self._file.remove()
         goes_on = f"resume from {path}"
-        if asks_slurm and trainer.is_global_zero:  # it alone says what becomes of the job
+        if asks_slurm and trainer.is_global_zero:  # rank 0 alone requeues the job and says so
             refused = requeue_job()
             goes_on = f"Slurm was asked to requeue the job, to resume from {path}"
             if refused is not None:
@@ -191,10 +191,10 @@ class StopTogether(Callback):
         folder = self.dirpath or getattr(trainer.checkpoint_callback, "dirpath", None)
         folder = folder or Path(trainer.default_root_dir, "checkpoints")
         chosen = str(Path(folder, f"{self.filename}.ckpt"))
-        if asks_slurm:  # from there Lightning resumes once Slurm has requeued the job
+        if asks_slurm:  # Lightning resumes from this path once Slurm has requeued the job
             chosen = str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
         path: str = self._communicator.broadcast(chosen)
-        if asks_slurm:  # which may end this process while it requeues the job
+        if asks_slurm:  # because Slurm may end this process while it requeues the job
             for logger in trainer.loggers:
                 logger.finalize("finished")
         trainer.save_checkpoint(path)

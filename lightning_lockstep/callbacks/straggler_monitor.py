@@ -90,19 +90,19 @@ class StragglerMonitor(Callback):
             self._undo.append(watch_waits(self._timer.wait_begins, self._timer.wait_ends))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave out the first step of an epoch, in which loaders start; a validation, and the step after it."""
+        """Leave out the first step of an epoch, in which loaders start, a validation and the step after it."""
         if self._timer is not None:
             self._timer.interrupt()
 
     on_validation_start = on_train_epoch_start
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Note the begin of a backward pass."""
+        """Record the begin of a backward pass."""
         if self._timer is not None:
             self._timer.backward_begins(loss)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note its end."""
+        """Record the end of a backward pass."""
         if self._timer is not None:
             self._timer.backward_ends()
 
@@ -169,7 +169,7 @@ class StragglerMonitor(Callback):
         if collection is not None:
             self._tell(trainer, collection)
             self.verdict = collection.tracker.conclusion()
-            # After a failure nobody waits for the last figures, so it means nothing that they are missing.
+            # After a failure rank 0 does not wait for the last figures, so it does not report them as missing.
             missing = collection.missing if timeout > 0 else ()
             say(report(collection.tracker, collection.hosts, missing))
         self._stop()

@@ -2,16 +2,16 @@
 
 Three things are done in each run of Lightning's loops for validation, test and prediction:
 
-- A rank that has no sample of its own in a batch (the data set has fewer samples than there are ranks) runs the step on
-  a padding sample, because the other ranks may wait for it. What the step adds to metrics and to logged values is taken
-  away again, so that whatever it gives does not count, nan included.
+- A rank without a sample of its own in a batch (the last batch may have fewer samples than there are ranks) runs the
+  step on a padding sample, because the other ranks may wait for it. What the step adds to metrics and to logged values
+  is taken away again, so that nothing of it counts, not even nan.
 - Before Lightning reads what was logged for an epoch, one gather combines the values of all ranks, each with the weight
-  that Lightning has given it. A rank takes part whatever it has logged. It goes over the side channel, so that a rank
-  that has ended waits in no collective while others are within one of theirs.
-- A metric whose lists have different lengths on the ranks is gathered by whole lists. torchmetrics would gather one
-  element after the other, and a rank with fewer would leave the others waiting.
+  that Lightning has given it. Every rank takes part, whatever it has logged. The gather goes over the side channel, so
+  that a rank at the end of its batches waits in no collective while other ranks are in those of their steps.
+- If the lists of a metric have different lengths on the ranks, whole lists are gathered. torchmetrics would gather one
+  element after the other, and a rank with fewer elements would leave the others waiting.
 
-Left to Lightning are values logged with ``sync_dist=True`` or ``rank_zero_only=True``. At a step, ``sync_dist=True``
+Lightning itself reduces values logged with ``sync_dist=True`` or ``rank_zero_only=True``. At a step, ``sync_dist=True``
 gives the mean of all ranks, in which a padding sample counts.
 """
 
@@ -37,7 +37,7 @@ from lightning_lockstep.steps.snapshot import ModuleAttributes
 
 
 def count_each_sample_once(trainer: Any, timeout: float) -> None:
-    """Have the loops of a Trainer do so from now on. Ranks: all; they gather at the end of each evaluation."""
+    """Make the loops of a Trainer do this from now on. Ranks: all; they gather at the end of each evaluation."""
     # `timeout`: longest wait there for another rank [s].
     validations = trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop
     for loop in (*validations, trainer.test_loop, trainer.predict_loop):
@@ -69,7 +69,7 @@ class _Evaluation:
         return outputs
 
     def _hooks(self) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Yield what takes the place of methods of Lightning: of a step, and before what was logged is read."""
+        """Yield replacements for methods of Lightning: for a step, and for what reads the logged values."""
         loop, connector = self._loop, self._trainer._logger_connector
         name = "_predict_step" if hasattr(loop, "_predict_step") else "_evaluation_step"
         make_step = getattr(loop, name)
@@ -119,7 +119,7 @@ class _Evaluation:
 
     @contextmanager
     def _not_counting(self) -> Iterator[None]:
-        """Put metrics and logged values back when the body ends; what it logs exists then, with nothing in it."""
+        """Restore metrics and logged values when the body ends; what it was the first to log stays, but empty."""
         logs = self._loop._results
         results = {} if logs is None else logs
         kept = [ModuleAttributes(one) for one in (*self._metrics(), *results.values())]
@@ -132,10 +132,10 @@ class _Evaluation:
             attributes.restore()
         for key, one in results.items():
             one.has_reset = not logged[key]
-            one._computed = None  # else it may be that of the epoch before
+            one._computed = None  # which may be that of the epoch before
 
     def _before_reading(self, ended: bool) -> None:
-        """Combine what was logged for the loader that has ended, or outside of loaders. Ranks: all, together."""
+        """Combine what was logged for a loader, or outside of loaders at the end. Ranks: all, together."""
         # Every rank gathers once for each loader and once at the end, even if a loader has given it no batch.
         results = self._loop._results
         number = 1 if _joins_batches(self._loop) else len(self._loop._combined_loader.flattened)
@@ -145,7 +145,7 @@ class _Evaluation:
             self._gathers += 1
 
     def _combine(self, results: Any, index: int | None) -> None:
-        """Give each value that a rank has logged for a loader, and Lightning does not reduce, to all ranks."""
+        """Combine the values logged for a loader that Lightning does not reduce, on all ranks."""
         own = {key: one for key, one in results.items() if key not in self._combined and _is_of(one, index)}
         gather = current_communicator().side_channel.get_or_create(_gather)
         gather.timeout = self._timeout
@@ -159,7 +159,7 @@ class _Evaluation:
         device = self._trainer.strategy.root_device
         before, results.dataloader_idx = results.dataloader_idx, index
         for key, values in logged.items():
-            if key not in own:  # another rank has logged it, and a callback may ask for it on all
+            if key not in own:  # only another rank has logged it, but a callback may ask for it on every rank
                 reduce = self._trainer.strategy.reduce
                 results.log(value=torch.zeros((), device=device), sync_dist_fn=reduce, **values[0].how)
             results[key]._computed = _Logged.combined(values).to(device)
@@ -172,7 +172,7 @@ def _gather(channel: SideChannel) -> Gather:
 
 
 def _is_of(one: Any, index: int | None) -> bool:
-    """Return whether a result is a value of an epoch that this rank alone would compute, of that loader."""
+    """Return whether a result is a value of that loader for the epoch that Lightning would not reduce."""
     meta = one.meta
     left_out = one.has_reset or meta.sync.should or meta.sync.rank_zero_only or not meta.on_epoch
     return bool(one.is_tensor and meta.dataloader_idx == index and not left_out)
@@ -181,7 +181,7 @@ def _is_of(one: Any, index: int | None) -> bool:
 class _Logged(NamedTuple):
     """A value that a rank has logged for an epoch."""
 
-    value: float  # of a mean the sum
+    value: float  # for a mean, the weighted sum
     weight: float
     dtype: str  # without 'torch.'
     how: dict[str, Any]  # arguments with which it is logged
@@ -211,7 +211,7 @@ class _Logged(NamedTuple):
 
 
 def _with_whole_lists(metric: Metric, sync: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Gather the states of a metric, those that are lists as a whole if they differ in length. Ranks: all, together."""
+    """Gather a metric's states, as whole lists if their lengths differ between ranks. Ranks: all, together."""
     own = {name: state for name, state in metric.metric_state.items() if isinstance(state, list)}
     communicator = current_communicator()
     lengths = communicator.gather([len(state) for state in own.values()]) if own else []
@@ -222,7 +222,7 @@ def _with_whole_lists(metric: Metric, sync: Callable[..., None], *args: Any, **k
     for name in own:
         setattr(metric, name, [])
     sync(*args, **kwargs)
-    for name in own:  # in turn, as torchmetrics does, which is the order of the data set
+    for name in own:  # one element of each rank in turn, as in torchmetrics: the order of the data set
         in_turn = chain.from_iterable(zip_longest(*(one[name] for one in of_ranks), fillvalue=_NOTHING))
         whole = [element for element in in_turn if element is not _NOTHING]
         setattr(metric, name, move_data_to_device(whole, metric.device))

@@ -1,9 +1,9 @@
 """One order of samples for all ranks: each epoch is cut into global batches, and each of those divided among the ranks.
 
-Lightning gives a loader a sampler that draws the order by seed and epoch and repeats samples until all ranks have as
-many. Here that sampler gives the whole order. Of each global batch rank ``r`` gets ``batch[r::ranks]``, so that a step
-sees the same samples on any number of ranks, and the parts differ by one sample at most. Every rank has the same number
-of batches. A rank that has no sample of a global batch gets a padding sample, which must not count.
+Lightning gives a loader a sampler that draws the order by seed and epoch, and repeats samples until all ranks have
+equally many. Here that sampler gives the whole order. Rank ``r`` gets ``batch[r::ranks]`` of each global batch, so that
+a step sees the same samples on any number of ranks, and the parts differ by one sample at most. Every rank has the same
+number of batches. A rank without a sample in a global batch gets a padding sample, which must not count.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class Division:
     """How the samples of an epoch are cut into global micro-batches."""
 
     samples: int  # of the epoch
-    sizes: tuple[int, ...]  # of the micro-batches of an optimizer step, of all ranks together
-    drop_last: bool = False  # what fills no optimizer step
-    least: int = 1  # a last micro-batch of fewer samples is put into the one before
+    sizes: tuple[int, ...]  # of the micro-batches of an optimizer step, counting all ranks
+    drop_last: bool = False  # leaves out the samples at the end that do not fill an optimizer step
+    least: int = 1  # if fewer samples than this are left at the end, the last micro-batch takes them too
 
     def bounds(self) -> NDArray[Any]:
         """Return where in the order each micro-batch begins, and where the last one ends."""
         steps, rest = divmod(self.samples, sum(self.sizes))
         if self.drop_last or (steps and rest < self.least):
             rest = 0
-        last = micro_batches(rest, -(-rest // max(self.sizes)))  # of an optimizer step of fewer samples
+        last = micro_batches(rest, -(-rest // max(self.sizes)))  # of a last optimizer step with fewer samples
         found = numpy.concatenate([[0], numpy.tile(self.sizes, steps), last]).astype(numpy.int64).cumsum()
         if not self.drop_last:
             found[-1] = self.samples
@@ -93,11 +93,11 @@ class GlobalBatches(Sampler[Any]):
         return bounds if epoch == self.sampler.epoch else self._whole
 
     def samples_before(self, number: int) -> int | None:
-        """Return how many samples of the order come before a batch of the epoch; ``None`` if batches decide."""
+        """Return how many samples come before a batch of the epoch; ``None`` if ``inner`` makes the batches."""
         return None if self._whole is None else int(self._bounds[number])
 
     def go_on_at(self, sample: int, epoch: int) -> int:
-        """Return the batch at which an epoch goes on of which so many samples were seen, and begin that one there."""
+        """Resume an epoch of which ``sample`` samples were seen, and return the number of its next batch."""
         assert self._division is not None and self._whole is not None
         rest = replace(self._division, samples=self._division.samples - sample).bounds()
         batch = len(self._whole) - len(rest)
@@ -105,7 +105,7 @@ class GlobalBatches(Sampler[Any]):
         return batch
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's batches; one of a single padding sample where it has none."""
+        """Yield this rank's batches; each one in which it has no sample has a single padding sample."""
         if self._whole is None:
             yield from self._of_batches()
             return
@@ -115,7 +115,7 @@ class GlobalBatches(Sampler[Any]):
             yield part if self._inner is not None else part[0]
 
     def _of_batches(self) -> Iterator[Any]:
-        """Whole batches in turn; what is left at the end is divided by samples."""
+        """Yield this rank's of the batches, which the ranks take in turn; those left at the end are cut by samples."""
         batches, ranks = self._drawn(self._inner), self._ranks
         whole = len(batches) // ranks * ranks
         rest = [] if self.drop_last else [sample for batch in batches[whole:] for sample in batch]
@@ -126,7 +126,7 @@ class GlobalBatches(Sampler[Any]):
             yield list(group[self._rank]) or list(group[0][:1])
 
     def _drawn(self, source: Any) -> list[Any]:
-        """Return all that a sampler gives in an epoch; what global generators give it is the same on all ranks."""
+        """Return all that a sampler gives in an epoch, with global random numbers that are the same on all ranks."""
         seed = (self.sampler.seed + self.sampler.epoch) % 2**32
         with isolate_rng(include_cuda=False):
             torch.default_generator.manual_seed(seed)
@@ -136,15 +136,15 @@ class GlobalBatches(Sampler[Any]):
 
 
 class _Replicas(int):
-    """The number of ranks in what Lightning makes samplers with, by which those are known again."""
+    """The number of ranks that Lightning gives its samplers, by which they are recognized."""
 
     def __gt__(self, other: object) -> bool:
-        # Lightning asks whether it is above 1, to advise a test on one device because its sampler repeats samples.
+        # If it is above 1, Lightning advises to test on one device, because its sampler repeats samples.
         return False
 
 
 def marked(sampler_kwargs: Mapping[str, int], *, predicts: bool) -> dict[str, int]:
-    """Return what Lightning makes samplers with, so that they can be told from samplers of the user."""
+    """Return arguments for Lightning's samplers, by which these can be told from samplers of the user."""
     # Lightning's sampler for predictions refuses fewer samples than ranks.
     ranks, rank = (1, 0) if predicts else (sampler_kwargs["num_replicas"], sampler_kwargs["rank"])
     return {**sampler_kwargs, "num_replicas": _Replicas(ranks), "rank": rank}
@@ -184,7 +184,7 @@ def in_global_order(loader: Any, seed: int) -> Any:
 
 
 def parts_of(loader: Any) -> Any:
-    """Return what knows the sizes of a loader's batches, by ``sizes``; ``None`` where nothing does."""
+    """Return the sampler whose ``sizes`` tells the sizes of a loader's batches; ``None`` if there is none."""
     batches = getattr(loader, "batch_sampler", None)
     for one in (batches, _asked_sampler(batches), getattr(loader, "sampler", None)):
         if callable(getattr(one, "sizes", None)):
@@ -193,13 +193,13 @@ def parts_of(loader: Any) -> Any:
 
 
 def samples_in(loader: Any) -> int:
-    """Return how many samples a loader that was divided has on all ranks together."""
+    """Return how many samples a divided loader has on all ranks together."""
     sampler = parts_of(loader).sampler
     return len(sampler.dataset)
 
 
 def check_samples(counts: Sequence[int | None]) -> None:
-    """Raise unless a loader has the same number of samples on all ranks, by what each has."""
+    """Raise unless a loader has the same number of samples on all ranks; ``counts`` has that of each."""
     if len(set(counts)) > 1:
         told = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
         raise ConfigurationError(

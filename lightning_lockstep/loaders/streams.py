@@ -28,7 +28,7 @@ from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.patching import LoaderAround, loader_with
 
-# What divides samples among the ranks: data sets, data pipes, and a stage of webdataset's pipelines.
+# Classes and functions that divide samples among the ranks themselves: data sets, data pipes, a stage of webdataset.
 _DIVIDERS = {
     *("streaming.StreamingDataset", "litdata.StreamingDataset", "litdata.CombinedStreamingDataset"),
     *("torch.ShardingFilterIterDataPipe", "webdataset.ResampledShards", "webdataset.split_by_node"),
@@ -44,7 +44,7 @@ def shared_stream(
     ahead: Callable[[], int] = lambda: 1,
 ) -> Any:
     """Return a loader that gives this rank its part of a stream, or the loader itself. Ranks: all; a gather."""
-    # `ahead`: how many batches are read before the first of them is given, so that the sizes of all are known.
+    # `ahead`: how many batches are read before the first of them is given, so that the sizes of all these are known.
     parts = None
     reads = getattr(type(loader), "__iter__", None) is DataLoader.__iter__
     if reads and isinstance(loader.dataset, IterableDataset) and not divides_itself(loader.dataset):
@@ -60,12 +60,12 @@ def shared_stream(
 
 
 def divides_itself(dataset: Any) -> bool:
-    """Return whether it is known that a data set, or one that it reads from, gives each rank its own samples."""
+    """Return whether a data set, or one that it reads from, is known to give each rank its own samples."""
     parts = [dataset]
-    for part in parts:  # grows meanwhile
+    for part in parts:  # the list grows during the loop
         kinds = type(part).__mro__ if isinstance(part, IterableDataset) else (part,)
         names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in kinds}
-        # datasets.distributed.split_dataset_by_node leaves no other sign.
+        # `_distributed` is the only sign that datasets.distributed.split_dataset_by_node leaves.
         if names & _DIVIDERS or getattr(part, "_distributed", None):
             return True
         for value in vars(part).values() if isinstance(part, IterableDataset) else ():
@@ -102,28 +102,28 @@ class SharedStream(LoaderAround):
 
 
 class StreamParts(IterableDataset[Any]):
-    """A rank's parts of the global batches of a stream, each with the size of the whole; a reader has a copy."""
+    """A rank's parts of the global batches of a stream, each with the size of the whole batch."""
 
-    # In the rank's own process it is asked as a batch sampler and its sampler are. The sizes of a batch are exact once
-    # it was read; one that has not been read counts as full, and one behind the end has no samples.
+    # Each reader has a copy. In the rank's own process this object also stands for the loader's sampler and batch
+    # sampler. The size of a batch is exact once it was read; until then it counts as full, or as empty after the end.
 
     def __init__(self, loader: DataLoader[Any], rank: int, ranks: int) -> None:
         self.dataset, self.whole = loader.dataset, (loader.batch_size or 1) * ranks
         self._rank, self._ranks, self._drop_last = rank, ranks, loader.drop_last
         self._collate, self._makes_batches = loader.collate_fn, loader.batch_size is not None
-        self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # as that of Lightning's DistributedSampler
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # as in Lightning's DistributedSampler
         self._epoch = torch.zeros(1, dtype=torch.int64)
-        if loader.num_workers:  # which may be there already
+        if loader.num_workers:  # which may have been started when the epoch is set
             self._epoch.share_memory_()  # type: ignore[no-untyped-call]
-        # Sizes of the batches of this epoch that were read, and whether they are all.
+        # Sizes of the batches of this epoch that were read, and whether all were.
         self.totals, self.ended = list[int](), False
 
     def __len__(self) -> int:
-        """Return a number that no stream reaches: how many batches there are is not known."""
+        """Return a number that no stream reaches, because the number of batches is not known."""
         return sys.maxsize
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle for this epoch, from the next beginning of the stream on."""
+        """Shuffle for this epoch when the stream is read from its beginning the next time."""
         self._epoch.fill_(epoch)
 
     def sizes(self, number: int) -> tuple[int, int]:
@@ -179,9 +179,10 @@ class _WholeStream:
             self._exchange()
 
     def _exchange(self) -> None:
-        """Exchange the states of the generators that are drawn from without naming one."""
+        """Exchange the states of the global generators of torch, Python and numpy."""
         states = self._random
-        # Taking the state of numpy's is slow. What is lost is the second of a pair of its normal numbers.
+        # numpy's whole bit generator is exchanged, because copying its state is slow. Only the second of a pair of
+        # normal numbers, which numpy keeps elsewhere, is lost.
         self._random = torch.get_rng_state(), random.getstate(), numpy.random.get_bit_generator()  # type: ignore[attr-defined]
         torch.set_rng_state(states[0])
         random.setstate(states[1])
@@ -190,8 +191,8 @@ class _WholeStream:
 
 @contextmanager
 def _as_only_worker(dataset: Any, seed: int) -> Iterator[None]:
-    """Let what divides samples by ``get_worker_info`` find one worker, if this process is one."""
-    # No public name sets what it returns.
+    """Let ``get_worker_info`` report a single worker, if this process is a worker: data sets divide samples by it."""
+    # Only a private name sets what it returns.
     holder: Any = torch.utils.data._utils.worker
     info = holder._worker_info
     if info is not None:
@@ -212,6 +213,6 @@ def _begin_worker(begin: Callable[[int], None], number: int) -> None:
 def _reading(loader: DataLoader[Any], parts: StreamParts) -> DataLoader[Any]:
     """Return a loader like ``loader`` that reads parts, each of which is a batch."""
     begin = loader.worker_init_fn and partial(_begin_worker, loader.worker_init_fn)
-    # All ranks give the parts of a batch together, so in order. A part is a tuple as it is.
+    # Parts come in order, because all ranks give their parts of a batch together. A part needs no collating.
     own = {"dataset": parts, "collate_fn": tuple, "worker_init_fn": begin, "in_order": True}
     return loader_with(loader, **own, batch_size=None, batch_sampler=None, drop_last=False)

@@ -4,7 +4,7 @@ A strategy averages the gradients of the ranks and Lightning divides each loss b
 step, as if each had the same number of samples. Here the loss of a micro-batch is multiplied by its share before the
 backward. How many samples each rank has is known from the global order, so nothing is sent for it. The number of items
 (``num_items`` in what ``training_step`` returns) is known on its rank only: 16 bytes are reduced for each micro-batch,
-and where an optimizer step has several, its gradients are multiplied by one number at its end.
+and if an optimizer step has several, its gradients are multiplied by one number at its end.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _MISSING = object()
 
 
 def samples_of_batch(trainer: Any, number: int) -> tuple[int, int] | None:
-    """Return the samples of a micro-batch of the epoch, of this rank and of all; ``None`` where nothing knows them."""
-    # Of several loaders that are taken together their sum, each with the batch that it gives then.
+    """Return this rank's and all ranks' samples in a micro-batch of the epoch; ``None`` if they are not known."""
+    # If several loaders are taken together, this is the sum over their batches.
     combined = trainer.fit_loop._combined_loader
     if combined is None:
         return None
@@ -41,31 +41,31 @@ def samples_of_batch(trainer: Any, number: int) -> tuple[int, int] | None:
         if 0 <= place < length:
             sizes = parts.sizes(place)
             own, total = own + sizes[0], total + sizes[1]
-    return (own, total) if total else None  # what a stream has behind its end
+    return (own, total) if total else None  # there are no samples after the end of a stream
 
 
 class StepWeights:
-    """What the loss of each micro-batch counts in its optimizer step."""
+    """How much the loss of each micro-batch counts in its optimizer step."""
 
     def __init__(self) -> None:
         self.weight = 1.0
-        self._gives_items = False  # whether the steps of this fit do
-        # Items of all ranks: of the first micro-batch of an optimizer step, and of the step so far.
+        self._gives_items = False  # whether the steps of this fit count their items
+        # Items of all ranks: in the first micro-batch of an optimizer step, and in the step so far.
         self._first = self._items = 0.0
-        self.corrects = True  # whether gradients can be multiplied once all micro-batches had their backward
+        self.corrects = True  # whether gradients can be multiplied after the backward of the last micro-batch
         self.in_parts = False  # whether this rank alone runs the batch again, in parts
 
     def clear(self) -> None:
-        """Forget what the steps of a fit were like."""
+        """Start again for another fit."""
         self.weight, self._gives_items, self._first, self._items = 1.0, False, 0.0, 0.0
 
     def of_step(
         self, trainer: Any, output: Any, samples: int | None, communicator: Communicator, *, is_padding: bool
     ) -> None:
-        """Find what the micro-batch counts that has just had its forward. Ranks: all, together, if it counts items."""
-        # `samples`: of this rank's batch, where they are to be counted as items are.
+        """Find the weight of a micro-batch after its forward. Ranks: all, together, if items are counted."""
+        # `samples`: those of this rank's batch if they are to be counted like items, else None.
         items: Any = output.get(_KEY, _MISSING) if isinstance(output, Mapping) else _MISSING
-        # What stands for a step that returned None has `num_items` of None.
+        # If a step returned None, a strategy has put a loss of zero and `num_items` of None in its place.
         left_out = is_padding or output is None or items is None
         self._gives_items = self._gives_items or not (items is None or items is _MISSING)
         if not self._gives_items and samples is None:
@@ -83,7 +83,7 @@ class StepWeights:
             wrong, count = f"no {_KEY}", float(samples or 0)  # wrong if other ranks count items
         else:
             count = math.nan if items is _MISSING else float(items)
-            if not math.isfinite(count) or count < 0:  # so that all ranks learn of it
+            if not math.isfinite(count) or count < 0:  # the sum is then nan on all ranks, and all raise
                 wrong, count = f"no {_KEY}" if items is _MISSING else f"{_KEY}={count:g}", math.nan
         self.weight = self._by_counts(trainer, count, wrong, communicator)
 
@@ -116,18 +116,18 @@ class StepWeights:
         return float(mine[0] * ranks * accumulated / samples)
 
     def of_manual_step(self, trainer: Any, ranks: int) -> None:
-        """Find what a micro-batch of manual optimization counts, by itself: when it steps is the program's affair."""
+        """Find the weight of a micro-batch in manual optimization, where each counts as an optimizer step."""
         mine = samples_of_batch(trainer, trainer.fit_loop.epoch_loop.batch_idx)
         self.weight = 1.0 if mine is None else mine[0] * ranks / mine[1]
 
     def weighted(self, loss: Tensor) -> Tensor:
-        """Return the loss as it counts."""
+        """Return the loss times its weight."""
         if self.weight == 0.0:  # a mean over no items is nan, and so is 0 times nan
             loss = loss.nan_to_num()
         return loss if self.weight == 1.0 else loss * self.weight
 
     def correcting(self, closure: Callable[[], Any], optimizer: Any, accumulated: int) -> Callable[[], Any]:
-        """Return a closure that divides the gradients by the items that their step had in the end."""
+        """Return a closure that divides the gradients by the number of items in the whole optimizer step."""
 
         def corrected() -> Any:
             output = closure()
@@ -142,7 +142,7 @@ class StepWeights:
 
 
 def _refuse(wrong: str | None, communicator: Communicator) -> NoReturn:
-    """Raise on every rank for what some have returned. Ranks: all, together; a gather."""
+    """Raise on every rank, naming what each wrong rank has returned. Ranks: all, together; a gather."""
     told = [f"{one} on rank {rank}" for rank, one in enumerate(communicator.gather(wrong)) if one]
     raise ConfigurationError(
         f"training_step returned {', '.join(told)}: expected the number of items, 0 or more, on every rank."

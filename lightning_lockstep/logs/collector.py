@@ -1,8 +1,8 @@
-"""Rank 0's side of logging: the lines of all ranks, put together for each call site and printed in rank order.
+"""Rank 0's side of logging: collects the lines of all ranks for each call site and prints them in rank order.
 
-Lines of one call site wait for those of the other ranks in a window. It is printed once every rank has logged equally
-many lines there, at the latest when its first line has waited for ``order_timeout``. Its lines are then divided by
-when they came, so that a line which one rank has left out shifts none of those that follow.
+Lines of one call site wait in a window for those of the other ranks. The window is printed once every rank has logged
+the same number of lines in it, at the latest when its first line has waited for ``order_timeout``. Then its lines are
+grouped by the time of their arrival, so that a line that one rank has not logged does not shift the lines after it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from lightning_lockstep.distributed.failure.process_exit import on_flush, outcom
 
 # -- A log line on its way between ranks --
 
-#: (logger, level, path, line, text, created, function, trace, extra): the fields of :class:`Line` that a call has.
+#: (logger, level, path, line, text, created, function, trace, extra): the first fields of :class:`Line`.
 LogCall = tuple[str, int, str, int, str, float, str, str, Mapping[str, Any]]
-# A line that a rank has logged in order, and a warning of which one is enough.
+# Topics: a line that a rank has logged in order; a warning, which is printed once for all ranks.
 LINE, WARNING = "log/line", "log/warning"
 
 
@@ -47,12 +47,12 @@ class Line(NamedTuple):
     function: str  # that made the call
     trace: str  # formatted exception; empty: none
     extra: Mapping[str, Any]  # what the caller passed as ``extra``, as far as JSON can hold it
-    ranks: tuple[int, ...]  # that logged it, rising
-    hosts: tuple[str, ...]  # theirs, in the same order
+    ranks: tuple[int, ...]  # that logged it, in rising order
+    hosts: tuple[str, ...]  # of these ranks, in the same order
 
 
 def record_of(line: Line, *, prefix: str | None = None) -> logging.LogRecord:
-    """Return the record that prints ``line``; no prefix: its ranks in brackets, which our formats show elsewhere."""
+    """Return the record that prints ``line``; the default prefix, which our formats remove, names its ranks."""
     ranks = f"[{ranks_in_words(line.ranks)}] "
     filename = line.path.rpartition("/")[2]
     standard = {
@@ -77,7 +77,7 @@ def record_of(line: Line, *, prefix: str | None = None) -> logging.LogRecord:
 
 
 def with_real_path(call: LogCall) -> LogCall:
-    """Name the file as on the other ranks: one may know it as ``../train.py`` and another by a link."""
+    """Return the call with the real path, because a rank may have a relative path and another one a link."""
     return *call[:2], _real_path(call[2]), *call[3:]
 
 
@@ -101,10 +101,10 @@ def merge_equal(lines: Iterable[Line]) -> list[Line]:
     ]
 
 
-# -- Which lines are printed when: decided without threads or clocks --
+# -- When which lines are printed, decided without threads or clocks --
 
-# A window in which one rank was missing throughout may have ended before that rank's line came. For a while its call
-# site's next window, which may begin with that line, is printed only when nothing has come for some time [s].
+# If a rank is missing in the whole of a window, its line may come after the window was printed, and begin the next one.
+# For a while the windows of that call site are therefore printed only if no line has come for some time [s].
 _UNSURE_FOR, _SETTLES_AFTER = 60.0, 0.2
 
 _Arrived = tuple[float, Line]
@@ -115,7 +115,7 @@ class Batch(NamedTuple):
     """Lines of one call, ready to be printed."""
 
     site: tuple[Any, ...]
-    lines: list[Line]  # of different ranks, rising
+    lines: list[Line]  # of different ranks, in rising order
     missing: tuple[int, ...]  # ranks that have logged fewer lines than others in this window
     waited: float  # how long the first line was held back [s]
 
@@ -139,13 +139,13 @@ class Windows:
         return [] if site in self._unsure or not self._is_even(window) else self._close(site, now)
 
     def due(self, now: float) -> list[Batch]:
-        """Return what has waited long enough."""
+        """Return the batches that have waited long enough."""
         self._unsure = {site: since for site, since in self._unsure.items() if now - since < _UNSURE_FOR}
         due = [site for site, window in self._open.items() if min(self._ends(window)) <= now]
         return [batch for site in due for batch in self._close(site, now)]
 
     def next_due(self) -> float:
-        """Return when :meth:`due` will next have something [s]; infinity while nothing waits."""
+        """Return when :meth:`due` will next return something [s]; infinity if nothing waits."""
         return min((min(self._ends(window)) for window in self._open.values()), default=math.inf)
 
     def flush(self, now: float) -> list[Batch]:
@@ -156,7 +156,7 @@ class Windows:
         return len(window) == self.world_size and len({len(lines) for lines in window.values()}) == 1
 
     def _ends(self, window: _Window) -> tuple[float, float]:
-        """Return when a window has waited long enough, and when it has settled with equally many lines of all ranks."""
+        """Return when a window has waited too long, and when it settles with equally many lines of all ranks."""
         last = max(lines[-1][0] for lines in window.values())
         settled = last + _SETTLES_AFTER if self._is_even(window) else math.inf
         return min(lines[0][0] for lines in window.values()) + self.timeout, settled
@@ -176,7 +176,7 @@ class Windows:
         else:
             self._unsure[site] = now
         if len(groups) > 1 and not complete[-1] and not to_the_end:
-            # The other ranks' lines of this call may be on their way.
+            # The lines of other ranks for the last call may still come.
             self._open[site] = {line.ranks[0]: [(arrived, line)] for arrived, line in groups.pop()}
         counts = Counter(line.ranks[0] for group in groups for _, line in group)
         left_out = {rank: max(counts.values()) - counts[rank] for rank in range(self.world_size)}
@@ -192,7 +192,7 @@ class Windows:
 
 
 def _by_time(lines: Sequence[_Arrived]) -> list[list[_Arrived]]:
-    """Divide lines, in the order of their arrival, at the largest gaps, so that no rank is twice in a group."""
+    """Divide lines, given in the order of arrival, at the largest gaps so that no rank is in a group twice."""
     groups: list[list[_Arrived]] = [[]]
     for one in lines:
         group = groups[-1]
@@ -207,15 +207,15 @@ def _by_time(lines: Sequence[_Arrived]) -> list[list[_Arrived]]:
 
 # -- The collector, to which all lines come --
 
-# Longest time between two looks at what has waited long enough [s].
+# Longest time between two checks for lines that have waited long enough [s].
 _LOOK_EVERY = 0.25
 
 
 class Collector:
     """Prints the lines of all ranks in rank order; lives on rank 0."""
 
-    # Lines of other ranks are taken and printed on the thread of the channel's handlers. The main thread only puts its
-    # own aside, which whoever comes next takes along: a line of another rank, or the thread of this object.
+    # The thread of the channel's handlers takes and prints lines of other ranks. The main thread only queues its own
+    # lines. The thread that is the next to take lines takes these too: that of the handlers, or that of this object.
 
     def __init__(
         self, channel: SideChannel, *, emit: Callable[[logging.LogRecord], None] | None = None
@@ -224,7 +224,7 @@ class Collector:
         self._channel, self._host = channel, socket.gethostname()
         self.windows = Windows(channel.world_size)
         self._own: deque[tuple[str, LogCall, float]] = deque()
-        self._lock = threading.RLock()  # a signal handler that prints may interrupt the thread that has it
+        self._lock = threading.RLock()  # a signal handler that prints may interrupt the thread that holds it
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._ended = False
         self._removes = [
@@ -232,39 +232,39 @@ class Collector:
             *[channel.on(topic, lambda post: self.take(*post)) for topic in (LINE, WARNING)],
         ]
         channel.at_close(self.close)
-        with suppress(RuntimeError):  # Python is exiting, and prints what is held back at the end
+        with suppress(RuntimeError):  # raised if Python is exiting; lines that wait are printed at the end
             threading.Thread(target=self._run, name="lockstep-log-order", daemon=True).start()
 
     def add(self, topic: str, call: LogCall) -> None:
         """Take a line of rank 0; returns at once."""
         self._own.append((topic, call, time.monotonic()))
-        # A line that can only wait wakes nobody. It was put aside before this look, so whoever opens a window after it
-        # takes the line along.
+        # If no window is open, this line can only wait, and no thread is woken. A thread that opens a window later
+        # takes this line along, because it was queued before the check here.
         if self.windows:
             self._wake.put(None)
 
     def take(self, topic: str, rank: int, call: LogCall) -> None:
-        """Take a line of another rank and print what is ready, on this thread."""
+        """Take a line of another rank, and print what is ready on this thread."""
         with self._lock:
             self._take_own()
             self._add(topic, rank, call, time.monotonic())
-            self._take_own()  # see `add`
+            self._take_own()  # lines queued before this one opened a window; see `add`
 
     def settle(self, timeout: float) -> None:
-        """Wait up to ``timeout`` [s] for lines that are under way, then print all that is held back."""
+        """Wait up to ``timeout`` [s] for lines on their way, then print all that wait."""
         deadline = time.monotonic() + timeout
         while (self._own or self.windows) and time.monotonic() < deadline:
             time.sleep(0.01)
         self.flush()
 
     def flush(self) -> None:
-        """Print all that is held back."""
+        """Print all lines that wait."""
         with self._lock:
             self._take_own()
             self._print(self.windows.flush(time.monotonic()))
 
     def close(self) -> None:
-        """Print all that is held back and stop."""
+        """Print all lines that wait, and stop."""
         self.flush()
         for remove in self._removes:
             remove()
@@ -288,7 +288,7 @@ class Collector:
     def _add(self, topic: str, rank: int, call: LogCall, now: float) -> None:
         host = self._channel.process_of(rank)[0] if rank else self._host
         line = Line(*call, (rank,), (host,))
-        # Equal warnings are one, wherever they are given.
+        # Warnings with the same text are printed once, even if they come from different lines.
         site = (topic, *line[:4]) if topic == LINE else (topic, *line[:2], line.text)
         self._print(self.windows.add(site, line, now))
 
@@ -311,6 +311,6 @@ class Collector:
         try:
             self._emit(record)
         except Exception:
-            # A faulty handler must neither end the thread that prints nor keep the lines after this one.
+            # A faulty handler must not end the thread that prints, nor prevent the next lines.
             if logging.raiseExceptions and sys.stderr is not None:
                 traceback.print_exc(file=sys.stderr)

@@ -42,7 +42,7 @@ class TextFormat(logging.Formatter):
         return " ".join(_coloured(text, style) if self.colour else text for text, style in parts)
 
     def _source(self, record: logging.LogRecord) -> str:
-        """Return ``host:rank``; several ranks in short, with the host if they share one."""
+        """Return ``host:rank``, or for several ranks ``host:0-3`` or ``2 hosts:0-3``."""
         ranks, hosts = _origin(record, self.rank)
         names = sorted({host for host in hosts if host})
         host = names[0] if len(names) == 1 else f"{len(names)} hosts" if names else _host
@@ -86,12 +86,12 @@ def _origin(record: logging.LogRecord, own_rank: int) -> tuple[tuple[int, ...], 
 
 
 def _message(record: logging.LogRecord) -> str:
-    """Return the message without the ranks that were put before it."""
+    """Return the message without the prefix that names its ranks."""
     return record.getMessage().removeprefix(getattr(record, "lockstep_prefix", "")).rstrip("\n")
 
 
 def _call_site(record: logging.LogRecord) -> str:
-    """Return the logger and where it was called; Python's warnings name their place in the text."""
+    """Return the logger and the place of the call; the text of Python's warnings has their place already."""
     return record.name if record.name == "py.warnings" else f"{record.name} {record.filename}:{record.lineno}"
 
 
@@ -121,7 +121,7 @@ class ConsoleHandler(logging.Handler):
 
 
 class RankFile(logging.FileHandler):
-    """One file per rank, with everything that rank logs; what was collected from ranks is in their files."""
+    """One file per rank, with everything that this rank logs and without lines that were collected from others."""
 
     def __init__(self, folder: Path, rank: int, *, style: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -137,7 +137,7 @@ class WarningHandler(logging.Handler):
     def __init__(self, sender: LineSender) -> None:
         super().__init__(logging.WARNING)
         self._sender = sender
-        # What names its ranks was collected, or is printed by every rank on its own console.
+        # A record that names its ranks was collected, or is printed by every rank itself.
         self.addFilter(lambda record: not hasattr(record, "lockstep_ranks"))
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -145,7 +145,7 @@ class WarningHandler(logging.Handler):
 
 
 class ConsoleTakeover:
-    """Puts handlers in the place of the console handlers of all loggers: the root's, Lightning's, any other's."""
+    """Replaces the console handlers of all loggers: of the root, of Lightning and of any other."""
 
     def __init__(self, handlers: list[logging.Handler]) -> None:
         self.handlers = handlers
@@ -165,7 +165,7 @@ class ConsoleTakeover:
             root.addHandler(handler)
 
     def end(self) -> None:
-        """Undo it."""
+        """Restore the handlers."""
         root = logging.getLogger()
         for handler in self.handlers:
             root.removeHandler(handler)

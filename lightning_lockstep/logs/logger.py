@@ -1,4 +1,4 @@
-"""Loggers that know about ranks: what a rank logs, and how its lines get to rank 0."""
+"""Loggers that know about ranks: what a rank logs, and how its lines reach rank 0."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from lightning_lockstep.logs.collector import (
 
 _host = socket.gethostname()
 
-# Handlers of this rank's own files: they get a line where it is logged, not where it is printed.
+# Handlers of this rank's own files: they get a line on the rank that logs it, not on rank 0, which prints it.
 local_handlers: list[logging.Handler] = []
 
 
@@ -71,7 +71,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
 
     ``main_process_only=True`` (the default) prints on the main rank only, ``main_process_only=False`` on
     every rank that makes the call. ``in_order=True`` prints the lines of all ranks in rank order, through
-    rank 0. ``extra``, ``exc_info``, ``stack_info``, ``stacklevel`` and ``%`` arguments are as in
+    rank 0. ``extra``, ``exc_info``, ``stack_info``, ``stacklevel`` and ``%`` arguments work as in
     :mod:`logging`.
 
     Args:
@@ -88,7 +88,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         logger = self.logger
         if not logger.isEnabledFor(level):
             return
-        # The common case first: what a caller waits for is counted in microseconds.
+        # The common case is handled here without a record, because the caller's time is counted in microseconds.
         if len(kwargs) == 1 and kwargs.get("in_order") and not local_handlers and not logger.filters:
             sender = _find_sender()
             if sender is not None:
@@ -104,7 +104,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
 
     def _log_record(self, level: int, msg: object, args: Any, kwargs: dict[str, Any]) -> None:
         main_process_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
-        # Before there is a process group the rank is what the environment says.
+        # Before there is a process group, environment variables tell the rank.
         rank, world_size = known_rank() or (int(getattr(rank_zero_only, "rank", 0) or 0), 1)
         plain = (main_process_only and not in_order) or (world_size == 1 and rank == 0)
         if plain and rank != 0:
@@ -167,18 +167,18 @@ _SKIPPED_FILES = (logging.info.__code__.co_filename, _caller.__code__.co_filenam
 
 # -- A log record as data --
 
-# Attributes that every LogRecord has; whatever else a record carries came with `extra`.
+# Attributes that every LogRecord has; all others come from `extra`.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 def format_message(msg: object, args: Any) -> str:
-    """Return the text as :meth:`logging.LogRecord.getMessage` would, and a text even if the arguments do not fit."""
+    """Return the text as :meth:`logging.LogRecord.getMessage` does, and a text too if the arguments do not fit."""
     try:
         text = str(msg)
         if args:
             one_mapping = len(args) == 1 and isinstance(args[0], Mapping) and args[0]
             text = text % (args[0] if one_mapping else args)
-    except Exception as error:  # as in `logging`, a faulty line must not end the program
+    except Exception as error:  # as in `logging`, a faulty call must not end the program
         return f"{msg!r} with {args!r}, which cannot be filled in: {type(error).__name__}: {error}"
     return text
 
@@ -212,13 +212,13 @@ def _as_json(extra: dict[str, Any]) -> dict[str, Any]:
 
 # -- From a rank to the collector on rank 0 --
 
-# How long a rank keeps a line to print it itself if rank 0 fails: the longest time for which rank 0 holds a
-# line back by default, and a margin [s].
+# How long a rank keeps a line, to print it itself if rank 0 fails: the longest time for which a line waits on rank 0
+# by default, and a margin [s].
 _KEPT_FOR = 7.0
 
 
 class LineSender:
-    """Sends this rank's lines to rank 0, and keeps the youngest in case rank 0 fails."""
+    """Sends this rank's lines to rank 0, and keeps the latest in case rank 0 fails."""
 
     def __init__(self, channel: SideChannel) -> None:
         self.channel = channel
@@ -226,12 +226,12 @@ class LineSender:
         self.process = os.getpid()
         self._kept: deque[LogCall] = deque(maxlen=1_000)
         if self.collector is None:
-            # A closed channel has delivered its lines, and the hook for the end of the process must not keep this
-            # object alive.
+            # A closed channel has delivered its lines. Then the hook for the end of the process is removed, because it
+            # would keep this object alive.
             channel.at_close(on_flush(self.flush))
 
     def send(self, call: LogCall, topic: str = LINE) -> None:
-        """Send a line; returns at once, and leaves all that can wait to other threads."""
+        """Send a line and return at once; other threads do all that can wait."""
         if self.collector is not None:
             self.collector.add(topic, call)
             return
@@ -239,7 +239,7 @@ class LineSender:
         self.channel.post(topic, with_real_path(call), to=0)
 
     def flush(self) -> None:
-        """Send what is queued; when rank 0 has failed, print here what it may not have printed."""
+        """Send the queued lines; if rank 0 has failed, print here those that it may not have printed."""
         if self.channel.usable:
             self.channel.flush(1.0)
         oldest, why = time.time() - _KEPT_FOR, "printed here because rank 0 has failed"
@@ -250,12 +250,12 @@ class LineSender:
 
 
 def sender_on(channel: SideChannel) -> LineSender:
-    """Return the sender of a side channel, made on the first call; on rank 0 the collector is made, too."""
+    """Return the sender of a side channel, made on the first call; on rank 0 the collector is made with it."""
     return channel.get_or_create(LineSender)
 
 
 def _send(call: LogCall) -> bool:
-    """Send a line now, or once rank 0 has opened the channel; return whether that can happen."""
+    """Send a line now, or once rank 0 has opened the channel; return whether either is possible."""
     global _waiter
     sender = _find_sender()
     if sender is not None:
@@ -267,29 +267,29 @@ def _send(call: LogCall) -> bool:
     _kept_back.append(call)
     if _waiter is None or not _waiter.is_alive():
         _waiter = threading.Thread(target=_look_for_channel, name="lockstep-log-open", daemon=True)
-        with suppress(RuntimeError):  # Python is exiting, and prints what is kept back at the end
+        with suppress(RuntimeError):  # raised if Python is exiting; lines kept back are printed at the end
             _waiter.start()
     return True
 
 
 def _find_sender() -> LineSender | None:
-    """Return what takes this rank's lines, or ``None`` while the ranks are not connected."""
+    """Return what sends this rank's lines, or ``None`` while the ranks are not connected."""
     global _cached
     group = current_group()
     if group is None:
         return None
     if _cached[0] is not group:
-        # Rank 0 can open the channel by itself; another rank would have to ask the store first.
+        # Only rank 0 can open the channel without asking the store.
         channel = side_channel_if_open(open_if_easy=group.rank == 0)
         if channel is None:
             return None
         _cached = group, sender_on(channel)
     sender = _cached[1]
-    # A forked worker has the object but not its threads.
+    # A forked process has this object but not its threads.
     if sender is None or not sender.channel.usable or sender.process != os.getpid():
         return None
     if _kept_back:
-        # In their order, and before the next line of this thread, whichever thread sends them.
+        # Whichever thread sends them, they go in their order and before the next line of this thread.
         with _releasing:
             while _kept_back:
                 sender.send(_kept_back.popleft())
@@ -313,7 +313,7 @@ def _print_here(call: LogCall, rank: int, prefix: str | None = None) -> None:
     logging.getLogger(record.name).handle(record)
 
 
-# Lines logged while rank 0 had not opened the channel yet; they are sent with the first one after that.
+# Lines logged before rank 0 had opened the channel; they are sent before the first line after that.
 _kept_back: deque[LogCall] = deque(maxlen=10_000)
 _releasing = threading.RLock()
 _waiter: threading.Thread | None = None

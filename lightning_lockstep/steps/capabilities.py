@@ -1,10 +1,10 @@
-"""What can be done to a step under a strategy, asked of the strategy and never read from the name of its class.
+"""What can be done with a step under a strategy, which the strategy itself tells.
 
-Callbacks ask a strategy for more by these attributes, which not every one has:
+Callbacks also look for these attributes, which not every strategy has:
 
 * ``engine_gradients()``: the :class:`EngineGradients` of an engine that makes the steps (DeepSpeed, FSDP);
 * ``engine_trials``: steps of the engine on one rank alone (``deepspeed/engine_trials.py``);
-* ``steps_apart(module)``: a context in which ``module`` is run by autograd alone, and the engine left as it was;
+* ``steps_apart(module)``: a context in which autograd alone runs ``module``, and which leaves the engine as it was;
 * ``sync()``, ``device_seed()`` and ``set_device_seed()``, if it collects operations and runs them later (XLA).
 """
 
@@ -26,9 +26,9 @@ class Capabilities:
     whole_gradients: bool = True  # after autograd's backward each rank holds whole gradients in .grad
     step_alone: bool = True  # one rank can make a step of the run by itself
     sees_out_of_memory: bool = True  # it is raised at the call that needs the memory
-    # Otherwise operations are collected, and a value read within a step compiles a part of it.
+    # If not, operations are collected, and reading a value within a step compiles and runs a part of it.
     runs_at_once: bool = True
-    # Who runs a recorded step again; together: each has a part of it.
+    # Whether one rank can run a recorded step again, or all must, because each has a part of the model.
     replays: Literal["alone", "together"] = "alone"
 
 
@@ -49,7 +49,7 @@ _WHY = {
 
 
 def capabilities_of(strategy: Strategy) -> Capabilities:
-    """Return what a strategy can do: what it states itself, else what follows from what it is."""
+    """Return what a strategy can do: what it states itself, or else what follows from its base classes."""
     stated: Capabilities | None = getattr(strategy, "step_capabilities", None)
     if stated is not None:
         return stated
@@ -66,13 +66,13 @@ def capabilities_of(strategy: Strategy) -> Capabilities:
 
 
 def missing_capabilities(strategy: Strategy, *needed: str) -> list[str]:  # names of fields
-    """Return why a strategy cannot do what is needed, a reason each; empty when it can do all of it."""
+    """Return why a strategy lacks what is needed, one reason for each; empty if it lacks nothing."""
     capabilities = capabilities_of(strategy)
     return [_WHY[name] for name in needed if not getattr(capabilities, name)]
 
 
 class EngineGradients:
-    """Gradients and steps of an engine that keeps them to itself, as one rank sees them; nothing is sent."""
+    """Gradients and steps that an engine keeps itself, as one rank sees them; nothing is sent."""
 
     def steps_now(self) -> bool:
         """Return whether the engine's next step changes weights; the same on all ranks."""
@@ -87,7 +87,7 @@ class EngineGradients:
         return False
 
     def skip_step(self, optimizer: Optimizer) -> None:
-        """Let the next step of an optimizer change nothing; on all ranks."""
+        """Make the next step of an optimizer change nothing; to be called on all ranks."""
         raise NotImplementedError
 
     def loss_scale(self) -> tuple[float, float] | None:
@@ -95,5 +95,5 @@ class EngineGradients:
         return None
 
     def why_skips_are_too_many(self) -> str | None:
-        """Return what is not ordinary about the steps skipped so far; the same on all ranks."""
+        """Return why so many skipped steps are not ordinary, if they are not; the same on all ranks."""
         return None

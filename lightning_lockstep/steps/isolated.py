@@ -1,9 +1,9 @@
-"""A training step run apart from the run: on one rank alone, by Lightning's own loops, with nothing sent or logged.
+"""A training step isolated from the run: on one rank alone, by Lightning's own loops, with nothing sent or logged.
 
-Four things need it. A trial of a batch size makes whole steps (:func:`run_step`); a replay and an audit run a call
-forward and backward (:func:`from_a_state`, :func:`run_forward_backward`); a step split into micro-batches runs its
-parts on the module itself (:func:`on_plain_module`). What they change is put back with
-:mod:`lightning_lockstep.steps.snapshot`.
+Four features need it. A trial of a batch size makes whole steps (:func:`run_step`); a replay and an audit run a
+recorded step forward and backward (:func:`from_a_state`, :func:`run_forward_backward`); a step split into micro-batches
+runs its parts on the module itself (:func:`on_plain_module`). :mod:`lightning_lockstep.steps.snapshot` restores what
+they change.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from lightning_lockstep._lightning import (
 )
 from lightning_lockstep.distributed.c10d_operators import ddp_of
 from lightning_lockstep.distributed.local_collectives import LocalAnswers, local_collectives
-from lightning_lockstep.distributed.process_group import process_group_exists
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.patching import replaced
 from lightning_lockstep.steps.snapshot import BufferCopies, Gradients, ModuleAttributes, RandomState, Snapshot
@@ -41,15 +40,14 @@ def isolated(
     trainer: Trainer,
     module: LightningModule,  # not wrapped
     *,
-    answer_collectives: bool = True,  # False: every rank runs the body, its collectives are real
+    answer_collectives: bool = True,  # False: every rank runs the body, and its collectives are real
     by_module: bool = True,  # False: the strategy's wrapper or engine makes the steps
 ) -> Iterator[LocalAnswers]:
     """Keep steps of the body from callbacks, loggers, the profiler and other ranks."""
-    # The strategy steps on the module itself and not on its distributed wrapper, so no gradient is reduced.
-    # ``self.log`` does nothing. Collectives of the strategy and of ``torch.distributed`` are answered on the
-    # spot, as if every rank held what this rank holds; see
-    # :mod:`lightning_lockstep.distributed.local_collectives`. A body that needs what only another rank has
-    # gets an ``UnansweredCollectiveError``.
+    # The strategy runs the module itself and not its distributed wrapper, so no gradient is reduced. ``self.log`` does
+    # nothing. Collectives are answered on this rank, as if every rank held what this rank holds; see
+    # :mod:`lightning_lockstep.distributed.local_collectives`. If the body needs data of another rank, it gets an
+    # ``UnansweredCollectiveError``.
     strategy, run = trainer.strategy, cast(Any, trainer)  # its annotations leave some of these out
     callbacks, loggers, profiler = run.callbacks, run.loggers, run.profiler
     with ExitStack() as stack:
@@ -60,9 +58,9 @@ def isolated(
                 stack.enter_context(gradients_apart(module.parameters(), hooks=True))
             stack.enter_context(on_plain_module(strategy))
         stack.enter_context(replaced(module, log=_nothing))
-        # A toggled optimizer calls it, and only DDP's wrapper has it.
+        # A toggled optimizer calls this method, which is about reductions between ranks.
         stack.enter_context(replaced(strategy, block_backward_sync=nullcontext))
-        if hasattr(strategy, "_model_averager"):  # it averages over all ranks after an optimizer step
+        if hasattr(strategy, "_model_averager"):  # which averages over all ranks after an optimizer step
             stack.enter_context(replaced(strategy, _model_averager=None))
         for one in strategy._lightning_optimizers:
             # Manual optimization counts the steps of the run in these hooks, and removes them after each step.
@@ -70,7 +68,8 @@ def isolated(
             stack.enter_context(replaced(one, **hooks))
         answers = LocalAnswers()
         if answer_collectives:
-            stack.enter_context(replaced(strategy, **_local_answers(trainer.world_size)))
+            # Its other methods use operations on tensors, which are answered; this one receives an object.
+            stack.enter_context(replaced(strategy, broadcast=lambda obj, *args, **kwargs: obj))
             answers = stack.enter_context(local_collectives())
         run.callbacks, run.loggers = [], [DummyLogger()] if loggers else []
         run.profiler = PassThroughProfiler()
@@ -89,13 +88,13 @@ def from_a_state(
     *,
     answer_collectives: bool = True,
 ) -> Iterator[LocalAnswers]:
-    """Keep the body apart as :func:`isolated` does, begin it from a state, and put back what it changes."""
-    # Put back are gradients, buffers, random states, plain attributes of modules and ``requires_grad`` flags.
+    """Isolate the body as :func:`isolated` does, start it from a state, and restore what it changes."""
+    # It restores gradients, buffers, random states, plain attributes of modules and ``requires_grad`` flags.
     with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:  # without it nothing is compiled, and importing it takes seconds
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        now = RandomState.capture()
-        stack.enter_context(Snapshot(now, BufferCopies(module), ModuleAttributes(module), Gradients(module)))
+        parts = BufferCopies(module), ModuleAttributes(module), Gradients(module)
+        stack.enter_context(Snapshot(RandomState.capture(), *parts))
         random.restore()
         restore_buffers()
         answers = stack.enter_context(isolated(trainer, module, answer_collectives=answer_collectives))
@@ -105,7 +104,7 @@ def from_a_state(
 
 def step_arguments(step: Callable[..., Any], batch: Any, index: int) -> list[Any]:
     """Return the arguments of a step: the batch, and its index if the step takes it."""
-    # `fully_shard` puts a method around the step, of which `signature` would leave out one parameter too many.
+    # `fully_shard` wraps the step in another method, for which `signature` would leave out one parameter too many.
     parameters = inspect.signature(inspect.unwrap(step)).parameters
     if "dataloader_iter" in parameters:
         raise ConfigurationError(
@@ -121,11 +120,11 @@ def run_step(
     arguments: Sequence[Any],  # of training_step
     batch_idx: int,
     *,
-    accumulate: int = 1,  # batches in an optimizer step, which the last of them ends with
+    accumulate: int = 1,  # batches in an optimizer step, which is made after the last of them
 ) -> None:
     """Run one batch of training by Lightning's own optimization, with every hook of the module."""
-    # The accumulation of the run is set aside, as are the batches that it has counted. Schedulers and the
-    # counters of the run stay as they are. To be called in :func:`isolated`.
+    # The accumulation of the run and its count of batches are not used. Schedulers and the counters of the run do not
+    # change. This is to be called in :func:`isolated`.
     kwargs: Any = OrderedDict(enumerate(arguments))
     if not module.automatic_optimization:
         _ManualOptimization(trainer).run(kwargs)
@@ -143,7 +142,7 @@ def run_forward_backward(
     module: LightningModule,
     step: Callable[[], Any],  # below the distributed wrapper, inside autocast
     *,
-    optimizer_steps: int = 1,  # manual optimization stops at this one; earlier ones only run their closure
+    optimizer_steps: int = 1,  # manual optimization ends at this step; earlier ones only run their closure
     around_backward: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext,  # given the scaled loss
 ) -> None:
     """Run a recorded ``training_step`` and its backward by Lightning's closure, in `isolated`; nothing steps."""
@@ -187,11 +186,11 @@ def run_forward_backward(
 
 @contextmanager
 def gradients_apart(parameters: Iterable[nn.Parameter], *, hooks: bool) -> Iterator[None]:
-    """Give parameters (whole leaves) other gradients in the body, and let nothing outside see them arrive."""
-    # They are the same objects with the same values in the same memory. With ``hooks``, those that a program has
-    # registered on them act as usual.
-    # DDP's reducer and DeepSpeed's engine listen where autograd adds up a gradient. Even if nothing is to be
-    # reduced, DDP notes there which parameters a step has used, and in the first step of a static graph how often.
+    """Give parameters (whole leaves) separate gradients in the body, of which nothing outside learns."""
+    # The parameters stay the same objects with the same values in the same memory. With ``hooks``, those that a program
+    # has registered on them are called as usual.
+    # DDP's reducer and DeepSpeed's engine are called when autograd accumulates a gradient. Even if nothing is to be
+    # reduced, DDP records then which parameters a step has used, and in the first step of a static graph how often.
     with ExitStack() as stack:
         for parameter in dict.fromkeys(parameters):
             other = parameter.detach().requires_grad_(parameter.requires_grad)
@@ -205,16 +204,16 @@ def gradients_apart(parameters: Iterable[nn.Parameter], *, hooks: bool) -> Itera
 
 
 def _exchange(one: Tensor, other: Tensor) -> None:
-    """Exchange what two tensors are: memory, gradients and the hooks that wait for them."""
-    # ``torch.utils.swap_tensors`` refuses a parameter that DDP knows.
-    torch.clear_autocast_cache()  # it refers to what is exchanged
+    """Exchange the contents of two tensors: memory, gradients and the hooks that wait for these."""
+    # ``torch.utils.swap_tensors`` refuses a parameter that DDP refers to.
+    torch.clear_autocast_cache()  # which refers to the parameters
     torch._C._swap_tensor_impl(one, other)
 
 
 @contextmanager
 def on_plain_module(strategy: Strategy) -> Iterator[None]:
-    """Have the strategy step on the LightningModule itself while the body runs."""
-    # What the strategy does around the wrapper's forward stays in force.
+    """Make the strategy run the LightningModule itself instead of its wrapper in the body."""
+    # Whatever the strategy does around the forward of its wrapper, it still does.
     wrapped, module = strategy.model, strategy.lightning_module
     if wrapped is module or module is None:
         yield
@@ -227,7 +226,7 @@ def on_plain_module(strategy: Strategy) -> Iterator[None]:
 
 
 class _NotDistributed(nn.Module):
-    """In the place of a distributed wrapper; passes everything on."""
+    """Stands for a distributed wrapper, and passes every call on to the module."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -241,25 +240,7 @@ class _NotDistributed(nn.Module):
 
 
 class _Stopped(Exception):  # noqa: N818  (a signal, no error)
-    """Ends a step at the optimizer step that was asked for, or if there is nothing to run backward."""
-
-
-def _local_answers(world_size: int) -> dict[str, Callable[..., Any]]:
-    """Return what replaces methods of a strategy whose messages are not answered further down."""
-
-    def unchanged(value: Any, *args: Any, **kwargs: Any) -> Any:
-        return value
-
-    if process_group_exists():
-        # The others are made of operations on tensors, which are answered; this one receives objects.
-        return {"broadcast": unchanged}
-    return {
-        "all_gather": lambda tensor, *args, **kwargs: (
-            torch.stack([tensor] * world_size) if world_size > 1 else tensor
-        ),
-        **dict.fromkeys(("reduce", "broadcast", "reduce_boolean_decision"), unchanged),
-        "barrier": _nothing,
-    }
+    """Ends a step at the requested optimizer step, or if there is nothing to run backward."""
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

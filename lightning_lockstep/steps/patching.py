@@ -1,4 +1,4 @@
-"""Attributes put in the place of others for a while, and taken away exactly; loaders in the place of others."""
+"""Attributes replaced for a while and restored exactly; loaders that stand for others."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _ABSENT = object()
 
 
 class _InItsPlace:
-    """Calls one function in the place of another; a deep copy or a pickle of the owner has that other one."""
+    """Calls one function in place of another; a deep copy or a pickle of the owner has the original."""
 
     def __init__(self, function: Callable[..., Any], owner: object, name: str, before: object) -> None:
         former: Any = getattr(owner, name, function) if before is _ABSENT else before
-        self.__wrapped__ = unwrap(former)  # Lightning and torch.compile look at the signature of that
+        self.__wrapped__ = unwrap(former)  # whose signature Lightning and torch.compile use
         self._function, self._former = function, (owner, name, before)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -29,15 +29,15 @@ class _InItsPlace:
     def __reduce__(self) -> tuple[Any, ...]:
         owner, name, before = self._former
         if before is _ABSENT:
-            return getattr, (owner, name)  # where it is made again, it has no attributes yet
-        return max, ((before,),)  # the thing itself, by what every Python has
+            return getattr, (owner, name)  # a copied owner has no attributes yet, so this is the class's
+        return max, ((before,),)  # `before` itself: of one element, max gives that element
 
 
 def put_in_place(owner: object, name: str, value: object) -> Callable[[], None]:
-    """Set an attribute of ``owner`` itself, past any ``__setattr__`` and property; returns what undoes it."""
-    # What was found through the class, such as a method, is found again once the attribute is deleted; deep copies and
-    # pickles of a module have it. For a place that runs in every step, where a context manager is too dear; elsewhere
-    # use `replaced`.
+    """Set an attribute in ``vars(owner)``, without ``__setattr__`` or properties; return what undoes it."""
+    # If the attribute was found through the class, as a method is, undoing deletes it here, and the class's is found
+    # again; deep copies and pickles of a module have that one too. This is for code that runs in every step, where a
+    # context manager costs too much; elsewhere use `replaced`.
     attributes = vars(owner)
     before = attributes.get(name, _ABSENT)
     if isinstance(owner, nn.Module) and callable(value):
@@ -71,8 +71,8 @@ STATEFUL = ("state_dict", "load_state_dict")
 class LoaderAround:
     """Behaves like the loader that it wraps, except for what a subclass changes."""
 
-    # Attributes under ``own`` are its own, and every other one is the loader's. It has no state, because that of the
-    # loader would not count what the subclass does.
+    # The attributes in ``own`` are its own, and all others are those of the loader. It has no state, because the
+    # loader's state would not include what the subclass does.
 
     def __init__(self, loader: Any, **own: Any) -> None:
         vars(self).update(own, _loader=loader)
@@ -90,21 +90,21 @@ class LoaderAround:
 
 
 def loader_with(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
-    """Return a copy of a loader with other attributes; the program may use its own for something else."""
+    """Return a copy of a loader with other attributes; the program may use its own loader elsewhere."""
     made = copy.copy(loader)
-    # Its ``__setattr__`` refuses some, because it could not check what it gets. The copy starts its own workers.
+    # DataLoader's ``__setattr__`` refuses some of them. Without an iterator, the copy starts its own workers.
     vars(made).update(attributes, _iterator=None)
     return made
 
 
 def batch_size_of(loader: Any) -> int | None:
-    """Return the batch size of a loader, if it says one."""
+    """Return the batch size of a loader, or None if it has none."""
     size = getattr(loader, "batch_size", None)
     return size if isinstance(size, int) else None
 
 
 def length_of(loader: Any) -> int | None:
-    """Return how many batches a loader says that it has, if it does."""
+    """Return how many batches a loader says it has, or None if it has no length."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):

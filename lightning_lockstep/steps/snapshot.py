@@ -1,4 +1,4 @@
-"""The state of a run, kept and put back exactly: weights, optimizers, loops, attributes, random numbers."""
+"""The state of a run, saved and restored exactly: weights, optimizers, attributes, random numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 @dataclass
 class RandomState:
-    """State of the generators of torch (CPU and CUDA), Python and numpy, and of some others of torch."""
+    """State of the global generators of torch (CPU and CUDA), Python and numpy, and of given ones of torch."""
 
     torch_cpu: Tensor
     torch_cuda: dict[int, Tensor]  # by index of the device
@@ -35,7 +35,7 @@ class RandomState:
     def capture(
         cls, device: torch.device | None = None, others: Iterable[torch.Generator] = ()
     ) -> RandomState:
-        """Take the states, of CUDA that of ``device`` or all in use; nothing is read from a device."""
+        """Save the states, for CUDA that of ``device`` or of all devices in use; nothing is read from a device."""
         return cls(
             torch.get_rng_state(),
             _cuda_states(device),
@@ -66,19 +66,19 @@ def _cuda_states(device: torch.device | None) -> dict[int, Tensor]:
     return dict(enumerate(torch.cuda.get_rng_state_all()))
 
 
-# -- Plain attributes of a module that a training step may change, put back in the objects that held them
+# -- Plain attributes of a module that a training step may change, restored in the objects that held them
 
 
 class ModuleAttributes:
     """Plain attributes of a module and its submodules: modes, counters, lists, states of torchmetrics."""
 
-    # Containers and tensors are put back in place, because others may hold them.
+    # Containers and tensors are restored in place, because other objects may refer to them.
 
-    # Parameters are never exchanged, buffers' values are kept separately, and the rest is Lightning's.
+    # A step never replaces parameters or modules, `_kept_value` sees to the buffers, and the rest is Lightning's.
     _OTHERS = frozenset({"_parameters", "_modules", "_trainer", "_fabric", "trainer"})
 
     def __init__(self, module: nn.Module) -> None:
-        # An engine that divides parameters keeps them in containers too, where they may be whole or in parts later.
+        # An engine that divides parameters also keeps them in containers, and may change there what they hold.
         self._parameters = {id(parameter) for parameter in module.parameters()}
         self._kept = [
             (m, {name: self._kept_value(name, v) for name, v in vars(m).items() if name not in self._OTHERS})
@@ -100,7 +100,7 @@ class ModuleAttributes:
 
 
 def _kept(value: Any, seen: set[int]) -> Callable[[], Any]:
-    """Return a function that gives the very same object back, with what is in it now."""
+    """Return a function that returns the same object with the contents that it has now."""
     if not isinstance(value, (Tensor, list, set, dict)) or id(value) in seen:
         return lambda: value
     if isinstance(value, Tensor):
@@ -115,7 +115,7 @@ def _kept(value: Any, seen: set[int]) -> Callable[[], Any]:
 def _with_values(tensor: Tensor, values: Tensor) -> Tensor:
     if tensor.is_inference():
         return values.to(tensor.device)
-    # Writing raises the version counter, which a backward that is still to come would take for a change.
+    # Writing raises the version counter, and autograd would refuse a later backward that needs the tensor.
     if not torch.equal(tensor.detach().cpu(), values):
         with torch.no_grad():
             tensor.copy_(values)
@@ -130,15 +130,15 @@ def _refill(container: Any, items: Any, inner: dict[Any, Callable[[], Any]]) -> 
     return container
 
 
-# -- Values of tensors, stored where they do not take the memory that is measured or has run out --
+# -- Values of tensors, stored outside of the memory that is measured or has run out --
 
 
 class StoredCopies:
-    """Values of tensors, in host memory for those of a device, in a file for the others."""
+    """Copies of tensors, in host memory for those of a device, in a file for those of the CPU."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
-        # It lives as long as this object; the system deletes it when it is closed.
+        # The file is closed with this object, and the system deletes it then.
         self._file = tempfile.TemporaryFile()  # noqa: SIM115
         weakref.finalize(self, self._file.close)
         own = [_own_part(tensor) for tensor in self._tensors]
@@ -155,20 +155,18 @@ class StoredCopies:
 
 
 def _own_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, in the same memory; another tensor as it is."""
+    """Return this rank's part of a DTensor, in the same memory, or any other tensor itself."""
     with torch.no_grad():
         values: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         return values.detach()
 
 
-# -- State that a training step may change, put back bit for bit --
-# A :class:`Snapshot` is made of parts, each of which is cheap enough to be used on its own: a trial of a
-# batch size puts everything back, a replay all but parameters and optimizers, a split step what a forward
-# leaves behind. What the step only writes to is replaced by something empty if that is enough
-# (gradients, a fresh optimizer's state), else copied: to host memory from a device, so that a copy does not
-# take the memory that is being measured or has run out.
+# -- State that a training step may change, restored to the bit --
+# A :class:`Snapshot` is made of parts, which can be used separately: a trial of a batch size restores everything, a
+# replay all but parameters and optimizers, a split step what a forward leaves behind. Gradients and the state of a new
+# optimizer are replaced by empty ones while the step runs; all else is copied, from a device to host memory.
 
-# Buffers up to this size [elements] are copied at each refresh; batch norm changes its own without a trace.
+# Buffers up to this size [elements] are copied at each refresh; batch norm changes its own without a new version.
 _SMALL = 65_536
 
 
@@ -179,7 +177,7 @@ class Part(Protocol):
 
 
 class Snapshot:
-    """Several parts, put back together in reverse order; as a context manager, when the body ends."""
+    """Several parts, restored together in reverse order; a context manager restores them when its body ends."""
 
     def __init__(self, *parts: Part) -> None:
         self._parts = parts
@@ -211,9 +209,9 @@ def whole_run(
 
 
 class Gradients:
-    """Gradients and ``requires_grad`` flags; the parameters have none until they are put back."""
+    """Gradients and ``requires_grad`` flags; the parameters have no gradients until these are restored."""
 
-    # If one of several optimizers is toggled, the flags become those from before it was.
+    # If one of several optimizers is toggled, the flags are set to what they were before that.
 
     def __init__(self, module: nn.Module) -> None:
         untoggled = getattr(module, "_param_requires_grad_state", {})
@@ -229,13 +227,13 @@ class Gradients:
 
 
 class BufferCopies:
-    """Copies of a module's buffers that can be refreshed in every step for little."""
+    """Copies of a module's buffers that are cheap to refresh in every step."""
 
-    # Small buffers are copied each time in one fused call. Large ones (masks, tables) hardly ever change:
-    # they are copied when their version counter says that something wrote to them.
+    # Small buffers are copied each time in one fused call. Large ones (masks, tables) hardly ever change, and are
+    # copied only if their version counter has changed.
 
     def __init__(self, module: nn.Module) -> None:
-        # Also those that are None, which named_buffers() leaves out.
+        # These include buffers that are None, which named_buffers() leaves out.
         self._places = [(part, name) for part in module.modules() for name in part._buffers]
         self._owners: list[tuple[nn.Module, str]] = []
         self._originals: list[Tensor] = []
@@ -264,13 +262,13 @@ class BufferCopies:
         self._versions = [b._version for b in now]
 
     def restore(self) -> None:
-        """Make the buffers what they were at the last refresh."""
+        """Give the buffers the values that they had at the last refresh."""
         with torch.no_grad():
             for (module, name), buffer, values in zip(
                 self._owners, self._originals, self._copies, strict=True
             ):
                 buffer.copy_(values)
-                module._buffers[name] = buffer  # whatever the module does with attributes
+                module._buffers[name] = buffer  # directly, because the module may override `__setattr__`
 
 
 class OptimizerState:
@@ -287,7 +285,7 @@ class OptimizerState:
         self._values = StoredCopies(tensors) if tensors else None
         self._entries = _with_the_same_tensors(self._state)
         if self._values is None:
-            # Nothing in it yet: the steps fill another one, and this stays as it is.
+            # The state has no tensors yet: steps fill another one, and this one does not change.
             optimizer.state = defaultdict(dict)
 
     def restore(self) -> None:

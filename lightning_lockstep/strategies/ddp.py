@@ -29,18 +29,18 @@ class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
     compression works on CPU too; and there is no broadcast before every batch.
 
     Args:
-        start_method: How the ranks of a node are started where no other program does: ``popen`` runs the program
+        start_method: How the ranks of a node are started if no other program starts them: ``popen`` runs the program
             again, ``spawn``, ``fork`` and ``forkserver`` use multiprocessing (``fork`` in notebooks).
         grace_period: Time from learning of a failure until a rank is ended by force [s].
         silence_limit: How long a rank may be stopped, or its host unreachable, before that counts as a failure
             [s]. A running rank sends heartbeats, whatever it computes.
-        uneven_inputs: When ranks have different numbers of training batches: ``error`` raises (before the first
-            one, unless a loader gives fewer than its length says), ``truncate`` stops all ranks when the first
-            runs out, ``join`` gives ranks that have run out padding batches (their last one again, with a loss
-            of zero) until the last rank is done.
-        iterable_datasets: What each rank reads of an ``IterableDataset``: ``as_given`` all that it gives there;
-            ``shard`` its part, for a data set that gives the same samples on every rank: ranks and DataLoader workers
-            take turns, so that each sample is used once, in training and evaluation.
+        uneven_inputs: What happens if ranks have different numbers of training batches: ``error`` raises (before the
+            first batch, unless a loader gives fewer batches than its length says), ``truncate`` stops all ranks when
+            the first runs out, ``join`` gives ranks that have run out padding batches (their last one again, with a
+            loss of zero) until the last rank is done.
+        iterable_datasets: What each rank reads of an ``IterableDataset``: ``as_given`` reads all that it gives on that
+            rank; ``shard`` reads the rank's part of a data set that gives the same samples on every rank. Ranks and
+            DataLoader workers then take turns, so that each sample is used once, in training and in evaluation.
         threads_per_rank: CPU threads per rank; ``auto`` is usable cores / ranks of the node, unless
             ``OMP_NUM_THREADS`` is set.
         timeout: Longest wait for another rank in a collective [s].
@@ -52,8 +52,8 @@ class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
             communication hook as torch documents it.
         ddp_comm_state: State for a hook given as a function.
         gradient_as_bucket_view: Whether gradients live in the buckets that are reduced, which saves a copy.
-        cluster_environment: Tells which rank this process is; by default found by environment variables. (A plugin of
-            the Trainer is taken only if the strategy is given by its name.)
+        cluster_environment: Tells which rank this process is; by default the environment variables do. (One among the
+            Trainer's plugins is used only if the strategy is given by its name.)
         options: Further options of :class:`torch.nn.parallel.DistributedDataParallel`, such as
             ``static_graph``, ``find_unused_parameters``, ``bucket_cap_mb``, and Lightning's
             ``accelerator``, ``parallel_devices``, ``checkpoint_io``, ``precision_plugin``.
@@ -108,7 +108,7 @@ class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
     def configure_ddp(self) -> None:
         """Wrap the model in DistributedDataParallel and register the gradient compression hook.
 
-        Under ``guard="verify"`` the ranks compare their parameters before.
+        Under ``guard="verify"`` the ranks compare their parameters first.
 
         Ranks: all, together.
         """
@@ -116,9 +116,9 @@ class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
             verify_parameters(self.model, current_communicator().gather)  # type: ignore[arg-type] # not wrapped yet
         super().configure_ddp()
         for weight in sparse_weights(self.model):  # type: ignore[arg-type] # wrapped just now
-            # DDP divides sparse gradients in place, and their values may be the gradient of another tensor too.
+            # DDP divides sparse gradients in place, although another tensor's gradient may share their values.
             self._hooks.append(weight.register_hook(_copied))  # type: ignore[no-untyped-call]
-        # Lightning registers a hook on CUDA only, so it is not given one.
+        # Lightning would register a communication hook on CUDA only, so the hook is registered here.
         hook, state = compression_hook(
             self.settings.ddp_comm_hook,
             self.settings.ddp_comm_state,

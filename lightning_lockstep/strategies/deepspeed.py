@@ -87,7 +87,7 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
 
     strategy_name = "lockstep_deepspeed"
     settings: DeepSpeedSettings
-    _load_folder: Load | None = None  # of the checkpoint in hand, once hooks have seen it
+    _load_folder: Load | None = None  # loads what load_checkpoint opened, once hooks have seen it
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
     ) -> None:
         accepted = OptionsOfRanks.__optional_keys__
         self.settings, handed_on = taken(DeepSpeedSettings, type(self), locals(), accepted)
-        import_deepspeed(device_type_given())  # it reads and parses the configuration
+        import_deepspeed(device_type_given())  # because DeepSpeed parses the configuration
         given = with_named_options(
             read_config(config),
             stage=stage,
@@ -119,7 +119,7 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
             **handed_on,
         )
         self.weights.corrects = False  # gradients are in the engine
-        self._let_go: Callable[[], None] = lambda: None  # of what DeepSpeed knows this rank by
+        self._let_go: Callable[[], None] = lambda: None  # undoes `adopt_process_group`
 
     # -- before the ranks start ------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
             load_ops(needed_builders(self._run_config.given), self.settings.duration.total_seconds())
 
     def _init_config_if_needed(self) -> None:
-        # For every run again: its loaders, and so its batch sizes, may be others.
+        # This is done again for each run, whose loaders, and so its batch sizes, may be different.
         if self.lightning_module is None:
             return
         if self._fits:
@@ -174,7 +174,7 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
     def model_sharded_context(self) -> Generator[None, None, None]:
         """Divide parameters among the ranks as they are made, in stage 3.
 
-        Only what that needs is looked at here: the module has no layers yet, so it cannot be asked for an optimizer.
+        This reads only the settings that it needs: the module has no layers yet, so it cannot make its optimizer.
 
         Ranks: all, together.
         """
@@ -193,8 +193,8 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
         )
 
     def _set_deepspeed_activation_checkpointing(self) -> None:
-        # For all options, and those that this configuration does not have: they are global variables of DeepSpeed, and
-        # Lightning's own leaves what another fit has set.
+        # This sets all options, because they are global variables of DeepSpeed. Lightning's own method leaves those
+        # that another fit has set and this configuration does not name.
         import deepspeed
 
         deepspeed.checkpointing.configure(None, deepspeed_config=self._complete_config)
@@ -237,7 +237,7 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Do nothing around an accumulated batch: the engine knows that, and reduces what its stage needs."""
+        """Do nothing: the engine knows which batches are accumulated, and reduces what its stage needs."""
         yield
 
     @property
@@ -258,7 +258,7 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
 
     def steps_apart(self, module: LightningModule) -> AbstractContextManager[None]:
         """Let the body run ``module`` by autograd alone, and leave the engine as it was."""
-        # Stages 0 to 2 send nothing; in stage 3 all ranks do it together, since the parameters are gathered.
+        # Stages 0 to 2 send nothing; in stage 3 all ranks do it together, because the parameters are gathered.
         return without_engine(self, module, module.trainer.model)
 
     # -- checkpoints: folders and plain files ----------------------------------------------------------
@@ -276,7 +276,7 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
             saving_as(module, checkpoint, exclude_frozen=exclude) as to_save,
             warnings.catch_warnings(),
         ):
-            # That parts of the weights go to several files, and how to join them: docs/deepspeed.md, shorter.
+            # This warning says how to join the files of the weights; docs/deepspeed.md has a shorter way.
             warnings.filterwarnings("ignore", message="When saving the DeepSpeed Stage 3 checkpoint")
             super().save_checkpoint(to_save, draft, storage_options)
 
@@ -290,7 +290,7 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
             )
         stage, communicator = self._complete_config["zero_optimization"]["stage"], current_communicator()
         if not self._fits:
-            # DeepSpeed 0.19 itself cannot do this in stage 3, and only on as many ranks in the others.
+            # DeepSpeed 0.19 itself cannot do this in stage 3, and in the others only on the same number of ranks.
             return whole_checkpoint(checkpoint_path, self._module, communicator, divided=stage == 3)
         found, self._load_folder = open_folder(
             self.model,

@@ -97,8 +97,8 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
         gradients are reduced once: 1.5 times what DDP sends with ``reshard_after_forward``, as much without.
     """
 
-    # Not on Lightning's ModelParallelStrategy: its Trainer refuses 16-mixed and 64-true under that, and all in it that
-    # is about fully_shard (a module without configure_model, checkpoints) would be replaced.
+    # This is no subclass of Lightning's ModelParallelStrategy, because the Trainer refuses 16-mixed and 64-true under
+    # that, and all that it does about fully_shard (a module without configure_model, checkpoints) would be replaced.
 
     strategy_name = "lockstep_fsdp"
     settings: FSDPSettings
@@ -129,9 +129,9 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
         return super().resolve_precision(plugin, requested, device_type)
 
     def _configure_launcher(self) -> None:
-        # The Trainer is under construction here: the last moment at which a fault stops it before any rank.
+        # The Trainer is under construction, so an error here ends the program before any rank starts.
         if self.device_type == "cuda":
-            if self.settings.offload == "cpu":  # norms of gradients are in the memory of the host
+            if self.settings.offload == "cpu":  # norms of gradients are then on the host
                 self.startup.backend = self.startup.backend or "cpu:gloo,cuda:nccl"
             backend = self.startup.backend or ""
             if "gloo" in backend and "nccl" not in backend:
@@ -146,7 +146,7 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
 
     @property
     def launcher(self) -> Any:
-        """What starts the ranks; with a module that cannot be divided it starts none."""
+        """What starts the ranks. With a module that cannot be divided this raises, so that none is started."""
         if self.lightning_module is not None:
             units_of(self.lightning_module, self.settings.shard)
         return self._launcher
@@ -196,7 +196,7 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            loop.inference_mode = False  # torch cannot train what was gathered for the first time in it
+            loop.inference_mode = False  # torch cannot train parameters that it first gathered in it
 
     def _divide(self, module: LightningModule, precision: str) -> None:
         settings, compute = self.settings, _COMPUTES.get(precision)
@@ -244,25 +244,25 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
     # -- steps -----------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Raise where hooks of the start have added what would not be trained as in one process."""
+        """Raise if hooks at the start have added something that would not be trained as in one process."""
         give_up_gathered(self._module)  # a hook may have called the module
         check_trained(self._module)
 
     needs_loss = "the ranks gather and reduce the parts of the model together in the backward"
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Make an optimizer's step, after which no rank goes on with what it has gathered before.
+        """Make an optimizer's step, then free the old weights that this rank has gathered.
 
         Ranks: each, alone, but for what the closure does.
         """
         output = super().optimizer_step(*args, **kwargs)
-        # A part that was called and had no backward (frozen for now, or without gradients) is still whole, as it was.
+        # A part that was called but had no backward (frozen, or without gradients) still has its old weights gathered.
         give_up_gathered(self._module)
         return output
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Let backwards in the body reduce nothing: each rank keeps whole gradients until one that does."""
+        """Let backwards in the body reduce nothing: each rank keeps whole gradients until a later one reduces them."""
         set_reductions(self._module, False)
         try:
             yield
@@ -270,7 +270,7 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
             set_reductions(self._module, True)
 
     def on_validation_start(self) -> None:
-        """Give all ranks the buffers of rank 0, which a checkpoint has. Ranks: all, together; a broadcast a buffer."""
+        """Give all ranks the buffers of rank 0, as a checkpoint does. Ranks: all, together; a broadcast a buffer."""
         broadcast_tensors(self._module.buffers())
 
     on_test_start = on_predict_start = on_validation_start
@@ -281,7 +281,7 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
 
     on_test_end = on_predict_end = on_validation_end
 
-    # All ranks make a step together, of which each has a part of the model.
+    # All ranks make each step together, because each has only a part of the model.
     step_capabilities = Capabilities(whole_gradients=False, step_alone=False, replays="together")
 
     def engine_gradients(self) -> DividedGradients:
@@ -360,5 +360,5 @@ class DividedGradients(EngineGradients):
         return None if scaler is None else (float(scaler.get_scale()), 0.0)
 
 
-# For which precision a module was divided; it stays so.
+# The precision for which a module was divided, which cannot change afterwards.
 _precision_of: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""Which modules of a model are units, that are gathered by themselves, and what cannot be divided, or used with it."""
+"""Which modules are units, each gathered by itself; what cannot be divided, or used with a divided model."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def units_of(
     module: LightningModule, rule: Any, *, callbacks: Iterable[Any] | None = None, halves: bool = False
 ) -> tuple[list[nn.Module], set[nn.Module]]:
     """Return the units, inner ones first, and of them those that compute in float32; raise if there cannot be any."""
-    # `callbacks`: of the Trainer; None: it has not begun, and configure_model may make layers. `halves`: whether units
-    # compute in 16 bits.
+    # `callbacks`: those of the Trainer; None before its run, in which configure_model may still make layers.
+    # `halves`: whether units compute in 16 bits.
     if divided_parts(module):
         return [], set()
     units, faults = _units(module, rule), Faults(type(module).__name__)
@@ -47,10 +47,10 @@ def units_of(
     whole = {part for callback in given for part in callback.chosen(module)}
     whole |= {part for part in module.modules() if runs_in_fp32(part)}
     inside = {part for one in whole for part in one.modules() if part is not one}
-    units = [unit for unit in units if unit not in inside]  # they compute as the module around them
+    units = [unit for unit in units if unit not in inside]  # those compute like the module around them
     full: set[nn.Module] = set()
     if halves:
-        # In a unit that computes in 16 bits, one that does not is a unit by itself.
+        # A module that computes in float32 inside a unit of 16 bits is a unit by itself.
         wide = {
             part for unit in units for part in unit.modules() if part in whole or isinstance(part, _NORMS)
         }
@@ -88,7 +88,7 @@ def _look_at_parameters(module: nn.Module, faults: Faults) -> None:
 def _units(module: LightningModule, rule: Any) -> list[nn.Module]:
     if rule == "auto":
         chosen: set[Any] = set(_repeated_blocks(module))
-        if module.automatic_optimization:  # else nothing would gather what they share
+        if module.automatic_optimization:  # the LightningModule then gathers what blocks share
             chosen -= {part for _, parts in _places(module, [*chosen]) if len(parts) > 1 for part in parts}
         return [one for one in module.modules() if one in chosen][::-1]
     names = [rule] if isinstance(rule, str) else rule
@@ -111,7 +111,7 @@ def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def roots_of(module: LightningModule) -> list[nn.Module]:
-    """Return what is called from outside: the module, or its children where a step has backwards in it."""
+    """Return the outermost modules that are called: the module itself, or its children if its step runs backwards."""
     return [module] if module.automatic_optimization else list(_called(module))
 
 
@@ -148,7 +148,7 @@ _OPTIMIZERS = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Rprop)
 
 
 def check_trained(module: LightningModule) -> None:
-    """Raise where what a run trains is not what was divided."""
+    """Raise if a run trains a parameter that was not divided."""
     left = [name for name, p in module.named_parameters() if p.requires_grad and not is_divided(p)]
     if left:
         raise ConfigurationError(
@@ -162,12 +162,12 @@ def check_trained(module: LightningModule) -> None:
 
 
 def _is_hooked(parameter: Any) -> bool:
-    """Return whether a program has hooks on it, which never act once fully_shard has put another in its place."""
+    """Return whether a program has put hooks on a parameter, which never run once fully_shard has replaced it."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def check_optimizers(optimizers: Sequence[Any]) -> None:
-    """Raise where torch cannot make the steps of an optimizer with divided parameters."""
+    """Raise if torch cannot make the steps of an optimizer with divided parameters."""
     for optimizer in optimizers:
         if isinstance(optimizer, _OPTIMIZERS):
             raise ConfigurationError(
@@ -177,7 +177,7 @@ def check_optimizers(optimizers: Sequence[Any]) -> None:
 
 
 def refuse_callbacks(callbacks: Sequence[Any], *, parts: bool) -> None:
-    """Raise where a callback needs a whole model, or is to save the parts of one where ranks cannot write them."""
+    """Raise if a callback needs the whole model, or would save its parts where ranks cannot write them."""
     for callback in callbacks:
         name = type(callback).__name__
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging, ModelPruning)):
@@ -196,7 +196,7 @@ def refuse_callbacks(callbacks: Sequence[Any], *, parts: bool) -> None:
 
 
 def refuse_address(folder: object, what: str = "") -> None:
-    """Raise where the parts of a model are to go to another place than a disk."""
+    """Raise if the parts of a model are to be saved anywhere but on a disk."""
     if "://" in str(folder):
         raise ConfigurationError(
             f"{what}{folder} and state_dict='sharded': expected a folder on a disk, in which each rank writes its"

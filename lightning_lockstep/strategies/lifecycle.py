@@ -1,6 +1,7 @@
 """The life of the ranks of a strategy: launch, rendezvous, placement, loaders, steps, failures and the end.
 
-:class:`RankLifecycle` stands in front of one of Lightning's strategies and does so where Lightning calls a strategy.
+A strategy inherits from :class:`RankLifecycle` first and from one of Lightning's strategies second, so that the methods
+here run around Lightning's.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ from lightning_lockstep.strategies.uneven_inputs import UnevenInputs, check_has_
 
 
 class LockstepStrategy(Strategy):
-    """Base of all strategies: steps are means over all of their samples or items, checkpoints are plain data."""
+    """Base of all strategies: an optimizer step is a mean over its samples or items, checkpoints are plain data."""
 
-    #: What the loss of a micro-batch counts in its optimizer step; a class makes it before Lightning's constructor.
+    #: Weights of the micro-batches in their optimizer step; a subclass sets it before it calls Lightning's constructor.
     weights: StepWeights
     __repr__ = strategy_repr
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the backward of a loss, which counts as much as its micro-batch has of its optimizer step's samples."""
+        """Run the backward of a loss, weighted by its micro-batch's share of the samples in the optimizer step."""
         return super().backward(self.weights.weighted(closure_loss), *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
@@ -74,42 +75,34 @@ class LockstepStrategy(Strategy):
             super().load_checkpoint, checkpoint_path, weights_only_of_run(weights_only)
         )
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Do nothing: the package registers its strategies when it is imported."""
-
 
 class RankLifecycle(LockstepStrategy, ParallelStrategy):
-    """Base of strategies of one process a device, in front of one of Lightning's strategies."""
+    """Base of strategies with one process per device."""
 
     settings: LifecycleSettings
+    trains_over_mpi = False  # whether ranks of ``srun --mpi=...`` are ranks of an MPI job
     cluster_environment: Any
     num_nodes: int
 
     def __init__(
         self, startup: RankStartup, *, cluster_environment: ClusterEnvironment | None = None, **options: Any
     ) -> None:
-        # A class sets ``settings`` before.
+        # The subclass has set ``settings``.
         self.startup, self.supervisor = startup, RankSupervisor(self.settings.supervisor)
         self.weights = StepWeights()
         self._uneven_inputs = UnevenInputs(self.settings.uneven_inputs)
-        # Samples of all ranks in each micro-batch of an optimizer step, if something has set them.
+        # Samples of all ranks in each micro-batch of an optimizer step, once EffectiveBatchSize has set them.
         self.micro_batches: tuple[int, ...] | None = None
         super().__init__(cluster_environment=cluster_environment, **options)
         if cluster_environment is None:
-            # Lightning takes a plugin only for a strategy that has no environment, and looks for one itself then, which
-            # starts MPI. Of a strategy that is made before the Trainer it says that there are two.
+            # Lightning uses an environment among the plugins only if the strategy has none, and without a plugin it
+            # searches for one itself, which starts MPI. It raises if a strategy made before the Trainer has one too.
             plugins = given_to_trainer("plugins")
             several = plugins if isinstance(plugins, Sequence) and not isinstance(plugins, str) else [plugins]
             given = (one for one in several if isinstance(one, ClusterEnvironment))
-            self.cluster_environment = next(given, None) or self.detect_environment()
+            self.cluster_environment = next(given, None) or detect_environment(mpi=self.trains_over_mpi)
 
-    @staticmethod
-    def detect_environment() -> ClusterEnvironment:
-        """Return the cluster environment of this process, by environment variables."""
-        return detect_environment()
-
-    # -- who there is ----------------------------------------------------------------------------------
+    # -- which ranks there are, and whether one has failed ---------------------------------------------
 
     @property
     def num_processes(self) -> int:
@@ -123,7 +116,7 @@ class RankLifecycle(LockstepStrategy, ParallelStrategy):
 
     @property
     def device_type(self) -> str:
-        """Type of this rank's device, also before it is known whether the Trainer has one for it."""
+        """Type of this rank's device; ``cpu`` until the Trainer has given the strategy its devices."""
         return (self.parallel_devices or [torch.device("cpu")])[0].type
 
     @property
@@ -141,7 +134,7 @@ class RankLifecycle(LockstepStrategy, ParallelStrategy):
         if self.supervisor.propagation is not None:
             self.supervisor.propagation.check()
 
-    # -- while the Trainer is under construction: the last moment at which an error stops it before any rank ----
+    # -- while the Trainer is under construction: an error here ends the program before any rank starts --------
 
     def resolve_precision(self, plugin: Precision, requested: str | None, device_type: str) -> Precision:
         """Return the precision plugin to use, by Lightning's and the name that the user gave, or raise."""
@@ -157,7 +150,7 @@ class RankLifecycle(LockstepStrategy, ParallelStrategy):
             num_nodes=self.num_nodes,
         )
         if self.num_nodes == 1:
-            need_descriptors(self.num_processes)  # else rank 0, which is elsewhere perhaps, finds out
+            need_descriptors(self.num_processes)  # only rank 0 needs them; with several nodes it checks later
         self.precision_plugin = self.resolve_precision(
             self.precision_plugin, requested_precision(), self.root_device.type
         )
@@ -179,8 +172,8 @@ class RankLifecycle(LockstepStrategy, ParallelStrategy):
         self.supervisor.apply_threads(ranks_here=self.startup.ranks_on_these_cores(self))
         size_flight_recorder()
         is_new = self.startup.connect(self, self.settings.duration)
-        outcome.install_excepthook()  # in front again: a process group of torch puts its own hook there
-        # Rank 0 prints failure reports, and the first rank of a node that was started by hand.
+        outcome.install_excepthook()  # again, because torch's process group has put its own hook in front of it
+        # Rank 0 prints failure reports, and so does the first rank of each node that was started by hand.
         by_hand = isinstance(self.cluster_environment, LockstepEnvironment) and launcher_pid() is None
         communicator = self.supervisor.ranks_have_met(
             prints_report=self.global_rank == 0 or (by_hand and self.num_nodes > 1)
@@ -193,7 +186,7 @@ class RankLifecycle(LockstepStrategy, ParallelStrategy):
         self._add_callbacks()
 
     def _add_callbacks(self) -> None:
-        """Have evaluations count each sample once, a fit continue a resumed epoch, and stop together under Slurm."""
+        """Make evaluations count each sample once, and a fit continue a resumed epoch and stop together under Slurm."""
         if self.lightning_module is None:
             return
         trainer = self.lightning_module.trainer
@@ -201,8 +194,8 @@ class RankLifecycle(LockstepStrategy, ParallelStrategy):
         if trainer.state.fn != "fit":
             return
         LoaderPosition.attach(trainer)
-        # Lightning saves and requeues inside the signal handler of each rank, wherever that rank is; ranks in
-        # different places then wait for each other.
+        # Lightning saves and requeues in the signal handler of each rank, whatever the rank is doing. Ranks that are
+        # in different collectives would then wait for each other.
         callback, callbacks = public("StopTogether"), trainer.callbacks  # type: ignore[attr-defined]
         given = any(isinstance(one, callback) for one in callbacks)
         if belongs_to_slurm(self.cluster_environment) and not given:
@@ -214,7 +207,7 @@ class RankLifecycle(LockstepStrategy, ParallelStrategy):
             super().barrier(*args, **kwargs)  # type: ignore[safe-super]
 
     def forget_loaders(self) -> None:
-        """Forget what the loaders of this run were like."""
+        """Forget the weights and the micro-batches of this run."""
         self.weights.clear()
         self.micro_batches = None
 
@@ -227,7 +220,7 @@ class RankLifecycle(LockstepStrategy, ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """What Lightning makes a sampler with: one that :meth:`process_dataloader` knows again and divides."""
+        """Arguments for the sampler that Lightning makes, by which :meth:`process_dataloader` recognizes it."""
         given = {"num_replicas": self.world_size, "rank": self.global_rank}
         trainer: Any = None if self.lightning_module is None else self.lightning_module.trainer
         if trainer is None or trainer.overfit_batches:
@@ -235,13 +228,13 @@ class RankLifecycle(LockstepStrategy, ParallelStrategy):
         return marked(given, predicts=bool(trainer.predicting))
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Give this rank its part of a loader, and all ranks as many training batches. Ranks: all; a gather."""
+        """Give this rank its part, and all ranks the same number of training batches. Ranks: all; a gather."""
         if self.lightning_module is None:
             return dataloader
         trainer, communicator = self.lightning_module.trainer, current_communicator()
         rank, ranks, trains = self.global_rank, self.world_size, asks_for_training_loader(trainer)
         if self.settings.iterable_datasets == "shard":
-            # What a micro-batch counts goes by the sizes of all in its optimizer step.
+            # The weight of a micro-batch depends on the sizes of all micro-batches in its optimizer step.
             dataloader = shared_stream(
                 dataloader,
                 communicator,
@@ -268,7 +261,7 @@ class RankLifecycle(LockstepStrategy, ParallelStrategy):
 
     @property
     def needs_loss(self) -> str:
-        """Why each rank's step must give a loss; empty: a step without one contributes zero gradients."""
+        """Why every rank's step must return a loss; empty if a step without one contributes zero gradients."""
         return ""
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -310,7 +303,7 @@ class RankLifecycle(LockstepStrategy, ParallelStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a value over all ranks. Ranks: all, together."""
-        # Lightning divides a logged mean by the mean of the ranks' samples, and cuts that to a whole number.
+        # Lightning divides a logged mean by the ranks' mean number of samples, which would be cut to a whole number.
         if (
             isinstance(tensor, Tensor)
             and not tensor.dtype.is_floating_point
@@ -322,7 +315,7 @@ class RankLifecycle(LockstepStrategy, ParallelStrategy):
     # -- checkpoints -----------------------------------------------------------------------------------
 
     def whole_folder(self, target: str, *, on_each_node: bool = False) -> AbstractContextManager[str]:
-        """Give a folder to write into, which is a checkpoint once all ranks have written. Ranks: all, together."""
+        """Give a folder to write into, which becomes the checkpoint once all have written. Ranks: all, together."""
         return whole_folder(
             target,
             makes_folder=self.global_rank == 0 or (on_each_node and self.local_rank == 0),
@@ -336,11 +329,11 @@ class RankLifecycle(LockstepStrategy, ParallelStrategy):
 
 
 def _mean_loss(closure: Callable[[], Any]) -> Any:
-    """Return the mean over the ranks of what a closure returns, by which all decide the same."""
+    """Return the mean loss of all ranks, so that LBFGS takes the same decisions on each."""
     loss = closure()
     if not isinstance(loss, torch.Tensor):
         return loss
     communicator = current_communicator()
-    # In double precision, so that the mean of losses is as good as the loss of the whole batch.
+    # In double precision, so that the mean of the losses is as exact as the loss of the whole batch.
     total = communicator.all_reduce(loss.detach().to("cpu", torch.float64, copy=True))
     return (total / communicator.world_size).to(loss)

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import torch
 from typing_extensions import Unpack
 
-from lightning_lockstep._lightning import ClusterEnvironment, rank_zero_only
+from lightning_lockstep._lightning import rank_zero_only
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.distributed.process_group import has_backend
 from lightning_lockstep.errors import MissingExtraError
-from lightning_lockstep.launchers.environments import MPIEnvironment, detect_environment
+from lightning_lockstep.launchers.environments import MPIEnvironment
 from lightning_lockstep.launchers.mpirun_command import MPIRunSettings
 from lightning_lockstep.strategies.ddp import LockstepDDPStrategy
 from lightning_lockstep.strategies.options import OptionsOfMPI
@@ -48,6 +48,7 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
     """
 
     strategy_name = "lockstep_mpi"
+    trains_over_mpi = True
 
     def __init__(
         self,
@@ -69,11 +70,6 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         if isinstance(environment, MPIEnvironment):
             # Lightning takes every rank for rank 0 until the ranks are connected, and would print on each.
             rank_zero_only.rank = environment.global_rank()  # type: ignore[attr-defined]
-
-    @staticmethod
-    def detect_environment() -> ClusterEnvironment:
-        """See :meth:`LockstepDDPStrategy.detect_environment`; ranks of ``srun --mpi=...`` are ranks of an MPI job."""
-        return detect_environment(mpi=True)
 
     def make_startup(self) -> RankStartup:
         """See :meth:`LockstepDDPStrategy.make_startup`."""

@@ -127,13 +127,13 @@ class FSDPSettings(LifecycleSettings):
             faults.check(bool(sizes) and known, "mesh", self.mesh, expected)
 
 
-# -- Options that are handed on as they are, with the defaults of whoever takes them. Type checkers, editors and
-# LightningCLI read them here: a plain `**options` would let through what is misspelt, and LightningCLI would look for
-# its names in the constructors further down
+# -- Options that are handed on unchanged, with the defaults of the class that takes them. Type checkers, editors and
+# LightningCLI read their names here. A plain `**options` would let misspelt names through, and LightningCLI would take
+# the names from the constructors of the base classes
 
 
 class OptionsOfEach(TypedDict, total=False):
-    """What each strategy of one process a device takes; see :class:`LockstepDDPStrategy` for the meaning."""
+    """Options of each strategy with one process per device; see :class:`LockstepDDPStrategy` for the meaning."""
 
     grace_period: float
     silence_limit: float
@@ -147,7 +147,7 @@ class OptionsOfEach(TypedDict, total=False):
 
 
 class OptionsOfXLA(OptionsOfEach, total=False):
-    """What a strategy of XLA devices takes besides its own."""
+    """Options of a strategy for XLA devices, in addition to its own."""
 
     checkpoint_io: CheckpointIO | None
     precision_plugin: Precision | None
@@ -162,7 +162,7 @@ class OptionsOfLightning(TypedDict, total=False):
 
 
 class OptionsOfRanks(OptionsOfEach, OptionsOfLightning, total=False):
-    """What a strategy takes besides its own whose ranks are started here and connected over a backend of torch."""
+    """Options of a strategy that starts its ranks and connects them by torch, in addition to its own."""
 
     start_method: Literal["popen", "spawn", "fork", "forkserver"]
     process_group_backend: str | None
@@ -193,7 +193,7 @@ class OptionsOfDDP(OptionsOfLightning, total=False):
 
 
 class OptionsOfMPI(OptionsOfEach, OptionsOfDDP, total=False):
-    """What the strategy over MPI takes besides its own."""
+    """Options of the strategy over MPI, in addition to its own."""
 
     ddp_comm_hook: Literal["fp16_compress", "bf16_compress", "power_sgd"] | Callable[..., Any] | None
     ddp_comm_state: object | None
@@ -201,7 +201,7 @@ class OptionsOfMPI(OptionsOfEach, OptionsOfDDP, total=False):
 
 
 def options_of_ddp() -> set[str]:
-    """Return those of them that the installed releases of Lightning and torch have."""
+    """Return those of ``OptionsOfDDP`` that the installed releases of Lightning and torch have."""
     takers = (DDPStrategy, DistributedDataParallel)
     names = {name for taker in takers for name in inspect.signature(taker).parameters}
     return names & OptionsOfDDP.__optional_keys__
@@ -211,7 +211,7 @@ def taken(
     settings: type[_Settings], strategy: type, given: Mapping[str, Any], accepted: Collection[str]
 ) -> tuple[_Settings, dict[str, Any]]:
     """Return the settings of a strategy, and the options that it hands on; raise for any other."""
-    # `given`: what its constructor was given, the keyword arguments that it does not name as ``options``.
+    # `given`: the arguments of its constructor; those that it does not name are in ``options``.
     options, fields = given["options"], {field.name for field in dataclasses.fields(settings)}
     own = {
         name
@@ -227,7 +227,7 @@ def taken(
     return settings_of(settings, {**given, **options}), handed_on
 
 
-# -- Which rank runs where, shown once, and a warning that names the slowest GPU where GPUs differ --
+# -- Which rank runs where, shown once, and a warning that names the slowest GPU if GPUs differ --
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ def _table(placements: Sequence[RankPlacement]) -> str:
     terminal = sys.stderr is not None and sys.stderr.isatty()
     text = StringIO()
     width = None if terminal else 100
-    # Not as a display of a notebook, which a rank that is a fork of its kernel cannot send.
+    # Plain text in a notebook too, because a rank that is a fork of its kernel cannot send it anything else.
     Console(file=text, force_terminal=terminal, force_jupyter=False, width=width).print(table)
     return text.getvalue()
 

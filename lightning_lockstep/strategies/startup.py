@@ -34,16 +34,16 @@ class RankStartup:
     script_launcher: type[ScriptLauncher] = ScriptLauncher
 
     def __init__(self, start_method: str = "popen", backend: str | None = None) -> None:
-        # Start method: popen, spawn, fork or forkserver; no backend: that of the device.
+        # Start method: popen, spawn, fork or forkserver. Without a backend, the default one of the device is used.
         self.start_method, self.backend = start_method, backend
 
     def adopt_ranks(self, strategy: Any) -> None:
-        """Take over from the program that started the ranks how many there are, before the launch."""
+        """Before the launch, take the number of ranks from the program that has started them."""
 
     def launcher(self, strategy: Any, supervisor: RankSupervisor) -> Any:
         """Return the launcher that starts the ranks of this node."""
         environment, group = strategy.cluster_environment, connected_group()
-        # Ranks that are connected run this script, and come here too: they are used again.
+        # Ranks that an earlier Trainer has connected run this script too, and are used again.
         exist = environment.creates_processes_externally or (group is not None and group.world_size > 1)
         if self.start_method == "popen" or exist:
             return self.script_launcher(
@@ -71,17 +71,12 @@ class RankStartup:
             address=strategy.cluster_environment.main_address,
             port=strategy.cluster_environment.main_port,
             timeout=timeout,
-            device=self.device_of_group(strategy),
+            device=strategy.root_device,
             name=getattr(strategy.cluster_environment, "rendezvous_name", None),
         )
-        if is_new and "nccl" in self.backend:  # which warns at exit of what nobody has destroyed
+        if is_new and "nccl" in self.backend:  # which warns at exit if its group was not destroyed
             at_exit(_destroy_dist_connection)
         return is_new
-
-    def device_of_group(self, strategy: Any) -> torch.device:
-        """Return the device whose tensors the process group of torch carries."""
-        device: torch.device = strategy.root_device
-        return device
 
     def after_connect(self, supervisor: RankSupervisor) -> None:
         """Do what has to follow once the ranks are connected and failures propagate."""
@@ -107,14 +102,14 @@ class MPIStartup(RankStartup):
             strategy.num_nodes = rank.size // rank.local_size
 
     def launcher(self, strategy: Any, supervisor: RankSupervisor) -> Any:
-        """Return the launcher that runs mpirun, or the ordinary one where ranks need not be started, or not by MPI."""
+        """Return the launcher that runs mpirun, or the ordinary one if MPI is not to start any ranks."""
         ranks = strategy.num_processes * strategy.num_nodes
         ordinary = super().launcher(strategy, supervisor)
         environment = strategy.cluster_environment
         if not isinstance(environment, LockstepEnvironment) or ranks == 1:
             return ordinary
         if environment.creates_processes_externally:
-            return ordinary  # whoever started the ranks has set LOCAL_RANK; `connect` says what is missing
+            return ordinary  # another program has started the ranks; `connect` raises if it was not MPI
         if self._given_backend == "nccl" and self.mpirun.hostfile is None and self.mpirun.mpirun is None:
             return ordinary
         command = find_mpirun(self.mpirun)
@@ -185,7 +180,7 @@ class MPIStartup(RankStartup):
 
 
 def startup_over(settings: Any) -> RankStartup:
-    """Return how the ranks of any other strategy are started and connected: over MPI if that is the backend."""
+    """Return how the ranks of a strategy for any backend are started and connected: over MPI if it is that."""
     if settings.process_group_backend in ("mpi4py", "mpi"):
         return MPIStartup(settings.process_group_backend, MPIRunSettings())
     return RankStartup(settings.start_method, settings.process_group_backend)

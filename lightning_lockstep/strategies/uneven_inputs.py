@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from torch.nn import Module
 from torch.utils.data import IterableDataset
 
 from lightning_lockstep._trainer import asks_for_training_loader
-from lightning_lockstep.distributed import Communicator, PendingReduction
+from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.c10d_operators import ddp_of, sum_of_nothing
 from lightning_lockstep.distributed.coordination.gather_uneven import gathered_entries
 from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
@@ -39,7 +39,7 @@ def every_rank_contributes(strategy: Any) -> Iterator[None]:
     def contributing(*args: Any, **kwargs: Any) -> Any:
         with gathered_entries() as entries:
             output = original(*args, **kwargs)
-        # The `num_items` of None is none that the step has forgotten to return.
+        # Without `num_items` this would look like a step that has forgotten to return the number.
         return {"loss": zero_loss(strategy.model, entries), "num_items": None} if output is None else output
 
     with replaced(module, training_step=contributing):
@@ -48,13 +48,13 @@ def every_rank_contributes(strategy: Any) -> Iterator[None]:
 
 def zero_loss(model: Module, entries: Sequence[Tensor] = ()) -> Tensor:
     """Return a loss of zero that gives zero gradients to every parameter that the other ranks wait for."""
-    # ``entries`` are what this rank has gathered with gradients: the others wait for it in the backward, from
-    # where it gets the gradients of what it has given them.
+    # ``entries`` are what this rank has gathered with gradients. Their backward is a collective, in which the other
+    # ranks wait for this one.
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     ddp = ddp_of(model)
     if ddp is not None and (ddp.find_unused_parameters or ddp.static_graph):
-        # A parameter that no rank uses gets no gradient, so no weight decay: those are left out that had none in the
-        # last step.
+        # A parameter that no rank uses must get no gradient, or weight decay would change it. So parameters that had
+        # no gradient in the last step are left out.
         parameters = [parameter for parameter in parameters if parameter.grad is not None] or parameters
     zero = sum_of_nothing(parameters, model)
     return torch.stack([zero, *(entry.flatten()[:0].sum().real.to(zero) for entry in entries)]).sum()
@@ -88,20 +88,20 @@ class UnevenInputs:
         self._policy = policy
 
     def even(self, dataloader: Any, trainer: Any, communicator: Communicator) -> Any:
-        """Return a loader of which every rank takes as many batches, if it is a training loader."""
+        """Return a loader of which every rank takes the same number of batches, if it is a training loader."""
         if not asks_for_training_loader(trainer) or communicator.world_size == 1:
             return dataloader
         own = length_of(dataloader), _keeps_to_its_length(dataloader)
         lengths, trusted = zip(*communicator.gather(own), strict=True)
         steps = None
-        if None not in lengths:  # else whatever the others say has no length either
+        if None not in lengths:  # if one rank's loader has no length, the lengths of the others do not help
             if len({batches_taken(trainer, length) for length in lengths}) > 1:
                 notice = check_lengths(lengths, self._policy)
                 if communicator.is_main:
                     _log.warning(notice)
             elif all(trusted):
                 return dataloader
-            # One that may end before its length says has none, so that Lightning looks a batch ahead for the last one.
+            # A loader that may end early is given no length, so that Lightning looks one batch ahead for the last one.
             if self._policy == "error" or all(trusted):
                 steps = (max if self._policy == "join" else min)(lengths)
         return AgreeingLoader(dataloader, communicator, self._policy, trainer, steps)
@@ -123,7 +123,7 @@ class UnevenInputs:
 
 
 def check_lengths(lengths: Sequence[int], policy: Policy) -> str:
-    """Raise if ranks with loaders of these lengths, which differ, cannot train; return what is to be said else."""
+    """Raise if ranks whose loaders have these different lengths cannot train; otherwise return a notice."""
     counts = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
     if policy == "error" or (policy == "join" and min(lengths) == 0):
         raise _differ(counts)
@@ -153,6 +153,7 @@ def batches_taken(trainer: Any, length: float) -> float:
 class AgreeingLoader(LoaderAround):
     """Gives a batch only when the policy says so for all ranks; for loaders that may end at any batch."""
 
+    _communicator: Communicator
     _epoch: int
     own_batches: int | None  # those after it are padding, which must contribute nothing; None: not known yet
 
@@ -162,7 +163,7 @@ class AgreeingLoader(LoaderAround):
         communicator: Communicator,
         policy: Policy,
         trainer: Any,
-        # Batches at most, the same on all ranks; None: the loader has no length, or one that it may not keep to.
+        # Largest number of batches, the same on all ranks; None: the loader has no length, or may end before it.
         steps: int | None,
     ) -> None:
         own = {"_communicator": communicator, "_policy": policy, "_trainer": trainer, "_steps": steps}
@@ -175,14 +176,14 @@ class AgreeingLoader(LoaderAround):
 
     def __iter__(self) -> Iterator[Any]:
         """Yield each batch that all ranks take."""
-        if self._epoch != self._trainer.current_epoch:  # else it begins again while a longer one goes on
+        if self._epoch != self._trainer.current_epoch:  # if another loader is longer, it restarts within one
             self._epoch, self.own_batches = self._trainer.current_epoch, None
         most = batches_taken(self._trainer, math.inf if self._steps is None else self._steps)
         batches, given, taken, current = iter(self._loader), 0, 0, _NOTHING
         following = next(batches, _NOTHING)
-        pending = self._count_next(following)
+        count = self._count_next(following)
         while True:
-            if self._ends(int(pending.wait()), taken, following, most):
+            if self._ends(int(count()), taken, following, most):
                 return
             given += 1
             has_own = following is not _NOTHING
@@ -195,31 +196,30 @@ class AgreeingLoader(LoaderAround):
                 return
             if has_own:
                 following = next(batches, _NOTHING)
-            pending = self._count_next(following)
+            count = self._count_next(following)
             yield current
 
-    def _count_next(self, following: Any) -> PendingReduction:
-        """Start to count the ranks that have a next batch, which runs while the current one is computed."""
+    def _count_next(self, following: Any) -> Callable[[], Tensor]:
+        """Start to count the ranks that have a next batch; the count runs while the current batch is computed."""
         has_next = torch.tensor(int(following is not _NOTHING), dtype=torch.int32)
-        pending: PendingReduction = self._communicator.all_reduce_async(has_next)
-        return pending
+        return self._communicator.all_reduce_async(has_next)
 
     def _ends(self, with_data: int, taken: int, following: Any, most: float) -> bool:
-        """Return whether the epoch ends here, as all ranks do with what they know."""
+        """Return whether the epoch ends here; all ranks return the same, or all raise."""
         if with_data == self._communicator.world_size:
             return False
         if with_data == 0 or self._policy == "truncate":
             return True
         if self._policy == "join" and taken > 0:
             return False
-        if taken >= most:  # every rank has taken as many
+        if taken >= most:  # and so has every other rank
             return True
         own = str(taken) if following is _NOTHING else f"more than {taken}"
         raise _differ(", ".join(f"rank {rank}: {n}" for rank, n in enumerate(self._communicator.gather(own))))
 
 
 def _keeps_to_its_length(loader: Any) -> bool:
-    """Return whether it is known that a loader gives as many batches as its length says: all of it is of torch."""
+    """Return whether a loader certainly gives as many batches as its length says: it has only classes of torch."""
     batches = getattr(loader, "batch_sampler", None)
     parts = (loader, batches, getattr(loader if batches is None else batches, "sampler", None))
     is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)

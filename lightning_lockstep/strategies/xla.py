@@ -34,7 +34,7 @@ def _gather_tensor(tensor: Tensor, group: Any = None) -> list[Tensor]:
 
 
 class _XLALauncher(ScriptLauncher):
-    """Starts the other ranks of this host only where this process has not taken devices that were to be theirs."""
+    """Starts the other ranks of this host only if this process has not taken the devices that they need."""
 
     def _check_can_spawn_children(self) -> None:
         super()._check_can_spawn_children()
@@ -53,9 +53,6 @@ class XLAStartup(RankStartup):
     def connect(self, strategy: Any, timeout: timedelta) -> bool:
         """See :meth:`RankStartup.connect`; one rank alone needs no group."""
         return strategy.world_size > 1 and super().connect(strategy, timeout)
-
-    def device_of_group(self, strategy: Any) -> torch.device:
-        return torch.device("cpu")
 
 
 class LockstepXLAStrategy(XLASteps, RankLifecycle):
@@ -80,7 +77,7 @@ class LockstepXLAStrategy(XLASteps, RankLifecycle):
     """
 
     strategy_name = "lockstep_xla"
-    is_distributed = True  # by this Lightning divides loaders among the ranks
+    is_distributed = True  # so Lightning divides loaders among the ranks
 
     def __init__(
         self,
@@ -106,7 +103,7 @@ class LockstepXLAStrategy(XLASteps, RankLifecycle):
     # -- start and end ----------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
-        # The Trainer is under construction here: the last moment at which an error stops it before any rank.
+        # The Trainer is under construction, so an error here ends the program before any rank starts.
         self.use_xla_accelerator()
         count = self.num_nodes * self.num_processes
         check_replicas(count)
@@ -121,32 +118,26 @@ class LockstepXLAStrategy(XLASteps, RankLifecycle):
         """Connect the ranks, then find torch-xla and its device. Ranks: all, together."""
         self._device = torch.device("xla", 0)
         super().setup_environment()
-        self.setup_distributed()  # first, so that a rank whose device fails can say so
+        self.setup_distributed()  # first, so that a rank whose device fails can tell the others
         if self.runtime is None:
             self.runtime = XLARuntime(self.needed_for, num_devices=1)
             self.runtime.be_process(self.local_rank, self.num_processes)
         self._device = self.runtime.device()
         if self.world_size > 1:
-            self._replicas = self.make_replicas(self.runtime)
-
-    def make_replicas(self, runtime: XLARuntime) -> Replicas:
-        """Return the devices of all ranks. Ranks: all, together."""
-        return Replicas(runtime, current_communicator())
+            self._replicas = Replicas(self.runtime, current_communicator())
 
     def model_to_device(self) -> None:
         """Move the module to the device, with the values of rank 0. Ranks: all, together; a broadcast a tensor."""
-        if self._replicas is not None and self.lightning_module is not None:
-            self._take_values_of_rank_0(self.lightning_module)
+        module = self.lightning_module
+        if self._replicas is not None and module is not None:
+            verify_parameters(module, current_communicator().gather, buffers=True)
+            broadcast_tensors([*module.parameters(), *module.buffers()])
         super().model_to_device()
-
-    def _take_values_of_rank_0(self, module: torch.nn.Module) -> None:
-        verify_parameters(module, current_communicator().gather, buffers=True)
-        broadcast_tensors([*module.parameters(), *module.buffers()])
 
     def setup(self, trainer: Any) -> None:
         """Set the run up. Ranks: all, together."""
         if self._replicas is not None and self.lightning_module is not None:
-            # Left to itself, torchmetrics gives tensors of the device to the group of the hosts.
+            # By itself torchmetrics would gather tensors of the device over gloo, which carries those of the CPU.
             found = [one for one in self.lightning_module.modules() if isinstance(one, Metric)]
             self._synced_metrics = [one for one in found if one.dist_sync_fn is None]
             for metric in self._synced_metrics:
@@ -187,7 +178,7 @@ class LockstepXLAStrategy(XLASteps, RankLifecycle):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of rank ``src`` on every rank, tensors exactly. Ranks: all, together; between hosts."""
-        # Torch pickles a tensor of an XLA device as one of the CPU that goes back to the device where it is read.
+        # Torch pickles a tensor of an XLA device as one of the CPU, and moves it to the device when it is read.
         return obj if self._replicas is None else current_communicator().broadcast(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -218,7 +209,7 @@ class LockstepXLAStrategy(XLASteps, RankLifecycle):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Return the tensors of all ranks, of shape (ranks, ...).
 
-        Ranks: all, together; between devices, or between hosts where the tensor is on the CPU.
+        Ranks: all, together; between devices, or between hosts if the tensor is on the CPU.
         """
         if self._replicas is None:
             return tensor.unsqueeze(0)

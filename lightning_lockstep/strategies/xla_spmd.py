@@ -48,7 +48,7 @@ class LockstepXLASPMDStrategy(XLASteps, LockstepStrategy, SingleDeviceStrategy):
         MissingExtraError: torch-xla is not installed.
 
     Ranks: one process on one host. The Trainer's ``devices`` is the number of devices, ``auto`` takes what there is;
-        where there is no TPU, that many virtual ones on the CPU.
+        without a TPU it is the number of virtual ones on the CPU.
     """
 
     strategy_name = "lockstep_xla_spmd"
@@ -79,14 +79,14 @@ class LockstepXLASPMDStrategy(XLASteps, LockstepStrategy, SingleDeviceStrategy):
         super().__init__(checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
 
     def _configure_launcher(self) -> None:
-        # The Trainer is under construction here: the last moment at which an error stops it before any work.
+        # The Trainer is under construction, so an error here ends the program before any work.
         self.use_xla_accelerator()
         if self.num_nodes > 1:
             raise ConfigurationError(
                 f"num_nodes={self.num_nodes} with strategy='lockstep_xla_spmd': expected 1, one process over the"
                 " devices of one host. Use strategy='lockstep_xla' on several hosts."
             )
-        if given_to_trainer("devices") not in (None, "auto"):  # of which Lightning makes its own number
+        if given_to_trainer("devices") not in (None, "auto"):  # for these Lightning chooses a number
             self._num_devices = len(self.parallel_devices or ()) or None
         self.precision_plugin = self.resolve_precision(self.precision_plugin, requested_precision())
 
@@ -106,7 +106,7 @@ class LockstepXLASPMDStrategy(XLASteps, LockstepStrategy, SingleDeviceStrategy):
             LoaderPosition.attach(self.lightning_module.trainer)
 
     def process_dataloader(self, dataloader: object) -> Any:
-        """Let a shuffled training loader have the order that ranks would have."""
+        """Give a shuffled training loader the order that it would have on several ranks."""
         module, processed = self.lightning_module, super().process_dataloader(dataloader)
         if module is None or not asks_for_training_loader(module.trainer):
             return processed
@@ -114,7 +114,7 @@ class LockstepXLASPMDStrategy(XLASteps, LockstepStrategy, SingleDeviceStrategy):
         return in_global_order(processed, int(os.environ.get("PL_GLOBAL_SEED", "0")))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training step, and find what its loss counts. Ranks: every process."""
+        """Run the module's training step, and find the weight of its loss. Ranks: every process."""
         output = super().training_step(*args, **kwargs)
         module = self.lightning_module
         if module is not None and module.automatic_optimization:

@@ -1,4 +1,4 @@
-"""What a strategy for XLA devices does around each step: what was called is compiled and run there, and only there."""
+"""What a strategy for XLA devices does around each step; only there operations are compiled and run."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ from lightning_lockstep.xla.steps import LazyRun, XLADevices, own_memory, resolv
 
 
 class XLASteps(Strategy):
-    """Base of strategies for XLA devices, in front of one of Lightning's strategies."""
+    """Base of strategies for XLA devices; the second base is one of Lightning's strategies."""
 
-    # torch-xla notes what is called and computes nothing until :meth:`sync`. Each batch is a graph of its
-    # own: whatever is called between two calls of :meth:`sync` is compiled together, once for each set of
-    # shapes.
+    # torch-xla records operations and computes nothing until :meth:`sync`. All operations between two calls of
+    # :meth:`sync`, which are those of one batch, are compiled as one graph, once for each set of shapes.
 
     strategy_name: str  # as the Trainer and Hydra know it
     downcast_bf16: bool = False  # with bf16-true: float64 becomes float32 rather than bfloat16
@@ -84,16 +83,16 @@ class XLASteps(Strategy):
     # -- the run ----------------------------------------------------------------------------------------
 
     def model_to_device(self) -> None:
-        """Move the module to the device; parameters that are one stay one. Ranks: every process."""
+        """Move the module to the device; tied parameters stay tied. Ranks: every process."""
         if self.model is not None:
-            # A parameter cannot change to an XLA device in place: each gets a new object, tied ones several.
+            # A parameter cannot move to an XLA device in place: a new one replaces it, at each place where it is tied.
             tied = find_shared_parameters(self.model)
             self.model.to(self.root_device)
             set_shared_parameters(self.model, tied)
 
     def setup(self, trainer: Any) -> None:
         """Set the run up. Ranks: every process."""
-        # Tensors of torch.inference_mode cannot be lazy ones; loops without it evaluate under torch.no_grad.
+        # torch-xla's tensors cannot be made in torch.inference_mode; without it loops evaluate in torch.no_grad.
         evaluating = trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop
         for loop in (*evaluating, trainer.predict_loop):
             loop.inference_mode = False
@@ -126,7 +125,7 @@ class XLASteps(Strategy):
             own_memory(self.lightning_module)
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """Prepare the gradients where the module steps its optimizers itself, whenever it likes."""
+        """Prepare the gradients if the module steps its optimizers itself, which it may do at any time."""
         super().post_backward(closure_loss)
         if self.lightning_module is not None and not self.lightning_module.automatic_optimization:
             self.prepare_gradients()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,19 +32,6 @@ _OPERATIONS = {
     "max": dist.ReduceOp.MAX,
 }
 _Object = TypeVar("_Object")
-
-
-class PendingReduction(NamedTuple):
-    """A sum that is under way."""
-
-    tensor: Tensor
-    work: Any | None  # None: there is no other rank
-
-    def wait(self) -> Tensor:
-        """Wait for the result and return it, the same tensor that was given."""
-        if self.work is not None:
-            self.work.wait()
-        return self.tensor
 
 
 class Communicator:
@@ -112,11 +99,18 @@ class Communicator:
                 tensor.div_(self.world_size)
         return tensor
 
-    def all_reduce_async(self, tensor: Tensor) -> PendingReduction:
-        """Start to sum up a CPU tensor in place; ``wait()`` gives the sum. Ranks: all, in the same order."""
-        if self.world_size == 1:
-            return PendingReduction(tensor, None)
-        return PendingReduction(tensor, dist.all_reduce(tensor, group=self._group, async_op=True))
+    def all_reduce_async(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start to sum up a CPU tensor in place; return what waits for the sum. Ranks: all, in the same order."""
+        work: Any = None
+        if self.world_size > 1:
+            work = dist.all_reduce(tensor, group=self._group, async_op=True)
+
+        def wait() -> Tensor:
+            if work is not None:
+                work.wait()
+            return tensor
+
+        return wait
 
     def barrier(self) -> None:
         """Wait until every rank has arrived here. Ranks: all, together."""

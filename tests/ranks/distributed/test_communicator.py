@@ -18,7 +18,7 @@ def decide() -> dict[str, object]:
     rank = communicator.rank
     nobody = communicator.agree(False, "never said")
     some = communicator.agree(rank == communicator.world_size - 1, f"rank {rank} is full")
-    pending = communicator.all_reduce_async(torch.tensor(rank + 1))
+    wait = communicator.all_reduce_async(torch.tensor(rank + 1))
     answer = {
         "same": communicator is current_communicator(),
         "facts": (rank, communicator.world_size, communicator.is_main, communicator.local_rank),
@@ -30,7 +30,7 @@ def decide() -> dict[str, object]:
         "max": communicator.all_reduce(torch.tensor(rank), "max").item(),
         "min": communicator.all_reduce(torch.tensor(rank), "min").item(),
         "mean": communicator.all_reduce(torch.tensor([float(rank + 1)]), "mean").item(),
-        "sum": pending.wait().item(),
+        "sum": wait().item(),
     }
     communicator.barrier()
     shut_down()
