@@ -142,7 +142,7 @@ def _unfit(
     names = [name for name in map(str, node) if name not in SPECIAL]
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     unknown = [] if takes_any else [name for name in names if name not in parameters]
-    typed = OmegaConf.select(config, "hydra.overrides.task") or ()
+    typed = OmegaConf.to_container(OmegaConf.select(config, "hydra.overrides.task") or OmegaConf.create([]))
     if unknown and key in ("model", "data") and any(f"{key}._target_=" in line for line in typed):
         brought = [name for name in unknown if not any(f"{key}.{name}=" in line for line in typed)]
         if brought:

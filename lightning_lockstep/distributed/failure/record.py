@@ -194,7 +194,8 @@ class FailureRecord(FailedRank):
             return ""
         folder, here = Path(self.file).parent, Path.cwd()
         shown = shlex.quote(str(folder.relative_to(here) if folder.is_relative_to(here) else folder))
-        return f"{SAVED}{shown}/{FAILURE_FILE}; for what it says and what to do next: lockstep-doctor run {shown}"
+        reads = f"to read it, with the checkpoint to resume from: lockstep-doctor run {shown}"
+        return f"{SAVED}{shown}/{FAILURE_FILE}; {reads}"
 
     def printed(self) -> str:
         """Return the report as it is printed."""

@@ -27,6 +27,8 @@ _WHO_KILLED = (
 )
 _LISTED = 8  # jobs of a sweep that are named
 _LONGEST = 700  # of a text that is quoted [characters]
+_LEFT_WITH = ("preempted", "hpc_ckpt")  # how checkpoints of StopTogether and of a requeue are named
+_LEFT_WITHIN = 60.0  # how long a run may take to end once it has saved such a checkpoint [s]
 _QUIET = 120.0  # a folder that was written to since may be that of a run at work [s]
 
 
@@ -122,10 +124,14 @@ def _failed(failure: Mapping[str, Any]) -> Finding:
         what = "The kernel (out of memory), a scheduler (at a limit) or a user killed it"
         return problem("killed", f"{who}: {summary}. {what}", _WHO_KILLED)
     # The innermost frames are last; those of libraries were left out when it was written.
-    shown = traceback.removeprefix("lightning_lockstep.errors.").partition("Stack of rank")[0].strip()
-    told = _quoted(shown) if not traceback.startswith("Traceback") else f"{summary}\n{shown[-_LONGEST:]}"
+    message, _, stack = traceback.removeprefix("lightning_lockstep.errors.").partition("Stack of rank")
+    advice = stack.rpartition("\n\n")[2]  # below the stack
+    shown = f"{message.strip()}\n{advice}".strip()
+    told = f"{summary}\n{shown[-_LONGEST:]}" if traceback.startswith("Traceback") else _quoted(shown)
     is_of_guard = summary.startswith("Collective")
     fix = ("lockstep-doctor network  # is it the network?",) if is_of_guard else ()
+    if "SIGTERMException" in summary:
+        fix = ("# to save a checkpoint on SIGTERM: Trainer(callbacks=[StopTogether()])",)
     return problem(
         "collective guard" if is_of_guard else "failure", f"{who}: {told or _quoted(summary)}", *fix
     )
@@ -173,6 +179,9 @@ def _metrics(folder: RunFolder) -> Iterator[Finding]:
 
 def _unknown(folder: RunFolder) -> Finding:
     newest = min(map(folder.age, folder.glob("*", "*/*", "*/*/*")), default=math.inf)
+    kept = next(iter(folder.checkpoints()), "")
+    if PurePath(kept).name.startswith(_LEFT_WITH) and folder.age(kept) - newest < _LEFT_WITHIN:
+        return ok("run", f"all ranks left it together and saved {kept}, as a signal or a file had asked for")
     if newest < _QUIET:
         evidence = f"no summary yet, and it was written to {newest:.0f} s ago: it may still be running"
         return ok("run", evidence)
@@ -195,8 +204,8 @@ def _checkpoints(folder: RunFolder) -> Finding:
         evidence = "no complete one was saved; the run must start from the beginning"
         return not_applicable("checkpoints", evidence)
     evidence = f"{len(found)}, the newest is {found[0]}; the run can resume from it"
-    command = folder.resume_command(found[0])
-    return Finding(Status.OK, "checkpoints", evidence, (command,) if command else ())
+    script = f'# in the script: trainer.fit(..., ckpt_path="{PurePath(folder.given, found[0])}")'
+    return Finding(Status.OK, "checkpoints", evidence, (folder.resume_command(found[0]) or script,))
 
 
 def _ranks(record: Mapping[str, Any]) -> str:

@@ -152,7 +152,12 @@ def test_a_run_that_left_nothing_can_go_on_from_its_newest_whole_checkpoint(tmp_
     )
     record["job"]["name"] = "own_program"  # type: ignore[index]
     (folder / ".hydra" / "hydra.yaml").write_text(json.dumps({"hydra": record}))
-    assert not any(finding.fix for finding in findings(folder) if finding.subject == "checkpoints")
+    (folder / "checkpoints" / "last.ckpt").unlink()
+    os.utime(folder / "checkpoints" / "preempted.ckpt")
+    found = {finding.subject: finding for finding in findings(folder)}
+    assert "all ranks left it together and saved checkpoints/preempted.ckpt" in found["run"].evidence
+    [line] = found["checkpoints"].fix
+    assert line == f'# in the script: trainer.fit(..., ckpt_path="{folder}/checkpoints/preempted.ckpt")'
 
 
 def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
@@ -174,11 +179,13 @@ def test_a_collective_that_did_not_complete_is_quoted_and_a_record_cut_short_is_
     text = "rank 1 never came to collective 7"
     record = {"rank": 0, "world_size": 2, "host": "h", "summary": f"CollectiveStallError: {text}"}
     record["traceback"] = (
-        f"lightning_lockstep.errors.CollectiveStallError: {text}\nStack of rank 0:\n" + "x" * 1_100_000
+        f"lightning_lockstep.errors.CollectiveStallError: {text}\nStack of rank 0:\n{'x' * 1_100_000}\n\nLook."
     )
     (tmp_path / "failure.json").write_text(json.dumps(record))
     [guard] = [finding for finding in findings(tmp_path) if finding.status is Status.PROBLEM]
-    assert guard.subject == "collective guard" and guard.evidence.endswith(f"CollectiveStallError: {text}")
+    assert guard.subject == "collective guard" and guard.evidence.endswith(
+        f"CollectiveStallError: {text}\nLook."
+    )
     assert guard.fix == ("lockstep-doctor network  # is it the network?",)
     (tmp_path / "failure.json").write_text('{"rank": 1, "summary": "RuntimeErr')
     [cut] = [finding for finding in findings(tmp_path) if finding.status is Status.PROBLEM]
