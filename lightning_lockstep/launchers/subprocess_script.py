@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_lockstep._lightning import (
-    ClusterEnvironment,
     _basic_subprocess_cmd,
     _SubprocessScriptLauncher,
 )
@@ -80,12 +79,9 @@ class _StartedRanks:
             for local_rank in range(1, number + 1):
                 of_rank = {**environ, **variables, "LOCAL_RANK": str(local_rank)}
                 self.processes.append(subprocess.Popen(command, env=of_rank, cwd=folder))
-        except OSError as error:
+        except OSError:  # memory or processes have run out
             self.kill()
-            raise LaunchError(
-                f"Rank {local_rank} of {number + 1} could not be started: {error}. Expected enough memory and"
-                " processes for all ranks of this host. Start fewer ranks."
-            ) from error
+            raise
 
     def running(self) -> bool:
         """Return whether one still runs."""
@@ -128,12 +124,10 @@ def have_met(num_devices: int, num_nodes: int) -> None:
         group.layout = num_devices, num_nodes
 
 
-def check_ranks(
-    supervisor: RankSupervisor, environment: ClusterEnvironment, *, num_devices: int, num_nodes: int
-) -> None:
+def check_ranks(supervisor: RankSupervisor, of: Any) -> None:  # of: a strategy, or its launcher
     """Refuse, on every rank, a Trainer that expects other ranks than were started or are connected."""
     try:
-        check_has_device(environment, num_devices, num_nodes, connected_group())
+        check_has_device(of.cluster_environment, of.num_processes, of.num_nodes, connected_group())
     except LaunchError as error:
         supervisor.refuse(error)
 
@@ -143,7 +137,7 @@ def runs_without_children(supervisor: RankSupervisor) -> None:
     global _started
     job = current_job()
     if _started is None or _started.job != job:
-        forget_earlier_job(supervisor.settings.grace_period)
+        forget_earlier_job()
         _started = _StartedRanks(job, supervisor)
 
 
@@ -163,9 +157,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the ranks of this node unless that has been done, then run ``function`` under the supervisor."""
-        size = {"num_devices": self.num_processes, "num_nodes": self.num_nodes}
-        check_ranks(self._supervisor, self.cluster_environment, **size)
-        self.cluster_environment.validate_settings(**size)
+        check_ranks(self._supervisor, self)
         if not self.cluster_environment.creates_processes_externally:
             self._start_ranks()
         elif (parent := launcher_pid()) == os.getppid():  # else the variable is left over from another job
@@ -185,7 +177,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             self.procs = _started.processes
             _started.supervisor = self._supervisor
             return
-        forget_earlier_job(self._supervisor.settings.grace_period)
+        forget_earlier_job()
         self._check_can_spawn_children()
         ranks = _StartedRanks(job, self._supervisor)
         ranks.start(self.num_processes - 1, self._rank_environment())
@@ -211,15 +203,15 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         }
 
     def _watch(self, ranks: _StartedRanks) -> None:
-        while _started is ranks:
+        running = True
+        while running and _started is ranks:
+            # Before the question who has failed: one that fails after it is found by the next look.
+            running = ranks.running()
             if bad := ranks.ended_badly():
                 time.sleep(_REPORT_DELAY)
-                first = min(
-                    bad, key=lambda rank: bad[rank].returncode >= 0
-                )  # killed ones before consequences
+                # A rank that was killed comes before those that have failed because of it.
+                first = min(bad, key=lambda rank: bad[rank].returncode >= 0)
                 self._child_ended(ranks, first, bad[first])
-                return
-            if not ranks.running():
                 return
             time.sleep(_LOOK_EVERY)
 
@@ -239,14 +231,14 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         )
 
 
-def forget_earlier_job(patience: float) -> None:  # patience: for ranks that are still busy [s]
+def forget_earlier_job() -> None:
     """End the ranks of an earlier job of this process and destroy its process group."""
     global _started
     if _started is None:
         return
     earlier, _started = _started, None
     shut_down(destroy_process_group=True)
-    earlier.wait(patience)
+    earlier.wait(earlier.supervisor.settings.grace_period)
     earlier.kill()
     gc.collect()  # an engine of that job, in a cycle of references, would keep its group and the group's store
     forget_rendezvous()

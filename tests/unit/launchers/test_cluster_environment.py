@@ -26,9 +26,8 @@ class ElasticEnvironment(LockstepEnvironment):
 
 def second_of_three() -> SlurmStepEnvironment:
     step = SlurmStep(
-        job="7",
+        name="7.0.0@here",
         step="0",
-        restarts="0",
         rank=1,
         size=3,
         local_rank=1,
