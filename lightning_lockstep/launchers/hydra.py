@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import itertools
 import json
 import os
 import pickle
@@ -164,20 +165,11 @@ def for_other_ranks(config: DictConfig) -> DictConfig:
     config = freeze(copy.deepcopy(config))
     with flag_override(config.hydra, ["readonly", "struct"], [False, False]):
         config.hydra.output_subdir = None
-        config.hydra.job_logging = _without_files(config.hydra.job_logging)
+        handlers = config.hydra.job_logging.get("handlers") or {}
+        for name, handler in list(handlers.items()):
+            if "filename" in handler:
+                handlers[name] = {"class": "logging.NullHandler"}
     return config
-
-
-def _without_files(logging_config: Any) -> Any:
-    """Have handlers that do nothing take the place of those that write files in a `logging.config` dictionary."""
-    from omegaconf import OmegaConf
-
-    plain: Any = OmegaConf.to_container(logging_config, resolve=False)
-    handlers = (plain.get("handlers") if isinstance(plain, dict) else None) or {}
-    for name, handler in handlers.items():
-        if isinstance(handler, dict) and "filename" in handler:
-            handlers[name] = {"class": "logging.NullHandler"}
-    return plain
 
 
 def without_hydra(config: DictConfig) -> DictConfig:
@@ -214,8 +206,6 @@ def hydra_child_command() -> tuple[list[str], str | None, dict[str, str]] | None
 # making it, and each attempt leaves a note in it, by which the next one finds it.
 
 _NOTE = ".attempt"
-_MOST = 10_000  # folders of one name
-_NO_RUN_ID = "none"  # torchrun's own where it is given none
 
 _claimed: dict[str, str] = {}
 _only_looking: ContextVar[bool] = ContextVar("only_looking", default=False)
@@ -223,23 +213,19 @@ _only_looking: ContextVar[bool] = ContextVar("only_looking", default=False)
 
 def run_names(environ: Mapping[str, str] | None = None) -> list[tuple[str, int]]:
     """Return the names by which the attempts of this run find each other, and how many came before."""
-    # There are none without a scheduler. The most specific name comes first. torchrun may run in a job of
-    # Slurm: after a requeue it starts to count again, and with ``--standalone`` it has another run id.
+    # torchrun may run in a job of Slurm: after a requeue it counts its restarts anew, and with ``--standalone`` it has
+    # another run id.
     environ = os.environ if environ is None else environ
     names, restarts = [], int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    if "TORCHELASTIC_RUN_ID" in environ:
-        run = environ["TORCHELASTIC_RUN_ID"]
-        # Jobs may have one run id: without --rdzv-id all have. Their agents differ, but another one may have rank 0
-        # after a restart.
-        particular = [run, environ.get("MASTER_ADDR", ""), str(os.getppid())]
-        names.append((f"torchrun-{_plain('-'.join(particular))}", restarts))
-        if run != _NO_RUN_ID:
-            names.append((f"torchrun-{_plain(run)}", restarts))
+    if run := environ.get("TORCHELASTIC_RUN_ID"):
+        if run == "none":  # without --rdzv-id all jobs have this one, but each has its own agents
+            run = f"{run}-{environ.get('MASTER_ADDR', '')}-{os.getppid()}"
+        names.append((f"torchrun-{run}", restarts))
     if "SLURM_JOB_ID" in environ:
         requeues = int(environ.get("SLURM_RESTART_COUNT", 0))
         step = find_slurm_step(environ)
         name = slurm_job(environ) + (f"-{step.step}" if step is not None else "")
-        names.append((f"slurm-{_plain(name)}", requeues + restarts))
+        names.append((f"slurm-{name}", requeues + restarts))
     return names
 
 
@@ -260,7 +246,7 @@ def new_version(folder: str) -> str:
     # Lightning's CSV logger deletes the rows that an earlier attempt has written to the same file.
     if not Path(folder, "metrics.csv").exists():
         return ""
-    return next(name for n in range(1, _MOST) if not Path(folder, name := f"attempt-{n}").exists())
+    return next(name for n in itertools.count(1) if not Path(folder, name := f"attempt-{n}").exists())
 
 
 #: What OmegaConf resolves, by name.
@@ -283,21 +269,20 @@ def forget_run_folders() -> None:
 
 
 def _claim(wanted: str) -> str:
+    numbers = itertools.count(1)
+    path = wanted
     try:
-        Path(wanted).parent.mkdir(parents=True, exist_ok=True)
-        for number in range(_MOST):
-            path = f"{wanted}-{number}" if number else wanted
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        while True:
             with suppress(FileExistsError):
                 Path(path).mkdir()
                 return path
+            path = f"{wanted}-{next(numbers)}"
     except OSError as error:
         raise ConfigurationError(
             f"hydra.run.dir={wanted}: no folder can be made there ({error.strerror}). Expected a place where you may"
             " write, such as hydra.run.dir='${lockstep.run_folder:/scratch/me/run}'."
         ) from error
-    raise ConfigurationError(
-        f"hydra.run.dir={wanted}: expected another name, because there are {_MOST} folders of this one already."
-    )
 
 
 def _former(wanted: Path) -> str | None:
@@ -321,7 +306,3 @@ def _leave_note(folder: Path) -> None:
     if names := run_names():
         # Where it cannot be written, a later attempt has its own folder.
         write_whole(folder / _NOTE, "".join(f"{name}\n" for name, _ in names))
-
-
-def _plain(text: str) -> str:
-    return "".join(c if c.isalnum() or c in "._-" else "_" for c in text)
