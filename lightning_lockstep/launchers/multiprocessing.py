@@ -49,6 +49,7 @@ from lightning_lockstep.distributed.failure.process_exit import (
     Ending,
     drop_what_nobody_reads,
     end_now,
+    flush_everything,
     outcome,
     set_ending,
 )
@@ -82,9 +83,7 @@ def prepare_fork() -> None:
     _check_bad_cuda_fork()
     leave_group_of_one()
     _end_openmp_threads()
-    for stream in (sys.stdout, sys.stderr):  # what is buffered would be written by every rank too
-        with suppress(OSError, ValueError, AttributeError):
-            stream.flush()
+    flush_everything()  # each rank, too, would write what is buffered
 
 
 def _end_openmp_threads() -> None:
@@ -119,7 +118,8 @@ _MEMORY = (
 def _error_of_ranks(folder: Path, ended: mp.ProcessExitedException, group: RanksToStart) -> BaseException:
     """Return what the parent raises for ranks of which torch has seen one fail."""
     record, code = first_failure(folder), ended.exit_code
-    if code == _INTERRUPTED:  # Ctrl-C goes to the ranks too, and torch may see them end before this process gets it
+    # Ctrl-C reaches the ranks too, and torch may see them end before it reaches this process.
+    if code == _INTERRUPTED:
         return KeyboardInterrupt()
     if record is None or not failure_note(folder, ended.error_index).exists():
         # This one has ended without a word; of the run the others know more.
