@@ -191,14 +191,14 @@ def belongs_to_slurm(environment: ClusterEnvironment) -> bool:
 
 
 def requeue_signal(environment: ClusterEnvironment) -> Signals | None:
-    """Return the signal on which the Slurm job is requeued, or ``None`` where it is not."""
+    """Return the signal on which the Slurm job is requeued, or ``None`` if it is not."""
     if isinstance(environment, SLURMEnvironment):
         return Signals(environment.requeue_signal or SIGUSR1) if environment.auto_requeue else None
     return SIGUSR1 if belongs_to_slurm(environment) else None
 
 
 def requeue_job() -> str | None:
-    """Ask Slurm to requeue the job of this process; return why it did not, or ``None`` where it does."""
+    """Ask Slurm to requeue the job of this process; return why it did not, or ``None`` if it does."""
     command = ["scontrol", "requeue", slurm_job()]
     answer = run_program(command, _REQUEUE)
     said = (answer.error or answer.output).strip().splitlines()

@@ -110,7 +110,7 @@ class RankSupervisor:
     def __init__(self, settings: SupervisorSettings) -> None:
         self.settings = settings
         self.propagation: FailurePropagation | None = None  # None until the ranks have met
-        self.guard: CollectiveGuard | None = None  # None until the ranks have met, and where it is off
+        self.guard: CollectiveGuard | None = None  # None until the ranks have met, or if it is off
         self.threads = 0  # until the launch
         self._trainer: Callable[[], Any] = _no_trainer
         job = current_job()  # a spawned rank, which gets this object, is in none
@@ -219,7 +219,7 @@ class RankSupervisor:
         return None
 
     def _batch(self) -> str:
-        """Return where a fit is, as collectives of different places are not the same; nothing outside of one."""
+        """Return at which batch a fit is, because ranks at different batches call different collectives."""
         trainer = self._trainer()
         if trainer is None or trainer.state.stage is None or trainer.state.fn != TrainerFn.FITTING:
             return ""

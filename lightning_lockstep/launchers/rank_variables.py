@@ -19,7 +19,6 @@ class SlurmStep:
     """The rank that this process is in a step of a Slurm job, by the variables that srun has set."""
 
     name: str  # differs from that of each other step: of other jobs and clusters, and of earlier runs of this job
-    step: str
     rank: int
     size: int
     local_rank: int
@@ -51,7 +50,6 @@ def find_slurm_step(environ: Mapping[str, str] | None = None) -> SlurmStep | Non
     job, step, restarts = (environ.get(f"SLURM_{key}", "0") for key in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
     return SlurmStep(
         name=f"{job}.{step}.{restarts}@{environ.get('SLURM_CLUSTER_NAME', '')}",
-        step=step,
         rank=int(rank),
         size=int(size),
         local_rank=int(environ.get("SLURM_LOCALID", 0)),
@@ -158,19 +156,11 @@ def _slurm(environ: Mapping[str, str]) -> SlurmStep | None:
 
 def _hydra(environ: Mapping[str, str]) -> MPIRank | None:
     numbers = _numbers(environ, "PMI_{}", ("RANK", "SIZE"))
-    descriptor = environ.get("PMI_FD", "")
-    if numbers is None or not (_is_open(descriptor) or "PMI_PORT" in environ):
+    is_open = Path("/proc/self/fd", environ.get("PMI_FD") or "none").exists()
+    if numbers is None or not (is_open or "PMI_PORT" in environ):
         return None
     local = _numbers(environ, "MPI_{}", ("LOCALRANKID", "LOCALNRANKS")) or numbers
     return MPIRank("mpiexec", *numbers, *local)
-
-
-def _is_open(descriptor: str) -> bool:
-    try:
-        os.fstat(int(descriptor))
-    except (ValueError, OSError):
-        return False
-    return True
 
 
 def _numbers(environ: Mapping[str, str], pattern: str, names: tuple[str, ...]) -> list[int] | None:

@@ -35,7 +35,7 @@ from lightning_lockstep.distributed.process_group import (
 from lightning_lockstep.distributed.rendezvous import token_for_children
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.environments import LockstepEnvironment, check_has_device
-from lightning_lockstep.launchers.hydra import hydra_child_command
+from lightning_lockstep.launchers.hydra import hydra_child_command, program_file
 from lightning_lockstep.launchers.rank_processes import end_with_parent
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, current_job
 
@@ -50,7 +50,7 @@ _LOOK_EVERY = 0.1
 _KILLED = 5.0
 # How long the report of a child that has exited may still take to arrive [s].
 _REPORT_DELAY = 0.5
-# Python's own exit code for a standard stream that it could not write out at its end, all else being well.
+# Python exits with this code if all went well but it could not write out a standard stream at its end.
 _NOT_FLUSHED = 120
 _TOO_LATE = (
     "devices={}, but an earlier Trainer of this script has run on fewer ranks, or on ranks that were started another"
@@ -66,7 +66,7 @@ class _StartedRanks:
     def __init__(self, job: object, supervisor: RankSupervisor) -> None:
         self.job = job
         self.processes: list[subprocess.Popen[bytes]] = []  # of the ranks 1, 2, ... of this node
-        self._stopping = False  # who ends badly from then on does so because of that
+        self._stopping = False  # True: a rank that ends badly from then on was stopped
         self.supervisor = supervisor  # of the Trainer that they work for now: it learns when a child exits
         outcome.on_force = self.kill  # children end before a forced end of this process
 
@@ -118,7 +118,7 @@ def connected_group() -> RankGroup | None:
 
 
 def have_met(num_devices: int, num_nodes: int) -> None:
-    """Note with how many ranks a Trainer has connected them."""
+    """Note on how many devices and nodes a Trainer has connected the ranks."""
     group = current_group()
     if group is not None:
         group.layout = num_devices, num_nodes
@@ -133,7 +133,7 @@ def check_ranks(supervisor: RankSupervisor, of: Any) -> None:  # of: a strategy,
 
 
 def runs_without_children(supervisor: RankSupervisor) -> None:
-    """Note that a Trainer of this job runs without ranks that the program is run again for."""
+    """Note that this job has a Trainer whose ranks are not started by running the program again."""
     global _started
     job = current_job()
     if _started is None or _started.job != job:
@@ -249,14 +249,8 @@ def rank_command() -> tuple[list[str], str | None, dict[str, str]]:
     by_hydra = hydra_child_command()
     if by_hydra is not None:
         return by_hydra
-    main, program = sys.modules["__main__"], sys.argv[0]
-    if getattr(main, "__spec__", None) is None and not Path(program).is_file():
-        given = {"-c": "python -c", "-": "standard input", "": "standard input"}.get(program, repr(program))
-        raise LaunchError(
-            f"The program is {given}, which is not a file in {Path.cwd()}, but ranks are started by running it again."
-            " Put it into a file, or fork the ranks from this process: strategy='lockstep_ddp_fork', or"
-            " start_method='fork'."
-        )
+    if getattr(sys.modules["__main__"], "__spec__", None) is None:
+        program_file(str(Path.cwd()))
     return list(_basic_subprocess_cmd()), None, {}
 
 

@@ -27,7 +27,6 @@ class ElasticEnvironment(LockstepEnvironment):
 def second_of_three() -> SlurmStepEnvironment:
     step = SlurmStep(
         name="7.0.0@here",
-        step="0",
         rank=1,
         size=3,
         local_rank=1,
