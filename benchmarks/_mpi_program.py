@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lockstep.distributed.mpi.backend import register_mpi_backend
-from lightning_lockstep.launchers.environments import MPIEnvironment
+from lightning_lockstep.launchers.environments import detect_environment
 
 
 def median(function: Callable[[], object], times: int) -> float:
@@ -49,7 +49,7 @@ def main() -> None:
     backend, out = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
     register_mpi_backend()
-    env = MPIEnvironment()
+    env = detect_environment(mpi=True)
     rank, size = env.global_rank(), env.world_size()
     store = dist.TCPStore(env.main_address, env.main_port, size, False, multi_tenant=True)
     limit = timedelta(seconds=60)

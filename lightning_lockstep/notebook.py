@@ -106,19 +106,8 @@ def _check(function: object, args: object, num_processes: object, grace_period: 
 
 
 def _default_number() -> int:
-    number, what = _hardware()
-    say(f"lightning-lockstep: num_processes={number}: {what}.")
+    gpus, chips = torch.cuda.device_count(), num_xla_ranks()
+    number = gpus or chips or min(len(usable_cores()), _MOST_ON_CPU)
+    what = "GPU" if gpus else "TPU chip" if chips else f"usable core, at most {_MOST_ON_CPU}"
+    say(f"lightning-lockstep: num_processes={number}: one for each {what} of this host.")
     return number
-
-
-def _hardware() -> tuple[int, str]:
-    gpus = torch.cuda.device_count()
-    if gpus:
-        return gpus, "one for each GPU of this host"
-    chips = num_xla_ranks()
-    if chips:
-        return chips, "one for each chip of this TPU host"
-    cores = len(usable_cores())
-    if cores > _MOST_ON_CPU:
-        return _MOST_ON_CPU, f"at most {_MOST_ON_CPU} without GPUs, of the {cores} usable cores of this host"
-    return cores, "one for each usable core of this host"

@@ -21,7 +21,6 @@ from lightning_lockstep.distributed.mpi.rendezvous import MPIRendezvous, agree_o
 from lightning_lockstep.distributed.process_group import RankGroup
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.rank_variables import (
-    SRUN,
     MPIRank,
     SlurmStep,
     find_mpi_rank,
@@ -35,30 +34,35 @@ from lightning_lockstep.launchers.rank_variables import (
 class _StartedOutside(ClusterEnvironment):
     """The cluster environment of ranks whose numbers the program that started them has decided."""
 
-    _here: MPIRank | SlurmStep
+    # Lightning's own constructor for Slurm is not called, because it refuses --ntasks without --ntasks-per-node.
+    def __init__(self, here: MPIRank | SlurmStep) -> None:
+        self.here = here
 
     @property
     def creates_processes_externally(self) -> bool:
         return True
 
     def world_size(self) -> int:
-        return self._here.size
+        return self.here.size
 
     def set_world_size(self, size: int) -> None:
         """Do nothing."""
 
     def global_rank(self) -> int:
-        return self._here.rank
+        return self.here.rank
 
     def set_global_rank(self, rank: int) -> None:
         """Do nothing."""
 
     def local_rank(self) -> int:
-        return self._here.local_rank
+        return self.here.local_rank
+
+    def node_rank(self) -> int:
+        return self.here.node
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Raise if the Trainer expects other ranks than were started."""
-        here = self._here
+        here = self.here
         if here.layout == (str(num_devices), str(num_nodes)):
             return
         each, nodes = here.layout
@@ -71,11 +75,6 @@ class _StartedOutside(ClusterEnvironment):
         )
 
 
-# -- Ranks that srun has started, and jobs of Slurm in which srun was left out --
-# srun sets variables for each step in addition to those of the job. Lightning reads those of the job, which are
-# wrong where a step has fewer tasks than the job, or a job holds several steps at a time; here the step's
-# are read.
-
 _REQUEUE = 60.0  # how long Slurm may take to requeue a job [s]
 # Ports that jobs are given: above those of services, below those that systems give to outgoing connections.
 _FIRST_PORT, _PORTS = 12_000, 8_000
@@ -84,67 +83,38 @@ _FIRST_PORT, _PORTS = 12_000, 8_000
 class SlurmStepEnvironment(_StartedOutside, SLURMEnvironment):
     """The cluster environment of the tasks of a Slurm step."""
 
-    # Ranks meet at ``MASTER_ADDR`` and ``MASTER_PORT`` where those are set; else at the step's first node,
-    # and at a port computed from job and step.
+    # Lightning reads the variables of the job, which are wrong if a step has fewer tasks than the job, or if a job
+    # runs several steps at a time. This class reads the variables that srun sets for each step.
 
-    def __init__(self, step: SlurmStep | None = None) -> None:
-        found = step or find_slurm_step()
-        if found is None:
-            raise LaunchError(
-                "This process is not a task of a Slurm step: expected it to be started by srun."
-            )
-        # Lightning's own constructor refuses --ntasks without --ntasks-per-node.
-        ClusterEnvironment.__init__(self)
-        self.auto_requeue, self.requeue_signal = True, Signals.SIGUSR1
-        self._here = self.slurm_step = found
-
-    @staticmethod
-    def detect() -> bool:
-        """Return whether srun has started this process as one of several tasks."""
-        step = find_slurm_step()
-        return step is not None and step.size > 1
+    here: SlurmStep
+    auto_requeue = True
+    requeue_signal = SIGUSR1
 
     @property
     def rendezvous_name(self) -> str:
         """What all ranks of this step have in common, and no others."""
-        return f"Slurm step {self.slurm_step.name}"
+        return f"Slurm step {self.here.name}"
 
     @property
     def main_address(self) -> str:
         if given := os.environ.get("MASTER_ADDR"):
             return given
-        step = self.slurm_step
-        return "127.0.0.1" if len(step.tasks_per_node) == 1 else self.resolve_root_node_address(step.nodes)
+        one_node = len(self.here.tasks_per_node) == 1
+        return "127.0.0.1" if one_node else self.resolve_root_node_address(self.here.nodes)
 
     @property
     def main_port(self) -> int:
         given = os.environ.get("MASTER_PORT", "")
         if given.isdigit():
             return int(given)
-        return _FIRST_PORT + zlib.crc32(self.slurm_step.name.encode()) % _PORTS
-
-    def node_rank(self) -> int:
-        return self.slurm_step.node
-
-
-# -- The cluster environments of ranks that mpirun, mpiexec or srun has started --
+        return _FIRST_PORT + zlib.crc32(self.here.name.encode()) % _PORTS
 
 
 class MPIEnvironment(_StartedOutside):
     """The cluster environment of ranks of an MPI job."""
 
-    # The rendezvous is agreed on over MPI itself when first asked for, so no port is fixed and several jobs
-    # on a host do not collide.
-
-    def __init__(self, rank: MPIRank | None = None) -> None:
-        super().__init__()
-        found = rank or find_mpi_rank()
-        if found is None:
-            raise LaunchError(
-                "This process is not a rank of an MPI job: expected it to be started by mpirun, mpiexec or"
-                " srun --mpi=..."
-            )
-        self._here = self.mpi_rank = found
+    # The ranks agree over MPI where to meet when they are first asked, so that no port is fixed and several jobs on a
+    # host do not collide.
 
     @staticmethod
     def detect() -> bool:
@@ -153,8 +123,8 @@ class MPIEnvironment(_StartedOutside):
 
     @property
     def rendezvous(self) -> MPIRendezvous:
-        # The first access must happen on every rank: it starts MPI where mpi4py is installed.
-        return agree_on_rendezvous(self.mpi_rank.rank, self.mpi_rank.size)
+        # Every rank must take part in the first access, which starts MPI if mpi4py is installed.
+        return agree_on_rendezvous(self.here.rank, self.here.size)
 
     @property
     def main_address(self) -> str:
@@ -164,20 +134,17 @@ class MPIEnvironment(_StartedOutside):
     def main_port(self) -> int:
         return self.rendezvous.port
 
-    def node_rank(self) -> int:
-        """Return the number of this rank's node, on the assumption that ranks fill one node after another."""
-        return self.mpi_rank.rank // max(self.mpi_rank.local_size, 1)
-
 
 class SrunMPIEnvironment(MPIEnvironment, SlurmStepEnvironment):
     """The cluster environment of ranks of an MPI job that srun has started: Slurm requeues it as it does others."""
 
+    here: SlurmStep
+
 
 # -- Who started the ranks, read from environment variables only --
-# Lightning tries several cluster environments in turn, and its MPI one starts MPI merely to look whether it
-# is there: a second lost wherever mpi4py is installed, and a hang on clusters that allow MPI only under
-# their own launcher. A strategy of ours that is given as an object has its environment already, so
-# Lightning does not look.
+# Lightning's own environment for MPI starts MPI merely to find out whether there is one: this costs a second if mpi4py
+# is installed, and hangs on clusters that allow MPI only under their own launcher. Lightning does not look if one of
+# our strategies is given as an object, because that has its environment already.
 
 
 class LockstepEnvironment(LightningEnvironment):
@@ -205,11 +172,13 @@ def detect_environment(*, mpi: bool = False) -> ClusterEnvironment:
     """
     if TorchElasticEnvironment.detect():
         return TorchElasticEnvironment()
-    rank = find_mpi_rank()
-    if rank is not None and (mpi or rank.started_by != SRUN):
-        return SrunMPIEnvironment(rank) if rank.started_by == SRUN else MPIEnvironment(rank)
-    if SlurmStepEnvironment.detect():
-        return SlurmStepEnvironment()
+    rank, step = find_mpi_rank(), find_slurm_step()
+    if isinstance(rank, MPIRank):
+        return MPIEnvironment(rank)
+    if rank is not None and mpi:
+        return SrunMPIEnvironment(rank)
+    if step is not None and step.size > 1:
+        return SlurmStepEnvironment(step)
     if LSFEnvironment.detect():
         return LSFEnvironment()
     return LockstepEnvironment()
@@ -222,14 +191,14 @@ def belongs_to_slurm(environment: ClusterEnvironment) -> bool:
 
 
 def requeue_signal(environment: ClusterEnvironment) -> Signals | None:
-    """Return the signal on which the Slurm job is requeued, or ``None`` where it is not."""
+    """Return the signal on which the Slurm job is requeued, or ``None`` if it is not."""
     if isinstance(environment, SLURMEnvironment):
         return Signals(environment.requeue_signal or SIGUSR1) if environment.auto_requeue else None
     return SIGUSR1 if belongs_to_slurm(environment) else None
 
 
 def requeue_job() -> str | None:
-    """Ask Slurm to requeue the job of this process; return why it did not, or ``None`` where it does."""
+    """Ask Slurm to requeue the job of this process; return why it did not, or ``None`` if it does."""
     command = ["scontrol", "requeue", slurm_job()]
     answer = run_program(command, _REQUEUE)
     said = (answer.error or answer.output).strip().splitlines()
@@ -248,7 +217,7 @@ def check_has_device(
         _check_same_ranks(environment, num_devices, num_nodes, group)
     if not external:
         return
-    if group is None and _started_by_rank_that_has_met():
+    if group is None and os.environ.get(HAS_MET) == str(os.getppid()):
         # Not raised: a program that caught it would go on here. Lightning ends its ranks for any other exit code.
         end_now(
             0,
@@ -256,26 +225,26 @@ def check_has_device(
             " on. In one script use only Lightning's strategies or only lockstep_...: each kind starts its own"
             " ranks.\n",
         )
-    if environment.local_rank() < num_devices:
-        return
     environment.validate_settings(num_devices=num_devices, num_nodes=num_nodes)
-    raise LaunchError(
-        f"devices={num_devices}, but at least {environment.local_rank() + 1} ranks were started on this node: expected"
-        " as many devices as ranks. Set devices in the Trainer to the number of ranks of a node, or start fewer."
-    )
+    if environment.local_rank() >= num_devices:
+        raise LaunchError(
+            f"devices={num_devices}, but at least {environment.local_rank() + 1} ranks were started on this node:"
+            " expected as many devices as ranks. Set devices in the Trainer to the number of ranks of a node, or start"
+            " fewer."
+        )
 
 
 def _check_same_ranks(
     environment: ClusterEnvironment, num_devices: int, num_nodes: int, group: RankGroup
 ) -> None:
     expected, mine = num_devices * num_nodes, environment.node_rank() * num_devices + environment.local_rank()
-    # By their number and place alone, some ranks would take others on other nodes for those that have met.
+    # Number and place alone do not tell ranks that have met from ranks of another layout on other nodes.
     is_layout = group.layout in (None, (num_devices, num_nodes))
     if (group.rank, group.world_size) == (mine, expected) and is_layout:
         return
     by_another = environment.creates_processes_externally and launcher_pid() is None
     anew = "" if by_another else ", or let each Trainer start its own with strategy='lockstep_ddp_spawn'"
-    # Of another number all ranks say the same, so that it is printed once.
+    # All ranks say the same about another number of ranks, so that it is printed once.
     size = group.world_size
     asked = f"ask for {counted(expected, 'rank')}" if size != expected else f"make this process rank {mine}"
     found = counted(size, "rank") if size != expected else f"it as rank {group.rank} of {size}"
@@ -285,17 +254,3 @@ def _check_same_ranks(
         " node and in every Trainer of the script, and num_nodes to the number of nodes. Train on other ranks in a"
         f" script of its own{anew}. An evaluation counts each sample once on any number of ranks."
     )
-
-
-def _started_by_rank_that_has_met() -> bool:
-    """Return whether the process that started this one is a rank that had met the others before, or was one."""
-    given = os.environ.get(HAS_MET)
-    if given is None or given == str(os.getppid()):
-        return given is not None
-    try:
-        os.kill(int(given), 0)
-    except ProcessLookupError:  # it has ended since
-        return True
-    except OSError:
-        return False
-    return False

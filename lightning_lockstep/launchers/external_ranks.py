@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from lightning_lockstep.launchers.rank_variables import find_mpi_rank, find_slurm_step, started_from_outside
+from lightning_lockstep.launchers.rank_variables import started_from_outside
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,9 @@ def external_ranks() -> ExternalRanks | None:
         count = environment.world_size()
         if count < 2:
             return None
-        here, given = find_mpi_rank() or find_slurm_step(), os.environ.get("LOCAL_WORLD_SIZE", "")
-        known = here.local_size if here is not None and here.size == count else None
-        per_node = int(given) if given.isdigit() else known
-        # Under mpirun the first look at the address is a meeting of all ranks, and all of them come by here.
+        here, given = getattr(environment, "here", None), os.environ.get("LOCAL_WORLD_SIZE", "")
+        per_node = here.local_size if here is not None else int(given) if given.isdigit() else None
+        # Under mpirun all ranks meet when they first ask for the address, which all of them do here.
         name = getattr(environment, "rendezvous_name", None)
         address, port = environment.main_address, environment.main_port
         return ExternalRanks(environment.global_rank(), count, per_node, address, port, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import itertools
 import json
 import os
 import pickle
@@ -44,7 +45,7 @@ def config_from_text(text: str) -> DictConfig | None:
         return None
     values, is_struct = json.loads(text)
     config: DictConfig = OmegaConf.create(values)
-    if "hydra" in config:  # of which Hydra takes no other kind
+    if "hydra" in config:  # Hydra accepts only its own dataclass
         own = OmegaConf.structured(HydraConf)
         OmegaConf.set_struct(own, False)
         config.hydra = OmegaConf.merge(own, config.hydra)
@@ -55,18 +56,18 @@ def config_from_text(text: str) -> DictConfig | None:
 
 # -- What runs this program again --
 
-# In a process to which a launcher of sweeps has sent a job, the command of the program that has sent it.
+# The command of the program that has sent this process a job, if a launcher of sweeps has.
 _sent_by: tuple[list[str], str | None] | None = None
 
 
 def sent_by(program: tuple[list[str], str | None] | None) -> None:
-    """Have further ranks of this process be the program that has sent it its job."""
+    """Start further ranks of this process with the command of the program that has sent it its job."""
     global _sent_by
     _sent_by = program
 
 
 def program_arguments(started_in: str) -> tuple[list[str], str | None]:
-    """Return what follows the interpreter on the command line, and the folder in which it means this program."""
+    """Return the arguments with which the interpreter runs this program again, and in which folder."""
     if _sent_by is not None:
         return _sent_by
     import __main__
@@ -80,15 +81,21 @@ def program_arguments(started_in: str) -> tuple[list[str], str | None]:
         )
     if spec is not None:
         return ["-m", spec.name], started_in
+    # With hydra.job.chdir rank 0 works in its run folder; so do the others.
+    return [str(program_file(started_in))], str(Path.cwd())
+
+
+def program_file(started_in: str) -> Path:
+    """Return the script of this program, which other ranks run again."""
     script = Path(started_in, sys.argv[0])
     if not script.is_file():
+        given = {"-c": "python -c", "-": "standard input", "": "standard input"}
         raise LaunchError(
-            f"This Hydra program cannot start further ranks: it was started as {sys.argv[0]!r}, which is"
-            f" not a file in {started_in}. Start it from a script or with `python -m`, or let torchrun start"
-            " all ranks."
+            f"The program is {given.get(sys.argv[0], repr(sys.argv[0]))}, which is not a file in {started_in}, but"
+            " ranks are started by running it again. Put it into a file, or fork the ranks from this process:"
+            " strategy='lockstep_ddp_fork', or start_method='fork'."
         )
-    # With hydra.job.chdir rank 0 works in its run folder; so do the others.
-    return [str(script)], str(Path.cwd())
+    return script
 
 
 # -- The command that starts one more rank of a Hydra program, with the configuration that rank 0 has --
@@ -99,7 +106,7 @@ def program_arguments(started_in: str) -> tuple[list[str], str | None]:
 # others may replace it, and a forced end would leave it behind. Every `@hydra.main` program accepts
 # `--experimental-rerun FILE`, which runs the program on a finished configuration and creates no folder.
 
-# Hydra announces the option as experimental on every use; matched from the start of its message.
+# Hydra warns at each use that the option is experimental; Python compares the start of the message.
 _QUIET = ("-W", "ignore:Experimental rerun CLI option:UserWarning")
 _LONGEST = 120_000  # Linux takes variables of up to 128 KiB
 
@@ -164,20 +171,11 @@ def for_other_ranks(config: DictConfig) -> DictConfig:
     config = freeze(copy.deepcopy(config))
     with flag_override(config.hydra, ["readonly", "struct"], [False, False]):
         config.hydra.output_subdir = None
-        config.hydra.job_logging = _without_files(config.hydra.job_logging)
+        handlers = config.hydra.job_logging.get("handlers") or {}
+        for name, handler in list(handlers.items()):
+            if "filename" in handler:
+                handlers[name] = {"class": "logging.NullHandler"}
     return config
-
-
-def _without_files(logging_config: Any) -> Any:
-    """Have handlers that do nothing take the place of those that write files in a `logging.config` dictionary."""
-    from omegaconf import OmegaConf
-
-    plain: Any = OmegaConf.to_container(logging_config, resolve=False)
-    handlers = (plain.get("handlers") if isinstance(plain, dict) else None) or {}
-    for name, handler in handlers.items():
-        if isinstance(handler, dict) and "filename" in handler:
-            handlers[name] = {"class": "logging.NullHandler"}
-    return plain
 
 
 def without_hydra(config: DictConfig) -> DictConfig:
@@ -209,13 +207,11 @@ def hydra_child_command() -> tuple[list[str], str | None, dict[str, str]] | None
 
 
 # -- The folder of a run: made for this run alone, and found again by a later attempt of the same run --
-# A folder named by the time is shared by jobs that start in the same second, as those of an array do; and a
-# job that Slurm requeues, or that torchrun restarts, would begin another. So the folder is claimed by
-# making it, and each attempt leaves a note in it, by which the next one finds it.
+# Jobs that start in the same second would share a folder that is named by the time, and a job that Slurm requeues or
+# torchrun restarts would begin another one. So a run claims its folder by making it, and leaves a note in it, by which
+# its next attempt finds it.
 
 _NOTE = ".attempt"
-_MOST = 10_000  # folders of one name
-_NO_RUN_ID = "none"  # torchrun's own where it is given none
 
 _claimed: dict[str, str] = {}
 _only_looking: ContextVar[bool] = ContextVar("only_looking", default=False)
@@ -223,30 +219,25 @@ _only_looking: ContextVar[bool] = ContextVar("only_looking", default=False)
 
 def run_names(environ: Mapping[str, str] | None = None) -> list[tuple[str, int]]:
     """Return the names by which the attempts of this run find each other, and how many came before."""
-    # There are none without a scheduler. The most specific name comes first. torchrun may run in a job of
-    # Slurm: after a requeue it starts to count again, and with ``--standalone`` it has another run id.
+    # torchrun may run in a job of Slurm: after a requeue it counts its restarts anew, and with ``--standalone`` it has
+    # another run id.
     environ = os.environ if environ is None else environ
     names, restarts = [], int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    if "TORCHELASTIC_RUN_ID" in environ:
-        run = environ["TORCHELASTIC_RUN_ID"]
-        # Jobs may have one run id: without --rdzv-id all have. Their agents differ, but another one may have rank 0
-        # after a restart.
-        particular = [run, environ.get("MASTER_ADDR", ""), str(os.getppid())]
-        names.append((f"torchrun-{_plain('-'.join(particular))}", restarts))
-        if run != _NO_RUN_ID:
-            names.append((f"torchrun-{_plain(run)}", restarts))
+    if run := environ.get("TORCHELASTIC_RUN_ID"):
+        if run == "none":  # without --rdzv-id all jobs have this one, but each has its own agents
+            run = f"{run}-{environ.get('MASTER_ADDR', '')}-{os.getppid()}"
+        names.append((f"torchrun-{run}", restarts))
     if "SLURM_JOB_ID" in environ:
         requeues = int(environ.get("SLURM_RESTART_COUNT", 0))
         step = find_slurm_step(environ)
-        name = slurm_job(environ) + (f"-{step.step}" if step is not None else "")
-        names.append((f"slurm-{_plain(name)}", requeues + restarts))
+        name = slurm_job(environ) + (f"-{environ.get('SLURM_STEP_ID')}" if step is not None else "")
+        names.append((f"slurm-{name}", requeues + restarts))
     return names
 
 
 def run_folder(wanted: str) -> str:
     """Return the folder of this run: the one of its former attempt, or a new one called ``wanted``."""
-    # Where that is taken, ``wanted-1``, ``wanted-2`` and so on are tried. The folder is made, so no other run
-    # gets it. Rank 0 calls this, for all.
+    # If that is taken, ``wanted-1``, ``wanted-2`` and so on are tried. Rank 0 calls this, for all ranks.
     if _only_looking.get():
         return _claimed.get(wanted, wanted)
     if wanted not in _claimed:
@@ -260,7 +251,7 @@ def new_version(folder: str) -> str:
     # Lightning's CSV logger deletes the rows that an earlier attempt has written to the same file.
     if not Path(folder, "metrics.csv").exists():
         return ""
-    return next(name for n in range(1, _MOST) if not Path(folder, name := f"attempt-{n}").exists())
+    return next(name for n in itertools.count(1) if not Path(folder, name := f"attempt-{n}").exists())
 
 
 #: What OmegaConf resolves, by name.
@@ -283,21 +274,20 @@ def forget_run_folders() -> None:
 
 
 def _claim(wanted: str) -> str:
+    numbers = itertools.count(1)
+    path = wanted
     try:
-        Path(wanted).parent.mkdir(parents=True, exist_ok=True)
-        for number in range(_MOST):
-            path = f"{wanted}-{number}" if number else wanted
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        while True:
             with suppress(FileExistsError):
                 Path(path).mkdir()
                 return path
+            path = f"{wanted}-{next(numbers)}"
     except OSError as error:
         raise ConfigurationError(
             f"hydra.run.dir={wanted}: no folder can be made there ({error.strerror}). Expected a place where you may"
             " write, such as hydra.run.dir='${lockstep.run_folder:/scratch/me/run}'."
         ) from error
-    raise ConfigurationError(
-        f"hydra.run.dir={wanted}: expected another name, because there are {_MOST} folders of this one already."
-    )
 
 
 def _former(wanted: Path) -> str | None:
@@ -310,7 +300,7 @@ def _former(wanted: Path) -> str | None:
 
 
 def _is_of(note: Path, run: str) -> bool:
-    # Checkpoints of that folder may be loaded: others may be able to make one next to it.
+    # Checkpoints of that folder may be loaded, and other users may be able to make a folder next to it.
     with suppress(OSError, ValueError):
         own = note.stat().st_uid == note.parent.stat().st_uid == os.geteuid()
         return own and run in note.read_text(encoding="utf-8").splitlines()
@@ -319,9 +309,5 @@ def _is_of(note: Path, run: str) -> bool:
 
 def _leave_note(folder: Path) -> None:
     if names := run_names():
-        # Where it cannot be written, a later attempt has its own folder.
+        # If it cannot be written, a later attempt has its own folder.
         write_whole(folder / _NOTE, "".join(f"{name}\n" for name, _ in names))
-
-
-def _plain(text: str) -> str:
-    return "".join(c if c.isalnum() or c in "._-" else "_" for c in text)

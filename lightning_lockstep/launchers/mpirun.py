@@ -30,7 +30,6 @@ from lightning_lockstep.launchers.mpirun_command import (
     is_this_host,
     mpirun_command,
     mpirun_environ,
-    read_hostfile,
 )
 from lightning_lockstep.launchers.rank_processes import ASKS_TO_END, SignalForwarding
 from lightning_lockstep.launchers.rank_supervisor import current_job
@@ -72,12 +71,11 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Run the whole program on all ranks. Outside of Hydra this process then ends as they ended."""
         # In a Hydra job it returns, so that a sweep goes on; further calls of a Trainer in that job do
-        # nothing, since the ranks have made them already.
+        # nothing, because the ranks have made them already.
         job = current_job()
         if ran_under_mpirun():
             return None
-        check_hosts(self.settings, self.mpirun, num_nodes=self.num_nodes)
-        self._check_can_spawn_children()
+        hosts = check_hosts(self.settings, self.mpirun, num_nodes=self.num_nodes)
         program, folder, variables = rank_command()
         environ = {**token_for_children(), **variables}
         if not (sys.stdout is not None and sys.stdout.isatty()) and "TTY_COMPATIBLE" not in os.environ:
@@ -101,17 +99,14 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
             )
             self.procs = [process]
             code = _wait(process, _saves_on_a_signal(trainer))
-            if code == 0 and self.num_nodes > 1 and self._has_ranks_here() and not has_orderly_end(notes):
+            has_ranks_here = any(map(is_this_host, hosts))
+            if code == 0 and self.num_nodes > 1 and has_ranks_here and not has_orderly_end(notes):
                 say(_LOST)  # Open MPI 5 calls it a success
                 code = 1
         if job is not None and code == 0:
             MPIRunLauncher._done = job
             return None
         end_now(code, by_force=False)
-
-    def _has_ranks_here(self) -> bool:
-        hosts = read_hostfile(Path(str(self.settings.hostfile)))[: self.num_nodes]
-        return any(is_this_host(host) for host in hosts)
 
 
 def _saves_on_a_signal(trainer: Any) -> bool:

@@ -149,15 +149,15 @@ def _without_slots(word: str) -> str:
     return word if ":" in count else name
 
 
-def check_hosts(settings: MPIRunSettings, mpirun: MPIRun, *, num_nodes: int) -> None:
-    """Make sure that ranks can be started on the hosts of the hostfile, if there is one."""
+def check_hosts(settings: MPIRunSettings, mpirun: MPIRun, *, num_nodes: int) -> list[str]:
+    """Make sure that ranks can be started on the hosts of the hostfile, if there is one; return these hosts."""
     if settings.hostfile is None:
         if num_nodes > 1:
             raise LaunchError(
                 f"num_nodes={num_nodes} was given, but no hostfile: expected hostfile=... with {num_nodes} hosts, or"
                 " ranks that are started by mpirun or srun."
             )
-        return
+        return []
     hosts = read_hostfile(Path(settings.hostfile))[:num_nodes]
     faults = ssh_faults(hosts, settings.ssh_args)
     if any(faults):
@@ -167,6 +167,7 @@ def check_hosts(settings: MPIRunSettings, mpirun: MPIRun, *, num_nodes: int) -> 
         )
     if fault := mpirun_fault(hosts, mpirun, settings):
         raise LaunchError(fault)
+    return hosts
 
 
 def is_this_host(name: str) -> bool:

@@ -49,6 +49,7 @@ from lightning_lockstep.distributed.failure.process_exit import (
     Ending,
     drop_what_nobody_reads,
     end_now,
+    flush_everything,
     outcome,
     set_ending,
 )
@@ -63,14 +64,14 @@ from lightning_lockstep.launchers.subprocess_script import runs_without_children
 if TYPE_CHECKING:
     from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 
-# -- Before a fork: a copy of a process has its memory and not its threads. Whatever starts threads must not have been
-# started, or is stopped before: CUDA and XLA cannot be, OpenMP can.
+# -- Before a fork: a copy of a process has its memory and not its threads. What has started threads must be stopped
+# first: OpenMP can be, CUDA and XLA cannot, so they must not have been used.
 
 _PAUSE_HARD = 2  # omp_pause_hard of OpenMP 5: end the threads, keep nothing
 
 
 def leave_group_of_one() -> None:
-    """Forget where an earlier Trainer of one rank, this process, has met nobody."""
+    """Forget the process group of an earlier Trainer that ran in this process alone."""
     if process_group_exists():
         shut_down(destroy_process_group=True)
         gc.collect()
@@ -82,16 +83,13 @@ def prepare_fork() -> None:
     _check_bad_cuda_fork()
     leave_group_of_one()
     _end_openmp_threads()
-    for stream in (sys.stdout, sys.stderr):  # what is buffered would be written by every rank too
-        with suppress(OSError, ValueError, AttributeError):
-            stream.flush()
+    flush_everything()  # each rank, too, would write what is buffered
 
 
 def _end_openmp_threads() -> None:
     """End the threads of GNU OpenMP, which starts new ones when it needs them."""
-    # After a fork its record of them is there, the threads are not, and the first operation that wants to
-    # work on several cores waits for them forever. The libraries of Intel and LLVM look after this
-    # themselves.
+    # After a fork its record of them is there, the threads are not, and the first operation on several cores waits for
+    # them forever. The libraries of Intel and LLVM need no help.
     loaded: list[Any] = []
     with suppress(psutil.Error, OSError, AttributeError):  # psutil has maps of memory on Linux
         loaded = psutil.Process().memory_maps()
@@ -119,12 +117,11 @@ _MEMORY = (
 def _error_of_ranks(folder: Path, ended: mp.ProcessExitedException, group: RanksToStart) -> BaseException:
     """Return what the parent raises for ranks of which torch has seen one fail."""
     record, code = first_failure(folder), ended.exit_code
-    if (
-        code == _INTERRUPTED
-    ):  # Ctrl-C goes to the ranks too, and torch may see them end before this process gets it
+    # Ctrl-C goes to the ranks too, and torch may see them end before this process gets it.
+    if code == _INTERRUPTED:
         return KeyboardInterrupt()
     if record is None or not failure_note(folder, ended.error_index).exists():
-        # This one has ended without a word; of the run the others know more.
+        # This rank has left no note. Where the run was, the note of another rank may tell.
         kind, summary, exit_code = describe_exit(code)
         rank, host = group.first_rank + ended.error_index, socket.gethostname()
         where, file = ({}, "") if record is None else (record.where, record.file)

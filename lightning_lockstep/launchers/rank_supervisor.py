@@ -103,11 +103,6 @@ class SupervisorSettings(GuardSettings):
         enough = threads == "auto" or (is_whole(threads) and threads >= 1)
         faults.check(enough, "threads_per_rank", threads, "'auto' or a whole number from 1")
 
-    @property
-    def guard_settings(self) -> GuardSettings:
-        """Those of the collective guard alone: a next run with the same ones goes on with the same guard."""
-        return settings_of(GuardSettings, vars(self))
-
 
 class RankSupervisor:
     """Keeps one rank in step with the others from launch to exit."""
@@ -115,7 +110,7 @@ class RankSupervisor:
     def __init__(self, settings: SupervisorSettings) -> None:
         self.settings = settings
         self.propagation: FailurePropagation | None = None  # None until the ranks have met
-        self.guard: CollectiveGuard | None = None  # None until the ranks have met, and where it is off
+        self.guard: CollectiveGuard | None = None  # None until the ranks have met, or if it is off
         self.threads = 0  # until the launch
         self._trainer: Callable[[], Any] = _no_trainer
         job = current_job()  # a spawned rank, which gets this object, is in none
@@ -144,19 +139,15 @@ class RankSupervisor:
         if communicator.is_main and (folder := self._folder()) is not None:
             remove_earlier_report(folder)
         if communicator.world_size > 1:
-            propagation, settings = self._take_part(communicator.side_channel), self.settings.guard_settings
+            propagation = self._take_part(communicator.side_channel)
+            # Without the other settings, so that a next run with the same settings of the guard keeps the same guard.
+            settings = settings_of(GuardSettings, vars(self.settings))
             propagation.prints_report = prints_report  # of another rank's failure
             propagation.begin_fit()
             guards = communicator.gather(settings.guard)
             self.guard = guard_on(communicator.side_channel, propagation, settings, of_ranks=guards)
             tell_batch_by(self._batch)
         return communicator
-
-    def join_connected(self) -> None:
-        """Take part in failures of ranks that are connected already, before they meet for this Trainer, if ever."""
-        channel = side_channel_if_open(open_if_easy=True)
-        if channel is not None:
-            self._take_part(channel).join()
 
     def _take_part(self, channel: SideChannel) -> FailurePropagation:
         """Set how failures end this rank, before one can arrive."""
@@ -167,7 +158,10 @@ class RankSupervisor:
 
     def refuse(self, error: LockstepError) -> NoReturn:
         """Raise an error that every rank raises, before the ranks meet for this Trainer: rank 0 prints it."""
-        self.join_connected()
+        # Ranks that are connected already take part in failures from here on; they may never meet for this Trainer.
+        channel = side_channel_if_open(open_if_easy=True)
+        if channel is not None:
+            self._take_part(channel).join()
         raise error if self.propagation is None else self.propagation.error_to_raise(error)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -211,12 +205,7 @@ class RankSupervisor:
             raise SIGTERMException(128 + signal.SIGTERM)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "propagation": None,
-            "guard": None,
-            "_trainer": _no_trainer,
-        }
+        return {**self.__dict__, "propagation": None, "guard": None, "_trainer": _no_trainer}
 
     def _told_to_end(self, signum: int, _: Any) -> None:
         trainer = self._trainer()
@@ -230,7 +219,7 @@ class RankSupervisor:
         return None
 
     def _batch(self) -> str:
-        """Return where a fit is, as collectives of different places are not the same; nothing outside of one."""
+        """Return at which batch a fit is, because ranks at different batches call different collectives."""
         trainer = self._trainer()
         if trainer is None or trainer.state.stage is None or trainer.state.fn != TrainerFn.FITTING:
             return ""
@@ -245,19 +234,9 @@ class RankSupervisor:
         place: dict[str, Any] = {}
         if trainer.state.fn == "fit":
             place = {"epoch": trainer.current_epoch, "step": trainer.global_step}
-        batch = _batch_of_stage(trainer, stage)
-        if batch >= 0:
-            place["batch"] = batch
+        # Lightning has no public name for the loop of the present stage.
+        loop = trainer._active_loop
+        loop = getattr(loop, "epoch_loop", loop)  # of a fit: the loop over its batches
+        if loop is not None and (ready := loop.batch_progress.current.ready):
+            place["batch"] = ready - 1
         return {**place, "stage": stage}
-
-
-def _batch_of_stage(trainer: Any, stage: str) -> int:
-    """Return which batch of its stage a Trainer is at, from 0; below 0: none yet."""
-    if stage == "train":
-        return int(trainer.fit_loop.epoch_loop.batch_idx)
-    of_validation = (
-        trainer.fit_loop.epoch_loop.val_loop if trainer.state.fn == "fit" else trainer.validate_loop
-    )
-    loops = {"test": trainer.test_loop, "predict": trainer.predict_loop}
-    loop = of_validation if stage in ("validate", "sanity_check") else loops.get(stage)
-    return -1 if loop is None else int(loop.batch_progress.current.ready) - 1

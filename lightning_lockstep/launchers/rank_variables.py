@@ -8,30 +8,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-# -- Which task of a Slurm step this process is, by the variables that srun sets for each step; imports no
-# torch
+# -- Which task of a Slurm step this process is --
 
-#: Shells, which Lightning takes for interactive work: what is started in them is no task.
+#: Names of jobs that Lightning takes for interactive work: a process in them is no task.
 INTERACTIVE = ("bash", "interactive")
-#: What :attr:`MPIRank.started_by` is for ranks of a Slurm step.
-SRUN = "srun"
 
 
 @dataclass(frozen=True)
 class SlurmStep:
     """The rank that this process is in a step of a Slurm job, by the variables that srun has set."""
 
-    job: str
-    step: str
-    restarts: str  # how often the job was requeued
+    name: str  # differs from that of each other step: of other jobs and clusters, and of earlier runs of this job
     rank: int
     size: int
     local_rank: int
     node: int  # its number among those of the step
     tasks_per_node: tuple[int, ...]
     nodes: str  # as Slurm abbreviates their names, such as ``node[5-9,12]``
-    cluster: str = ""  # two clusters on one host may give their jobs the same number
-    started_by = SRUN
+    started_by = "srun"
 
     @property
     def layout(self) -> tuple[str, str]:
@@ -45,31 +39,23 @@ class SlurmStep:
         """Number of tasks on this node."""
         return self.tasks_per_node[self.node] if self.node < len(self.tasks_per_node) else self.size
 
-    @property
-    def name(self) -> str:
-        """What tells this step from every other, of other jobs and of earlier runs of this job too."""
-        step = f"{self.job}.{self.step}.{self.restarts}"
-        return f"{step}@{self.cluster}" if self.cluster else step
-
 
 def find_slurm_step(environ: Mapping[str, str] | None = None) -> SlurmStep | None:
-    """Return which task of a Slurm step this process is, or ``None`` where srun has not started it."""
+    """Return which task of a Slurm step this process is, or ``None`` if srun has not started it."""
     environ = os.environ if environ is None else environ
     size, rank = environ.get("SLURM_STEP_NUM_TASKS", ""), environ.get("SLURM_PROCID", "")
-    # A batch script has the rank of a task, too, but not those of a step.
+    # A batch script has a rank too, but not the number of tasks of a step.
     if not size.isdecimal() or not rank.isdecimal() or environ.get("SLURM_JOB_NAME") in INTERACTIVE:
         return None
+    job, step, restarts = (environ.get(f"SLURM_{key}", "0") for key in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
     return SlurmStep(
-        job=environ.get("SLURM_JOB_ID", "0"),
-        step=environ.get("SLURM_STEP_ID", "0"),
-        restarts=environ.get("SLURM_RESTART_COUNT", "0"),
+        name=f"{job}.{step}.{restarts}@{environ.get('SLURM_CLUSTER_NAME', '')}",
         rank=int(rank),
         size=int(size),
         local_rank=int(environ.get("SLURM_LOCALID", 0)),
         node=int(environ.get("SLURM_NODEID", 0)),
         tasks_per_node=counts_in(environ.get("SLURM_STEP_TASKS_PER_NODE", size)),
         nodes=environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", ""),
-        cluster=environ.get("SLURM_CLUSTER_NAME", ""),
     )
 
 
@@ -98,10 +84,10 @@ def counts_in(listed: str) -> tuple[int, ...]:
 # MPICH, Intel    ``PMI_RANK``, ``PMI_SIZE``             the descriptor ``PMI_FD`` is open
 # =============== ====================================== =======================================
 #
-# A shell that was started inside a job, or an `export` left behind, has such variables without being a rank: hence
-# the last column. mpi4py is not imported here: that would start MPI.
+# A shell that was started inside a job, or an `export` left behind, has such variables without being a rank; the last
+# column tells it from a rank. mpi4py is not imported here, because that would start MPI.
 
-#: Whoever starts ranks gives each one of these: torchrun, srun, LSF's jsrun, a user by hand; or an MPI, see above.
+#: Each rank that another program has started has one of these: from torchrun, srun, jsrun, a user by hand, or an MPI.
 _FROM_OUTSIDE = (
     "TORCHELASTIC_RUN_ID",
     "LOCAL_RANK",
@@ -125,6 +111,11 @@ class MPIRank:
     local_size: int
 
     @property
+    def node(self) -> int:
+        """The number of this rank's node, on the assumption that ranks fill one node after another."""
+        return self.rank // max(self.local_size, 1)
+
+    @property
     def layout(self) -> tuple[str, str]:
         """The ranks per node and the number of nodes, if all nodes have as many as this one."""
         return str(self.local_size), f"{self.size / self.local_size:g}"
@@ -135,7 +126,7 @@ def started_from_outside() -> bool:
     return any(name in os.environ for name in _FROM_OUTSIDE)
 
 
-def find_mpi_rank(environ: Mapping[str, str] | None = None) -> MPIRank | None:
+def find_mpi_rank(environ: Mapping[str, str] | None = None) -> MPIRank | SlurmStep | None:
     """Return the rank that this process is in an MPI job, or ``None`` when it is not part of one."""
     environ = os.environ if environ is None else environ
     return _open_mpi(environ) or _mvapich(environ) or _slurm(environ) or _hydra(environ)
@@ -144,9 +135,7 @@ def find_mpi_rank(environ: Mapping[str, str] | None = None) -> MPIRank | None:
 def _open_mpi(environ: Mapping[str, str]) -> MPIRank | None:
     numbers = _numbers(environ, "OMPI_COMM_WORLD_{}", ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
     session = environ.get("PMIX_SERVER_TMPDIR") or environ.get("OMPI_FILE_LOCATION")
-    if numbers is None or (session and not Path(session).exists()):
-        return None
-    if not any(name.startswith(("PMIX_", "OMPI_MCA_orte_", "OMPI_MCA_ess_")) for name in environ):
+    if numbers is None or not session or not Path(session).exists():
         return None
     return MPIRank("Open MPI's mpirun", *numbers)
 
@@ -156,32 +145,22 @@ def _mvapich(environ: Mapping[str, str]) -> MPIRank | None:
     return MPIRank("MVAPICH's mpirun", *numbers) if numbers else None
 
 
-def _slurm(environ: Mapping[str, str]) -> MPIRank | None:
+def _slurm(environ: Mapping[str, str]) -> SlurmStep | None:
     step = find_slurm_step(environ)
     by_mpi = any(name.startswith(("PMI_", "PMI2_", "PMIX_")) for name in environ)
     if step is None or step.size < 2 or not by_mpi:
         return None
-    if environ.get("PMI_SIZE", str(step.size)) != str(step.size):
-        return None  # srun has started the daemons of an mpiexec
-    return MPIRank(SRUN, step.rank, step.size, step.local_rank, step.local_size)
+    # Another size is that of an mpiexec whose daemons srun has started.
+    return step if environ.get("PMI_SIZE", str(step.size)) == str(step.size) else None
 
 
 def _hydra(environ: Mapping[str, str]) -> MPIRank | None:
     numbers = _numbers(environ, "PMI_{}", ("RANK", "SIZE"))
-    descriptor = environ.get("PMI_FD", "")
-    if numbers is None or not (_is_open(descriptor) or "PMI_PORT" in environ):
+    is_open = Path("/proc/self/fd", environ.get("PMI_FD") or "none").exists()
+    if numbers is None or not (is_open or "PMI_PORT" in environ):
         return None
     local = _numbers(environ, "MPI_{}", ("LOCALRANKID", "LOCALNRANKS")) or numbers
-    intel = any(name.startswith("I_MPI_") for name in environ)
-    return MPIRank("Intel MPI's mpiexec" if intel else "MPICH's mpiexec", *numbers, *local)
-
-
-def _is_open(descriptor: str) -> bool:
-    try:
-        os.fstat(int(descriptor))
-    except (ValueError, OSError):
-        return False
-    return True
+    return MPIRank("mpiexec", *numbers, *local)
 
 
 def _numbers(environ: Mapping[str, str], pattern: str, names: tuple[str, ...]) -> list[int] | None:

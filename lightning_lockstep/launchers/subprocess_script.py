@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_lockstep._lightning import (
-    ClusterEnvironment,
     _basic_subprocess_cmd,
     _SubprocessScriptLauncher,
 )
@@ -36,7 +35,7 @@ from lightning_lockstep.distributed.process_group import (
 from lightning_lockstep.distributed.rendezvous import token_for_children
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.environments import LockstepEnvironment, check_has_device
-from lightning_lockstep.launchers.hydra import hydra_child_command
+from lightning_lockstep.launchers.hydra import hydra_child_command, program_file
 from lightning_lockstep.launchers.rank_processes import end_with_parent
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, current_job
 
@@ -51,7 +50,7 @@ _LOOK_EVERY = 0.1
 _KILLED = 5.0
 # How long the report of a child that has exited may still take to arrive [s].
 _REPORT_DELAY = 0.5
-# Python's own exit code for a standard stream that it could not write out at its end, all else being well.
+# Python exits with this code if all went well but it could not write out a standard stream at its end.
 _NOT_FLUSHED = 120
 _TOO_LATE = (
     "devices={}, but an earlier Trainer of this script has run on fewer ranks, or on ranks that were started another"
@@ -67,7 +66,7 @@ class _StartedRanks:
     def __init__(self, job: object, supervisor: RankSupervisor) -> None:
         self.job = job
         self.processes: list[subprocess.Popen[bytes]] = []  # of the ranks 1, 2, ... of this node
-        self._stopping = False  # who ends badly from then on does so because of that
+        self._stopping = False  # True: a rank that ends badly from then on was stopped
         self.supervisor = supervisor  # of the Trainer that they work for now: it learns when a child exits
         outcome.on_force = self.kill  # children end before a forced end of this process
 
@@ -80,12 +79,9 @@ class _StartedRanks:
             for local_rank in range(1, number + 1):
                 of_rank = {**environ, **variables, "LOCAL_RANK": str(local_rank)}
                 self.processes.append(subprocess.Popen(command, env=of_rank, cwd=folder))
-        except OSError as error:
+        except OSError:  # memory or processes have run out
             self.kill()
-            raise LaunchError(
-                f"Rank {local_rank} of {number + 1} could not be started: {error}. Expected enough memory and"
-                " processes for all ranks of this host. Start fewer ranks."
-            ) from error
+            raise
 
     def running(self) -> bool:
         """Return whether one still runs."""
@@ -122,28 +118,26 @@ def connected_group() -> RankGroup | None:
 
 
 def have_met(num_devices: int, num_nodes: int) -> None:
-    """Note with how many ranks a Trainer has connected them."""
+    """Note on how many devices and nodes a Trainer has connected the ranks."""
     group = current_group()
     if group is not None:
         group.layout = num_devices, num_nodes
 
 
-def check_ranks(
-    supervisor: RankSupervisor, environment: ClusterEnvironment, *, num_devices: int, num_nodes: int
-) -> None:
+def check_ranks(supervisor: RankSupervisor, of: Any) -> None:  # of: a strategy, or its launcher
     """Refuse, on every rank, a Trainer that expects other ranks than were started or are connected."""
     try:
-        check_has_device(environment, num_devices, num_nodes, connected_group())
+        check_has_device(of.cluster_environment, of.num_processes, of.num_nodes, connected_group())
     except LaunchError as error:
         supervisor.refuse(error)
 
 
 def runs_without_children(supervisor: RankSupervisor) -> None:
-    """Note that a Trainer of this job runs without ranks that the program is run again for."""
+    """Note that this job has a Trainer whose ranks are not started by running the program again."""
     global _started
     job = current_job()
     if _started is None or _started.job != job:
-        forget_earlier_job(supervisor.settings.grace_period)
+        forget_earlier_job()
         _started = _StartedRanks(job, supervisor)
 
 
@@ -163,9 +157,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the ranks of this node unless that has been done, then run ``function`` under the supervisor."""
-        size = {"num_devices": self.num_processes, "num_nodes": self.num_nodes}
-        check_ranks(self._supervisor, self.cluster_environment, **size)
-        self.cluster_environment.validate_settings(**size)
+        check_ranks(self._supervisor, self)
         if not self.cluster_environment.creates_processes_externally:
             self._start_ranks()
         elif (parent := launcher_pid()) == os.getppid():  # else the variable is left over from another job
@@ -185,7 +177,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             self.procs = _started.processes
             _started.supervisor = self._supervisor
             return
-        forget_earlier_job(self._supervisor.settings.grace_period)
+        forget_earlier_job()
         self._check_can_spawn_children()
         ranks = _StartedRanks(job, self._supervisor)
         ranks.start(self.num_processes - 1, self._rank_environment())
@@ -211,15 +203,15 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         }
 
     def _watch(self, ranks: _StartedRanks) -> None:
-        while _started is ranks:
+        running = True
+        while running and _started is ranks:
+            # Before the question who has failed: one that fails after it is found by the next look.
+            running = ranks.running()
             if bad := ranks.ended_badly():
                 time.sleep(_REPORT_DELAY)
-                first = min(
-                    bad, key=lambda rank: bad[rank].returncode >= 0
-                )  # killed ones before consequences
+                # A rank that was killed comes before those that have failed because of it.
+                first = min(bad, key=lambda rank: bad[rank].returncode >= 0)
                 self._child_ended(ranks, first, bad[first])
-                return
-            if not ranks.running():
                 return
             time.sleep(_LOOK_EVERY)
 
@@ -239,14 +231,14 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         )
 
 
-def forget_earlier_job(patience: float) -> None:  # patience: for ranks that are still busy [s]
+def forget_earlier_job() -> None:
     """End the ranks of an earlier job of this process and destroy its process group."""
     global _started
     if _started is None:
         return
     earlier, _started = _started, None
     shut_down(destroy_process_group=True)
-    earlier.wait(patience)
+    earlier.wait(earlier.supervisor.settings.grace_period)
     earlier.kill()
     gc.collect()  # an engine of that job, in a cycle of references, would keep its group and the group's store
     forget_rendezvous()
@@ -257,14 +249,8 @@ def rank_command() -> tuple[list[str], str | None, dict[str, str]]:
     by_hydra = hydra_child_command()
     if by_hydra is not None:
         return by_hydra
-    main, program = sys.modules["__main__"], sys.argv[0]
-    if getattr(main, "__spec__", None) is None and not Path(program).is_file():
-        given = {"-c": "python -c", "-": "standard input", "": "standard input"}.get(program, repr(program))
-        raise LaunchError(
-            f"The program is {given}, which is not a file in {Path.cwd()}, but ranks are started by running it again."
-            " Put it into a file, or fork the ranks from this process: strategy='lockstep_ddp_fork', or"
-            " start_method='fork'."
-        )
+    if getattr(sys.modules["__main__"], "__spec__", None) is None:
+        program_file(str(Path.cwd()))
     return list(_basic_subprocess_cmd()), None, {}
 
 

@@ -143,12 +143,7 @@ class RankLifecycle(LockstepStrategy, ParallelStrategy):
     def _configure_launcher(self) -> None:
         outcome.install_excepthook()
         self.startup.adopt_ranks(self)
-        check_ranks(
-            self.supervisor,
-            self.cluster_environment,
-            num_devices=self.num_processes,
-            num_nodes=self.num_nodes,
-        )
+        check_ranks(self.supervisor, self)
         if self.num_nodes == 1:
             need_descriptors(self.num_processes)  # only rank 0 needs them; with several nodes it checks later
         self.precision_plugin = self.resolve_precision(

@@ -93,7 +93,7 @@ class MPIStartup(RankStartup):
         """With devices='auto', train on as many ranks as MPI has started."""
         if not isinstance(strategy.cluster_environment, MPIEnvironment):
             return
-        rank = strategy.cluster_environment.mpi_rank
+        rank = strategy.cluster_environment.here
         if given_to_trainer("devices") != "auto" or rank.size % rank.local_size:
             return
         devices = list(strategy.parallel_devices or [torch.device("cpu")])

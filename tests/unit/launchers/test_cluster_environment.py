@@ -26,9 +26,7 @@ class ElasticEnvironment(LockstepEnvironment):
 
 def second_of_three() -> SlurmStepEnvironment:
     step = SlurmStep(
-        job="7",
-        step="0",
-        restarts="0",
+        name="7.0.0@here",
         rank=1,
         size=3,
         local_rank=1,

@@ -119,20 +119,16 @@ def test_torchrun_in_a_job_of_slurm_goes_on_after_a_requeue_and_after_a_restart(
     assert claim(str(tmp_path / "second")) == first
 
 
-def test_a_restart_that_moves_rank_0_goes_on_and_another_agent_of_that_name_does_not_take_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("run_id", "goes_on"), [("100", True), ("none", False)])
+def test_a_restart_that_moves_rank_0_goes_on_if_the_job_has_a_run_id(
+    run_id: str, goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "100")
-    folders = {}
-    for address in ("n1", "n2"):
-        monkeypatch.setenv("MASTER_ADDR", address)
-        folders[address] = claim(str(tmp_path / address))
-    os.utime(tmp_path / "n1" / ".attempt", (1, 1))
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    monkeypatch.setenv("MASTER_ADDR", "n3")
-    assert claim(str(tmp_path / "third")) == folders["n2"]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
     monkeypatch.setenv("MASTER_ADDR", "n1")
-    assert claim(str(tmp_path / "fourth")) == folders["n1"]
+    first = claim(str(tmp_path / "first"))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("MASTER_ADDR", "n2")
+    assert claim(str(tmp_path / "second")) == (first if goes_on else str(tmp_path / "second"))
 
 
 def test_what_a_later_attempt_logs_has_a_place_of_its_own(tmp_path: Path) -> None:

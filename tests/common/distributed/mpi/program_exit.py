@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 from lightning_lockstep.distributed.mpi.backend import register_mpi_backend
 from lightning_lockstep.errors import CollectiveMismatchError
-from lightning_lockstep.launchers.environments import MPIEnvironment
+from lightning_lockstep.launchers.environments import detect_environment
 
 
 def main():
     register_mpi_backend()
-    env = MPIEnvironment()
+    env = detect_environment(mpi=True)
     rank, size = env.global_rank(), env.world_size()
     store = dist.TCPStore(env.main_address, env.main_port, size, False, multi_tenant=True)
     dist.init_process_group("mpi4py", rank=rank, world_size=size, store=store, timeout=timedelta(seconds=8))

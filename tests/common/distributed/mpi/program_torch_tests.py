@@ -18,7 +18,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lightning_lockstep.distributed.mpi.backend import register_mpi_backend
-from lightning_lockstep.launchers.environments import MPIEnvironment
+from lightning_lockstep.launchers.environments import detect_environment
 from tests.helpers.patience import patience
 
 RANKS = 4  # some tests ask for exactly four
@@ -118,7 +118,7 @@ def chosen(case, arguments):
 def main():
     warnings.simplefilter("ignore")
     register_mpi_backend()
-    folder, env = Path(sys.argv[1]), MPIEnvironment()
+    folder, env = Path(sys.argv[1]), detect_environment(mpi=True)
     rank = env.global_rank()
     (folder / "test_dir").mkdir(exist_ok=True)  # test_get_rank writes there
     store = dist.TCPStore(env.main_address, env.main_port, RANKS, False, multi_tenant=True)

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lightning_lockstep.distributed.mpi.backend import register_mpi_backend
-from lightning_lockstep.launchers.environments import MPIEnvironment
+from lightning_lockstep.launchers.environments import detect_environment
 
 
 def meet(seconds=60):
     """Open the default group over mpi4py, whose operations may take ``seconds``; return (rank, world size)."""
     register_mpi_backend()
-    env = MPIEnvironment()
+    env = detect_environment(mpi=True)
     rank, size = env.global_rank(), env.world_size()
     store = dist.TCPStore(env.main_address, env.main_port, size, False, multi_tenant=True)
     limit = timedelta(seconds=seconds)
