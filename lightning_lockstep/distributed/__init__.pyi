@@ -1,5 +1,4 @@
 from lightning_lockstep.distributed.coordination.communicator import Communicator as Communicator
-from lightning_lockstep.distributed.coordination.communicator import PendingReduction as PendingReduction
 from lightning_lockstep.distributed.coordination.communicator import at_shut_down as at_shut_down
 from lightning_lockstep.distributed.coordination.communicator import (
     current_communicator as current_communicator,

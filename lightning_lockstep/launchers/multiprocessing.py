@@ -119,7 +119,8 @@ _MEMORY = (
 def _error_of_ranks(folder: Path, ended: mp.ProcessExitedException, group: RanksToStart) -> BaseException:
     """Return what the parent raises for ranks of which torch has seen one fail."""
     record, code = first_failure(folder), ended.exit_code
-    if code == _INTERRUPTED:  # Ctrl-C goes to the ranks too, and torch may see them end before this process gets it
+    # Ctrl-C goes to the ranks too, and torch may see them end before this process gets it.
+    if code == _INTERRUPTED:
         return KeyboardInterrupt()
     if record is None or not failure_note(folder, ended.error_index).exists():
         # This one has ended without a word; of the run the others know more.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ from lightning_lockstep import _settings
 from lightning_lockstep._lightning import rank_zero_only
 from lightning_lockstep._settings import LEVELS
 from lightning_lockstep.distributed import SideChannel
-from lightning_lockstep.distributed.failure.process_exit import at_exit, on_flush
+from lightning_lockstep.distributed.failure.process_exit import on_flush
 from lightning_lockstep.distributed.process_group import RankGroup, current_group
 from lightning_lockstep.distributed.side_channel.opening import known_rank, side_channel_if_open
 from lightning_lockstep.errors import ConfigurationError
@@ -319,4 +320,4 @@ _releasing = threading.RLock()
 _waiter: threading.Thread | None = None
 _cached: tuple[RankGroup | None, LineSender | None] = None, None
 on_flush(_print_kept_back)
-at_exit(_print_kept_back)
+atexit.register(_print_kept_back)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from torch.nn import Module
 from torch.utils.data import IterableDataset
 
 from lightning_lockstep._trainer import asks_for_training_loader
-from lightning_lockstep.distributed import Communicator, PendingReduction
+from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.c10d_operators import ddp_of, sum_of_nothing
 from lightning_lockstep.distributed.coordination.gather_uneven import gathered_entries
 from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
@@ -180,9 +180,9 @@ class AgreeingLoader(LoaderAround):
         most = batches_taken(self._trainer, math.inf if self._steps is None else self._steps)
         batches, given, taken, current = iter(self._loader), 0, 0, _NOTHING
         following = next(batches, _NOTHING)
-        pending = self._count_next(following)
+        counted = self._count_next(following)
         while True:
-            if self._ends(int(pending.wait()), taken, following, most):
+            if self._ends(int(counted()), taken, following, most):
                 return
             given += 1
             has_own = following is not _NOTHING
@@ -195,14 +195,14 @@ class AgreeingLoader(LoaderAround):
                 return
             if has_own:
                 following = next(batches, _NOTHING)
-            pending = self._count_next(following)
+            counted = self._count_next(following)
             yield current
 
-    def _count_next(self, following: Any) -> PendingReduction:
+    def _count_next(self, following: Any) -> Callable[[], torch.Tensor]:
         """Start to count the ranks that have a next batch, which runs while the current one is computed."""
         has_next = torch.tensor(int(following is not _NOTHING), dtype=torch.int32)
-        pending: PendingReduction = self._communicator.all_reduce_async(has_next)
-        return pending
+        counted: Callable[[], torch.Tensor] = self._communicator.all_reduce_async(has_next)
+        return counted
 
     def _ends(self, with_data: int, taken: int, following: Any, most: float) -> bool:
         """Return whether the epoch ends here, as all ranks do with what they know."""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import atexit
 import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lockstep.distributed.failure.process_exit import at_exit
 from lightning_lockstep.distributed.process_group import (
     RankGroup,
     current_group,
@@ -34,19 +33,6 @@ _OPERATIONS = {
 _Object = TypeVar("_Object")
 
 
-class PendingReduction(NamedTuple):
-    """A sum that is under way."""
-
-    tensor: Tensor
-    work: Any | None  # None: there is no other rank
-
-    def wait(self) -> Tensor:
-        """Wait for the result and return it, the same tensor that was given."""
-        if self.work is not None:
-            self.work.wait()
-        return self.tensor
-
-
 class Communicator:
     """How the ranks of a run decide together; a process without others decides alone."""
 
@@ -56,13 +42,14 @@ class Communicator:
     def __init__(self, ranks: RankGroup | None = None) -> None:
         self.host = socket.gethostname()
         self.rank, self.world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
-        self.local_rank = 0
         self._group: Any = None  # that of torch
         self._side_channel: SideChannel | None = LocalSideChannel() if self.world_size == 1 else None
-        if self.world_size > 1:
-            self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
-            if dist.get_backend() == "nccl" and "cpu:" not in str(dist.get_backend_config()):
-                self._group = dist.new_group(backend="gloo")  # which carries CPU tensors
+        if (
+            self.world_size > 1
+            and dist.get_backend() == "nccl"
+            and "cpu:" not in str(dist.get_backend_config())
+        ):
+            self._group = dist.new_group(backend="gloo")  # which carries CPU tensors
 
     @property
     def is_main(self) -> bool:
@@ -112,11 +99,17 @@ class Communicator:
                 tensor.div_(self.world_size)
         return tensor
 
-    def all_reduce_async(self, tensor: Tensor) -> PendingReduction:
-        """Start to sum up a CPU tensor in place; ``wait()`` gives the sum. Ranks: all, in the same order."""
+    def all_reduce_async(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start to sum up a CPU tensor in place; return what waits for the sum. Ranks: all, in the same order."""
         if self.world_size == 1:
-            return PendingReduction(tensor, None)
-        return PendingReduction(tensor, dist.all_reduce(tensor, group=self._group, async_op=True))
+            return lambda: tensor
+        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return tensor
+
+        return wait
 
     def barrier(self) -> None:
         """Wait until every rank has arrived here. Ranks: all, together."""
@@ -200,4 +193,4 @@ def _gloo_is_at_work() -> bool:
     return False
 
 
-at_exit(_at_exit)
+atexit.register(_at_exit)

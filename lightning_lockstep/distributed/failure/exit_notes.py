@@ -13,6 +13,7 @@ leaves ``failure.json`` there: the record of the first failure.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from lightning_lockstep._settings import NOTES_FOLDER
 from lightning_lockstep._system import write_report, write_whole
-from lightning_lockstep.distributed.failure.process_exit import at_exit, outcome
+from lightning_lockstep.distributed.failure.process_exit import outcome
 from lightning_lockstep.distributed.failure.record import FAILURE_FILE, FailureRecord
 
 _note: Path | None = None
@@ -87,12 +88,12 @@ def note_orderly_end() -> None:
     """Note at the exit of this process that it ends in good order, for a launcher of ours that runs mpirun here."""
 
     def note() -> None:
-        in_order = not (outcome.forced_exit_pending or outcome.ends_with_error)
+        in_order = not (outcome.forced_exit or outcome.ends_with_error)
         if in_order and Path(given).is_dir():  # on the host of the launcher alone
             Path(given, f"{os.getpid()}.ended").touch()
 
     if given := os.environ.get(NOTES_FOLDER, ""):
-        at_exit(note)
+        atexit.register(note)
 
 
 # -- for the process that has started the ranks

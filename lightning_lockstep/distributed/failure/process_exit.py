@@ -1,13 +1,13 @@
 """How a process ends: what runs and is written out before, what is printed last, and what is not waited for.
 
-Nothing else in a run calls ``os._exit``, registers with :mod:`atexit` (processes of the doctor do) or replaces
-``sys.excepthook``. What is settled of the end of this process is in one object, :data:`outcome`; of an error, in the
-:class:`Ending` that it carries. An end that Python does not make itself is made by :func:`end_now`:
+Nothing else in a run calls ``os._exit`` (processes of the doctor do) or replaces ``sys.excepthook``. What is settled of
+the end of this process is in one object, :data:`outcome`; of an error, in the :class:`Ending` that it carries. An end
+that Python does not make itself is made by :func:`end_now`:
 
 =========================================== ===================================================================
 who                                         what it does
 =========================================== ===================================================================
-Python, in an orderly end                   functions given to :func:`at_exit` run
+Python, in an orderly end                   functions of :mod:`atexit` run
 :meth:`Outcome.force_exit_at_shutdown`      as above once Python exits, but nothing that waits for a dead peer; where
                                             the program has caught the failure, with its own exit code
 :func:`end_now`, from any thread            by force: only what :func:`on_flush` holds is written
@@ -35,16 +35,9 @@ from lightning_lockstep._text import SAVED, say
 _log = logging.getLogger(__name__)
 # How long what is held back may take to be written before an end by force [s].
 _LAST_WRITES = 10.0
-# How long a report that is being written holds a forced end [s].
-_REPORT_LIMIT = 60.0
 _LATE = "\nlightning-lockstep: ended by force: its exit handlers and threads did not finish in time.\n"
 
 # ------------------------------------------------------------------ before the end
-
-
-def at_exit(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """Have ``function(*args)`` called when Python exits, the newest first; returns it, so it may decorate."""
-    return atexit.register(function, *args)
 
 
 _flushers: list[Callable[[], None]] = []
@@ -157,9 +150,9 @@ class Outcome:
         self.failure_returned = False
         # Called before an end by force, to end the ranks that this one has started.
         self.on_force: Callable[[], None] | None = None
-        # An exit that waits for nobody, once Python begins to exit; and not if the program has caught the failure.
-        self._forced: Ending | None = None
-        self._unless_caught = False
+        # How this process is to end because of a failure, once Python begins to exit, without waiting for other ranks.
+        self.forced_exit: Ending | None = None
+        self._unless_caught = False  # not if the program has caught the failure
         # Held while a report is written, for which an end by force because of another rank's failure waits.
         self.writes_report = threading.Lock()
         # The report that is to be the last of the run's output, and whether anything was printed since.
@@ -167,16 +160,6 @@ class Outcome:
 
     def __reduce__(self) -> str:
         return "outcome"  # of the process in which it is unpickled: a sweep sends what refers to it to its workers
-
-    @property
-    def forced_exit_pending(self) -> bool:
-        """Whether this process is about to end because of a failure."""
-        return self._forced is not None
-
-    @property
-    def forced_exit_code(self) -> int | None:
-        """The exit code of a process that is about to end because of a failure."""
-        return None if self._forced is None else self._forced.exit_code
 
     @property
     def ends_with_error(self) -> bool:
@@ -192,14 +175,14 @@ class Outcome:
         unless_caught: bool = False,  # a program that has caught the failure ends as it would have without
     ) -> None:
         """Have this process, once Python begins to exit, end without the destructors that wait for dead peers."""
-        if self._forced is None:
-            self._forced, self._unless_caught = Ending(message, exit_code), unless_caught
-            at_exit(self._leave)
+        if self.forced_exit is None:
+            self.forced_exit, self._unless_caught = Ending(message, exit_code), unless_caught
+            atexit.register(self._leave)
 
     def cancel_forced_exit(self) -> None:
         """Take :meth:`force_exit_at_shutdown` back: the program has caught the failure and goes on."""
         self._was_last("")
-        self._forced = None
+        self.forced_exit = None
         atexit.unregister(self._leave)
 
     def _leave(self) -> None:
@@ -209,7 +192,7 @@ class Outcome:
             from lightning_lockstep._lightning import _destroy_dist_connection
 
             atexit.unregister(_destroy_dist_connection)
-        ending = self._forced
+        ending = self.forced_exit
         if ending is None or (self._unless_caught and not self.ends_with_error):
             self.cancel_forced_exit()
         else:  # of the functions for the exit run those that were registered before this one
@@ -237,11 +220,6 @@ class Outcome:
 
     def _was_last(self, text: str) -> None:
         self._last_said, self._printed_since = text, False
-
-    def wait_for_report(self) -> None:
-        """Wait for a while until this process writes no report."""
-        if self.writes_report.acquire(timeout=_REPORT_LIMIT):
-            self.writes_report.release()
 
     # -- an exception that nobody catches
 

@@ -63,6 +63,8 @@ from lightning_lockstep.errors import CollectiveError, LockstepError, RankFailed
 _FAILURE, _RAISED, _OVER = "failure", "failure/raised", "failure/over"
 # How much longer than the grace period, after which it kills the ranks it has started, a rank may take to exit [s].
 _CHILDREN_END = 6.0
+# How long a report that is being written holds a forced end [s].
+_REPORT_LIMIT = 60.0
 # How long a message may take that is on its way already [s].
 _ON_ITS_WAY = 1.0
 _VANISHED = (
@@ -117,6 +119,7 @@ class FailurePropagation:
         self._keeps_own = False  # it ends in time by an error of its own
         self._topics: Counter[str] = Counter()
         self._listens = False
+        self._later = clock.after  # on another thread
         # Of rank 0: the fit in which each rank has raised, until that is over.
         self._raised: dict[int, int] = {}
 
@@ -453,14 +456,12 @@ class FailurePropagation:
         note_failure(record)
         return record
 
-    # -- after a while, on the thread of the clock ---------------------------------------------------------
-
-    def _later(self, seconds: float, function: Callable[..., object], *args: Any) -> None:
-        clock.after(seconds, function, *args)
+    # -- the end by force ------------------------------------------------------------------------------------
 
     def _grace_ends(self, record: FailureRecord) -> None:
         """End this process by force, unless it deals with the failure."""
-        outcome.wait_for_report()
+        if outcome.writes_report.acquire(timeout=_REPORT_LIMIT):
+            outcome.writes_report.release()
         # The program has caught it and goes on, or this rank ends by an error of its own. Python prints no error of a
         # rank that was forked or spawned, so nothing would end that one.
         if self.record is record and not outcome.failure_returned and not self._keeps_own:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_lockstep.distributed import Communicator, current_communicator, shut_down
-from lightning_lockstep.distributed.process_group import current_group
 from tests.helpers import run_ranks
 
 
@@ -18,10 +15,10 @@ def decide() -> dict[str, object]:
     rank = communicator.rank
     nobody = communicator.agree(False, "never said")
     some = communicator.agree(rank == communicator.world_size - 1, f"rank {rank} is full")
-    pending = communicator.all_reduce_async(torch.tensor(rank + 1))
+    wait = communicator.all_reduce_async(torch.tensor(rank + 1))
     answer = {
         "same": communicator is current_communicator(),
-        "facts": (rank, communicator.world_size, communicator.is_main, communicator.local_rank),
+        "facts": (rank, communicator.world_size, communicator.is_main),
         "nobody": nobody,
         "some": some,
         "gather": communicator.gather({"rank": rank}),
@@ -30,16 +27,11 @@ def decide() -> dict[str, object]:
         "max": communicator.all_reduce(torch.tensor(rank), "max").item(),
         "min": communicator.all_reduce(torch.tensor(rank), "min").item(),
         "mean": communicator.all_reduce(torch.tensor([float(rank + 1)]), "mean").item(),
-        "sum": pending.wait().item(),
+        "sum": wait().item(),
     }
     communicator.barrier()
     shut_down()
     return answer
-
-
-def local_rank_from_environment() -> int:
-    os.environ["LOCAL_RANK"] = "7"
-    return Communicator(current_group()).local_rank
 
 
 def regroup() -> list[int]:
@@ -50,14 +42,14 @@ def regroup() -> list[int]:
     return [first.world_size, current_communicator().world_size]
 
 
-def cases() -> tuple[dict[str, object], int, list[int]]:
-    return decide(), local_rank_from_environment(), regroup()
+def cases() -> tuple[dict[str, object], list[int]]:
+    return decide(), regroup()
 
 
 def check(answer: dict[str, object], rank: int, world_size: int) -> None:
     last = world_size - 1
     assert answer["same"] is True
-    assert answer["facts"] == (rank, world_size, rank == 0, rank)
+    assert answer["facts"] == (rank, world_size, rank == 0)
     assert (answer["nobody"], answer["some"]) == ({}, {last: f"rank {last} is full"})
     assert answer["gather"] == [{"rank": r} for r in range(world_size)]
     assert answer["broadcast"] == f"from {last}"
@@ -69,9 +61,8 @@ def check(answer: dict[str, object], rank: int, world_size: int) -> None:
 
 
 def test_every_rank_gets_the_same_answers_and_is_on_its_own_afterwards() -> None:
-    for rank, (answer, local_rank, sizes) in enumerate(run_ranks(3, cases)):
+    for rank, (answer, sizes) in enumerate(run_ranks(3, cases)):
         check(answer, rank, 3)
-        assert local_rank == 7, "it comes from the environment"
         assert sizes == [3, 1]
 
 

@@ -81,7 +81,6 @@ ROOMS = {
         "Gathered",
         "LocalSideChannel",
         "Message",
-        "PendingReduction",
         "RankGroup",
         "SideChannel",
         "StepAgreement",
