@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed.failure.process_exit import clock
@@ -30,8 +31,7 @@ from lightning_lockstep.distributed.side_channel.channel import Message, SideCha
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """One rank's request that all ranks leave."""
 
     rank: int  # that asked
@@ -214,8 +214,7 @@ class StepAgreement:
     def _commit(self) -> None:
         # Once in a round: a rank may have left already when a second decision arrives.
         decision = StopDecision(max(self._promises.values()), tuple(self._requests))
-        requests = [[r.rank, r.kind, r.reason] for r in self._requests]
-        self.channel.post(self._topic, ["commit", self._round, decision.step, requests])
+        self.channel.post(self._topic, ["commit", self._round, decision.step, decision.requests])
         self._leave_after(decision)
 
     def _leave_after(self, decision: StopDecision) -> None:

@@ -46,12 +46,6 @@ def use_silence_limit(seconds: float) -> None:
     _silence_limit = seconds
 
 
-def known_rank() -> tuple[int, int] | None:
-    """Return (rank, world size) of the group that exists now, or ``None`` without one."""
-    group = current_group()
-    return None if group is None else (group.rank, group.world_size)
-
-
 def side_channel_if_open(*, open_if_easy: bool = False) -> SideChannel | None:
     """Return the side channel of the current group if there is one, without waiting for a rank."""
     # ``open_if_easy``: it is opened where that needs nobody, on rank 0 and on a rank that finds the address.

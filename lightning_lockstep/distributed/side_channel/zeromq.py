@@ -293,11 +293,10 @@ class ZeroMQSideChannel(SideChannel):
         sender = 0
         if self.rank == 0:
             sender, frames = int(frames[0].bytes), frames[1:]
-        if len(frames) != 2:
-            raise ValueError(f"it has {len(frames)} frames")
-        if self.rank == 0 and not 0 < sender < self.world_size:
-            raise ValueError("no other rank is its sender")
-        kind, content = frames[0].bytes, frames[1]
+            if not 0 < sender < self.world_size:
+                raise ValueError("no other rank is its sender")
+        first, content = frames
+        kind = first.bytes
         if kind == POST:
             self._read_soon(sender, content.bytes)
         elif kind == HELLO:
