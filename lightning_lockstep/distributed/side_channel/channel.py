@@ -39,6 +39,7 @@ class SideChannel:
         self.port = 0  # at which rank 0 listens, if it does
         self._processes: dict[int, tuple[str, int]] = {}
         self._closing = False
+        self._standing: set[int] = set()  # ranks whose connection stands
         self._closed_ranks: set[int] = set()
         self._lost_ranks: set[int] = set()
         self._handlers: dict[str, tuple[Handler, ...]] = {}
@@ -76,8 +77,8 @@ class SideChannel:
             return kept
 
     def answers(self, rank: int) -> bool:
-        """Return whether the connection to a rank stands and answers heartbeats."""
-        return False
+        """Return whether the connection to a rank stands; that of a stopped rank does until the silence limit."""
+        return rank in self._standing
 
     @property
     def usable(self) -> bool:
@@ -92,11 +93,6 @@ class SideChannel:
     def at_close(self, function: Callable[[], None]) -> None:
         """Call ``function`` once when the channel is closed, after the last message has arrived."""
         self._at_close.append(function)
-
-    def _closed(self) -> None:
-        for function in self._at_close:
-            function()
-        self._at_close.clear()
 
     def on(self, topic: str, handler: Handler) -> Callable[[], None]:
         """Call ``handler`` with every message of a topic, in order of arrival; returns what removes it again."""
@@ -155,7 +151,9 @@ class SideChannel:
 
     def close(self, timeout: float = 2.0) -> None:
         """Send what is left, tell the peers and end the threads; only rank 0 waits for others. Ranks: every rank."""
-        self._closed()
+        for function in self._at_close:
+            function()
+        self._at_close.clear()
 
     def _deliver(self, message: Message) -> None:
         with self._lock:

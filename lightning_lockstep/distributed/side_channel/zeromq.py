@@ -99,7 +99,6 @@ class ZeroMQSideChannel(SideChannel):
         self._ended = False
         # Of the thread that owns the sockets; others only look.
         self._unsent: dict[int, deque[tuple[Any, ...]]] = defaultdict(lambda: deque(maxlen=_KEPT_UNSENT))
-        self._standing: set[int] = set()  # ranks whose connection stands
         self._absent: dict[int, float] = {}  # ranks whose connection has ended -> until when they may be back
         self._look_at = self._look_until = 0.0  # when rank 0 looks whose connection has ended, and until when
 
@@ -144,10 +143,6 @@ class ZeroMQSideChannel(SideChannel):
         self._socket.curve_serverkey = keys.public
         self.port = int(main_address.rpartition(":")[2])
         self._socket.connect(main_address)
-
-    def answers(self, rank: int) -> bool:
-        """See :meth:`SideChannel.answers`; a rank that is stopped does until the silence limit."""
-        return rank in self._standing
 
     def _post(self, topic: str, body: Any, to: tuple[int, ...]) -> None:
         self._put(partial(self._send_post, topic, body, to))
@@ -203,7 +198,7 @@ class ZeroMQSideChannel(SideChannel):
         self._calls.join(max(timeout, 0.5))
         if not self._context.closed:
             _unfinished.append(self._context)
-        self._closed()
+        super().close()
 
     # ---------------------------------------------------------------- the thread that owns the sockets: sending
 
