@@ -44,9 +44,9 @@ _flushers: list[Callable[[], None]] = []
 
 
 def on_flush(flusher: Callable[[], None]) -> Callable[[], None]:
-    """Have ``flusher`` called before this process ends by force, which nothing at exit survives."""
-    # It may be called on any thread and more than once, and must wait for another rank for a second at most.
-    # Returns a function that takes it off the list again.
+    """Have ``flusher`` called before this process ends by force; functions of :mod:`atexit` are not."""
+    # `flusher` may be called on any thread and more than once; it may wait one second for another rank. Returns a
+    # function that removes it.
     _flushers.append(flusher)
 
     def remove() -> None:
@@ -73,7 +73,7 @@ def flush_everything() -> None:
 
 
 def drop_what_nobody_reads() -> None:
-    """Send what is left in a standard stream that nobody reads to nowhere: Python would exit with 120 because of it."""
+    """Discard what is left in a standard stream that nobody reads: otherwise Python would exit with code 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -90,20 +90,20 @@ _Call = tuple[float, Callable[..., object], tuple[Any, ...]]
 
 
 class _Clock:
-    """Calls functions after a while, on one thread: it is there before a failure, after which none may start."""
+    """Calls functions later, on one thread that is started early: after a failure Python may start none."""
 
     def __init__(self) -> None:
         self._process = 0
 
     def start(self) -> None:
-        """Start the thread, unless this process has it; RuntimeError where no thread can be started."""
+        """Start the thread unless this process has it; raises RuntimeError if no thread can be started."""
         if self._process != os.getpid():  # a forked process has no threads but the one that has forked it
             self._given: queue.SimpleQueue[_Call] = queue.SimpleQueue()
             threading.Thread(target=self._run, name="lockstep-clock", daemon=True).start()
             self._process = os.getpid()
 
     def after(self, seconds: float, function: Callable[..., object], *args: Any) -> None:
-        """Call a function later; at once, where no thread can be started that would."""
+        """Call a function later; at once if there is no thread and none can be started."""
         try:
             self.start()
         except RuntimeError:
@@ -155,7 +155,7 @@ class Outcome:
         self._unless_caught = False  # not if the program has caught the failure
         # Held while a report is written, for which an end by force because of another rank's failure waits.
         self.writes_report = threading.Lock()
-        # The report that is to be the last of the run's output, and whether anything was printed since.
+        # The report that is to be the last of the run's output, and whether other lines have followed it.
         self._last_said, self._printed_since = "", False
 
     def __reduce__(self) -> str:
@@ -212,7 +212,7 @@ class Outcome:
         self._printed_since = True
 
     def repeat_headline(self) -> None:
-        """Let the last lines name the failure and its file where lines that were under way came after its report."""
+        """Print the failure's headline and file once more if other lines have followed its report."""
         if self._last_said and self._printed_since:
             self._printed_since = False
             lines = [line for line in self._last_said.splitlines() if line]
@@ -224,8 +224,8 @@ class Outcome:
     # -- an exception that nobody catches
 
     def install_excepthook(self) -> None:
-        """Have Python print exceptions as they are to be printed, again where a library has set its own hook."""
-        # A hook that the program or another library has set, but for torch's, stays in charge of what has no outcome.
+        """Install the hook that prints uncaught exceptions; again if a library has set its own hook since."""
+        # A hook of the program or of another library (but torch's) goes on to print what we do not print ourselves.
         usual = sys.excepthook
         if getattr(usual, "__lockstep__", False):
             return
@@ -265,8 +265,8 @@ outcome = Outcome()
 
 def end_now(exit_code: int, message: str | Callable[[], str] = "", *, by_force: bool = True) -> NoReturn:
     """End this process, from any thread; ``message``, or what it returns, is printed last."""
-    # Not by force, what is registered for the exit (log handlers, experiment trackers) runs before; Python's own exit
-    # would not keep the code.
+    # Unless it is by force, functions of atexit (log handlers, experiment trackers) run before. Python's own exit would
+    # not keep the exit code.
     if not by_force:
         flush_everything()
         atexit._run_exitfuncs()
@@ -329,7 +329,7 @@ def error_from_bytes(sent: bytes) -> BaseException:
 
 
 def _nearest_ending(error: BaseException | None) -> Ending | None:
-    """Return the ending of an error, or of the one that it followed, as where saving after it fails too."""
+    """Return the ending of an error, or of an earlier one: saving after a failure may fail too."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if (found := getattr(error, _ATTRIBUTE, None)) is not None:

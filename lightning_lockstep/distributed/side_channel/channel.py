@@ -52,16 +52,16 @@ class SideChannel:
         self._on_lost: Callable[[int], None] = lambda rank: None
 
     def watch_peers(self, on_lost: Callable[[int], None]) -> None:
-        """Say who learns, on a thread of the channel, of a peer that is lost; replaces an earlier call."""
-        # Its connection has ended, it has not closed its channel and has not come back. Rank 0 watches all others,
-        # every rank watches rank 0.
+        """Call ``on_lost`` with each rank that is lost, on a thread of the channel; replaces an earlier call."""
+        # A rank is lost if its connection has ended, it has not closed its channel and has not come back. Rank 0
+        # watches all others, every rank watches rank 0.
         self._on_lost = on_lost
         for rank in sorted(self._lost_ranks):
             on_lost(rank)
 
     def process_of(self, rank: int) -> tuple[str, int]:
-        """Return host name and process id of a rank; ``("", 0)`` where they are not known here."""
-        # Here and below: rank 0 knows it of all that have connected, every rank knows it of rank 0.
+        """Return host name and process id of a rank; ``("", 0)`` if they are not known here."""
+        # In this method and the next ones: rank 0 knows about all ranks that have connected, every rank about rank 0.
         return self._processes.get(rank, ("", 0))
 
     def has_closed(self, rank: int) -> bool:
@@ -87,7 +87,7 @@ class SideChannel:
 
     @property
     def lost(self) -> bool:
-        """Whether the channel broke, since rank 0 is gone, though no rank has closed it."""
+        """Whether rank 0 is gone though it has not closed its channel."""
         return 0 in self._lost_ranks and not self._closing
 
     def at_close(self, function: Callable[[], None]) -> None:
@@ -96,12 +96,11 @@ class SideChannel:
 
     def on(self, topic: str, handler: Handler) -> Callable[[], None]:
         """Call ``handler`` with every message of a topic, in order of arrival; returns what removes it again."""
-        # It runs on the receiving thread and must not block it. Messages that came before the first handler are passed
-        # to it.
+        # The handler runs on the receiving thread and must not block it. It also gets the messages that came before it.
         with self._lock:
             for message in self._unread.pop(topic, ()):
                 self._call(handler, message)
-            # Only now, so that what arrives meanwhile waits for the lock in `_deliver`.
+            # Only now: a message that arrives meanwhile waits for the lock in `_deliver`.
             self._handlers[topic] = (*self._handlers.get(topic, ()), handler)
 
         def remove() -> None:
@@ -134,8 +133,8 @@ class SideChannel:
         needs_main: bool = True,
     ) -> bool:
         """Wait until messages of other ranks have made ``arrived`` true; return whether they have."""
-        # The one place in which a rank waits for what others send over this channel. The caller holds `news`, which a
-        # handler notifies; `needs_main`: nothing can arrive any more once rank 0 has left.
+        # Every wait for messages of other ranks is here. The caller holds `news`, which a handler notifies.
+        # `needs_main`: give up when rank 0 has left, because nothing can arrive any more.
         deadline = time.monotonic() + timeout
         while not arrived():
             left = deadline - time.monotonic()

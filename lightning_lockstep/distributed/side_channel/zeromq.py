@@ -61,7 +61,7 @@ _RECEIVED_AT_ONCE = 100
 _LINGER = 1000
 # How often the sockets' thread looks at ranks whose connection has ended, or may have [s].
 _LOOK_AT_ABSENT = 0.25
-# For how long rank 0 looks whose connection has ended: on a busy host ZeroMQ goes on to take messages for a while [s].
+# For how long rank 0 looks whose connection has ended: on a busy host ZeroMQ accepts messages for it for a while [s].
 _LOOK_FOR = 2.0
 # How often a heartbeat is sent at most [s].
 _HEARTBEAT_EVERY = 5.0
@@ -102,7 +102,7 @@ class ZeroMQSideChannel(SideChannel):
         self._absent: dict[int, float] = {}  # ranks whose connection has ended -> until when they may be back
         self._look_at = self._look_until = 0.0  # when rank 0 looks whose connection has ended, and until when
 
-        reads, writes = os.pipe()  # of all that can be polled, nearly the cheapest to the poster
+        reads, writes = os.pipe()  # wakes the thread that polls; cheap for the thread that posts
         os.set_blocking(writes, False)
         self._woken, self._wakes = io.FileIO(reads, "rb"), io.FileIO(writes, "wb")
         self._context = zmq.Context()
@@ -183,7 +183,7 @@ class ZeroMQSideChannel(SideChannel):
             return
         if self.rank == 0 and timeout:
             with self._news:
-                # One whose connection has ended is not waited for, though it might come back.
+                # Do not wait for a rank whose connection has ended, though it might come back.
                 self._news.wait_for(
                     lambda: len(self._ended_ranks.union(self._absent)) >= self.world_size - 1, timeout
                 )
@@ -191,8 +191,8 @@ class ZeroMQSideChannel(SideChannel):
         self._put(self._say_goodbye)
         self.flush(timeout)
         self._put(self._end)
-        # Its last act waits for what was sent last to leave. Not on a thread made for that: Python 3.12 and later start
-        # none at exit.
+        # At its end this thread waits until what was sent last has left. No new thread can do that: Python 3.12 and
+        # later start none at exit.
         self._sockets.join(max(timeout, 0.5) + max(timeout, 1.0))
         self._arrived.put(None)
         self._calls.join(max(timeout, 0.5))
@@ -303,7 +303,7 @@ class ZeroMQSideChannel(SideChannel):
                 for message in ((HELLO, self._hello), *unsent):
                     self._send(sender, *message)
         elif kind == CLOSING:
-            # Not standing any more, so that the end of its connection is its own affair.
+            # The connection does not stand any more, so that its end is no loss.
             self._standing.discard(sender)
             self._absent.pop(sender, None)
             self._arrived.put(partial(self._note_end, self._closed_ranks, sender))
