@@ -155,8 +155,8 @@ class Outcome:
         self._unless_caught = False  # not if the program has caught the failure
         # Held while a report is written, for which an end by force because of another rank's failure waits.
         self.writes_report = threading.Lock()
-        # The report that is to be the last of the run's output, and whether other lines have followed it.
-        self._last_said, self._printed_since = "", False
+        self._last_said = ""  # the report that is to be the last of the run's output
+        self.lines_followed = False  # whether other lines of the run were printed after it
 
     def __reduce__(self) -> str:
         return "outcome"  # of the process in which it is unpickled: a sweep sends what refers to it to its workers
@@ -207,19 +207,15 @@ class Outcome:
             say(text)
             self._was_last(text)
 
-    def printed_a_line(self) -> None:
-        """Note that a line of the run was printed, perhaps after the report of its failure."""
-        self._printed_since = True
-
     def repeat_headline(self) -> None:
         """Print the failure's headline and file once more if other lines have followed its report."""
-        if self._last_said and self._printed_since:
-            self._printed_since = False
+        if self._last_said and self.lines_followed:
+            self.lines_followed = False
             lines = [line for line in self._last_said.splitlines() if line]
             say("\n" + "\n".join([lines[0], *[line for line in lines[-1:] if line.startswith(SAVED)]]))
 
     def _was_last(self, text: str) -> None:
-        self._last_said, self._printed_since = text, False
+        self._last_said, self.lines_followed = text, False
 
     # -- an exception that nobody catches
 
@@ -243,8 +239,8 @@ class Outcome:
         sys.excepthook = hook
 
     def _show(self, usual: Any, kind: type[BaseException], value: BaseException, trace: Any) -> None:
-        own: Ending | None = getattr(value, _ATTRIBUTE, None)
-        if own is not None and own.replaces:
+        own = ending_of(value)
+        if own.replaces:
             if own.exit_code is not None and own.deadline is None:
                 self.force_exit_at_shutdown(own.exit_code)
             self.say_last(own.text)

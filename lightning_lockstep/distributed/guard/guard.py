@@ -164,9 +164,8 @@ class CollectiveGuard:
             )
 
     def _request(self, outstanding: Outstanding | None, seconds: float, raised: str = "") -> None:
-        rank = self._channel.rank
         self._stall.request(
-            DiagnosisRequest(rank=rank, outstanding=outstanding, seconds=seconds, raised=raised)
+            DiagnosisRequest(rank=self._channel.rank, outstanding=outstanding, seconds=seconds, raised=raised)
         )
 
     def _run(self) -> None:

@@ -179,7 +179,7 @@ PROGRAMS: dict[str, tuple[str, int, Callable[[str, str], bool]]] = {
     "failed: the report is printed once": (
         """
         process_exit.outcome.say_last("the report\\nof a failure\\n")
-        process_exit.outcome.printed_a_line()
+        process_exit.outcome.lines_followed = True
         process_exit.end_now(5, "the report\\nof a failure\\n")
         """,
         5,

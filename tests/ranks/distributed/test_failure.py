@@ -159,7 +159,7 @@ def printed() -> None:
     sys.excepthook(type(error), error, None)
     if dist.get_rank() == 0:
         print("a line that was under way", file=sys.stderr)
-        process_exit.outcome.printed_a_line()
+        process_exit.outcome.lines_followed = True
     process_exit.outcome.repeat_headline()
     print("--", file=sys.stderr)
 
