@@ -133,8 +133,8 @@ _without_group: Communicator | None = None
 
 def current_communicator() -> Communicator:
     """Return the communicator of the group of ranks that exists now, the same object as long as the group lives."""
-    # The first call after the process group was made must happen on every rank: our strategies make it at start-up;
-    # under another strategy a callback's `setup` is the place. Later calls are free.
+    # Every rank must make the first call after the process group was made: our strategies do so at start-up; under
+    # another strategy make it in a callback's `setup`. Later calls cost nothing.
     global _without_group
     group = current_group()
     if group is None:
@@ -155,8 +155,8 @@ def at_shut_down(function: Callable[[], None]) -> None:
 
 def shut_down(timeout: float = 2.0, *, destroy_process_group: bool = False) -> None:
     """Close the side channel, and forget the communicator and its group. Ranks: every rank, at its end."""
-    # `timeout`: longest wait of rank 0 for the others to close theirs [s]; 0 after a failure, when the process group
-    # must not be destroyed either.
+    # `timeout`: how long rank 0 waits for the others to close theirs [s]. After a failure it must be 0, and the process
+    # group must not be destroyed.
     global _without_group
     close_side_channel(timeout)
     _without_group = None

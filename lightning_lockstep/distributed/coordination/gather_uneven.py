@@ -27,7 +27,7 @@ from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationErro
 
 _Tensors = TypeVar("_Tensors")  # a tensor, or containers of tensors
 
-# What is kept of each call with gradients, for whoever asks at the moment.
+# Lists of :func:`gathered_entries` that are open: each call with gradients adds one of its entries.
 _asked: list[list[Tensor]] = []
 
 
@@ -98,7 +98,7 @@ def gathered_entries() -> Iterator[list[Tensor]]:
 
 # -- What each rank gives, brought together and compared before data moves
 
-# What every rank sends at first: the length of its description, and as much of it as fits [bytes].
+# What every rank sends at first: the length of its description, and its beginning [bytes].
 _FIRST, _LENGTH = 1024, 8
 
 

@@ -71,7 +71,7 @@ class StepAgreement:
         self.decision: StopDecision | None = None
         self._passed = 0
         self._attention = False
-        self._round = [0, 0]  # the fit, and how often it was started over in that
+        self._round = [0, 0]  # the number of the fit, and how often this was started over in it
         self._promise: int | None = None
         self._committed: StopDecision | None = None
         self._news = threading.Condition(threading.RLock())
@@ -105,8 +105,8 @@ class StepAgreement:
         Ranks: every rank, after each step, from one thread. Costs a fraction of a microsecond while no rank
         has asked; once one has, waits for rank 0's decision at the step this rank has promised.
         """
-        # The order matters: the receiving thread raises the flag before it reads the count, so either it
-        # sees this step counted, or this step sees the flag.
+        # The order matters: the receiving thread sets `_attention` before it reads `_passed`. So either that thread
+        # counts this step, or this step finds `_attention` set.
         self._passed += 1
         if not self._attention:
             return None
@@ -196,7 +196,7 @@ class StepAgreement:
             everyone = range(self.channel.world_size)
             self.channel.post(self._topic, ["promise?", self._round], to=everyone)
             if self._committed is not None:
-                return  # one process alone answers at once
+                return  # a process without others has answered at once
             clock.after(self.timeout / 2, self._no_answer, self._round)
 
     def _no_answer(self, number: list[int]) -> None:

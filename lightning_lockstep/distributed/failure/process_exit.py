@@ -8,7 +8,7 @@ that Python does not make itself is made by :func:`end_now`:
 who                                         what it does
 =========================================== ===================================================================
 Python, in an orderly end                   functions of :mod:`atexit` run
-:meth:`Outcome.force_exit_at_shutdown`      as above once Python exits, but nothing that waits for a dead peer; where
+:meth:`Outcome.force_exit_at_shutdown`      as above once Python exits, but nothing that waits for a dead peer; if
                                             the program has caught the failure, with its own exit code
 :func:`end_now`, from any thread            by force: only what :func:`on_flush` holds is written
 an exception that nobody catches            its text is printed, and its time begins, after which comes the above
@@ -159,7 +159,7 @@ class Outcome:
         self.lines_followed = False  # whether other lines of the run were printed after it
 
     def __reduce__(self) -> str:
-        return "outcome"  # of the process in which it is unpickled: a sweep sends what refers to it to its workers
+        return "outcome"  # the one of the process that unpickles it: a sweep sends objects that refer to it to workers
 
     @property
     def ends_with_error(self) -> bool:
@@ -187,7 +187,7 @@ class Outcome:
 
     def _leave(self) -> None:
         atexit.unregister(self._leave)
-        # Not imported here: what has not imported Lightning has no process group either.
+        # Do not import Lightning for this: a process that has not imported it has no process group either.
         if "lightning_lockstep._lightning" in sys.modules:
             from lightning_lockstep._lightning import _destroy_dist_connection
 
@@ -195,7 +195,7 @@ class Outcome:
         ending = self.forced_exit
         if ending is None or (self._unless_caught and not self.ends_with_error):
             self.cancel_forced_exit()
-        else:  # of the functions for the exit run those that were registered before this one
+        else:  # end_now() calls the functions of atexit that were registered before this one
             self.say_last(ending.text)
             end_now(ending.exit_code or 0, by_force=False)
 
@@ -287,8 +287,8 @@ def _print_last(message: str | Callable[[], str]) -> None:
 
 # ------------------------------------------------------------------ what is printed of an error
 
-# Exceptions of Python cannot be referred to weakly, and one that a program has caught must not be held: its traceback
-# holds the model. So an error carries its ending with it.
+# An error carries its ending with it: exceptions cannot be referred to weakly, and a table of them would keep those alive
+# that the program has caught, with their tracebacks and the model.
 _ATTRIBUTE = "__lockstep_ending__"
 
 
@@ -343,7 +343,7 @@ def _below(error: BaseException) -> Ending:
 
 def _formatted(error: BaseException, below: str) -> str:
     """Return an error as it is printed, with a text below it: after an empty line, unless that names a file."""
-    # Not above: it imports torch and Lightning, which a program that looks at its command line does without.
+    # Not at the top: it imports torch and Lightning, which take long and which a mere look at a command line needs not.
     from lightning_lockstep.distributed.failure.record import format_error
 
     apart = below if not below or below.startswith((SAVED, "\n")) else f"\n{below}"
