@@ -32,7 +32,7 @@ _note: Path | None = None
 
 def failure_note(folder: Path, local_rank: int) -> Path:
     """Return the file in which a rank of this host notes which rank failed first."""
-    # Not named by the process id: if the interpreter is a script, the rank's is not that of the process that was started.
+    # Not named by the process id: if the interpreter is a script, the started process has another id than the rank.
     return folder / f"{local_rank}.failed"
 
 

@@ -287,8 +287,8 @@ def _print_last(message: str | Callable[[], str]) -> None:
 
 # ------------------------------------------------------------------ what is printed of an error
 
-# An error carries its ending with it: exceptions cannot be referred to weakly, and a table of them would keep those alive
-# that the program has caught, with their tracebacks and the model.
+# An error carries its ending with it: exceptions cannot be referred to weakly, and a table of them would keep those
+# alive that the program has caught, with their tracebacks and the model.
 _ATTRIBUTE = "__lockstep_ending__"
 
 
