@@ -81,7 +81,7 @@ def _stop(sent: bytes, running: bool) -> Stop:
 
 def ranks_run() -> bool:
     """Return whether ranks of this program run, or have run and failed."""
-    return outcome.forced_exit_pending or _process_group_exists()
+    return outcome.forced_exit is not None or _process_group_exists()
 
 
 def _process_group_exists() -> bool:
@@ -246,7 +246,7 @@ class _Application:
             return self.program(task)
         except Exception as error:
             # A sweep of one process goes on after a job that failed; ranks that failed cannot.
-            if last or outcome.forced_exit_pending or isinstance(error, ConfigurationError):
+            if last or outcome.forced_exit or isinstance(error, ConfigurationError):
                 raise Stop(error, running=ranks_run()) from None
             say(
                 f"lightning-lockstep: job {config.hydra.job.num} failed: {type(error).__name__}: {first_line(error)}"
@@ -255,7 +255,7 @@ class _Application:
 
     def _run_job_elsewhere(self) -> Any:
         """Run one job in the process that a launcher of sweeps has made for it (joblib, submitit)."""
-        if outcome.forced_exit_pending:
+        if outcome.forced_exit:
             raise LaunchError("Job skipped: ranks of an earlier job of this sweep failed in this process.")
         sent_by(self.command)
         ranks = external_ranks()
@@ -326,7 +326,7 @@ def _closing(channel: ConfigChannel) -> Iterator[None]:
         unusable = exit_code == UNUSABLE and not _process_group_exists()
         # After a failure within a job a rank may be dead, and waiting for it could take forever. One that has caught
         # the failure, as rank 0's program may have done, asks for the next job all the same.
-        failed = outcome.forced_exit_pending
+        failed = outcome.forced_exit is not None
         channel.close(exit_code, unusable=unusable and not failed, wait=not failed)
 
 
@@ -346,7 +346,7 @@ def _follow(channel: ConfigChannel, program: Program) -> None:
 
 def _end_beside_rank_0(error: ConfigurationError, channel: ConfigChannel | None) -> NoReturn:
     """End because of settings that cannot be used; print them only if rank 0 does not."""
-    if outcome.forced_exit_pending:
+    if outcome.forced_exit:
         raise error  # this rank failed alone, and rank 0 reports it
     if not _process_group_exists():  # else every rank raises it
         with suppress(LaunchError):

@@ -83,8 +83,8 @@ class StopTogether(Callback):
         self._agreement = connect()
         self._agreement.start_over(keep_requests=True)
         count_in_fit(True)
-        LoaderPosition.attach(trainer)  # which strategies of this package have done already
-        if self.stop_file is not None and self._communicator.local_rank == 0:
+        LoaderPosition.attach(trainer)  # strategies of this package have done so
+        if self.stop_file is not None and trainer.local_rank == 0:
             self._file = StopFile(Path(trainer.default_root_dir, self.stop_file), self._preempt)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import subprocess
@@ -21,7 +22,6 @@ from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed import shut_down
 from lightning_lockstep.distributed.failure.exit_notes import keep_failure
 from lightning_lockstep.distributed.failure.process_exit import (
-    at_exit,
     end_now,
     outcome,
 )
@@ -254,12 +254,12 @@ def rank_command() -> tuple[list[str], str | None, dict[str, str]]:
     return list(_basic_subprocess_cmd()), None, {}
 
 
-@at_exit
+@atexit.register
 def _end_children() -> None:
     ranks = _started
     if ranks is None:
         return
-    if outcome.forced_exit_pending or outcome.ends_with_error:  # the others may wait for this rank forever
+    if outcome.forced_exit or outcome.ends_with_error:  # the others may wait for this rank forever
         ranks.wait(ranks.supervisor.settings.grace_period)
         ranks.kill()
         return

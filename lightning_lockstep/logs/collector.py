@@ -307,7 +307,7 @@ class Collector:
                 self._print_record(record_of(note, prefix=""))
 
     def _print_record(self, record: logging.LogRecord) -> None:
-        outcome.printed_a_line()
+        outcome.lines_followed = True
         try:
             self._emit(record)
         except Exception:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -20,9 +21,9 @@ from lightning_lockstep import _settings
 from lightning_lockstep._lightning import rank_zero_only
 from lightning_lockstep._settings import LEVELS
 from lightning_lockstep.distributed import SideChannel
-from lightning_lockstep.distributed.failure.process_exit import at_exit, on_flush
+from lightning_lockstep.distributed.failure.process_exit import on_flush
 from lightning_lockstep.distributed.process_group import RankGroup, current_group
-from lightning_lockstep.distributed.side_channel.opening import known_rank, side_channel_if_open
+from lightning_lockstep.distributed.side_channel.opening import side_channel_if_open
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.logs.collector import (
     LINE,
@@ -105,7 +106,9 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
     def _log_record(self, level: int, msg: object, args: Any, kwargs: dict[str, Any]) -> None:
         main_process_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
         # Before there is a process group, environment variables tell the rank.
-        rank, world_size = known_rank() or (int(getattr(rank_zero_only, "rank", 0) or 0), 1)
+        rank, world_size = int(getattr(rank_zero_only, "rank", 0) or 0), 1
+        if (group := current_group()) is not None:
+            rank, world_size = group.rank, group.world_size
         plain = (main_process_only and not in_order) or (world_size == 1 and rank == 0)
         if plain and rank != 0:
             return
@@ -261,8 +264,8 @@ def _send(call: LogCall) -> bool:
     if sender is not None:
         sender.send(call)
         return True
-    known = known_rank()
-    if known is None or known[1] == 1 or side_channel_if_open() is not None:
+    group = current_group()
+    if group is None or group.world_size == 1 or side_channel_if_open() is not None:
         return False
     _kept_back.append(call)
     if _waiter is None or not _waiter.is_alive():
@@ -297,15 +300,16 @@ def _find_sender() -> LineSender | None:
 
 
 def _look_for_channel() -> None:
-    while known_rank() is not None and side_channel_if_open(open_if_easy=True) is None:
+    while current_group() is not None and side_channel_if_open(open_if_easy=True) is None:
         time.sleep(0.05)
     _find_sender()
 
 
 def _print_kept_back() -> None:
     _find_sender()
+    group = current_group()
     while _kept_back:
-        _print_here(_kept_back.popleft(), (known_rank() or (0, 1))[0])
+        _print_here(_kept_back.popleft(), 0 if group is None else group.rank)
 
 
 def _print_here(call: LogCall, rank: int, prefix: str | None = None) -> None:
@@ -319,4 +323,4 @@ _releasing = threading.RLock()
 _waiter: threading.Thread | None = None
 _cached: tuple[RankGroup | None, LineSender | None] = None, None
 on_flush(_print_kept_back)
-at_exit(_print_kept_back)
+atexit.register(_print_kept_back)

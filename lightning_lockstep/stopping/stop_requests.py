@@ -20,7 +20,7 @@ from lightning_lockstep.distributed.coordination.stop_agreement import (
     StopDecision,
     stop_agreement,
 )
-from lightning_lockstep.distributed.side_channel.opening import known_rank
+from lightning_lockstep.distributed.process_group import current_group
 
 # -- The two functions with which user code asks all ranks to leave, and finds out that they do --
 
@@ -112,8 +112,8 @@ def count_in_fit(counts: bool) -> None:
 def _is_current(agreement: StepAgreement | None) -> bool:
     if agreement is None or not agreement.channel.usable:
         return False
-    known = known_rank()
-    return agreement.channel.world_size == (known[1] if known is not None else 1)
+    group = current_group()
+    return agreement.channel.world_size == (1 if group is None else group.world_size)
 
 
 # -- What can request a stop from outside of the program: a signal, and a file --

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 from datetime import timedelta
 from typing import Any
@@ -11,7 +12,6 @@ import torch
 from lightning_lockstep._lightning import _destroy_dist_connection
 from lightning_lockstep._trainer import given_to_trainer
 from lightning_lockstep.distributed.failure.exit_notes import note_orderly_end
-from lightning_lockstep.distributed.failure.process_exit import at_exit
 from lightning_lockstep.distributed.mpi.backend import follow_failures, register_mpi_backend
 from lightning_lockstep.distributed.process_group import (
     default_backend,
@@ -74,8 +74,8 @@ class RankStartup:
             device=strategy.root_device,
             name=getattr(strategy.cluster_environment, "rendezvous_name", None),
         )
-        if is_new and "nccl" in self.backend:  # which warns at exit if its group was not destroyed
-            at_exit(_destroy_dist_connection)
+        if is_new and "nccl" in self.backend:  # which warns at exit of what nobody has destroyed
+            atexit.register(_destroy_dist_connection)
         return is_new
 
     def after_connect(self, supervisor: RankSupervisor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import atexit
 import socket
 import time
 from collections.abc import Callable
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lockstep.distributed.failure.process_exit import at_exit
 from lightning_lockstep.distributed.process_group import (
     RankGroup,
     current_group,
@@ -43,13 +42,14 @@ class Communicator:
     def __init__(self, ranks: RankGroup | None = None) -> None:
         self.host = socket.gethostname()
         self.rank, self.world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
-        self.local_rank = 0
         self._group: Any = None  # that of torch
         self._side_channel: SideChannel | None = LocalSideChannel() if self.world_size == 1 else None
-        if self.world_size > 1:
-            self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
-            if dist.get_backend() == "nccl" and "cpu:" not in str(dist.get_backend_config()):
-                self._group = dist.new_group(backend="gloo")  # which carries CPU tensors
+        if (
+            self.world_size > 1
+            and dist.get_backend() == "nccl"
+            and "cpu:" not in str(dist.get_backend_config())
+        ):
+            self._group = dist.new_group(backend="gloo")  # which carries CPU tensors
 
     @property
     def is_main(self) -> bool:
@@ -101,13 +101,12 @@ class Communicator:
 
     def all_reduce_async(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start to sum up a CPU tensor in place; return what waits for the sum. Ranks: all, in the same order."""
-        work: Any = None
-        if self.world_size > 1:
-            work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        if self.world_size == 1:
+            return lambda: tensor
+        work = dist.all_reduce(tensor, group=self._group, async_op=True)
 
         def wait() -> Tensor:
-            if work is not None:
-                work.wait()
+            work.wait()
             return tensor
 
         return wait
@@ -134,8 +133,8 @@ _without_group: Communicator | None = None
 
 def current_communicator() -> Communicator:
     """Return the communicator of the group of ranks that exists now, the same object as long as the group lives."""
-    # The first call after the process group was made must happen on every rank: our strategies make it at start-up;
-    # under another strategy a callback's `setup` is the place. Later calls are free.
+    # Every rank must make the first call after the process group was made: our strategies do so at start-up; under
+    # another strategy make it in a callback's `setup`. Later calls cost nothing.
     global _without_group
     group = current_group()
     if group is None:
@@ -156,8 +155,8 @@ def at_shut_down(function: Callable[[], None]) -> None:
 
 def shut_down(timeout: float = 2.0, *, destroy_process_group: bool = False) -> None:
     """Close the side channel, and forget the communicator and its group. Ranks: every rank, at its end."""
-    # `timeout`: longest wait of rank 0 for the others to close theirs [s]; 0 after a failure, when the process group
-    # must not be destroyed either.
+    # `timeout`: how long rank 0 waits for the others to close theirs [s]. After a failure it must be 0, and the process
+    # group must not be destroyed.
     global _without_group
     close_side_channel(timeout)
     _without_group = None
@@ -194,4 +193,4 @@ def _gloo_is_at_work() -> bool:
     return False
 
 
-at_exit(_at_exit)
+atexit.register(_at_exit)

@@ -27,7 +27,7 @@ from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationErro
 
 _Tensors = TypeVar("_Tensors")  # a tensor, or containers of tensors
 
-# What is kept of each call with gradients, for whoever asks at the moment.
+# Lists of :func:`gathered_entries` that are open: each call with gradients adds one of its entries.
 _asked: list[list[Tensor]] = []
 
 
@@ -62,9 +62,10 @@ def gather_uneven(tensor: _Tensors, *, group: dist.ProcessGroup | None = None) -
             " all ranks. Call gather_uneven on the ranks of the group alone."
         )
     ours = group or (dist.group.WORLD if process_group_exists() else None)
-    # By their places, in an order that does not depend on that of a dict.
-    given = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(tensor)[0]}
-    given = {place: given[place] for place in sorted(given, key=lambda place: (len(place), place))}
+    leaves, structure = pytree.tree_flatten_with_path(tensor)
+    at_places = {pytree.keystr(path): leaf for path, leaf in leaves}
+    # In an order that does not depend on that of a dict.
+    given = dict(sorted(at_places.items(), key=lambda item: (len(item[0]), item[0])))
     fault = next(filter(None, (_fault(place, leaf) for place, leaf in given.items())), "")
     if ours is None or dist.get_world_size(ours) == 1:
         if fault:
@@ -79,15 +80,9 @@ def gather_uneven(tensor: _Tensors, *, group: dist.ProcessGroup | None = None) -
     if any(wanted):
         for entries in _asked:
             entries.append(parts[wanted.index(True)])
-    count = len(given)
-    by_place = [
-        dict(zip(given, parts[rank * count : (rank + 1) * count], strict=True))
-        for rank in range(len(of_ranks))
-    ]
-    return [
-        pytree.tree_map_with_path(lambda path, _, found=found: found[pytree.keystr(path)], tensor)
-        for found in by_place
-    ]
+    found = iter(parts)
+    by_place = [{place: next(found) for place in given} for _ in of_ranks]
+    return [pytree.tree_unflatten([of_rank[place] for place in at_places], structure) for of_rank in by_place]
 
 
 @contextmanager
@@ -103,7 +98,7 @@ def gathered_entries() -> Iterator[list[Tensor]]:
 
 # -- What each rank gives, brought together and compared before data moves
 
-# What every rank sends at first: the length of its description, and as much of it as fits [bytes].
+# What every rank sends at first: the length of its description, and its beginning [bytes].
 _FIRST, _LENGTH = 1024, 8
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,9 +45,8 @@ def in_rank_order(*, per_node: bool = False, timeout: float = 1800.0) -> Iterato
     if communicator.world_size == 1:
         yield communicator.rank
         return
-    gather = communicator.side_channel.get_or_create(_Blocks)
-    gather.timeout, gather.count = timeout, gather.count + 1
-    block = gather.count
+    gather, blocks = communicator.side_channel.get_or_create(_blocks)
+    gather.timeout, block = timeout, next(blocks)
 
     def barrier(turn: int, text: str = "") -> list[str]:
         """Return what every rank says at the end of a turn."""
@@ -75,9 +75,6 @@ def in_rank_order(*, per_node: bool = False, timeout: float = 1800.0) -> Iterato
                 raise RankFailedError(f"rank {rank} failed in in_rank_order(): {last}\n\n{text.rstrip()}")
 
 
-class _Blocks(Gather):
-    """What ranks say at the end of each turn; every rank counts the blocks that it has entered."""
-
-    def __init__(self, channel: SideChannel) -> None:
-        super().__init__(channel, "in_rank_order")
-        self.count = 0
+def _blocks(channel: SideChannel) -> tuple[Gather, Iterator[int]]:
+    """Return what gathers the words of all ranks at the end of a turn, and the numbers of the blocks."""
+    return Gather(channel, "in_rank_order"), itertools.count()

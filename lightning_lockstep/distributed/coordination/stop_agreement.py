@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed.failure.process_exit import clock
@@ -30,8 +31,7 @@ from lightning_lockstep.distributed.side_channel.channel import Message, SideCha
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """One rank's request that all ranks leave."""
 
     rank: int  # that asked
@@ -71,16 +71,15 @@ class StepAgreement:
         self.decision: StopDecision | None = None
         self._passed = 0
         self._attention = False
-        self._round = [0, 0]  # the fit, and how often it was started over in that
+        self._round = [0, 0]  # the number of the fit, and how often this was started over in it
         self._promise: int | None = None
         self._committed: StopDecision | None = None
         self._news = threading.Condition(threading.RLock())
         self._later: list[Message] = []
         self._own: list[tuple[str, str]] = []
-        # rank 0 only: what was requested in this round, and who has promised what
+        # Of rank 0: what was requested in this round, and who has promised what.
         self._requests: list[Request] = []
         self._promises: dict[int, int] = {}
-        self._has_committed = False
         self._topic = f"agree/{name}"
         self._remove = channel.on(self._topic, self._take)
 
@@ -98,8 +97,7 @@ class StepAgreement:
 
     def unanswered(self, kind: str) -> list[str]:
         """Return the reasons of this rank's own requests of a kind that no decision has answered yet."""
-        answered = {(r.kind, r.reason) for r in self.decision.requests} if self.decision else set()
-        return [reason for own, reason in self._own if own == kind and (own, reason) not in answered]
+        return [reason for own, reason in self._unanswered() if own == kind]
 
     def passed(self) -> StopDecision | None:
         """Count one step as done and return the decision if all ranks leave here.
@@ -107,8 +105,8 @@ class StepAgreement:
         Ranks: every rank, after each step, from one thread. Costs a fraction of a microsecond while no rank
         has asked; once one has, waits for rank 0's decision at the step this rank has promised.
         """
-        # The order matters: the receiving thread raises the flag before it reads the count, so either it
-        # sees this step counted, or this step sees the flag.
+        # The order matters: the receiving thread sets `_attention` before it reads `_passed`. So either that thread
+        # counts this step, or this step finds `_attention` set.
         self._passed += 1
         if not self._attention:
             return None
@@ -123,9 +121,7 @@ class StepAgreement:
         Ranks: every rank, at the same step, or before the first one.
         """
         with self._news:
-            answered = set(self.decision.requests) if self.decision is not None else set()
-            rank = self.channel.rank
-            again = [own for own in self._own if keep_requests and Request(rank, *own) not in answered]
+            again = self._unanswered() if keep_requests else []
             fit = propagation_on(self.channel).fit
             self._round = [fit, self._round[1] + 1 if fit == self._round[0] else 0]
             self._passed, self._attention = 0, False
@@ -133,7 +129,6 @@ class StepAgreement:
             self._own.clear()
             self._requests.clear()
             self._promises.clear()
-            self._has_committed = False
             later, self._later = self._later, []
         for message in later:
             self._take(message)
@@ -143,7 +138,11 @@ class StepAgreement:
     def close(self) -> None:
         """Stop listening."""
         self._remove()
-        self._has_committed = True  # nothing more is decided
+        self._promises.clear()  # so that nothing more is decided
+
+    def _unanswered(self) -> list[tuple[str, str]]:
+        answered = {(r.kind, r.reason) for r in self.decision.requests} if self.decision else set()
+        return [own for own in self._own if own not in answered]
 
     def _consider(self) -> StopDecision | None:
         with self._news:
@@ -178,13 +177,11 @@ class StepAgreement:
                 self._give_promise()
             elif what == "promise":
                 self._promises[message.sender] = rest[0]
-                if len(self._promises) == self.channel.world_size:
+                if len(self._promises) == self.channel.world_size and self._committed is None:
                     self._commit()
             elif what == "commit":
                 step, requests = rest
-                self._committed = StopDecision(step, tuple(Request(*r) for r in requests))
-                self._attention = True
-                self._news.notify_all()
+                self._leave_after(StopDecision(step, tuple(Request(*r) for r in requests)))
 
     def _give_promise(self) -> None:
         self._attention = True
@@ -199,12 +196,12 @@ class StepAgreement:
             everyone = range(self.channel.world_size)
             self.channel.post(self._topic, ["promise?", self._round], to=everyone)
             if self._committed is not None:
-                return  # one process alone answers at once
+                return  # a process without others has answered at once
             clock.after(self.timeout / 2, self._no_answer, self._round)
 
     def _no_answer(self, number: list[int]) -> None:
         with self._news:
-            if number != self._round or self._has_committed or not self._promises:
+            if number != self._round or self._committed is not None or not self._promises:
                 return
             missing = sorted(set(range(self.channel.world_size)) - set(self._promises))
             _log.warning(
@@ -215,13 +212,14 @@ class StepAgreement:
             self._commit()
 
     def _commit(self) -> None:
-        # Once, whatever is still under way: a rank may have left already when a second decision arrives.
-        if self._has_committed:
-            return
-        self._has_committed = True
-        requests = [[r.rank, r.kind, r.reason] for r in self._requests]
-        body = ["commit", self._round, max(self._promises.values()), requests]
-        self.channel.post(self._topic, body, to=range(self.channel.world_size))
+        # Once in a round: a rank may have left already when a second decision arrives.
+        decision = StopDecision(max(self._promises.values()), tuple(self._requests))
+        self.channel.post(self._topic, ["commit", self._round, decision.step, decision.requests])
+        self._leave_after(decision)
+
+    def _leave_after(self, decision: StopDecision) -> None:
+        self._committed, self._attention = decision, True
+        self._news.notify_all()
 
 
 def stop_agreement(channel: SideChannel) -> StepAgreement:

@@ -33,20 +33,12 @@ def connections(pid: int | None = None) -> dict[Connection, int]:
     return {}
 
 
-def end_connections(ends: Collection[Connection]) -> int:
-    """Shut down connections of this process, named from either end, which its peers see end; return how many."""
-    count = 0
+def end_connections(ends: Collection[Connection]) -> None:
+    """Shut down connections of this process, named from either end; its peers see that they end."""
     for (here, there), number in connections().items():
         if (here, there) in ends or (there, here) in ends:
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
-                count += 1
-    return count
-
-
-def ports_of(end: Connection) -> set[int]:
-    """Return the ports of both ends of a connection."""
-    return {int(address.rpartition(":")[2]) for address in end}
 
 
 def abort_devices() -> None:

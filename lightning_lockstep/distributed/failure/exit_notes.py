@@ -1,4 +1,4 @@
-"""How a rank tells how it ended, beyond its exit code: the process that started it, and who looks at the run later.
+"""Notes in which a rank says how it ended: for the process that started it, and for who looks at the run later.
 
 A launcher of ours that is no rank itself gives its ranks a folder, and each rank leaves a note there:
 
@@ -7,12 +7,13 @@ A launcher of ours that is no rank itself gives its ranks a folder, and each ran
 ``<pid>.ended``   by mpirun           this rank ended in good order; mpirun may call the loss of a host a success too
 ================= =================== =============================================================================
 
-``torchrun`` has its own file for a failure, which is written too. For who looks at the folder of the run later, rank 0
-leaves ``failure.json`` there: the record of the first failure.
+``torchrun`` has its own file for a failure, which is written too. Rank 0 leaves ``failure.json`` in the folder of the
+run: the record of the first failure.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from lightning_lockstep._settings import NOTES_FOLDER
 from lightning_lockstep._system import write_report, write_whole
-from lightning_lockstep.distributed.failure.process_exit import at_exit, outcome
+from lightning_lockstep.distributed.failure.process_exit import outcome
 from lightning_lockstep.distributed.failure.record import FAILURE_FILE, FailureRecord
 
 _note: Path | None = None
@@ -31,7 +32,7 @@ _note: Path | None = None
 
 def failure_note(folder: Path, local_rank: int) -> Path:
     """Return the file in which a rank of this host notes which rank failed first."""
-    # Not by the process id: an interpreter that is a script has another one than the process that was started.
+    # Not named by the process id: if the interpreter is a script, the started process has another id than the rank.
     return folder / f"{local_rank}.failed"
 
 
@@ -66,7 +67,7 @@ def note_failure(record: FailureRecord) -> None:
         write_whole(_note, record.to_json())
     given = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if given:
-        # It takes the earliest for the root cause, which it shows last.
+        # torchrun takes the earliest error for the root cause, which it shows last.
         is_cause = (record.host, record.pid) == (socket.gethostname(), os.getpid())
         text = f"{record.headline()}\n{record.saved_to()}".rstrip()
         text = text if is_cause else f"another rank failed first: {text}"
@@ -84,15 +85,15 @@ def forget_failure() -> None:
 
 
 def note_orderly_end() -> None:
-    """Note at the exit of this process that it ends in good order, for a launcher of ours that runs mpirun here."""
+    """Leave a note if this process ends in good order, for a launcher of ours that runs mpirun on this host."""
 
     def note() -> None:
-        in_order = not (outcome.forced_exit_pending or outcome.ends_with_error)
+        in_order = not (outcome.forced_exit or outcome.ends_with_error)
         if in_order and Path(given).is_dir():  # on the host of the launcher alone
             Path(given, f"{os.getpid()}.ended").touch()
 
     if given := os.environ.get(NOTES_FOLDER, ""):
-        at_exit(note)
+        atexit.register(note)
 
 
 # -- for the process that has started the ranks
@@ -102,7 +103,7 @@ def first_failure(folder: Path) -> FailureRecord | None:
     """Return what the ranks noted of the one that failed first, or ``None``."""
     notes = sorted(folder.glob("*.failed"), key=lambda note: note.stat().st_mtime_ns)
     records = [FailureRecord.from_json(note.read_text(encoding="utf-8")) for note in notes]
-    # The earliest of ranks that have not met; of the one record of ranks that have, the copy that names its file.
+    # Ranks that have met all note the same record: take the copy that names its file. Else take the earliest.
     return max(records, key=lambda record: bool(record.file), default=None)
 
 

@@ -1,14 +1,14 @@
 """How a process ends: what runs and is written out before, what is printed last, and what is not waited for.
 
-Nothing else in a run calls ``os._exit``, registers with :mod:`atexit` (processes of the doctor do) or replaces
-``sys.excepthook``. What is settled of the end of this process is in one object, :data:`outcome`; of an error, in the
-:class:`Ending` that it carries. An end that Python does not make itself is made by :func:`end_now`:
+Nothing else in a run calls ``os._exit`` (processes of the doctor do) or replaces ``sys.excepthook``. What is settled of
+the end of this process is in one object, :data:`outcome`; of an error, in the :class:`Ending` that it carries. An end
+that Python does not make itself is made by :func:`end_now`:
 
 =========================================== ===================================================================
 who                                         what it does
 =========================================== ===================================================================
-Python, in an orderly end                   functions given to :func:`at_exit` run
-:meth:`Outcome.force_exit_at_shutdown`      as above once Python exits, but nothing that waits for a dead peer; where
+Python, in an orderly end                   functions of :mod:`atexit` run
+:meth:`Outcome.force_exit_at_shutdown`      as above once Python exits, but nothing that waits for a dead peer; if
                                             the program has caught the failure, with its own exit code
 :func:`end_now`, from any thread            by force: only what :func:`on_flush` holds is written
 an exception that nobody catches            its text is printed, and its time begins, after which comes the above
@@ -35,25 +35,18 @@ from lightning_lockstep._text import SAVED, say
 _log = logging.getLogger(__name__)
 # How long what is held back may take to be written before an end by force [s].
 _LAST_WRITES = 10.0
-# How long a report that is being written holds a forced end [s].
-_REPORT_LIMIT = 60.0
 _LATE = "\nlightning-lockstep: ended by force: its exit handlers and threads did not finish in time.\n"
 
 # ------------------------------------------------------------------ before the end
-
-
-def at_exit(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """Have ``function(*args)`` called when Python exits, the newest first; returns it, so it may decorate."""
-    return atexit.register(function, *args)
 
 
 _flushers: list[Callable[[], None]] = []
 
 
 def on_flush(flusher: Callable[[], None]) -> Callable[[], None]:
-    """Have ``flusher`` called before this process ends by force, which nothing at exit survives."""
-    # It may be called on any thread and more than once, and must wait for another rank for a second at most.
-    # Returns a function that takes it off the list again.
+    """Have ``flusher`` called before this process ends by force; functions of :mod:`atexit` are not."""
+    # `flusher` may be called on any thread and more than once; it may wait one second for another rank. Returns a
+    # function that removes it.
     _flushers.append(flusher)
 
     def remove() -> None:
@@ -80,7 +73,7 @@ def flush_everything() -> None:
 
 
 def drop_what_nobody_reads() -> None:
-    """Send what is left in a standard stream that nobody reads to nowhere: Python would exit with 120 because of it."""
+    """Discard what is left in a standard stream that nobody reads: otherwise Python would exit with code 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -97,20 +90,20 @@ _Call = tuple[float, Callable[..., object], tuple[Any, ...]]
 
 
 class _Clock:
-    """Calls functions after a while, on one thread: it is there before a failure, after which none may start."""
+    """Calls functions later, on one thread that is started early: after a failure Python may start none."""
 
     def __init__(self) -> None:
         self._process = 0
 
     def start(self) -> None:
-        """Start the thread, unless this process has it; RuntimeError where no thread can be started."""
+        """Start the thread unless this process has it; raises RuntimeError if no thread can be started."""
         if self._process != os.getpid():  # a forked process has no threads but the one that has forked it
             self._given: queue.SimpleQueue[_Call] = queue.SimpleQueue()
             threading.Thread(target=self._run, name="lockstep-clock", daemon=True).start()
             self._process = os.getpid()
 
     def after(self, seconds: float, function: Callable[..., object], *args: Any) -> None:
-        """Call a function later; at once, where no thread can be started that would."""
+        """Call a function later; at once if there is no thread and none can be started."""
         try:
             self.start()
         except RuntimeError:
@@ -157,26 +150,16 @@ class Outcome:
         self.failure_returned = False
         # Called before an end by force, to end the ranks that this one has started.
         self.on_force: Callable[[], None] | None = None
-        # An exit that waits for nobody, once Python begins to exit; and not if the program has caught the failure.
-        self._forced: Ending | None = None
-        self._unless_caught = False
+        # How this process is to end because of a failure, once Python begins to exit, without waiting for other ranks.
+        self.forced_exit: Ending | None = None
+        self._unless_caught = False  # not if the program has caught the failure
         # Held while a report is written, for which an end by force because of another rank's failure waits.
         self.writes_report = threading.Lock()
-        # The report that is to be the last of the run's output, and whether anything was printed since.
-        self._last_said, self._printed_since = "", False
+        self._last_said = ""  # the report that is to be the last of the run's output
+        self.lines_followed = False  # whether other lines of the run were printed after it
 
     def __reduce__(self) -> str:
-        return "outcome"  # of the process in which it is unpickled: a sweep sends what refers to it to its workers
-
-    @property
-    def forced_exit_pending(self) -> bool:
-        """Whether this process is about to end because of a failure."""
-        return self._forced is not None
-
-    @property
-    def forced_exit_code(self) -> int | None:
-        """The exit code of a process that is about to end because of a failure."""
-        return None if self._forced is None else self._forced.exit_code
+        return "outcome"  # the one of the process that unpickles it: a sweep sends objects that refer to it to workers
 
     @property
     def ends_with_error(self) -> bool:
@@ -192,27 +175,27 @@ class Outcome:
         unless_caught: bool = False,  # a program that has caught the failure ends as it would have without
     ) -> None:
         """Have this process, once Python begins to exit, end without the destructors that wait for dead peers."""
-        if self._forced is None:
-            self._forced, self._unless_caught = Ending(message, exit_code), unless_caught
-            at_exit(self._leave)
+        if self.forced_exit is None:
+            self.forced_exit, self._unless_caught = Ending(message, exit_code), unless_caught
+            atexit.register(self._leave)
 
     def cancel_forced_exit(self) -> None:
         """Take :meth:`force_exit_at_shutdown` back: the program has caught the failure and goes on."""
         self._was_last("")
-        self._forced = None
+        self.forced_exit = None
         atexit.unregister(self._leave)
 
     def _leave(self) -> None:
         atexit.unregister(self._leave)
-        # Not imported here: what has not imported Lightning has no process group either.
+        # Do not import Lightning for this: a process that has not imported it has no process group either.
         if "lightning_lockstep._lightning" in sys.modules:
             from lightning_lockstep._lightning import _destroy_dist_connection
 
             atexit.unregister(_destroy_dist_connection)
-        ending = self._forced
+        ending = self.forced_exit
         if ending is None or (self._unless_caught and not self.ends_with_error):
             self.cancel_forced_exit()
-        else:  # of the functions for the exit run those that were registered before this one
+        else:  # end_now() calls the functions of atexit that were registered before this one
             self.say_last(ending.text)
             end_now(ending.exit_code or 0, by_force=False)
 
@@ -224,30 +207,21 @@ class Outcome:
             say(text)
             self._was_last(text)
 
-    def printed_a_line(self) -> None:
-        """Note that a line of the run was printed, perhaps after the report of its failure."""
-        self._printed_since = True
-
     def repeat_headline(self) -> None:
-        """Let the last lines name the failure and its file where lines that were under way came after its report."""
-        if self._last_said and self._printed_since:
-            self._printed_since = False
+        """Print the failure's headline and file once more if other lines have followed its report."""
+        if self._last_said and self.lines_followed:
+            self.lines_followed = False
             lines = [line for line in self._last_said.splitlines() if line]
             say("\n" + "\n".join([lines[0], *[line for line in lines[-1:] if line.startswith(SAVED)]]))
 
     def _was_last(self, text: str) -> None:
-        self._last_said, self._printed_since = text, False
-
-    def wait_for_report(self) -> None:
-        """Wait for a while until this process writes no report."""
-        if self.writes_report.acquire(timeout=_REPORT_LIMIT):
-            self.writes_report.release()
+        self._last_said, self.lines_followed = text, False
 
     # -- an exception that nobody catches
 
     def install_excepthook(self) -> None:
-        """Have Python print exceptions as they are to be printed, again where a library has set its own hook."""
-        # A hook that the program or another library has set, but for torch's, stays in charge of what has no outcome.
+        """Install the hook that prints uncaught exceptions; again if a library has set its own hook since."""
+        # A hook of the program or of another library (but torch's) goes on to print what we do not print ourselves.
         usual = sys.excepthook
         if getattr(usual, "__lockstep__", False):
             return
@@ -265,8 +239,8 @@ class Outcome:
         sys.excepthook = hook
 
     def _show(self, usual: Any, kind: type[BaseException], value: BaseException, trace: Any) -> None:
-        own: Ending | None = getattr(value, _ATTRIBUTE, None)
-        if own is not None and own.replaces:
+        own = ending_of(value)
+        if own.replaces:
             if own.exit_code is not None and own.deadline is None:
                 self.force_exit_at_shutdown(own.exit_code)
             self.say_last(own.text)
@@ -287,8 +261,8 @@ outcome = Outcome()
 
 def end_now(exit_code: int, message: str | Callable[[], str] = "", *, by_force: bool = True) -> NoReturn:
     """End this process, from any thread; ``message``, or what it returns, is printed last."""
-    # Not by force, what is registered for the exit (log handlers, experiment trackers) runs before; Python's own exit
-    # would not keep the code.
+    # Unless it is by force, functions of atexit (log handlers, experiment trackers) run before. Python's own exit would
+    # not keep the exit code.
     if not by_force:
         flush_everything()
         atexit._run_exitfuncs()
@@ -313,8 +287,8 @@ def _print_last(message: str | Callable[[], str]) -> None:
 
 # ------------------------------------------------------------------ what is printed of an error
 
-# Exceptions of Python cannot be referred to weakly, and one that a program has caught must not be held: its traceback
-# holds the model. So an error carries its ending with it.
+# An error carries its ending with it: exceptions cannot be referred to weakly, and a table of them would keep those
+# alive that the program has caught, with their tracebacks and the model.
 _ATTRIBUTE = "__lockstep_ending__"
 
 
@@ -351,7 +325,7 @@ def error_from_bytes(sent: bytes) -> BaseException:
 
 
 def _nearest_ending(error: BaseException | None) -> Ending | None:
-    """Return the ending of an error, or of the one that it followed, as where saving after it fails too."""
+    """Return the ending of an error, or of an earlier one: saving after a failure may fail too."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if (found := getattr(error, _ATTRIBUTE, None)) is not None:
@@ -369,7 +343,7 @@ def _below(error: BaseException) -> Ending:
 
 def _formatted(error: BaseException, below: str) -> str:
     """Return an error as it is printed, with a text below it: after an empty line, unless that names a file."""
-    # Not above: it imports torch and Lightning, which a program that looks at its command line does without.
+    # Not at the top: it imports torch and Lightning, which take long and which a mere look at a command line needs not.
     from lightning_lockstep.distributed.failure.record import format_error
 
     apart = below if not below or below.startswith((SAVED, "\n")) else f"\n{below}"

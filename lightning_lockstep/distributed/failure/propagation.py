@@ -63,6 +63,8 @@ from lightning_lockstep.errors import CollectiveError, LockstepError, RankFailed
 _FAILURE, _RAISED, _OVER = "failure", "failure/raised", "failure/over"
 # How much longer than the grace period, after which it kills the ranks it has started, a rank may take to exit [s].
 _CHILDREN_END = 6.0
+# How long a report that is being written holds a forced end [s].
+_REPORT_LIMIT = 60.0
 # How long a message may take that is on its way already [s].
 _ON_ITS_WAY = 1.0
 _VANISHED = (
@@ -95,7 +97,7 @@ class FailurePropagation:
     def __init__(self, channel: SideChannel) -> None:
         self.channel = channel
         self.grace_period = 10.0  # from the message of a failure to an end by force [s]
-        # Returns the folder for reports of this run, or None, where none is written; never raises.
+        # Returns the folder for reports of this run, or None if none are written; never raises.
         self.folder: Callable[[], Path | None] = lambda: None
         self.prints_report = channel.rank == 0  # of another rank's failure
         # Of the guard: asks why a collective broke here, and brings the error of a diagnosis to the thread that trains.
@@ -105,7 +107,7 @@ class FailurePropagation:
         self.record: FailureRecord | None = None  # of the rank that failed first
         self.fit = 0  # its number; 0: none has begun
         self.news = threading.Condition()
-        # The last fit of all ranks; an error of a rank before they meet again may have a later number.
+        # The last fit that all ranks have begun; `fit` is later if a rank raises before they meet again.
         self._begun = 0
         self._told: Failure | None = None  # the latest that rank 0 has decided on
         self._last: FailureRecord | None = None  # ends every fit from now on
@@ -117,6 +119,7 @@ class FailurePropagation:
         self._keeps_own = False  # it ends in time by an error of its own
         self._topics: Counter[str] = Counter()
         self._listens = False
+        self._later = clock.after  # on another thread
         # Of rank 0: the fit in which each rank has raised, until that is over.
         self._raised: dict[int, int] = {}
 
@@ -131,7 +134,7 @@ class FailurePropagation:
         return f"{name}/{self.fit}.{self._topics[name]}"
 
     def join(self) -> None:
-        """Take part in failures, in no new fit: what this rank raised before was caught."""
+        """Listen for failures without beginning a fit; the program has caught what this rank raised before."""
         self._listen()
         with self.news:
             self.fit = max(self._begun, self._over, self._raised_in) + 1
@@ -162,8 +165,8 @@ class FailurePropagation:
         """Return the error that this rank is to raise in place of one that ended its work."""
         # The first rank to fail informs the others and keeps its error, and so does a rank that raises an error of the
         # same type. A rank whose collective broke because of a failure gets a `RankFailedError` with the first one's
-        # report: where an error looks like such a consequence, it asks the guard, and waits up to a third of the grace
-        # period for the message.
+        # report: if an error looks like such a consequence, this rank asks the guard, and waits up to a third of the
+        # grace period for the message.
         if isinstance(error, SystemExit) and error.code == (outcome.expected_exit_code or object()):
             return error
         if isinstance(error, RankFailedError):
@@ -176,7 +179,7 @@ class FailurePropagation:
             if self.explain is not None:
                 self.explain(error)
             with self.news:
-                # A rank that was killed is known to be lost only when it has not come back.
+                # A rank that was killed counts as lost only after the time in which it could connect again.
                 seconds = max(self.grace_period / 3, BACK_WITHIN + _ON_ITS_WAY)
                 self.channel.wait_for(self.news, lambda: self.failed, seconds, needs_main=False)
         record = self.record
@@ -210,7 +213,7 @@ class FailurePropagation:
     # -- fits --------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        """Begin to hear of failures, once all is set that they need."""
+        """Begin to receive failures; by now grace period and folder are set."""
         if self._listens or self.channel.world_size == 1:
             return
         self._listens = True
@@ -221,8 +224,8 @@ class FailurePropagation:
         self.channel.watch_peers(self._lost)
 
     def _is_got_over(self) -> bool:
-        """Return whether all ranks have raised in the fit in which this one has; wait for that for a while."""
-        # No longer, or it would be ended by force, as a rank is that waits for this one in a collective.
+        """Wait for a while until all ranks have raised in the fit in which this one has; return whether they have."""
+        # Half the grace period at most: after all of it this rank is ended by force.
         left = self._raised_at + self.grace_period / 2 - time.monotonic()
 
         def is_over() -> bool:
@@ -232,7 +235,7 @@ class FailurePropagation:
             return self.channel.wait_for(self.news, is_over, max(left, _ON_ITS_WAY))
 
     def _leave_failure(self) -> None:
-        """Run again if this rank has raised, as the program has caught that; unless something ends this fit too."""
+        """Go back to "running" if this rank has raised, which the program has caught; another failure may stop it."""
         if self.state == "raised":
             self.state, self.record, self._keeps_own, self._alone = "running", None, False, False
             outcome.cancel_forced_exit()
@@ -266,7 +269,7 @@ class FailurePropagation:
     def _first_failure(self, error: BaseException) -> FailureRecord:
         """Return the record of the first failure in the fit in which this rank raises ``error``, perhaps its own."""
         if self.state == "raised" and self.record is not None:
-            return self.record  # an error after another one, as where saving fails too
+            return self.record  # this rank has failed before: saving after a failure may fail too
         own = Failure(self.fit, self.describe(error))
         with self.news:
             was_running, self.state = self.state == "running", "raised"
@@ -338,7 +341,7 @@ class FailurePropagation:
             self._later(0.0, self._end_waits, failure.record, ends)
 
     def _take(self, failure: Failure) -> None:
-        """Take what rank 0 has decided."""
+        """Take over what rank 0 has decided."""
         with self.news:
             if failure.is_last:
                 self._last = self._last or failure.record
@@ -377,11 +380,11 @@ class FailurePropagation:
         host, pid = self.channel.process_of(rank)
         record = FailureRecord(rank, self.channel.world_size, host, pid, "vanished", _VANISHED)
         failure = Failure(self.fit, record, is_last=True)
-        if rank != 0:  # not on this thread, which must not wait; the first one counts, of a thousand perhaps
+        if rank != 0:  # on another thread, because this one must not wait
             self._later(0.0, self._report, failure)
             return
         with self.news:
-            # Every rank notices by itself and decides alone; with rank 0 the one that prints is gone.
+            # Every rank notices this by itself and decides alone; another rank must print, because rank 0 is gone.
             if self._first() is None:
                 speaks = self.channel.rank == 1 or os.environ.get("LOCAL_RANK") == "0"
                 self.prints_report = self.prints_report or speaks
@@ -390,7 +393,7 @@ class FailurePropagation:
     # -- the error that this rank raises ----------------------------------------------------------------
 
     def _own(self, error: BaseException, first: FailureRecord) -> BaseException:
-        """Raise an own error, the first or the same: rank 0 prints it, or this rank where rank 0 has not answered."""
+        """Settle how this rank's own error is printed: by rank 0, or by this rank if rank 0 has not answered."""
         # An error of this package is one of all ranks: each keeps its own, and all end in good order.
         is_first, is_ours = first.rank == self.channel.rank, isinstance(error, LockstepError)
         self._keeps_own = is_first or is_ours or not parent_reads_notes()
@@ -453,21 +456,19 @@ class FailurePropagation:
         note_failure(record)
         return record
 
-    # -- after a while, on the thread of the clock ---------------------------------------------------------
-
-    def _later(self, seconds: float, function: Callable[..., object], *args: Any) -> None:
-        clock.after(seconds, function, *args)
+    # -- the end by force ------------------------------------------------------------------------------------
 
     def _grace_ends(self, record: FailureRecord) -> None:
         """End this process by force, unless it deals with the failure."""
-        outcome.wait_for_report()
-        # The program has caught it and goes on, or this rank ends by an error of its own. Python prints no error of a
-        # rank that was forked or spawned, so nothing would end that one.
+        if outcome.writes_report.acquire(timeout=_REPORT_LIMIT):
+            outcome.writes_report.release()
+        # Not if the program has caught the failure and goes on, or if this rank ends by its own error. A forked or
+        # spawned rank does not: Python calls no excepthook there, so nothing would end it.
         if self.record is record and not outcome.failure_returned and not self._keeps_own:
             self.end_now(record)
 
     def end_now(self, record: FailureRecord) -> NoReturn:
-        """End this process by force because of a failure, from any thread; the rank that prints its report does."""
+        """End this process by force because of a failure, from any thread; prints the report if this rank is to."""
 
         def report() -> str:  # a file system that hangs holds it for a while only
             kept = self._keep(record)

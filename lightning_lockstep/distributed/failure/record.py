@@ -31,8 +31,7 @@ from lightning_lockstep.errors import (
     RankFailedError,
 )
 
-# -- Tracebacks that show the user's own frames, and of torch, Lightning, Hydra and this package how many
-# there were
+# -- Tracebacks that show the user's own frames, and how many frames of libraries were left out --
 
 # Whose frames are folded, by the folder that a package is installed in.
 _FOLDED = (
@@ -207,7 +206,7 @@ class FailureRecord(FailedRank):
 
     @classmethod
     def from_json(cls, text: str) -> FailureRecord:
-        """Return what :meth:`to_json` wrote; ValueError where it is something else."""
+        """Return what :meth:`to_json` wrote; raises ValueError if it is something else."""
         try:
             return cls(**json.loads(text))
         except TypeError as error:
@@ -245,7 +244,7 @@ _where: Callable[[], Mapping[str, Any]] = dict
 
 
 def tell_place_by(where: Callable[[], Mapping[str, Any]]) -> None:
-    """Have reports say what this rank is doing by what ``where`` returns, such as ``{"epoch": 0, "step": 7}``."""
+    """Let ``where`` tell reports what this rank is doing, such as ``{"epoch": 0, "step": 7}``."""
     global _where
     _where = where
 
@@ -285,7 +284,7 @@ def describe_error(
     kind: FailureKind = "interrupt" if isinstance(error, KeyboardInterrupt) else "exception"
     code = 130 if kind == "interrupt" else 1
     if isinstance(error, SystemExit):
-        # Lightning's SIGTERMException carries no code; alone among the ranks, even code 0 is a failure.
+        # Lightning's SIGTERMException carries no code. If one rank alone exits, even code 0 is a failure.
         code = error.code if isinstance(error.code, int) and error.code else 1
         code = 128 + signal.SIGTERM if isinstance(error, SIGTERMException) else code
     place: Mapping[str, Any] = {}

@@ -149,25 +149,23 @@ class CollectiveGuard:
         """Wait until rank 0 has said why the backend has raised an error here: a failure, or that it does not know."""
         if not self._thread.is_alive() or threading.current_thread() is self._thread:
             return
-        stall = self._stall
 
         def ask() -> None:
             outstanding = next(iter(self.rank.outstanding()), None)
             self._request(outstanding, 0.0, raised)
 
         with self._propagation.news:
-            before, self.rank.raised_at = stall.answers, at
+            before, self.rank.raised_at = self._stall.answers, at
             self._to_do.put(ask)
             self._channel.wait_for(
                 self._propagation.news,
-                lambda: stall.answers > before or self._propagation.failed,
+                lambda: self._stall.answers > before or self._propagation.failed,
                 _EXPLAIN_FOR,
             )
 
     def _request(self, outstanding: Outstanding | None, seconds: float, raised: str = "") -> None:
-        rank = self._channel.rank
         self._stall.request(
-            DiagnosisRequest(rank=rank, outstanding=outstanding, seconds=seconds, raised=raised)
+            DiagnosisRequest(rank=self._channel.rank, outstanding=outstanding, seconds=seconds, raised=raised)
         )
 
     def _run(self) -> None:

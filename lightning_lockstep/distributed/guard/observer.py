@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import psutil
 
-from lightning_lockstep.distributed.failure.connections import Connection, connections, ports_of
+from lightning_lockstep.distributed.failure.connections import Connection, connections
 from lightning_lockstep.distributed.failure.record import own_place
 from lightning_lockstep.distributed.guard.rank_state import (
     CallRecorder,
@@ -249,6 +249,6 @@ def connections_between_ranks(
     def is_meant(rank: int, here: str, there: str) -> bool:
         other = owner.get((there, here), rank)
         is_there = other != rank or there.rpartition(":")[0] in addresses
-        return is_there and not ports_of((here, there)) & set(kept_ports)
+        return is_there and not {int(end.rpartition(":")[2]) for end in (here, there)} & set(kept_ports)
 
     return {rank: sorted(end for end in theirs if is_meant(rank, *end)) for rank, theirs in ends.items()}

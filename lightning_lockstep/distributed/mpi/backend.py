@@ -10,6 +10,7 @@ when the first group is made, not before.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
 import sys
@@ -23,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_lockstep._text import first_line
-from lightning_lockstep.distributed.failure.process_exit import at_exit, flush_everything, outcome
+from lightning_lockstep.distributed.failure.process_exit import flush_everything, outcome
 from lightning_lockstep.distributed.guard.rank_state import WORLD, group_title
 from lightning_lockstep.distributed.mpi.worker import ANY_TIME, Body, MPIWork, Worker, wait_for_callbacks
 from lightning_lockstep.distributed.side_channel.opening import close_side_channel
@@ -102,9 +103,8 @@ class MPIRuntime:
     def leave(self) -> None:
         """At the exit of Python: finalise MPI, which waits for the other ranks, or abort the job after a failure."""
         # An exception that nobody catches on one rank must not leave the others waiting in MPI.
-        failed = outcome.forced_exit_code or (1 if outcome.ends_with_error else None)
-        if failed is not None:
-            self._abort(failed)
+        if outcome.forced_exit or outcome.ends_with_error:
+            self._abort((outcome.forced_exit and outcome.forced_exit.exit_code) or 1)
         wait_for_callbacks(_CALLBACKS)  # C++ ends a process whose callbacks Python stops at its own end
         if self._finalises and not self.MPI.Is_finalized():
             # Finalize holds Python's lock until all ranks are there. Other threads of this one may still have to send
@@ -139,7 +139,7 @@ def start_runtime() -> MPIRuntime:
     with _lock:
         if _runtime is None:
             _runtime = MPIRuntime()
-            at_exit(_runtime.leave)
+            atexit.register(_runtime.leave)
             outcome.install_excepthook()
         return _runtime
 

@@ -39,6 +39,7 @@ class SideChannel:
         self.port = 0  # at which rank 0 listens, if it does
         self._processes: dict[int, tuple[str, int]] = {}
         self._closing = False
+        self._standing: set[int] = set()  # ranks whose connection stands
         self._closed_ranks: set[int] = set()
         self._lost_ranks: set[int] = set()
         self._handlers: dict[str, tuple[Handler, ...]] = {}
@@ -51,16 +52,16 @@ class SideChannel:
         self._on_lost: Callable[[int], None] = lambda rank: None
 
     def watch_peers(self, on_lost: Callable[[int], None]) -> None:
-        """Say who learns, on a thread of the channel, of a peer that is lost; replaces an earlier call."""
-        # Its connection has ended, it has not closed its channel and has not come back. Rank 0 watches all others,
-        # every rank watches rank 0.
+        """Call ``on_lost`` with each rank that is lost, on a thread of the channel; replaces an earlier call."""
+        # A rank is lost if its connection has ended, it has not closed its channel and has not come back. Rank 0
+        # watches all others, every rank watches rank 0.
         self._on_lost = on_lost
         for rank in sorted(self._lost_ranks):
             on_lost(rank)
 
     def process_of(self, rank: int) -> tuple[str, int]:
-        """Return host name and process id of a rank; ``("", 0)`` where they are not known here."""
-        # Here and below: rank 0 knows it of all that have connected, every rank knows it of rank 0.
+        """Return host name and process id of a rank; ``("", 0)`` if they are not known here."""
+        # In this method and the next ones: rank 0 knows about all ranks that have connected, every rank about rank 0.
         return self._processes.get(rank, ("", 0))
 
     def has_closed(self, rank: int) -> bool:
@@ -76,8 +77,8 @@ class SideChannel:
             return kept
 
     def answers(self, rank: int) -> bool:
-        """Return whether the connection to a rank stands and answers heartbeats."""
-        return False
+        """Return whether the connection to a rank stands; that of a stopped rank does until the silence limit."""
+        return rank in self._standing
 
     @property
     def usable(self) -> bool:
@@ -86,26 +87,20 @@ class SideChannel:
 
     @property
     def lost(self) -> bool:
-        """Whether the channel broke, since rank 0 is gone, though no rank has closed it."""
+        """Whether rank 0 is gone though it has not closed its channel."""
         return 0 in self._lost_ranks and not self._closing
 
     def at_close(self, function: Callable[[], None]) -> None:
         """Call ``function`` once when the channel is closed, after the last message has arrived."""
         self._at_close.append(function)
 
-    def _closed(self) -> None:
-        for function in self._at_close:
-            function()
-        self._at_close.clear()
-
     def on(self, topic: str, handler: Handler) -> Callable[[], None]:
         """Call ``handler`` with every message of a topic, in order of arrival; returns what removes it again."""
-        # It runs on the receiving thread and must not block it. Messages that came before the first handler are passed
-        # to it.
+        # The handler runs on the receiving thread and must not block it. It also gets the messages that came before it.
         with self._lock:
             for message in self._unread.pop(topic, ()):
                 self._call(handler, message)
-            # Only now, so that what arrives meanwhile waits for the lock in `_deliver`.
+            # Only now: a message that arrives meanwhile waits for the lock in `_deliver`.
             self._handlers[topic] = (*self._handlers.get(topic, ()), handler)
 
         def remove() -> None:
@@ -138,8 +133,8 @@ class SideChannel:
         needs_main: bool = True,
     ) -> bool:
         """Wait until messages of other ranks have made ``arrived`` true; return whether they have."""
-        # The one place in which a rank waits for what others send over this channel. The caller holds `news`, which a
-        # handler notifies; `needs_main`: nothing can arrive any more once rank 0 has left.
+        # Every wait for messages of other ranks is here. The caller holds `news`, which a handler notifies.
+        # `needs_main`: give up when rank 0 has left, because nothing can arrive any more.
         deadline = time.monotonic() + timeout
         while not arrived():
             left = deadline - time.monotonic()
@@ -155,7 +150,9 @@ class SideChannel:
 
     def close(self, timeout: float = 2.0) -> None:
         """Send what is left, tell the peers and end the threads; only rank 0 waits for others. Ranks: every rank."""
-        self._closed()
+        for function in self._at_close:
+            function()
+        self._at_close.clear()
 
     def _deliver(self, message: Message) -> None:
         with self._lock:

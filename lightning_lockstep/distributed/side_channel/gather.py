@@ -15,7 +15,7 @@ from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed.side_channel.channel import Message, SideChannel
 from lightning_lockstep.errors import CollectiveStallError
 
-# How much longer than rank 0 the others wait, so that its list of who is missing reaches them [s].
+# How much longer than rank 0 the others wait, so that they receive its list of missing ranks [s].
 _RESULT_DELAY = 2.0
 
 Key = int | str
@@ -25,7 +25,7 @@ Key = int | str
 class Gathered:
     """What was collected: entries by rank, the ranks whose entry is missing, and how long was waited at most [s]."""
 
-    # Only rank 0 is missing if it did not answer: then nothing is known of the others.
+    # If rank 0 did not answer, only rank 0 counts as missing, because nothing is known of the others.
 
     entries: Mapping[int, Any]
     missing: tuple[int, ...] = ()
@@ -65,7 +65,7 @@ class Gather:
 
     def collect(self, key: Key, entry: Any, *, for_all: bool = True) -> Gathered:
         """Post this rank's entry, wait for the others' and return them all. Ranks: every rank, in any order."""
-        # A rank that does not get the entries of others has its own alone, and does not wait.
+        # If the entries are for rank 0 alone, the other ranks return their own entry at once.
         own = self.channel.rank
         self.post(key, entry, for_all=for_all)
         if own and not for_all:

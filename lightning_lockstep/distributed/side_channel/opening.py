@@ -41,20 +41,14 @@ _silence_limit = 120.0
 
 
 def use_silence_limit(seconds: float) -> None:
-    """Let channels that are opened from now on bear so long a silence of a rank [s]."""
+    """Set for how long a rank may be silent before it is lost, in channels that are opened from now on [s]."""
     global _silence_limit
     _silence_limit = seconds
 
 
-def known_rank() -> tuple[int, int] | None:
-    """Return (rank, world size) of the group that exists now, or ``None`` without one."""
-    group = current_group()
-    return None if group is None else (group.rank, group.world_size)
-
-
 def side_channel_if_open(*, open_if_easy: bool = False) -> SideChannel | None:
     """Return the side channel of the current group if there is one, without waiting for a rank."""
-    # ``open_if_easy``: it is opened where that needs nobody, on rank 0 and on a rank that finds the address.
+    # ``open_if_easy``: open it if that waits for no rank: on rank 0, and on a rank that finds the address.
     group = current_group()
     if group is None:
         return None
@@ -79,7 +73,7 @@ def open_side_channel() -> SideChannel:
         channel = _open_on(group)
         _open = (group, channel)
         if multiprocessing.parent_process() is not None:
-            # Such a process leaves without what atexit holds, up to Python 3.12, but not without its finalizers.
+            # A process of multiprocessing runs no functions of atexit up to Python 3.12, but its finalizers.
             multiprocessing.util.Finalize(None, close_side_channel, exitpriority=100)
         return channel
 

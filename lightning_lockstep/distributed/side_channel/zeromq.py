@@ -61,7 +61,7 @@ _RECEIVED_AT_ONCE = 100
 _LINGER = 1000
 # How often the sockets' thread looks at ranks whose connection has ended, or may have [s].
 _LOOK_AT_ABSENT = 0.25
-# For how long rank 0 looks whose connection has ended: on a busy host ZeroMQ goes on to take messages for a while [s].
+# For how long rank 0 looks whose connection has ended: on a busy host ZeroMQ accepts messages for it for a while [s].
 _LOOK_FOR = 2.0
 # How often a heartbeat is sent at most [s].
 _HEARTBEAT_EVERY = 5.0
@@ -99,11 +99,10 @@ class ZeroMQSideChannel(SideChannel):
         self._ended = False
         # Of the thread that owns the sockets; others only look.
         self._unsent: dict[int, deque[tuple[Any, ...]]] = defaultdict(lambda: deque(maxlen=_KEPT_UNSENT))
-        self._standing: set[int] = set()  # ranks whose connection stands
         self._absent: dict[int, float] = {}  # ranks whose connection has ended -> until when they may be back
         self._look_at = self._look_until = 0.0  # when rank 0 looks whose connection has ended, and until when
 
-        reads, writes = os.pipe()  # of all that can be polled, nearly the cheapest to the poster
+        reads, writes = os.pipe()  # wakes the thread that polls; cheap for the thread that posts
         os.set_blocking(writes, False)
         self._woken, self._wakes = io.FileIO(reads, "rb"), io.FileIO(writes, "wb")
         self._context = zmq.Context()
@@ -145,10 +144,6 @@ class ZeroMQSideChannel(SideChannel):
         self.port = int(main_address.rpartition(":")[2])
         self._socket.connect(main_address)
 
-    def answers(self, rank: int) -> bool:
-        """See :meth:`SideChannel.answers`; a rank that is stopped does until the silence limit."""
-        return rank in self._standing
-
     def _post(self, topic: str, body: Any, to: tuple[int, ...]) -> None:
         self._put(partial(self._send_post, topic, body, to))
 
@@ -188,7 +183,7 @@ class ZeroMQSideChannel(SideChannel):
             return
         if self.rank == 0 and timeout:
             with self._news:
-                # One whose connection has ended is not waited for, though it might come back.
+                # Do not wait for a rank whose connection has ended, though it might come back.
                 self._news.wait_for(
                     lambda: len(self._ended_ranks.union(self._absent)) >= self.world_size - 1, timeout
                 )
@@ -196,14 +191,14 @@ class ZeroMQSideChannel(SideChannel):
         self._put(self._say_goodbye)
         self.flush(timeout)
         self._put(self._end)
-        # Its last act waits for what was sent last to leave. Not on a thread made for that: Python 3.12 and later start
-        # none at exit.
+        # At its end this thread waits until what was sent last has left. No new thread can do that: Python 3.12 and
+        # later start none at exit.
         self._sockets.join(max(timeout, 0.5) + max(timeout, 1.0))
         self._arrived.put(None)
         self._calls.join(max(timeout, 0.5))
         if not self._context.closed:
             _unfinished.append(self._context)
-        self._closed()
+        super().close()
 
     # ---------------------------------------------------------------- the thread that owns the sockets: sending
 
@@ -293,11 +288,10 @@ class ZeroMQSideChannel(SideChannel):
         sender = 0
         if self.rank == 0:
             sender, frames = int(frames[0].bytes), frames[1:]
-        if len(frames) != 2:
-            raise ValueError(f"it has {len(frames)} frames")
-        if self.rank == 0 and not 0 < sender < self.world_size:
-            raise ValueError("no other rank is its sender")
-        kind, content = frames[0].bytes, frames[1]
+            if not 0 < sender < self.world_size:
+                raise ValueError("no other rank is its sender")
+        first, content = frames
+        kind = first.bytes
         if kind == POST:
             self._read_soon(sender, content.bytes)
         elif kind == HELLO:
@@ -309,7 +303,7 @@ class ZeroMQSideChannel(SideChannel):
                 for message in ((HELLO, self._hello), *unsent):
                     self._send(sender, *message)
         elif kind == CLOSING:
-            # Not standing any more, so that the end of its connection is its own affair.
+            # The connection does not stand any more, so that its end is no loss.
             self._standing.discard(sender)
             self._absent.pop(sender, None)
             self._arrived.put(partial(self._note_end, self._closed_ranks, sender))

@@ -1,5 +1,6 @@
 """Runs pieces of code, each in a process of its own, and writes down how each ended and what it printed."""
 
+import atexit
 import json
 import os
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 from lightning_lockstep.distributed.failure import exit_notes, process_exit, record
 
 FOLDER, LIMIT = Path(sys.argv[1]), float(sys.argv[2])
-NAMES = {"exit_notes": exit_notes, "process_exit": process_exit, "record": record}
+NAMES = {"atexit": atexit, "exit_notes": exit_notes, "process_exit": process_exit, "record": record}
 
 
 def start(name):

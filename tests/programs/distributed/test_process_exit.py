@@ -62,7 +62,7 @@ HELD = """
 """
 CAUGHT = """
     import sys
-    process_exit.at_exit(lambda: print("leaving", process_exit.outcome.forced_exit_pending))
+    atexit.register(lambda: print("leaving", process_exit.outcome.forced_exit is not None))
     process_exit.outcome.force_exit_at_shutdown(5, unless_caught=True)
     {}
 """
@@ -119,7 +119,7 @@ PROGRAMS: dict[str, tuple[str, int, Callable[[str, str], bool]]] = {
     "forced: what is held back is written, and the message last": (
         """
         import sys, threading
-        process_exit.at_exit(print, "never")
+        atexit.register(print, "never")
         process_exit.on_flush(lambda: sys.stderr.write("held back\\n"))
         process_exit.on_flush(lambda: 1 / 0)
         print("printed", end="")
@@ -161,7 +161,7 @@ PROGRAMS: dict[str, tuple[str, int, Callable[[str, str], bool]]] = {
     ),
     "failed: exit functions run, and the code is kept": (
         """
-        process_exit.at_exit(print, "tracker closed")
+        atexit.register(print, "tracker closed")
         process_exit.outcome.force_exit_at_shutdown(5)
         raise SystemExit(1)
         """,
@@ -179,7 +179,7 @@ PROGRAMS: dict[str, tuple[str, int, Callable[[str, str], bool]]] = {
     "failed: the report is printed once": (
         """
         process_exit.outcome.say_last("the report\\nof a failure\\n")
-        process_exit.outcome.printed_a_line()
+        process_exit.outcome.lines_followed = True
         process_exit.end_now(5, "the report\\nof a failure\\n")
         """,
         5,

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_lockstep.distributed import Communicator, current_communicator, shut_down
-from lightning_lockstep.distributed.process_group import current_group
 from tests.helpers import run_ranks
 
 
@@ -21,7 +18,7 @@ def decide() -> dict[str, object]:
     wait = communicator.all_reduce_async(torch.tensor(rank + 1))
     answer = {
         "same": communicator is current_communicator(),
-        "facts": (rank, communicator.world_size, communicator.is_main, communicator.local_rank),
+        "facts": (rank, communicator.world_size, communicator.is_main),
         "nobody": nobody,
         "some": some,
         "gather": communicator.gather({"rank": rank}),
@@ -37,11 +34,6 @@ def decide() -> dict[str, object]:
     return answer
 
 
-def local_rank_from_environment() -> int:
-    os.environ["LOCAL_RANK"] = "7"
-    return Communicator(current_group()).local_rank
-
-
 def regroup() -> list[int]:
     """Shutting down leaves a process on its own."""
     first = current_communicator()
@@ -50,14 +42,14 @@ def regroup() -> list[int]:
     return [first.world_size, current_communicator().world_size]
 
 
-def cases() -> tuple[dict[str, object], int, list[int]]:
-    return decide(), local_rank_from_environment(), regroup()
+def cases() -> tuple[dict[str, object], list[int]]:
+    return decide(), regroup()
 
 
 def check(answer: dict[str, object], rank: int, world_size: int) -> None:
     last = world_size - 1
     assert answer["same"] is True
-    assert answer["facts"] == (rank, world_size, rank == 0, rank)
+    assert answer["facts"] == (rank, world_size, rank == 0)
     assert (answer["nobody"], answer["some"]) == ({}, {last: f"rank {last} is full"})
     assert answer["gather"] == [{"rank": r} for r in range(world_size)]
     assert answer["broadcast"] == f"from {last}"
@@ -69,9 +61,8 @@ def check(answer: dict[str, object], rank: int, world_size: int) -> None:
 
 
 def test_every_rank_gets_the_same_answers_and_is_on_its_own_afterwards() -> None:
-    for rank, (answer, local_rank, sizes) in enumerate(run_ranks(3, cases)):
+    for rank, (answer, sizes) in enumerate(run_ranks(3, cases)):
         check(answer, rank, 3)
-        assert local_rank == 7, "it comes from the environment"
         assert sizes == [3, 1]
 
 

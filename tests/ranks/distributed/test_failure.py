@@ -117,7 +117,7 @@ def caught_on_all_ranks() -> bool:
     dist.barrier()
     time.sleep(GRACE + 0.3)  # what would end a rank would have ended it by now
     crash.check()
-    assert not process_exit.outcome.forced_exit_pending
+    assert process_exit.outcome.forced_exit is None
     dist.barrier()  # all have looked
     error = ValueError("pruned in the last fit")
     assert crash.error_to_raise(error) is error
@@ -159,7 +159,7 @@ def printed() -> None:
     sys.excepthook(type(error), error, None)
     if dist.get_rank() == 0:
         print("a line that was under way", file=sys.stderr)
-        process_exit.outcome.printed_a_line()
+        process_exit.outcome.lines_followed = True
     process_exit.outcome.repeat_headline()
     print("--", file=sys.stderr)
 

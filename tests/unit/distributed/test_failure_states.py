@@ -81,7 +81,7 @@ class Rank:
     def __init__(self, channel: WiredChannel) -> None:
         self.crash = FailurePropagation(channel)
         self.timers: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        self.crash._later = lambda _, function, *args: self.timers.append((function, args))  # type: ignore[method-assign]
+        self.crash._later = lambda _, function, *args: self.timers.append((function, args))
         self.is_raised = False
 
     def raises(self, error: BaseException) -> BaseException:
@@ -119,7 +119,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Rank]:
     quiet = Outcome()
     monkeypatch.setattr(quiet, "force_exit_at_shutdown", lambda *args, **options: None)
     monkeypatch.setattr(module, "outcome", quiet)
-    monkeypatch.setattr(module, "clock", SimpleNamespace(start=lambda: None))
+    monkeypatch.setattr(module, "clock", SimpleNamespace(start=lambda: None, after=None))
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     return connected_ranks()
 
@@ -209,7 +209,7 @@ def test_a_rank_that_is_alone_is_heard_though_rank_0_has_failed_in_the_same_fit(
 def test_a_rank_that_comes_late_to_the_error_of_all_is_waited_for(ranks: list[Rank]) -> None:
     for rank in ranks[:2]:
         rank.raises(ValueError("on all"))
-    ranks[0].crash.channel.wait_for = lambda *_, **__: (  # type: ignore[method-assign]
+    ranks[0].crash.channel.wait_for = lambda *_, **__: (
         ranks[2].raises(ValueError("on all")),
         wires_of(ranks).deliver(),
         True,
@@ -358,7 +358,7 @@ def test_what_arrives_before_a_rank_begins_finds_the_settings_of_the_user() -> N
     wires.deliver()
     assert early.record is None
     timers: list[float] = []
-    early._later = lambda seconds, *_: timers.append(seconds)  # type: ignore[method-assign]
+    early._later = lambda seconds, *_: timers.append(seconds)
     early.grace_period = 100.0
     with pytest.raises(RankFailedError):
         early.begin_fit()

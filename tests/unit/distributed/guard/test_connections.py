@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from lightning_lockstep.distributed.failure.connections import connections, end_connections, ports_of
+from lightning_lockstep.distributed.failure.connections import connections, end_connections
 from lightning_lockstep.distributed.guard.observer import connections_between_ranks
 
 
@@ -21,7 +21,7 @@ def test_of_a_silent_host_all_connections_are_ended_but_those_of_the_side_channe
                 one.settimeout(20)
             kept = (channel.getsockname()[1], other.getpeername()[1])
             ends = connections_between_ranks({0: connections()}, ["localhost"], kept)[0]
-            assert end_connections(ends) >= 1
+            end_connections(ends)
             assert waits.recv(1) == b"", "its wait has ended"
             other.sendall(b"x")
             assert speaks.recv(1) == b"x"
@@ -32,7 +32,3 @@ def test_only_connections_between_two_ranks_are_ended() -> None:
     ends = {0: [(here, there), (here, elsewhere)], 1: [(there, here)]}
     assert connections_between_ranks(ends, (), ()) == {0: [(here, there)], 1: [(there, here)]}
     assert connections_between_ranks(ends, (), (5000,)) == {0: [], 1: []}
-
-
-def test_ports_of_both_ends() -> None:
-    assert ports_of(("10.0.0.1:4000", "fe80::1:5000")) == {4000, 5000}
