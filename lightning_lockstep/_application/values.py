@@ -143,7 +143,9 @@ def _unfit(
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     unknown = [] if takes_any else [name for name in names if name not in parameters]
     overrides = OmegaConf.select(config, "hydra.overrides.task")
-    typed: Any = () if overrides is None else OmegaConf.to_container(overrides)  # with references as they were typed
+    typed: Any = (
+        () if overrides is None else OmegaConf.to_container(overrides)
+    )  # with references as they were typed
     if unknown and key in ("model", "data") and any(f"{key}._target_=" in line for line in typed):
         brought = [name for name in unknown if not any(f"{key}.{name}=" in line for line in typed)]
         if brought:

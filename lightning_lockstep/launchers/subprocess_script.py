@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from lightning_lockstep._lightning import (
     _basic_subprocess_cmd,
     _SubprocessScriptLauncher,
@@ -66,6 +68,7 @@ class _StartedRanks:
     def __init__(self, job: object, supervisor: RankSupervisor) -> None:
         self.job = job
         self.processes: list[subprocess.Popen[bytes]] = []  # of the ranks 1, 2, ... of this node
+        self.have_met = False  # True: each has been connected with this rank
         self._stopping = False  # True: a rank that ends badly from then on was stopped
         self.supervisor = supervisor  # of the Trainer that they work for now: it learns when a child exits
         outcome.on_force = self.kill  # children end before a forced end of this process
@@ -90,7 +93,7 @@ class _StartedRanks:
     def ended_badly(self) -> dict[int, subprocess.Popen[bytes]]:
         """Return the ranks that have failed by themselves, as far as is known now."""
         codes = {rank: process.poll() for rank, process in enumerate(self.processes, 1)}
-        orderly = None, 0, _NOT_FLUSHED, outcome.expected_exit_code
+        orderly = None, outcome.expected_exit_code, *((0, _NOT_FLUSHED) if self.have_met else ())
         bad = [rank for rank, code in codes.items() if code not in orderly]
         return {} if self._stopping else {rank: self.processes[rank - 1] for rank in bad}
 
@@ -122,6 +125,8 @@ def have_met(num_devices: int, num_nodes: int) -> None:
     group = current_group()
     if group is not None:
         group.layout = num_devices, num_nodes
+    if _started is not None:
+        _started.have_met = True
 
 
 def check_ranks(supervisor: RankSupervisor, of: Any) -> None:  # of: a strategy, or its launcher
@@ -160,7 +165,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         check_ranks(self._supervisor, self)
         if not self.cluster_environment.creates_processes_externally:
             self._start_ranks()
-        elif (parent := launcher_pid()) == os.getppid():  # else the variable is left over from another job
+        # Of a process that still runs and is not the parent, the variable is left over from another job.
+        elif (parent := launcher_pid()) == os.getppid() or (parent and not psutil.pid_exists(parent)):
             supervisor = self._supervisor
             # Once the ranks have met, the side channel watches the others.
             end_with_parent(lambda: os.getppid() == parent, until=lambda: supervisor.propagation is not None)
@@ -223,11 +229,12 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             return
         # The ranks have not met yet, so the main thread waits for a rank that will not come.
         _, summary, code = describe_exit(process.returncode)
+        hint = "" if code else " Every rank has to make the same Trainer and start it."
         ranks.kill()
         end_now(
-            code,
+            code or 1,
             f"\nlightning-lockstep: rank {rank} (process {process.pid}) ended before all ranks had met:"
-            f" {summary}. What it printed is above. The other ranks were stopped.\n",
+            f" {summary}. What it printed is above. The other ranks were stopped.{hint}\n",
         )
 
 

@@ -134,8 +134,16 @@ def make_strategy() -> Any:
 
 
 def main() -> None:
-    if FAULT == "early" and os.environ.get("LOCAL_RANK") == "1":
-        raise RuntimeError("boom before the ranks met")
+    if os.environ.get("LOCAL_RANK") == "1":  # before the ranks have met
+        if FAULT == "early":
+            raise RuntimeError("boom before the ranks met")
+        if FAULT == "leaves":
+            sys.exit(0)
+        if FAULT == "orphan":
+            starter = os.getppid()
+            os.kill(starter, signal.SIGTERM)
+            while os.getppid() == starter:
+                time.sleep(0.01)
     L.seed_everything(1, verbose=False)
     data = TensorDataset(torch.randn(320, 8), torch.randint(0, 4, (320,)))
     callbacks: list[Any] = []

@@ -103,6 +103,16 @@ def test_a_rank_that_ends_before_all_have_met_ends_the_job() -> None:
     assert "RuntimeError: boom before the ranks met" in outcome.stderr
     assert "rank 1" in last_lines(outcome.stderr, 1)
     assert "ended before all ranks had met: exit code 1" in last_lines(outcome.stderr, 1)
+    outcome = run("leaves")  # by sys.exit(0), as after a test of the rank in the program
+    assert outcome.returncode == 1
+    assert "ended before all ranks had met: exit code 0" in last_lines(outcome.stderr, 1)
+    assert "Every rank has to make the same Trainer" in last_lines(outcome.stderr, 1)
+
+
+def test_a_rank_whose_starter_is_gone_before_they_met_ends_too() -> None:
+    outcome = run("orphan")
+    assert outcome.returncode == -signal.SIGTERM
+    assert "the process that started this rank has exited" in last_lines(outcome.stderr, 1)
 
 
 def test_under_torchrun_the_summary_names_the_rank_that_failed(tmp_path: Path) -> None:
