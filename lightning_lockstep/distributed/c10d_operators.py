@@ -53,10 +53,10 @@ class Operator:
     """One operator, as its schema describes it."""
 
     name: str  # in ``c10d``, such as ``allreduce_``
-    operation: str  # what torch.distributed calls it
     overload: Any
-    positions: dict[str, int]  # of each argument, by its name in the schema
-    tensors: int  # how many of the first arguments are tensors, lists of them or lists of those
+    positions: dict[
+        str, int
+    ]  # of each argument, by its name in the schema; what comes before the group are tensors
     returned: int  # how many values it returns; the last one is the work handle
 
     def argument(self, args: Sequence[Any], name: str, default: Any = None) -> Any:
@@ -72,10 +72,8 @@ def operator_named(name: str) -> Operator:
     positions = {argument.name: i for i, argument in enumerate(schema.arguments)}
     return Operator(
         name=name,
-        operation=OPERATIONS[name],
         overload=overload,
         positions=positions,
-        tensors=positions["process_group"],
         returned=len(schema.returns),
     )
 
@@ -92,12 +90,10 @@ _Kind: Any = dist.ReduceOp.RedOpType
 
 def reduction_kind(given: Any) -> str | None:
     """Return how a collective reduces, such as ``sum``; ``None`` in a kernel of torch 2.9, where Python cannot ask."""
-    if not isinstance(given, (_Kind, dist.ReduceOp)):
-        ask = getattr(given, "op", None)  # a class in C++ without methods in torch 2.9
-        if ask is None:
-            return None
-        given = _Kind(ask())
-    kind = given if isinstance(given, _Kind) else _Kind(given.op)
+    op = given if isinstance(given, _Kind) else getattr(given, "op", None)
+    if op is None:  # the dispatcher's class has no methods in torch 2.9
+        return None
+    kind = op if isinstance(op, _Kind) else _Kind(op())
     return str(kind.name).lower()
 
 

@@ -77,13 +77,13 @@ def address_towards(host: str) -> str:
     return "127.0.0.1"
 
 
-def addresses_here() -> set[str]:
+def addresses_here() -> list[str]:
     """Return the addresses of all interfaces of this host, loopback included."""
     import psutil
 
     families = (socket.AF_INET, socket.AF_INET6)
     listed = (address for addresses in psutil.net_if_addrs().values() for address in addresses)
-    return {address.address.partition("%")[0] for address in listed if address.family in families}
+    return [address.address.partition("%")[0] for address in listed if address.family in families]
 
 
 def addresses_of(name: str) -> list[str]:
