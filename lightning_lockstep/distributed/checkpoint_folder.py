@@ -1,4 +1,4 @@
-"""A checkpoint folder that ranks write together: whole or not there, and found where a save was killed."""
+"""A checkpoint folder that ranks write together: whole or not there, and found after a save was killed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Path = TypeVar("_Path", str, Path)
 
 
 def saved_at(path: _Path, *, says: bool = True) -> _Path:
-    """Return where a checkpoint is: aside where a save that was to replace it was killed just then."""
+    """Return where a checkpoint is: under its other name if a save that was to replace it was killed just then."""
     aside = Path(f"{path}{BEFORE}")
     if Path(path).exists() or not aside.exists():
         return path

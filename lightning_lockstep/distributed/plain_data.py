@@ -1,6 +1,6 @@
 """Files that torch has saved, read as plain data: an object of a class stays a description of it, which runs nothing.
 
-What is plain data in another coat becomes plain: containers of OmegaConf, paths, subclasses of dict and list. Arrays
+What is plain data in another form becomes plain: containers of OmegaConf, paths, subclasses of dict and list. Arrays
 and numbers of numpy stay what they are, and so do objects of a class that this process has declared safe by
 ``torch.serialization.add_safe_globals``.
 """

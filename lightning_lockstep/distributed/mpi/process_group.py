@@ -147,12 +147,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         if work.given_up or not isinstance(work.error, CollectiveMismatchError):
             self._broken = self._broken or work.error
 
-    # -- what the guard asks: torch's own flight recorder sees no process group that is written in Python ----
-
-    @property
-    def call_recorder(self) -> MPIProcessGroup:
-        """This group, which is a ``CallRecorder`` of the guard."""
-        return self
+    # -- what the guard asks of a CallRecorder: torch's own sees no process group that is written in Python ----
 
     def outstanding(self) -> Sequence[Outstanding]:
         # Collectives of a group end in the order of their calls.
