@@ -87,16 +87,15 @@ def read_plain(file: Path | IO[bytes]) -> Any:
 
 def _load(file: Path | IO[bytes], foreign: Iterable[str]) -> Any:
     stands_for = {name: _stand_in(name) for name in foreign}
-    of_numpy = list(_DTYPES_OF_NUMPY) if any(name in _OF_NUMPY for name in foreign) else []
     while True:
         pairs: list[Any] = [(stand_in, name) for name, stand_in in stands_for.items()]
         try:
-            with torch.serialization.safe_globals(pairs + of_numpy):
+            with torch.serialization.safe_globals([*pairs, *_DTYPES_OF_NUMPY]):
                 if not isinstance(file, Path):
                     file.seek(0)
                 return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, Path))
         except pickle.UnpicklingError as error:
-            # A subclass of dict or list shows itself when it is to get items.
+            # Torch names the stand-in of a subclass of dict or list when that is to get items.
             name = next((name for name, kind in stands_for.items() if repr(kind) in str(error)), None)
             if name is None or not _is_inert(stands_for[name]):
                 raise

@@ -208,9 +208,8 @@ def start_process_group(
     if process_group_exists():
         return
     here = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-    if (
-        "LOCAL_RANK" not in os.environ
-    ):  # the first process of a node; nothing that it starts is a rank of this job
+    # In the first process of a node: nothing that it starts is a rank of this job.
+    if "LOCAL_RANK" not in os.environ:
         here[HAS_MET] = str(os.getpid())
     for variable, value in here.items():
         _place_before.setdefault(variable, os.environ.get(variable))
