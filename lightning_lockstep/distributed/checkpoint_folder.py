@@ -29,7 +29,7 @@ def saved_at(path: _Path, *, says: bool = True) -> _Path:
 def whole_folder(
     target: str,  # an address such as s3://... is written to directly
     *,
-    makes_folder: bool,  # rank 0, and the first rank of each node where the nodes write to disks of their own
+    makes_folder: bool,  # rank 0, and the first rank of each node if the nodes write to disks of their own
     meet: Callable[[], object],  # a barrier of all ranks
     gather: Callable[[Any], Sequence[Any]],  # the values of all ranks, on all
 ) -> Iterator[str]:

@@ -20,7 +20,7 @@ import torch
 from lightning_lockstep._text import listed
 from lightning_lockstep.errors import ConfigurationError
 
-# Modules that torch refuses even where they are declared safe, with advice to load the file without its check.
+# Torch refuses these modules even if they are declared safe, and advises to load the file without its check.
 _RUNS_PROGRAMS = ("os", "posix", "nt", "sys")
 _CONTAINERS = (dict, OrderedDict, Counter)
 _SEQUENCES = (list, tuple, set, torch.Size)

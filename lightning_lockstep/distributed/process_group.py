@@ -242,7 +242,7 @@ def start_process_group(
 
 @contextmanager
 def _ended_by_ctrl_c() -> Iterator[None]:
-    """Let Ctrl-C end this process at once in the body, which waits in C++, where it does not reach Python's handler."""
+    """Let Ctrl-C end this process at once while the body waits in C++, from where it does not reach Python."""
     usual = signal.getsignal(signal.SIGINT)
     may_set = threading.current_thread() is threading.main_thread() and usual is signal.default_int_handler
     if may_set:

@@ -134,7 +134,7 @@ _lock = threading.Lock()
 
 
 def start_runtime() -> MPIRuntime:
-    """Return MPI as this process has it, brought up when first asked for: then all ranks do so together."""
+    """Return MPI as this process has it; the first call starts it, which all ranks do together."""
     global _runtime
     with _lock:
         if _runtime is None:

@@ -152,7 +152,7 @@ def _all(bodies: Iterable[Body]) -> Body:
     return chain.from_iterable([*bodies])
 
 
-# -- torch's operations: what they are given must fit, as MPI gets addresses --
+# -- torch's operations: what they are given must fit, because MPI gets addresses --
 
 
 def _need(condition: bool, what: str) -> None:

@@ -120,7 +120,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def _agreed(self, call: CollectiveCall, number: int, body: Body) -> Body:
         """Carry a collective out if all ranks have called the same, and raise on all of them if not."""
-        # MPI does not ask: it would truncate on one rank, give wrong numbers on another, or write where it must not.
+        # MPI compares nothing: it would truncate on one rank, give wrong numbers on another, or write elsewhere.
         if isinstance(self._broken, RankFailedError):
             raise self._broken
         if self._broken is not None:
