@@ -30,12 +30,20 @@ COUNT = 2**30  # of one call of MPI [elements]
 _WINDOW = 64  # messages to one rank under way at once
 _TAG = 7  # of messages inside collectives, which have a communicator to themselves
 
+_TYPES: dict[torch.dtype, Any] = {
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.int8: MPI.INT8_T,
+    torch.uint8: MPI.UINT8_T,
+    torch.int16: MPI.INT16_T,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+    torch.uint16: MPI.UINT16_T,
+    torch.uint32: MPI.UINT32_T,
+    torch.uint64: MPI.UINT64_T,
+    torch.bool: MPI.UINT8_T,
+}
 _HALF = (torch.float16, torch.bfloat16)
-_REDUCED = (
-    *(*_HALF, torch.float32, torch.float64, torch.bool),
-    *(torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-)
 # What is only moved needs the size of an element alone.
 _BY_SIZE = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
 
@@ -65,14 +73,12 @@ class Arguments(NamedTuple):
 
 def _reduced(group: Any, tensor: Tensor, reduction: str, root: int | None) -> Body:
     """Reduce in place, on all ranks or on the root; the others keep what they have."""
-    comm, work, operations = group.comm, tensor.detach(), _REDUCTIONS
-    if tensor.dtype in _HALF:  # MPI has no half precision; adding in float32 also loses less
-        work = work.float()
-    elif tensor.dtype is torch.bool:
-        work, operations = work.view(torch.uint8), _OF_BOOLS
-    op = operations[reduction]
+    comm = group.comm
+    op = (_OF_BOOLS if tensor.dtype is torch.bool else _REDUCTIONS)[reduction]
+    # MPI has no half precision; adding in float32 also loses less.
+    work = tensor.float() if tensor.dtype in _HALF else tensor
     for piece in pieces(work, PIECE // work.element_size()):
-        memory = piece.numpy()  # by which mpi4py knows address, length and type
+        memory = [_address(piece), piece.numel(), _TYPES[piece.dtype]]
         if root is None:
             request = comm.Iallreduce(MPI.IN_PLACE, memory, op)
         elif root == group.rank():
@@ -85,7 +91,7 @@ def _reduced(group: Any, tensor: Tensor, reduction: str, root: int | None) -> Bo
     if reduction == "avg":
         # Whole numbers are rounded towards zero, as nccl does; Lightning takes such means of flags.
         work.div_(group.size(), rounding_mode=None if work.is_floating_point() else "trunc")
-    if tensor.dtype in _HALF:
+    if work is not tensor:
         tensor.copy_(work)
 
 
@@ -143,8 +149,12 @@ def pieces(tensor: Tensor, elements: int | None = None) -> Sequence[Tensor]:
 
 def moved(flat: Tensor) -> list[Any]:
     """Return what MPI is given to move a flat tensor."""
-    address = MPI.buffer.fromaddress(flat.data_ptr(), flat.nbytes)
-    return [address, flat.numel(), _BY_SIZE[flat.element_size()]]
+    return [_address(flat), flat.numel(), _BY_SIZE[flat.element_size()]]
+
+
+def _address(flat: Tensor) -> Any:
+    # An array of numpy would know length and type too, but its tensor could not be resized any more.
+    return MPI.buffer.fromaddress(flat.data_ptr(), flat.nbytes)
 
 
 def _all(bodies: Iterable[Body]) -> Body:
@@ -188,7 +198,7 @@ def _parts(group: Any, given: Any, own: Tensor | None = None, rows: Sequence[int
 
 def _reduction(group: Any, tensor: Tensor, opts: Arguments, root: int | None = None) -> Body:
     name, dtype = str(opts.reduction), tensor.dtype
-    known = name in _REDUCTIONS and dtype in _REDUCED
+    known = name in _REDUCTIONS and (dtype in _TYPES or dtype in _HALF)
     bits = name in ("band", "bor", "bxor") and dtype.is_floating_point
     average = name == "avg" and dtype is torch.bool
     _need(
