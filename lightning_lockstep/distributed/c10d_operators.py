@@ -44,7 +44,7 @@ OPERATIONS = {
     "recv_any_source_": "recv",
 }
 
-#: What answers collectives on this rank alone now, in all threads; the innermost one last.
+#: What answers the collectives of all threads on this rank alone now; the innermost is last.
 local_answers: list[Any] = []
 
 
@@ -53,14 +53,14 @@ class Operator:
     """One operator, as its schema describes it."""
 
     name: str  # in ``c10d``, such as ``allreduce_``
-    operation: str  # what torch.distributed calls it
     overload: Any
-    positions: dict[str, int]  # of each argument, by its name in the schema
-    tensors: int  # how many of the first arguments are tensors, lists of them or lists of those
+    positions: dict[
+        str, int
+    ]  # of each argument, by its name in the schema; what comes before the group are tensors
     returned: int  # how many values it returns; the last one is the work handle
 
     def argument(self, args: Sequence[Any], name: str, default: Any = None) -> Any:
-        """Return an argument by its name, ``default`` where it was left out or the operator has none such."""
+        """Return an argument by its name, or ``default`` if it was left out or the operator does not have it."""
         position = self.positions.get(name)
         return default if position is None or position >= len(args) else args[position]
 
@@ -72,10 +72,8 @@ def operator_named(name: str) -> Operator:
     positions = {argument.name: i for i, argument in enumerate(schema.arguments)}
     return Operator(
         name=name,
-        operation=OPERATIONS[name],
         overload=overload,
         positions=positions,
-        tensors=positions["process_group"],
         returned=len(schema.returns),
     )
 
@@ -92,12 +90,10 @@ _Kind: Any = dist.ReduceOp.RedOpType
 
 def reduction_kind(given: Any) -> str | None:
     """Return how a collective reduces, such as ``sum``; ``None`` in a kernel of torch 2.9, where Python cannot ask."""
-    if not isinstance(given, (_Kind, dist.ReduceOp)):
-        ask = getattr(given, "op", None)  # a class in C++ without methods in torch 2.9
-        if ask is None:
-            return None
-        given = _Kind(ask())
-    kind = given if isinstance(given, _Kind) else _Kind(given.op)
+    op = given if isinstance(given, _Kind) else getattr(given, "op", None)
+    if op is None:  # the dispatcher's class has no methods in torch 2.9
+        return None
+    kind = op if isinstance(op, _Kind) else _Kind(op())
     return str(kind.name).lower()
 
 
@@ -106,10 +102,10 @@ def reduction_kind(given: Any) -> str | None:
 HOOKS = ("fp16_compress", "bf16_compress", "power_sgd")
 
 
-# How long after its timeout a collective that did not end may raise its own error, which says more [s].
+# A collective that did not end has this long after its timeout to raise its own error, which says more [s].
 _LATER = 5.0
 
-# Those that call no other collective in a callback.
+# These hooks call no other collective in a callback.
 _ONE_COLLECTIVE = (
     default_hooks.allreduce_hook,
     default_hooks.bf16_compress_hook,
@@ -138,10 +134,11 @@ def compression_hook(
     made = wrapper(hook) if wrapper is not None else hook
 
     def in_order(state: Any, bucket):  # type: ignore[no-untyped-def]  # torch looks at the annotation
-        # Gloo and mpi4py call back in threads of theirs, NCCL at once. A callback's collective would meet that of
-        # the next bucket, in another order on each rank: with equal shapes the weights differ in silence.
+        # NCCL runs callbacks at once, gloo and mpi4py in threads of their own. There a callback's collective and that
+        # of the next bucket may begin in another order on each rank: with equal shapes the weights differ without an
+        # error.
         future = made(state, bucket)
-        # Torch names what is no future.
+        # Torch raises an error for what is not a future.
         waits = not alone and isinstance(future, torch._C.Future)
         if waits and not (bucket.buffer().is_cuda and "nccl" in dist.get_backend_config()):
             over = threading.Event()
@@ -168,12 +165,12 @@ def compression_hook(
 
 
 def ddp_of(model: object) -> DistributedDataParallel | None:
-    """Return ``model`` where it is a DDP wrapper."""
+    """Return ``model`` if it is a DDP wrapper."""
     return model if isinstance(model, DistributedDataParallel) else None
 
 
 def parameters_in_words(module: nn.Module) -> list[str]:
-    """Return what must be equal on all ranks of each parameter, in the order in which DDP reduces their gradients."""
+    """Return for each parameter what must be equal on all ranks, in the order in which DDP reduces gradients."""
 
     def shape(parameter: Any) -> object:
         return (
@@ -189,7 +186,7 @@ def parameters_in_words(module: nn.Module) -> list[str]:
 
 
 def untouched_buckets(model: object) -> int:
-    """Return how much memory the first reduction will touch that its wrapper has only reserved [bytes]."""
+    """Return how much memory DDP has reserved that the first reduction is the first to use [bytes]."""
     ddp = ddp_of(model)
     if ddp is None:
         return 0
@@ -197,7 +194,7 @@ def untouched_buckets(model: object) -> int:
 
 
 def why_not_resumable(model: object) -> str:
-    """Return why a step of this wrapper cannot be finished by hand, the same on all ranks; empty when it can."""
+    """Return why a step of this wrapper cannot be finished by hand, the same on all ranks; empty if it can."""
     ddp = ddp_of(model)
     if ddp is None:
         return ""
@@ -218,7 +215,7 @@ class GradientMarks:
     __slots__ = ("_before",)
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        # Right before the backward; about 0.1 us for each parameter.
+        # This is called right before the backward, and takes about 0.1 us for each parameter.
         # A gradient is either new, or accumulated in place, which raises its version.
         self._before = [(g, -1 if g is None else g._version) for g in [p.grad for p in parameters]]
 
@@ -232,8 +229,8 @@ class GradientMarks:
 
 
 def deliver_gradients(
-    ddp: DistributedDataParallel | None,  # its forward of this step was called
-    gradients: dict[nn.Parameter, Tensor | None],  # that DDP still waits for; emptied, so that none is copied
+    ddp: DistributedDataParallel | None,  # whose forward of this step was called
+    gradients: dict[nn.Parameter, Tensor | None],  # that DDP waits for; emptied, so that none is copied
     *,
     backward_began: bool,
 ) -> None:
@@ -243,17 +240,17 @@ def deliver_gradients(
     reduces = ddp is not None and ddp.require_backward_grad_sync
     parameters = list(gradients)
     if ddp is None or not reduces or ddp.find_unused_parameters:
-        # Where nothing waits for it, and where DDP looks for unused ones, a parameter without stays without.
+        # A parameter without a gradient stays so if nothing waits for it, and if DDP looks for unused ones.
         with_gradient = [p for p in parameters if gradients[p] is not None]
         parameters = with_gradient or (parameters[:1] if reduces else [])
-    # Each is where the gradient of its parameter arrives, on the way that autograd takes too.
+    # A gradient that each of these is given reaches its parameter as in any backward.
     arrivals = {
         p: p.expand_as(p) if gradients[p] is not None else sum_of_nothing([p], ddp) for p in parameters
     }
     if parameters and ddp is not None and reduces and not backward_began:
         ddp.require_forward_param_sync = True
         ddp.reducer.prepare_for_backward([*arrivals.values()] if ddp.find_unused_parameters else [])
-    for parameter in reversed(parameters):  # as a backward comes to them in most models
+    for parameter in reversed(parameters):  # the order of a backward in most models
         torch.autograd.backward(arrivals.pop(parameter), gradients.pop(parameter))
     gradients.clear()
     if parameters and ddp is not None and reduces:
@@ -262,7 +259,7 @@ def deliver_gradients(
 
 def sum_of_nothing(parameters: Sequence[Tensor], model: nn.Module | None) -> Tensor:
     """Return a zero whose backward gives parameters of ``model`` gradients of zeros."""
-    # A sum of no element has them whatever the parameters hold; what is sparse stays sparse.
+    # The sum of no elements has such gradients whatever the parameters hold; a sparse gradient stays sparse.
     sparse = {id(weight) for weight in sparse_weights(model)} if model is not None else ()
     nothing = torch.empty(0, dtype=torch.int64, device=parameters[0].device)
     terms = [
@@ -275,7 +272,7 @@ def sum_of_nothing(parameters: Sequence[Tensor], model: nn.Module | None) -> Ten
 
 
 def sparse_weights(model: nn.Module) -> list[Tensor]:
-    """Return the trained weights of which DDP expects sparse gradients."""
+    """Return the trained weights for which DDP expects sparse gradients."""
     layers = (
         one for one in model.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.sparse
     )
@@ -286,13 +283,14 @@ def sparse_weights(model: nn.Module) -> list[Tensor]:
 
 
 def watch_waits(begins: Callable[[], None], ends: Callable[[], None]) -> Callable[[], None]:
-    """Have the begin and the end of each wait of this thread for a collective called; returns what ends that."""
-    # DDP's reducer, in C++, is the one who does not wait through this method.
+    """Call ``begins`` and ``ends`` around each wait of this thread for a collective; return what stops this."""
+    # Only DDP's reducer, in C++, waits without this method.
     classes: list[Any] = [cls for cls in (dist.Work, *dist.Work.__subclasses__()) if "wait" in vars(cls)]
     changed, own = [(cls, cls.wait) for cls in classes], threading.current_thread()
 
     def timed(wait: Callable[..., Any], work: dist.Work, *args: Any, **kwargs: Any) -> Any:
-        # Other threads of Python wait for something else; torch's, which run a backward pass on a GPU, have no name.
+        # Other threads of Python wait for something else. Torch's own, which run a backward on a GPU, have no name in
+        # Python, which calls them Dummy-1 and so on.
         thread = threading.current_thread()
         if thread is not own and not thread.name.startswith("Dummy"):
             return wait(work, *args, **kwargs)

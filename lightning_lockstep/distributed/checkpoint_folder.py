@@ -1,4 +1,4 @@
-"""A checkpoint folder that ranks write together: whole or not there, and found where a save was killed."""
+"""A checkpoint folder that ranks write together: whole or not there, and found after a save was killed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Path = TypeVar("_Path", str, Path)
 
 
 def saved_at(path: _Path, *, says: bool = True) -> _Path:
-    """Return where a checkpoint is: aside where a save that was to replace it was killed just then."""
+    """Return where a checkpoint is: under its other name if a save that was to replace it was killed just then."""
     aside = Path(f"{path}{BEFORE}")
     if Path(path).exists() or not aside.exists():
         return path
@@ -29,7 +29,7 @@ def saved_at(path: _Path, *, says: bool = True) -> _Path:
 def whole_folder(
     target: str,  # an address such as s3://... is written to directly
     *,
-    makes_folder: bool,  # rank 0, and the first rank of each node where the nodes write to disks of their own
+    makes_folder: bool,  # rank 0, and the first rank of each node if the nodes write to disks of their own
     meet: Callable[[], object],  # a barrier of all ranks
     gather: Callable[[Any], Sequence[Any]],  # the values of all ranks, on all
 ) -> Iterator[str]:

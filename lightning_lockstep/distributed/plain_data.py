@@ -1,6 +1,6 @@
 """Files that torch has saved, read as plain data: an object of a class stays a description of it, which runs nothing.
 
-What is plain data in another coat becomes plain: containers of OmegaConf, paths, subclasses of dict and list. Arrays
+What is plain data in another form becomes plain: containers of OmegaConf, paths, subclasses of dict and list. Arrays
 and numbers of numpy stay what they are, and so do objects of a class that this process has declared safe by
 ``torch.serialization.add_safe_globals``.
 """
@@ -20,7 +20,7 @@ import torch
 from lightning_lockstep._text import listed
 from lightning_lockstep.errors import ConfigurationError
 
-# Modules that torch refuses even where they are declared safe, with advice to load the file without its check.
+# Torch refuses these modules even if they are declared safe, and advises to load the file without its check.
 _RUNS_PROGRAMS = ("os", "posix", "nt", "sys")
 _CONTAINERS = (dict, OrderedDict, Counter)
 _SEQUENCES = (list, tuple, set, torch.Size)
@@ -87,16 +87,15 @@ def read_plain(file: Path | IO[bytes]) -> Any:
 
 def _load(file: Path | IO[bytes], foreign: Iterable[str]) -> Any:
     stands_for = {name: _stand_in(name) for name in foreign}
-    of_numpy = list(_DTYPES_OF_NUMPY) if any(name in _OF_NUMPY for name in foreign) else []
     while True:
         pairs: list[Any] = [(stand_in, name) for name, stand_in in stands_for.items()]
         try:
-            with torch.serialization.safe_globals(pairs + of_numpy):
+            with torch.serialization.safe_globals([*pairs, *_DTYPES_OF_NUMPY]):
                 if not isinstance(file, Path):
                     file.seek(0)
                 return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, Path))
         except pickle.UnpicklingError as error:
-            # A subclass of dict or list shows itself when it is to get items.
+            # Torch names the stand-in of a subclass of dict or list when that is to get items.
             name = next((name for name, kind in stands_for.items() if repr(kind) in str(error)), None)
             if name is None or not _is_inert(stands_for[name]):
                 raise

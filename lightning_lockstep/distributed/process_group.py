@@ -33,7 +33,7 @@ from lightning_lockstep.errors import LaunchError
 
 @dataclass(eq=False)
 class RankGroup:
-    """The ranks of a run and the store where they meet; one that is made anew equals no earlier one."""
+    """The ranks of a run and the store where they meet; a group that is made anew equals no earlier one."""
 
     rank: int
     world_size: int
@@ -52,7 +52,7 @@ def current_group() -> RankGroup | None:
     world = dist.group.WORLD if _AVAILABLE else None
     if world is None:
         return None
-    known = _groups.get(world)  # without the lock, which a process may have been forked with
+    known = _groups.get(world)  # without the lock: a process may have been forked while it was held
     if known is not None:
         return known
     with _lock:
@@ -127,7 +127,7 @@ def _check_name(store: Store, rank: int, name: str, place: str) -> None:
 
 def host_rendezvous(address: str, *, everywhere: bool = False) -> int:
     """Listen at ``address`` on a port that the system chooses, and return that port."""
-    # For rank 0, before it starts the others. ``everywhere``: on all interfaces, where it is not known yet by
+    # Rank 0 calls it before it starts the others. ``everywhere``: on all interfaces, if it is not known yet by
     # which one the others come.
     store = _tcp_store(address, 0, None, listens_at=ANY if everywhere else listening_address(address))
     _stores[address, store.port] = store
@@ -138,9 +138,12 @@ def _tcp_store(
     address: str, port: int, world_size: int | None, *, listens_at: str | None, timeout: float = 300.0
 ) -> TCPStore:
     descriptor = None
-    if listens_at is not None and (listener := _listener(listens_at, port)) is not None:
-        port = listener.getsockname()[1]
-        descriptor = listener.detach()
+    if listens_at not in (None, ANY):
+        family = socket.AF_INET6 if ":" in listens_at else socket.AF_INET
+        # If the port is taken, torch finds out itself: another store of this process may have it, and serves both.
+        with suppress(OSError):
+            listener = socket.create_server((listens_at, port), family=family, backlog=4096)
+            port, descriptor = listener.getsockname()[1], listener.detach()
     return TCPStore(
         address,
         port,
@@ -151,17 +154,6 @@ def _tcp_store(
         multi_tenant=True,
         master_listen_fd=descriptor,
     )
-
-
-def _listener(address: str, port: int) -> socket.socket | None:
-    """Return a socket that listens there, or ``None`` where torch is to listen itself, on all interfaces."""
-    # Where the port is taken, torch gets to know that: another store of this process may have it, and serves
-    # both.
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    if address != ANY:
-        with suppress(OSError):
-            return socket.create_server((address, port), family=family, backlog=4096)
-    return None
 
 
 def free_port() -> int:
@@ -192,7 +184,7 @@ def process_group_exists() -> bool:
 
 def default_backend(device: torch.device) -> str:
     """Return the name of the backend that torch uses for a device: ``nccl`` for CUDA, ``gloo`` for CPU."""
-    # For another type of device it is the one that was registered for it, ``gloo`` where none was.
+    # For another type of device it is the backend that was registered for it, or ``gloo`` if none was.
     return dist.Backend.default_device_backend_map.get(device.type, "gloo")
 
 
@@ -216,9 +208,8 @@ def start_process_group(
     if process_group_exists():
         return
     here = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-    if (
-        "LOCAL_RANK" not in os.environ
-    ):  # the first process of a node; nothing that it starts is a rank of this job
+    # In the first process of a node: nothing that it starts is a rank of this job.
+    if "LOCAL_RANK" not in os.environ:
         here[HAS_MET] = str(os.getpid())
     for variable, value in here.items():
         _place_before.setdefault(variable, os.environ.get(variable))
@@ -251,7 +242,7 @@ def start_process_group(
 
 @contextmanager
 def _ended_by_ctrl_c() -> Iterator[None]:
-    """Let Ctrl-C end this process at once in the body, which waits in C++, where it does not reach Python's handler."""
+    """Let Ctrl-C end this process at once while the body waits in C++, from where it does not reach Python."""
     usual = signal.getsignal(signal.SIGINT)
     may_set = threading.current_thread() is threading.main_thread() and usual is signal.default_int_handler
     if may_set:
@@ -269,6 +260,6 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: Any = None) -> None:
         own = tensor.detach().contiguous()
         row = own.cpu() if own.device.type == "xla" else own
         if row.numel():
-            # As bytes: whatever the backend knows of the dtype.
+            # They are sent as bytes, because the backend may not know the dtype.
             dist.broadcast(row.view(-1).view(torch.uint8), group=group, group_src=0)
             tensor.detach().copy_(row)

@@ -29,7 +29,7 @@ def own_address(name: str) -> str:
     found = addresses_of(name)
     if _means_this_host(name):  # whoever can reach rank 0 by this is on its host
         return next(iter(found), "127.0.0.1")
-    return next(iter(_reachable(found)), ANY)  # none is that others could use: 127.0.1.1, address translation
+    return next(iter(_reachable(found)), ANY)  # others can use none of them: 127.0.1.1, address translation
 
 
 def listening_address(name: str) -> str:
@@ -38,7 +38,7 @@ def listening_address(name: str) -> str:
     if on_one_host() or _means_this_host(name):
         return next((address for address in found if _is_own(address)), ANY)
     reachable = _reachable(found)
-    return reachable[0] if len(reachable) == 1 == len(found) else ANY  # others may take another one
+    return reachable[0] if len(reachable) == 1 == len(found) else ANY  # others may take another address
 
 
 # Variables with the number of ranks on this host and of the job: torchrun, Open MPI, MPICH.
@@ -77,17 +77,17 @@ def address_towards(host: str) -> str:
     return "127.0.0.1"
 
 
-def addresses_here() -> set[str]:
+def addresses_here() -> list[str]:
     """Return the addresses of all interfaces of this host, loopback included."""
     import psutil
 
     families = (socket.AF_INET, socket.AF_INET6)
     listed = (address for addresses in psutil.net_if_addrs().values() for address in addresses)
-    return {address.address.partition("%")[0] for address in listed if address.family in families}
+    return [address.address.partition("%")[0] for address in listed if address.family in families]
 
 
 def addresses_of(name: str) -> list[str]:
-    """Return the addresses that a host name stands for here; none where it stands for nothing."""
+    """Return the addresses that a host name stands for here; none if it is not known."""
     with suppress(ValueError):
         return [str(ip_address(name.strip("[]")))]
     with suppress(OSError):
@@ -108,13 +108,13 @@ def _is_own(address: str) -> bool:
 # signatures
 #
 # Whoever starts the ranks makes the token and hands it on in their environment, where only processes of the
-# same user can read it. Where none of ours starts them (``torchrun``, ``srun``) and all are on one host,
+# same user can read it. If no launcher of ours starts them (``torchrun``, ``srun``) and all are on one host,
 # each derives it from a file that only its user can read. On several hosts, rank 0 makes it and leaves it
 # next to its address in the store of the process group: as safe as that store is. ``docs/security.md`` has
 # the table.
 
 _SIGNATURE = hashlib.sha256().digest_size
-# What tells a job of this user on this host from another.
+# Variables that tell a job of this user on this host from another one.
 _JOB_NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "PMI_JOBID")
 
 
@@ -163,13 +163,13 @@ def fingerprint(token: str) -> str:
 
 
 def signed(content: bytes) -> bytes:
-    """Return ``content`` with a signature of this job before it; the signature is void where no token is known."""
+    """Return ``content`` with a signature of this job before it; the signature is zeros if no token is known."""
     token = known_job_token()
     return (hmac.digest(token.encode(), content, "sha256") if token else bytes(_SIGNATURE)) + content
 
 
 def verified(data: bytes) -> bytes:
-    """Return what another rank of this job has passed through :func:`signed`."""
+    """Return the content of a message that another rank of this job has signed; raise if it has not."""
     content = data[_SIGNATURE:]
     if not hmac.compare_digest(signed(content), data):
         raise LaunchError(

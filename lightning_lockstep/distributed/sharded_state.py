@@ -38,7 +38,7 @@ def is_divided(value: object) -> bool:
 
 
 def ranks_of_part(divided: Any) -> tuple[int, ...]:
-    """Return the ranks that hold what this rank holds of a ``DTensor``; none where this one is not in its mesh."""
+    """Return the ranks that hold what this rank holds of a ``DTensor``; none if this one is not in its mesh."""
     mesh, place = divided.device_mesh, divided.device_mesh.get_coordinate()
     if place is None:
         return ()
@@ -73,7 +73,7 @@ def _mapped(tree: Any, change: Callable[[Any, Place], Any], place: Place = ()) -
 
 
 def _divided_like(value: Any, like: Any) -> Any:
-    """Return this rank's part of a whole tensor, divided as another one is; one that is divided already as it is."""
+    """Return this rank's part of a whole tensor, divided like another one; a divided tensor is returned as it is."""
     if not is_divided(like) or is_divided(value):
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -127,7 +127,7 @@ def is_parts_folder(path: str | Path) -> bool:
 
 
 def all_see_parts(path: str | Path, gather: Callable[[Any], Sequence[Any]]) -> bool:
-    """Return whether a path is such a folder; raise on all ranks where they see different things. Ranks: all."""
+    """Return whether a path is such a folder; raise on all ranks if they see different things. Ranks: all."""
     found, paths = zip(*gather((is_parts_folder(path), str(path))), strict=True)
     if len(set(found)) > 1:
         elsewhere = ranks_in_words(rank for rank, is_there in enumerate(found) if not is_there)
@@ -165,7 +165,7 @@ _LEFT = "What was saved before is left as it is."
 
 @contextmanager
 def _in_one_line(kind: type[Exception], what: str, remedy: str) -> Iterator[None]:
-    """Raise an error that names the ranks that failed in place of torch's, which all ranks raise; it has no summary."""
+    """Replace torch's error, which all ranks raise and which has no summary, by one that names the failed ranks."""
     from torch.distributed.checkpoint import CheckpointException
 
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import wraps
+from itertools import chain
 from typing import Any
 
 import torch
@@ -109,13 +110,13 @@ def _gather_around_steps(module: Any) -> None:
             step = getattr(module, name)
             setattr(module, name, _in_forward(module, step))
             register_fsdp_forward_method(module, name)
-            # Where Lightning reads which arguments a step takes.
+            # Lightning reads here which arguments a step takes.
             getattr(module, name).__func__.__wrapped__ = getattr(step, "__wrapped__", step)
 
 
 def _in_forward(module: FSDPModule, step: Callable[..., Any]) -> Callable[..., Any]:
-    # A step calls forward, at whose end torch takes the one of the step for over: it would free all at the end of the
-    # step, and gather it again for the backward.
+    # A step calls forward. When that returns, torch takes the forward pass of the whole step as ended: it would free
+    # all at the end of the step, and gather it again for the backward.
     @wraps(step)
     def whole(*args: Any, **kwargs: Any) -> Any:
         # A backward within the step (second derivatives) leaves gathered what the one after it needs too.
@@ -124,8 +125,8 @@ def _in_forward(module: FSDPModule, step: Callable[..., Any]) -> Callable[..., A
             output = step(*args, **kwargs)
         finally:
             module.set_reshard_after_backward(True)
-        # It frees what is gathered at the end of a forward method that has called forward, whatever
-        # reshard_after_forward says, unless it is still in its forward pass.
+        # Torch frees what is gathered at the end of a forward method that has called forward, whatever
+        # reshard_after_forward says, unless the group is still in its forward pass.
         for group in _groups(module):
             group._training_state = type(group._training_state).FORWARD
         return output
@@ -150,17 +151,14 @@ def own_gradients(module: nn.Module) -> list[Tensor]:
     found: list[Any] = [parameter.grad for parameter in module.parameters()]
     with torch.no_grad():
         parts: list[Tensor] = [g.to_local() if is_divided(g) else g for g in found if g is not None]
-    for one in _holders(module):
-        whole = (one.unsharded_accumulated_grad, getattr(_gathered(one), "grad", None))
+    groups = chain.from_iterable(map(_groups, divided_parts(module)))
+    for holder in chain.from_iterable(group.fsdp_params for group in groups):
+        # Gradients that accumulate without a reduction are kept here alone, whole ones on each rank. The public name of
+        # the whole parameter fails before it is gathered for the first time.
+        gathered = getattr(holder, "_unsharded_param", None)
+        whole = (holder.unsharded_accumulated_grad, getattr(gathered, "grad", None))
         parts += [gradient for gradient in whole if gradient is not None]
     return parts
-
-
-def _holders(module: nn.Module) -> list[Any]:
-    # Gradients that accumulate without a reduction are kept there alone, whole ones on each rank.
-    return [
-        holder for part in divided_parts(module) for group in _groups(part) for holder in group.fsdp_params
-    ]
 
 
 def _groups(part: Any) -> list[Any]:
@@ -168,8 +166,3 @@ def _groups(part: Any) -> list[Any]:
     state = part._get_fsdp_state()
     group = getattr(state, "_fsdp_param_group", None)
     return list(getattr(state, "_fsdp_param_groups", [] if group is None else [group]))
-
-
-def _gathered(holder: Any) -> Any:
-    """Return the whole parameter; ``None`` before it is gathered for the first time, when its public name fails."""
-    return getattr(holder, "_unsharded_param", None)

@@ -194,8 +194,9 @@ def group_recorders() -> list[CallRecorder]:
     """Return the recorders of groups that torch's does not see, such as those of the backend ``mpi4py``."""
     if not process_group_exists():
         return []
-    groups = list(dist.distributed_c10d._world.pg_map)  # a copy: another thread may be making a group
-    return [group.call_recorder for group in groups if hasattr(group, "call_recorder")]
+    # A copy, because another thread may be making a group.
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+    return [group for group in groups if hasattr(group, "outstanding")]
 
 
 # -- What the thread that trains is doing, asked from another thread --

@@ -92,7 +92,7 @@ class _DispatchedCall:
         dtypes = [_dtype(tensor) for tensor in self.tensors]
         chosen = self.operator.name.startswith("alltoall")
         return CollectiveCall(
-            operation=self.operator.operation,
+            operation=OPERATIONS[self.operator.name],
             group=group,
             dtypes=tuple(dtypes if len(set(dtypes)) > 1 else dtypes[:1]),
             shapes=() if chosen else tuple(tuple(tensor.shape) for tensor in self.tensors),

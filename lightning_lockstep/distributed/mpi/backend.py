@@ -134,7 +134,7 @@ _lock = threading.Lock()
 
 
 def start_runtime() -> MPIRuntime:
-    """Return MPI as this process has it, brought up when first asked for: then all ranks do so together."""
+    """Return MPI as this process has it; the first call starts it, which all ranks do together."""
     global _runtime
     with _lock:
         if _runtime is None:
@@ -155,7 +155,7 @@ def _import_mpi() -> Any:
     try:
         import mpi4py
     except ImportError as error:
-        raise MissingExtraError("mpi4py", extra="mpi", needed_for="The backend 'mpi4py'") from error
+        raise MissingExtraError("mpi4py", extra="mpi", needed_for="Communication over MPI") from error
     if "mpi4py.MPI" not in sys.modules:
         mpi4py.rc.finalize = False  # we finalise, in the thread that initialised
         # While Open MPI waits for another rank, the backward pass may have the core.

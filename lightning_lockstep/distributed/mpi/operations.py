@@ -153,6 +153,7 @@ def moved(flat: Tensor) -> list[Any]:
 
 
 def _address(flat: Tensor) -> Any:
+    # An array of numpy would know length and type too, but its tensor could not be resized any more.
     return MPI.buffer.fromaddress(flat.data_ptr(), flat.nbytes)
 
 
@@ -161,7 +162,7 @@ def _all(bodies: Iterable[Body]) -> Body:
     return chain.from_iterable([*bodies])
 
 
-# -- torch's operations: what they are given must fit, as MPI gets addresses --
+# -- torch's operations: what they are given must fit, because MPI gets addresses --
 
 
 def _need(condition: bool, what: str) -> None:
@@ -177,28 +178,22 @@ def _one(given: Sequence[Any]) -> Any:
     return given[0]
 
 
-def _parts(group: Any, given: Any, own: Tensor | None = None) -> dict[int, Tensor]:
+def _parts(group: Any, given: Any, own: Tensor | None = None, rows: Sequence[int] = ()) -> dict[int, Tensor]:
     """Return the tensors for each rank, of a list or of a whole; this rank's is as large as ``own``."""
     size = group.size()
-    if isinstance(given, Tensor):
+    if isinstance(given, Tensor) and rows:
+        fits = len(rows) == size and given.shape[:1] == (sum(rows),)
+        _need(fits, f"the split sizes are {list(rows)} for a tensor of {tuple(given.shape)} and {size} ranks")
+        given = torch.split(given, list(rows))
+    elif isinstance(given, Tensor):
         _need(given.numel() % size == 0, f"{tuple(given.shape)}: it must hold {size} parts of one size")
-        given = given.view(size, -1).unbind()
+        given = given.view(size, given.numel() // size).unbind()
     _need(len(given) == size, f"a list of {len(given)} tensors was given for {size} ranks")
     if own is not None:
         part = given[group.rank()]
         shapes = f"{tuple(part.shape)} and {tuple(own.shape)}"
         _need(part.numel() == own.numel(), f"the two tensors for this rank have the shapes {shapes}")
     return dict(enumerate(given))
-
-
-def _rows(group: Any, whole: Tensor, sizes: Sequence[int] | None) -> dict[int, Tensor]:
-    size, rows = group.size(), whole.shape[0] if whole.dim() else 0
-    sizes = list(sizes or [rows // size] * size)
-    _need(
-        len(sizes) == size and sum(sizes) == rows,
-        f"the split sizes are {sizes} for {rows} rows and {size} ranks",
-    )
-    return dict(enumerate(torch.split(whole, sizes)))
 
 
 def _reduction(group: Any, tensor: Tensor, opts: Arguments, root: int | None = None) -> Body:
@@ -266,7 +261,7 @@ COLLECTIVES: dict[str, Callable[..., Body]] = {
     ),
     "alltoall": lambda group, out, given, opts: _exchanged(group, _parts(group, out), _parts(group, given)),
     "alltoall_base": lambda group, out, given, out_sizes, sizes, opts: _exchanged(
-        group, _rows(group, out, out_sizes), _rows(group, given, sizes)
+        group, _parts(group, out, rows=out_sizes), _parts(group, given, rows=sizes)
     ),
     "barrier": _barrier,
 }

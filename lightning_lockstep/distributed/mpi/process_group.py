@@ -79,7 +79,8 @@ class MPIProcessGroup(dist.ProcessGroup):
         tensors, sizes = given[:2], given[2:]
         if answered_locally():
             reduction, root = getattr(opts, "reduceOp", None), getattr(opts, "rootRank", 0)
-            return answer(_operator(name), self, tensors, reduction=reduction, root=root, splits=sizes)
+            splits = sizes or (None, None)
+            return answer(_operator(name), self, tensors, reduction=reduction, root=root, splits=splits)
         flat, outputs, inputs = _flat(tensors), _flat(tensors[:1]), _flat(tensors[-1:])
         _check(flat)
         copies: list[tuple[Tensor, Tensor]] = []
@@ -92,21 +93,23 @@ class MPIProcessGroup(dist.ProcessGroup):
         # What is equal on all ranks: of a gather with a shape for each rank, the list.
         by_rank = name == "allgather" and len({tensor.shape for tensor in outputs}) > 1
         shown = outputs if by_rank or name == "scatter" else [] if name.startswith("alltoall") else inputs
-        kind, number = _described(
-            name,
-            self._title,
-            flat[0].dtype if flat else None,
-            tuple([tensor.shape for tensor in shown]),
-            options.reduction,
-            None if options.root is None else self._ranks[options.root],
+        described = CollectiveCall(
+            operation=OPERATIONS[_operator(name)],
+            group=self._title,
+            dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in flat[:1]),
+            shapes=tuple(tuple(tensor.shape) for tensor in shown),
+            reduce_op=options.reduction,
+            root=None if options.root is None else self._ranks[options.root],
+            batch=batch_of_call(),
+            site=call_site(),
         )
-        batch, site = batch_of_call(), call_site()
+        number = fingerprint(described.compared()) ^ batch_number(described.batch)
         with self._lock:
-            call = replace(kind, number=self._count + 1, batch=batch, site=site)
+            call = replace(described, number=self._count + 1)
             self._calls.append((call, time.time()))
             self._last = self._submitted(
-                f"{kind.title} #{call.number}",
-                self._agreed(call, number ^ batch_number(batch), _copied_back(body, copies)),
+                f"{call.title} #{call.number}",
+                self._agreed(call, number, _copied_back(body, copies)),
                 outputs,
                 timeout or getattr(opts, "timeout", None),
                 lambda work: self._ended(work, call.number),
@@ -117,7 +120,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def _agreed(self, call: CollectiveCall, number: int, body: Body) -> Body:
         """Carry a collective out if all ranks have called the same, and raise on all of them if not."""
-        # MPI does not ask: it would truncate on one rank, give wrong numbers on another, or write where it must not.
+        # MPI compares nothing: it would truncate on one rank, give wrong numbers on another, or write elsewhere.
         if isinstance(self._broken, RankFailedError):
             raise self._broken
         if self._broken is not None:
@@ -144,12 +147,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         if work.given_up or not isinstance(work.error, CollectiveMismatchError):
             self._broken = self._broken or work.error
 
-    # -- what the guard asks: torch's own flight recorder sees no process group that is written in Python ----
-
-    @property
-    def call_recorder(self) -> MPIProcessGroup:
-        """This group, which is a ``CallRecorder`` of the guard."""
-        return self
+    # -- what the guard asks of a CallRecorder: torch's own sees no process group that is written in Python ----
 
     def outstanding(self) -> Sequence[Outstanding]:
         # Collectives of a group end in the order of their calls.
@@ -280,27 +278,6 @@ for _name in COLLECTIVES:
 
 def _operator(name: str) -> str:
     return name if name == "barrier" else f"{name}_"
-
-
-@functools.lru_cache(10_000)
-def _described(
-    name: str,
-    group: str,
-    dtype: torch.dtype | None,
-    shapes: tuple[tuple[int, ...], ...],
-    reduce_op: str | None,
-    root: int | None,
-) -> tuple[CollectiveCall, int]:
-    """Return what all ranks must call together, and the number that stands for it."""
-    call = CollectiveCall(
-        operation=OPERATIONS[_operator(name)],
-        group=group,
-        dtypes=() if dtype is None else (str(dtype).removeprefix("torch."),),
-        shapes=tuple(tuple(shape) for shape in shapes),
-        reduce_op=reduce_op,
-        root=root,
-    )
-    return call, fingerprint(call.compared())
 
 
 # -- The tensors of a caller --

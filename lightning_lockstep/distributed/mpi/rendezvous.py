@@ -7,7 +7,6 @@ each answers which of them it can reach.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import socket
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import psutil
 
 from lightning_lockstep.distributed.mpi.backend import check_ranks, start_runtime
 from lightning_lockstep.distributed.process_group import host_rendezvous
-from lightning_lockstep.distributed.rendezvous import address_towards
+from lightning_lockstep.distributed.rendezvous import address_towards, addresses_here
 from lightning_lockstep.errors import LaunchError
 
 _REACH = 3.0  # longest wait for an address to answer [s]
@@ -40,16 +39,6 @@ def agree_on_rendezvous(rank: int, size: int) -> MPIRendezvous:
         return MPIRendezvous(address, int(port))
     if size == 1:
         return MPIRendezvous("127.0.0.1", host_rendezvous("127.0.0.1"))
-    if importlib.util.find_spec("mpi4py") is None:
-        raise LaunchError(
-            f"{size} ranks were started, but mpi4py, with which they find each other, is not installed:"
-            " `pip install 'lightning-lockstep[mpi]'`, or set MASTER_ADDR and MASTER_PORT to the host of rank 0 and"
-            " a free port on it."
-        )
-    return _over_mpi(rank, size)
-
-
-def _over_mpi(rank: int, size: int) -> MPIRendezvous:
     runtime = start_runtime()
     check_ranks(runtime, rank, range(size))
     world, call = runtime.MPI.COMM_WORLD, runtime.worker.call
@@ -77,14 +66,7 @@ def _over_mpi(rank: int, size: int) -> MPIRendezvous:
 
 def _addresses() -> list[str]:
     """Return the addresses of this host that others may reach, those of IPv4 first."""
-    status = psutil.net_if_stats()
-    found = [
-        ip_address(address.address)
-        for name, addresses in psutil.net_if_addrs().items()
-        for address in addresses
-        if address.family in (socket.AF_INET, socket.AF_INET6) and status[name].isup
-    ]
-    usable = [one for one in found if not (one.is_loopback or one.is_link_local)]
+    usable = [one for one in map(ip_address, addresses_here()) if not (one.is_loopback or one.is_link_local)]
     return [str(one) for one in sorted(usable, key=lambda one: one.version)] or ["127.0.0.1"]
 
 

@@ -36,7 +36,7 @@ from torch.futures import Future
 from lightning_lockstep.errors import CollectiveStallError
 
 T = TypeVar("T")
-#: Yields lists of functions, each of which returns once in its life that its request is complete.
+#: Yields lists of functions. Each tests whether its request is complete, and is not called again once it is.
 Body = Iterator[list[Callable[[], bool]]]
 
 _FUTURES = "lockstep-mpi-future"
@@ -105,7 +105,7 @@ class MPIWork(dist.Work):
         return bool(self._tests)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Let those go on who wait for it."""
+        """End the operation, and wake the threads that wait for it."""
         self.error = error
         if self.given_up:  # MPI may still write to the memory, so all of it is kept
             _given_up.append(self)
@@ -170,7 +170,7 @@ class MPIWork(dist.Work):
                     pass
                 trigger.set_result(None)
 
-            # A callback may start another operation and wait for it, which the worker could not.
+            # A callback may start another operation and wait for it, so the worker must not run it.
             if self._done:
                 complete()
             else:
