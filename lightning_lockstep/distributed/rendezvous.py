@@ -78,11 +78,12 @@ def address_towards(host: str) -> str:
 
 
 def addresses_here() -> list[str]:
-    """Return the addresses of all interfaces of this host, loopback included."""
+    """Return the addresses of all interfaces of this host that are up, loopback included."""
     import psutil
 
     families = (socket.AF_INET, socket.AF_INET6)
-    listed = (address for addresses in psutil.net_if_addrs().values() for address in addresses)
+    up = [name for name, status in psutil.net_if_stats().items() if status.isup]
+    listed = (address for name in up for address in psutil.net_if_addrs().get(name, ()))
     return [address.address.partition("%")[0] for address in listed if address.family in families]
 
 

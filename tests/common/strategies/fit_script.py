@@ -133,17 +133,23 @@ def make_strategy() -> Any:
     return lightning_lockstep.LockstepDDPStrategy(start_method=START, grace_period=GRACE)
 
 
+def before_they_meet() -> None:
+    """What happens to rank 1 before it makes its Trainer."""
+    if os.environ.get("LOCAL_RANK") != "1":
+        return
+    if FAULT == "early":
+        raise RuntimeError("boom before the ranks met")
+    if FAULT == "leaves":
+        sys.exit(0)
+    if FAULT == "orphan":
+        starter = os.getppid()
+        os.kill(starter, signal.SIGTERM)
+        while os.getppid() == starter:
+            time.sleep(0.01)
+
+
 def main() -> None:
-    if os.environ.get("LOCAL_RANK") == "1":  # before the ranks have met
-        if FAULT == "early":
-            raise RuntimeError("boom before the ranks met")
-        if FAULT == "leaves":
-            sys.exit(0)
-        if FAULT == "orphan":
-            starter = os.getppid()
-            os.kill(starter, signal.SIGTERM)
-            while os.getppid() == starter:
-                time.sleep(0.01)
+    before_they_meet()
     L.seed_everything(1, verbose=False)
     data = TensorDataset(torch.randn(320, 8), torch.randint(0, 4, (320,)))
     callbacks: list[Any] = []
