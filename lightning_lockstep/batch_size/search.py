@@ -61,7 +61,7 @@ class SizeSearch:
         if high is not None and high <= 1:
             return Proposal(True, 0, "1 does not fit")
         if high is not None and low and low >= (1 - self.tolerance) * (high - 1):
-            return Proposal(True, low, f"{high} does not fit")
+            return Proposal(True, low, f"{low} fits, {high} does not")
         if len(self.trials) >= self.max_trials:
             return Proposal(True, low, f"max_trials={self.max_trials} reached")
         if high is None:
