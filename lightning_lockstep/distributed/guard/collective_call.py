@@ -1,4 +1,4 @@
-"""One collective as a rank called it: from where, what must be equal on all ranks, the report where it is not."""
+"""One collective as a rank called it: its call site, what must be equal on all ranks, the report of a mismatch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lightning_lockstep._text import plain_table
 from lightning_lockstep.distributed.failure.record import places_in_words
 
 # -- What one rank called --
-# Nothing in this file depends on a backend: whoever compares the ranks describes each call as a
-# :class:`CollectiveCall`, brings the descriptions together, and raises with :func:`mismatch_report`.
+# Nothing in this file depends on a backend. The code that compares the ranks describes each call as a
+# :class:`CollectiveCall`, gathers the descriptions, and raises an error with the text of :func:`mismatch_report`.
 
-#: What backends call an exchange of parts whose sizes the ranks may choose.
+#: The names that backends give to an all-to-all, in which the ranks may choose the size of each part.
 ALL_TO_ALL = ("all_to_all", "all_to_all_single", "alltoall", "alltoall_base")
 
 
@@ -28,27 +28,27 @@ ALL_TO_ALL = ("all_to_all", "all_to_all_single", "alltoall", "alltoall_base")
 class CollectiveCall:
     """One collective as one rank called it."""
 
-    operation: str  # in torch.distributed, such as ``all_reduce``
+    operation: str  # its name in torch.distributed, such as ``all_reduce``
     group: str
-    number: int = 0  # which collective of the group on this rank, from 1; 0: nobody counts
+    number: int = 0  # of the call in its group on this rank, from 1; 0 if nobody counts
     dtypes: tuple[str, ...] = ()  # such as ``("float32",)``
     shapes: tuple[tuple[int, ...], ...] = ()
-    reduce_op: str | None = None  # such as ``sum``; None: it does not reduce
-    root: int | None = None  # sends to all or receives from all
+    reduce_op: str | None = None  # such as ``sum``; None if it does not reduce
+    root: int | None = None  # the rank that sends to all or receives from all
     site: str = ""  # where it was called from, such as ``train.py:88 in training_step``
-    note: str = ""  # shown instead of the shapes, such as what is wrong with the arguments
-    uneven: bool = False  # shapes may differ between ranks, but for their numbers of dimensions
-    batch: str = ""  # of a fit, such as ``epoch 0, batch 3``, in which it was called
-    # Epoch, step, batch and stage of this rank's Trainer; no part of the call.
+    note: str = ""  # shown in place of the shapes, for example what is wrong with the arguments
+    uneven: bool = False  # whether shapes may differ between ranks; numbers of dimensions may not
+    batch: str = ""  # of the fit in which it was called, such as ``epoch 0, batch 3``
+    # Epoch, step, batch and stage of this rank's Trainer; they are not compared.
     where: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def to_data(self) -> dict[str, Any]:
-        """Return the call as plain data, as JSON can hold it."""
+        """Return the call as plain data that JSON can hold."""
         return asdict(self)
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> CollectiveCall:
-        """Return the call that :meth:`to_data` has described, also after a way through JSON."""
+        """Return the call from the data of :meth:`to_data`, also if JSON has made lists of its tuples."""
         return cls(**{**data, "dtypes": tuple(data["dtypes"]), "shapes": tuple(map(tuple, data["shapes"]))})
 
     @property
@@ -59,32 +59,32 @@ class CollectiveCall:
         return self.operation + (f"({self.reduce_op})" if self.reduce_op else "") + root
 
     def compared(self) -> tuple[str, ...]:
-        """Return what must be equal on all ranks: operation, dtype and shape, as text, nothing left out."""
+        """Return what must be equal on all ranks, as text: operation, dtypes and shapes in full."""
         shapes = [len(shape) if self.uneven else tuple(shape) for shape in self.shapes]
         return self.title, str(self.dtypes), self.note or str(shapes)
 
     def columns(self) -> tuple[str, ...]:
-        """Return what the report shows: operation, dtype and shape."""
+        """Return what the report shows: operation, dtypes and shapes, shortened."""
         shapes = [str(tuple(shape)) for shape in self.shapes]
         return self.title, _in_short(self.dtypes), self.note or _in_short(shapes)
 
 
 def fingerprint(signature: Hashable) -> int:
-    """Return a whole number below 2^63 that stands for what must be equal on all ranks."""
+    """Return a hash, below 2^63, of what must be equal on all ranks."""
     digest = hashlib.blake2b(repr(signature).encode(), digest_size=8).digest()  # the same in every process
     return int.from_bytes(digest, "big") >> 1
 
 
-# -- The report where ranks called different things: a table of them, and what to do --
+# -- The report of a mismatch: a table of the ranks' calls, and what to do --
 
 
 def mismatch_report(calls: Mapping[int, CollectiveCall]) -> str:
-    """Return the text of a :class:`CollectiveMismatchError`; rows that are not as most are marked."""
+    """Return the text of a :class:`CollectiveMismatchError`; calls that differ from the majority are marked."""
     odd, rows = odd_ones(calls), []
     for rank in sorted(calls):
         call = calls[rank]
         operation, dtype, shape = call.columns()
-        # Others may be in another group, or at another call of theirs.
+        # The other ranks may be in another group, or in another call of the same group.
         if call.number and len({one.number for one in calls.values()}) > 1:
             operation = f"#{call.number} {operation}"
         if call.group and len({one.group for one in calls.values()}) > 1:
@@ -97,10 +97,10 @@ def mismatch_report(calls: Mapping[int, CollectiveCall]) -> str:
 
 
 def odd_ones(calls: Mapping[int, CollectiveCall]) -> tuple[int, ...]:
-    """Return the ranks that did not call what most of them did."""
+    """Return the ranks whose call differs from that of the majority."""
     keys = {rank: _compared_in_group(call) for rank, call in calls.items()}
     counts = Counter(keys.values())
-    # A rank whose root is not known has called what any of them did.
+    # A call whose root is not known agrees with calls of any root.
     agreeing = ({keys[rank], _compared_in_group(replace(call, root=None))} for rank, call in calls.items())
     usual = max(agreeing, key=lambda those: sum(counts[one] for one in those))
     return tuple(rank for rank, key in keys.items() if key not in usual)
@@ -126,7 +126,7 @@ def _only_batches_differ(calls: Collection[CollectiveCall]) -> bool:
 
 
 def _by_fsdp(calls: Mapping[int, CollectiveCall]) -> bool:
-    """Return whether a rank has called this because a model is divided: FSDP alone gathers in backward."""
+    """Return whether FSDP made one of the calls; only FSDP calls an all-gather in backward."""
     gathers = (call for call in calls.values() if call.operation.startswith("all_gather"))
     return any(call.site.endswith(_FSDP) for call in calls.values()) or BACKWARD in {c.site for c in gathers}
 
@@ -172,7 +172,7 @@ def _remedy(calls: Mapping[int, CollectiveCall]) -> str:
     instead = ""
     if shape and not dtype and first.operation.startswith("all_gather"):
         instead = ", or use lightning_lockstep.gather_uneven()"
-    if is_elsewhere:  # as likely two branches with a call each
+    if is_elsewhere:  # the ranks may as well be in two branches that each make a call
         instead += ", or look for a call that only some ranks make"
     return f"Make the {what or 'arguments'} equal on all ranks before the call{instead}."
 
@@ -182,34 +182,34 @@ def _in_short(texts: Sequence[str]) -> str:
     return ", ".join(counts[:8]) + (", ..." if len(counts) > 8 else "")
 
 
-# -- In which batch of a fit a call was made, which must be equal on all ranks too --
+# -- The batch of a fit in which a call was made, which must be equal on all ranks too --
 
 _trains: threading.Thread | None = None  # the thread that trains
 _batch: Callable[[], str] = str
 
 
 def tell_batch_by(function: Callable[[], str]) -> None:
-    """Ask ``function`` for the batch of each call; in the thread that trains."""
+    """Ask ``function`` for the batch of each call; call this in the thread that trains."""
     global _trains, _batch
     _trains, _batch = threading.current_thread(), function
 
 
 def batch_of_call() -> str:
-    """Return the batch in which the calling thread calls a collective; nothing if it is not the one that trains."""
+    """Return the batch to which a collective of the calling thread belongs, or an empty text if there is none."""
     thread = threading.current_thread()
-    # Threads of autograd and of gloo, which Python calls so, and those in which mpi4py's futures complete belong to
-    # the batch: one and the same callback runs there on one rank and in the thread that trains on another. Threads of a
-    # program may be ahead or behind.
+    # Threads of autograd and gloo, which Python names "Dummy-...", and those that complete futures of the backend
+    # "mpi4py" belong to the batch, because the same callback may run there on one rank and in the thread that trains
+    # on another. Threads of the user's program may be ahead or behind.
     return _batch() if thread is _trains or thread.name.startswith(("Dummy-", "lockstep-mpi")) else ""
 
 
-@functools.lru_cache(4)  # asked for each call
+@functools.lru_cache(4)  # because it is called for each collective
 def batch_number(batch: str) -> int:
-    """Return a whole number below 2^63 that stands for a batch, to be mixed into that of a call."""
+    """Return a hash, below 2^63, of a batch; it is combined with the hash of a call."""
     return fingerprint(batch)
 
 
-# -- Where a call came from: the nearest place in the user's own program --
+# -- The call site: the nearest place in the user's own program --
 
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 _OF_LIBRARIES = (
@@ -217,12 +217,12 @@ _OF_LIBRARIES = (
     __name__.partition(".")[0],
 )
 _STANDARD = os.__file__.rpartition(os.sep)[0] + os.sep
-# Where autograd is entered from Python; a `Function.apply` in the forward is no backward.
+# The files from which Python starts a backward; `Function.apply`, which a forward calls, is in another one.
 _ENGINE = tuple(f"{os.sep}torch{os.sep}autograd{os.sep}{name}.py" for name in ("graph", "__init__"))
 _TRAINER = f"{os.sep}pytorch{os.sep}trainer{os.sep}trainer.py"
-#: The site of what autograd calls.
+#: The call site of collectives that autograd calls.
 BACKWARD = "backward"
-# What FSDP calls for a layer has the place of that layer's call, and this behind it.
+# The call site of what FSDP calls for a layer is the call of that layer, followed by this.
 _FSDP, _FSDP_FILES = " (FSDP)", f"{os.sep}torch{os.sep}distributed{os.sep}fsdp{os.sep}"
 
 
@@ -238,9 +238,9 @@ def _places(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
 
 
 def nearest_site(places: Iterable[tuple[str, int, str]], otherwise: str) -> str:
-    """Return the nearest place in the user's program, given files, lines and functions, the innermost first."""
-    # What the trainer does by itself has the innermost place in Lightning, not the user's `trainer.fit()`: that
-    # would be the same for whatever the ranks call.
+    """Return the nearest place in the user's program, or ``otherwise``; ``places`` has the innermost first."""
+    # A call that the Trainer makes by itself gets the innermost place in Lightning, because the user's
+    # `trainer.fit()` would be the same place for all such calls.
     inside = by = ""
     libraries, lightning = _library_folders(_OF_LIBRARIES), _library_folders(_LIGHTNING)
     for file, line, function in places:
@@ -257,22 +257,22 @@ def nearest_site(places: Iterable[tuple[str, int, str]], otherwise: str) -> str:
 
 
 def site_text(file: str, line: int, function: str) -> str:
-    """Return how messages name a place in a program, such as ``train.py:88 in training_step``."""
+    """Return a place in a program as messages show it, such as ``train.py:88 in training_step``."""
     return f"{file.rpartition(os.sep)[2]}:{line} in {function}"
 
 
-@functools.lru_cache(10_000)  # asked for each frame of a call
+@functools.lru_cache(10_000)  # because it is called for each frame of a call
 def _is_library_file(path: str, folders: tuple[str, ...]) -> bool:
-    """Return whether a file is Python's, torch's, Lightning's or this package's, rather than the user's."""
+    """Return whether a file belongs to Python or to a library, rather than to the user."""
     is_standard = path.startswith(_STANDARD) and "-packages" not in path
-    # Decorators of `typing_extensions` stand between a user's call and torch.
+    # Decorators of `typing_extensions` add a frame between a user's call and torch.
     is_wrapper = path.endswith(f"{os.sep}typing_extensions.py")
     return is_standard or is_wrapper or path.startswith((*folders, "<frozen"))
 
 
 def _library_folders(packages: Collection[str]) -> tuple[str, ...]:
-    """Return the folders of those packages that are loaded."""
-    return _folders(tuple(name for name in packages if name in sys.modules))  # more may be loaded later
+    """Return the folders of those of the packages that are imported."""
+    return _folders(tuple(name for name in packages if name in sys.modules))  # more may be imported later
 
 
 @functools.cache

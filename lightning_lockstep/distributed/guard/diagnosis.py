@@ -7,17 +7,18 @@
 #   request  -------------------------->  where [number, sites]  ---------->
 #                                         <-------------------------------    state [number, RankState]
 #                                         diagnose() for each request
-#            <-- answer (none, or a remark was made)
-#            or, where it is an error:    failure of kind "collective", with connections to end -> all raise it
+#            <-- answer (no error; a remark may be logged)
+#            or, if it is an error:       failure of kind "collective", with connections to end -> all raise it
 #
-# An answer says whether it is about an error of the backend, for which a rank may wait.
-# A look is what rank 0 begins with `where`; its number tells late answers from those to it. A request about a wait is
-# posted `window` seconds before that is too long, and ends after its second look, when it is: by then each rank knows
-# whether it has moved since the first. What may have passed already is looked at once more, and so is an error of the
-# backend. All requests that are due share a look; one about the same collective as another one is answered at once. A
-# rank that does not answer is left out once that is known to be in vain, or after `ANSWERS_WITHIN`.
+# The body of an answer tells whether the request was about an error of the backend, for which its sender waits.
+# With `where` rank 0 begins a look; the number of the look tells its states from late ones of an earlier look. A rank
+# sends a request about a wait `window` seconds before the stall timeout. Rank 0 looks at once, and again when the
+# stall timeout is over: by then each rank knows whether it has moved since the first look. It looks a third time if
+# what it found may have passed already. A request about an error of the backend gets two looks. All requests that are
+# due share one look. A second request about the same collective is answered at once. Rank 0 stops waiting for a silent
+# rank as soon as it knows that no answer will come, and at the latest after `ANSWERS_WITHIN`.
 #
-# A rank whose rank 0 does not answer is told nothing: rank 0 is lost after the silence limit of the side channel.
+# If rank 0 itself is silent, nobody answers; the side channel reports rank 0 as lost after its silence limit.
 
 from __future__ import annotations
 
@@ -47,28 +48,28 @@ from lightning_lockstep.distributed.side_channel.channel import Message, SideCha
 _log = logging.getLogger(__name__)
 
 _REQUEST, _WHERE, _STATE, _ANSWER = (f"guard/{name}" for name in ("request", "where", "state", "answer"))
-# How long a rank may take to say where it is, or rank 0 to answer [s]: where it is known to be stopped ...
+# How long rank 0 waits for the state of a rank [s] if the process of that rank is known to be stopped ...
 _STOPPED_WITHIN = 2.0
-#: ... and where its host may be busy, or it loads what tells where each collective was called.
+#: ... and otherwise, because its host may be busy, or torch may be loading what reads call sites.
 ANSWERS_WITHIN = 10.0
-# After which time all are asked once more where an error of the backend is not explained [s]: the connections of a rank
-# that comes to its end are closed a moment before it says so.
+# After which time rank 0 asks once more if nothing explains an error of the backend [s], because the connections of a
+# rank that ends are closed a moment before it says so.
 _LEAVES_WITHIN = 0.5
 _VERIFY = (
     'With guard="verify" (or LOCKSTEP_DEBUG=1) the ranks compare each collective before it runs, and the same error'
     " comes at once, from the first call that differs."
 )
-# After which time they are asked once more where what they have said may have passed already [s].
+# After which time rank 0 asks once more if what it found may have passed already [s].
 _PASSES_WITHIN = 0.2
 
 
 @dataclass
 class _Open:
-    """A request that rank 0 has taken, and not answered yet."""
+    """A request that rank 0 has received, and not answered yet."""
 
     request: DiagnosisRequest
     came: float
-    due: float  # when there is to be a look for it
+    due: float  # when its next look is to begin
     looks: int = 0
 
 
@@ -80,23 +81,23 @@ class _Look:
 
 
 class StallDiagnosis:
-    """Asks why a collective does not complete, and answers for this rank; all of it on the guard's thread."""
+    """Asks why a collective does not complete, and answers for this rank; used by the guard's thread alone."""
 
     def __init__(
         self,
         channel: SideChannel,
         own: RankObserver,
         propagation: FailurePropagation,
-        to_do: queue.SimpleQueue[Callable[[], None] | None],  # of the guard's thread
+        to_do: queue.SimpleQueue[Callable[[], None] | None],  # work for the guard's thread
         *,
-        stall_timeout: float,  # how long a collective may take that all ranks have called [s]
-        window: float,  # how long before that a request about it comes [s]
+        stall_timeout: float,  # how long a collective may take once all ranks have called it [s]
+        window: float,  # how long before the stall timeout a request comes [s]
         verifies: bool = False,  # whether the ranks compare their calls before they make them
     ) -> None:
         self._channel, self._own, self._propagation = channel, own, propagation
         self._stall_timeout, self._window = stall_timeout, window
         self._verifies = verifies
-        self.answers = 0  # how many have come about errors of the backend
+        self.answers = 0  # how many answers have come about errors of the backend
         self._count = 0
         self._look: _Look | None = None
         self._open: list[_Open] = []
@@ -127,7 +128,7 @@ class StallDiagnosis:
             self._channel.post(_REQUEST, asdict(request), to=0)
 
     def forget(self) -> None:
-        """Let go of all requests: this process was stopped for a while, perhaps all of them."""
+        """Answer and drop all requests, because this process was stopped for a while, or a failure explains them."""
         self._look = None
         dropped, self._open = self._open, []
         for one in dropped:
@@ -139,7 +140,7 @@ class StallDiagnosis:
         return bool(self._open)
 
     def work(self) -> None:
-        """Go on with what has waited long enough; to be called now and then."""
+        """Begin a look that is due, or end one that waits in vain; call this now and then."""
         now = time.monotonic()
         if self._look is None and any(one.due <= now for one in self._open):
             self._begin_look(now)
@@ -147,7 +148,7 @@ class StallDiagnosis:
             self._end_look(self._look)
 
     def _probe(self, rank: int) -> UnresponsiveRank:
-        # A rank that fails says so before it closes its channel.
+        # A rank that fails reports that before it closes its channel.
         with self._own.activity.left_out():
             return probe_unresponsive(
                 self._channel, rank, self._activities, has_failed=self._propagation.failed
@@ -167,7 +168,7 @@ class StallDiagnosis:
         self._count += 1
         self._look = look = _Look(self._count, now)
         self._activities.clear()
-        # Torch takes seconds to load what tells where calls were made: not for an error that nothing explains.
+        # Torch takes seconds to load what reads call sites, so the first look for an error of the backend has none.
         sites = any(one.looks or not one.request.raised for one in self._open if one.due <= now)
         self._channel.post(_WHERE, [look.number, sites])
         look.states[0] = self._own.state(sites)
@@ -184,7 +185,7 @@ class StallDiagnosis:
             self._end_look(look)
 
     def _is_in_vain(self, look: _Look, seconds: float) -> bool:
-        """Return whether no more answers are to be expected, so many seconds after all were asked."""
+        """Return whether no more states are expected, ``seconds`` after all ranks were asked."""
         stopped = seconds > _STOPPED_WITHIN
         return seconds > ANSWERS_WITHIN or all(
             one.has_ended or one.has_left or (stopped and one.is_stopped)
@@ -209,14 +210,14 @@ class StallDiagnosis:
                 self._conclude(request, found, states, silent)
             else:
                 one.due = time.monotonic() + again
-            if self._propagation.failed:  # explains what else is asked about: with many ranks that takes long
+            if self._propagation.failed:  # this explains the other requests too
                 self.forget()
                 return
 
     def _looked_at_again(
         self, one: _Open, found: Diagnosis | None, silent: Mapping[int, UnresponsiveRank]
     ) -> float | None:
-        """Return after which time the ranks are to be asked once more [s], if they are."""
+        """Return after which time [s] rank 0 is to ask the ranks once more, or ``None`` if it is not."""
         if one.request.raised:
             if one.looks > 1 or (found is None and silent):
                 return None
@@ -224,7 +225,7 @@ class StallDiagnosis:
         if found is None:
             return None  # the wait is over
         if one.looks == 1:
-            # Whether a rank moves is told by half a window at least, also if the look has taken long.
+            # Even if the first look took long, half a window at least must pass, so that a movement shows.
             return max(one.came + self._window - time.monotonic(), self._window / 2)
         return _PASSES_WITHIN if one.looks == 2 and found.may_pass else None
 
@@ -242,7 +243,7 @@ class StallDiagnosis:
             return
         if found.verify_finds_it and not self._verifies:
             found = replace(found, text=f"{found.text}\n\n{_VERIFY}")
-        # One that was silent raises it, too, once it goes on.
+        # A rank that was silent raises the error too, once it goes on.
         if not self._propagation.report_diagnosis(found.error(), self._connections_to_end(states, silent)):
             self._answer(request)
 
@@ -256,7 +257,7 @@ class StallDiagnosis:
         return connections_between_ranks(ends, hosts, kept)
 
     def _is_news(self, request: DiagnosisRequest) -> bool:
-        """Return whether a remark about a wait is to be made: again once that is about twice as long as at the last."""
+        """Return whether to log a remark about a wait: the first one, and one each time that it has about doubled."""
         if request.seconds < 1.9 * self._remarks.get(request.outstanding, 0.0):
             return False
         self._remarks[request.outstanding] = request.seconds

@@ -1,4 +1,4 @@
-"""The guard of a run: a thread that watches the collectives of this rank, and how its errors reach the main thread."""
+"""The guard: a thread that watches the collectives of this rank and raises its errors in the thread that trains."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class GuardSettings:
 
     # watch: find out why a collective does not complete.
     guard: Literal["off", "watch", "verify"] = "watch"  # verify: also compare before each collective
-    stall_timeout: float = 60.0  # how long one may take before the ranks compare where they are [s]
+    stall_timeout: float = 60.0  # how long a collective may take before all ranks say where they are [s]
 
     def __post_init__(self) -> None:
         faults = Faults()
@@ -50,25 +50,25 @@ class GuardSettings:
         faults.raise_all()
 
     def check(self, faults: Faults) -> None:
-        """Add to ``faults`` what is wrong; a class with further settings checks those too."""
+        """Add to ``faults`` what is wrong; a subclass with further settings checks those too."""
         faults.number("stall_timeout", self.stall_timeout, what="seconds", above=0, such_as=60)
 
 
 # -- Watches this rank's collectives, and asks about one that does not complete --
 #
-# Nothing is sent while collectives complete in time. What the guard looks at, it does on a separate thread, so
-# that it works while the main thread waits in a collective, in C++.
+# Nothing is sent while collectives complete in time. The guard works in a separate thread, because the thread that
+# trains may be waiting for a collective, in C++.
 
 _log = logging.getLogger(__name__)
-# How often it looks, as a part of the stall timeout, within these limits [s].
+# The time between two looks is this part of the stall timeout, within these limits [s].
 _PART, _OFTEN, _SELDOM = 0.1, 0.05, 1.0
-# For how long movements of the ranks are looked at, at most [s].
+# The longest time between the two looks that tell whether a rank moves [s].
 _MOVEMENT = 10.0
-# A longer sleep than this much more than planned [s] means that this process was stopped.
+# If a sleep of the guard takes this much longer than planned [s], the process was stopped meanwhile.
 _STOPPED = 2.0
-# How long the other ranks may take to say where they are when a collective has failed here [s].
+# How long this rank waits for an answer of rank 0 after a collective has failed here [s].
 _EXPLAIN_FOR = 15.0
-# How long the thread may take to end [s].
+# How long the guard's thread may take to end [s].
 _ENDS_WITHIN = 2.0
 
 
@@ -81,7 +81,7 @@ class CollectiveGuard:
         self.settings, self._channel, self._propagation = settings, channel, propagation
         self._verifier = CallVerifier() if settings.guard == "verify" else None
         self._errors = MainThreadErrors()
-        # The ranks are looked at so long before a wait is too long [s], and again then: whether they have moved.
+        # Rank 0 looks at all ranks this long before the stall timeout [s], and again at it: have they moved?
         window = min(_MOVEMENT, settings.stall_timeout / 2)
         self.rank = RankObserver(
             channel,
@@ -99,14 +99,14 @@ class CollectiveGuard:
             window=window,
             verifies=self._verifier is not None,
         )
-        self._asks_after = settings.stall_timeout - window  # and again each time that this has passed [s]
-        self._period = min(max(settings.stall_timeout * _PART, _OFTEN), _SELDOM)  # of its looks [s]
-        # Since when this rank waits in each of its incomplete collectives, and when it asks about it.
+        self._asks_after = settings.stall_timeout - window  # then, and again after each such time [s]
+        self._period = min(max(settings.stall_timeout * _PART, _OFTEN), _SELDOM)  # between two looks [s]
+        # For each incomplete collective of this rank: since when it waits, and when it is to ask rank 0.
         self._waits: dict[Outstanding, tuple[float, float]] = {}
         self._thread = threading.Thread(target=self._run, name="lockstep-guard", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch, and to verify if that is wanted; on all ranks between the same two collectives."""
+        """Begin to watch, and to verify if that is set; call this on all ranks between the same two collectives."""
         if self._verifier is not None:
             self._verifier.start()
         self.follow()
@@ -115,17 +115,17 @@ class CollectiveGuard:
         before_terminate(self._before_terminate)
 
     def follow(self) -> None:
-        """Take the calling thread for the one that trains, which is watched and gets the errors."""
+        """Watch the calling thread as the one that trains, and raise errors in it."""
         self._errors.install()
         self.rank.trains, self.rank.raised_at = threading.current_thread(), None
 
     def stop(self) -> None:
-        """Stop watching and verifying; on all ranks between the same two collectives."""
+        """Stop watching and verifying; call this on all ranks between the same two collectives."""
         if self._verifier is not None:
             self._verifier.stop()
         self._stall.close()
         self._to_do.put(None)
-        # One that is inside of torch when Python ends is ended there, which C++ answers with an abort.
+        # If the guard's thread is inside torch when Python exits, C++ aborts the process.
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(_ENDS_WITHIN)
         self._errors.remove()
@@ -134,19 +134,19 @@ class CollectiveGuard:
             self._propagation.explain = self._propagation.interrupt = None
 
     def explain(self, error: BaseException) -> None:
-        """Ask why a collective has failed here, for some seconds at most; the answer comes as a failure."""
+        """Ask why a collective has failed here, and wait some seconds for the answer, which comes as a failure."""
         self._ask(str(error), position_of_error(error))
 
     def _before_terminate(self) -> None:
-        """C++ is about to abort this process: let all ranks know why, if the records say so."""
+        """Tell all ranks why C++ is about to abort this process, if rank 0 finds out why."""
         self._ask("a thread of the backend ended the process", None)
         record = self._propagation.record
         if record is not None and record.kind == "collective":
-            self._channel.flush()  # of rank 0, whose end the others would else notice before they know why
+            self._channel.flush()  # or the others might notice the end of rank 0 before they know why
             self._propagation.end_now(record)
 
     def _ask(self, raised: str, at: Position | None) -> None:
-        """Wait until rank 0 has said why the backend has raised an error here: a failure, or that it does not know."""
+        """Ask rank 0 why the backend has raised an error here, and wait for a failure or an answer without one."""
         if not self._thread.is_alive() or threading.current_thread() is self._thread:
             return
 
@@ -177,7 +177,7 @@ class CollectiveGuard:
                 to_do = self._look
             if to_do is None:
                 return
-            if time.monotonic() - began > planned + _STOPPED:  # this process was stopped, perhaps all of them
+            if time.monotonic() - began > planned + _STOPPED:  # the process was stopped, perhaps all of them
                 self._waits.clear()
                 self._stall.forget()
                 self.rank.activity.forget()
@@ -189,7 +189,7 @@ class CollectiveGuard:
                     _log.exception("the watch of the collectives failed")
 
     def _until_next_look(self) -> float:
-        """Return how long until the next look [s]: not beyond the moment at which a wait is to be asked about."""
+        """Return the time until the next look [s], which comes no later than the next request is due."""
         if self._stall.is_busy:
             return min(self._period, _PART)
         due = min((asks_at for _, asks_at in self._waits.values()), default=float("inf"))
@@ -199,7 +199,7 @@ class CollectiveGuard:
         if self._propagation.failed:
             return
         now, waits = time.monotonic(), self._waits
-        # A recorder tells of a call that it has seen at two looks.
+        # The flight recorder reports a call once it has seen it at two looks, so the wait began a look ago.
         new = now - self._period, now - self._period + self._asks_after
         self._waits = {one: waits.get(one, new) for one in self.rank.outstanding()}
         for one, (since, asks_at) in list(self._waits.items()):
@@ -211,8 +211,8 @@ class CollectiveGuard:
 def guard_on(
     channel: SideChannel, propagation: FailurePropagation, settings: GuardSettings, *, of_ranks: Sequence[str]
 ) -> CollectiveGuard | None:
-    """Return the guard of a run, at work, or ``None``; for every rank, in the thread that trains."""
-    if len(set(of_ranks)) > 1:  # one that compares would wait for one that does not
+    """Return the guard of a run, started, or ``None`` if it is off; every rank calls this in the thread that trains."""
+    if len(set(of_ranks)) > 1:  # a rank that compares would wait for one that does not
         ranks_with = {one: [rank for rank, guard in enumerate(of_ranks) if guard == one] for one in of_ranks}
         given = " and ".join(f"{one!r} on {ranks_in_words(ranks)}" for one, ranks in ranks_with.items())
         raise ConfigurationError(
@@ -235,26 +235,26 @@ def guard_on(
 
 
 class _GuardOfChannel:
-    """The guard of one side channel, which its fits share."""
+    """The guard that all fits of one side channel share."""
 
     def __init__(self, channel: SideChannel) -> None:
         self.guard: CollectiveGuard | None = None
 
 
-# -- A last word before C++ ends this process --
-# gloo throws in one of its threads when a peer sends more than was expected; nobody can catch that, and
-# the C++ library aborts the process. It calls a function before, which may be set.
+# -- A diagnosis before C++ aborts this process --
+# If a peer sends more than was expected, gloo throws in one of its own threads, where nobody can catch it. The C++
+# library then calls its terminate handler, which this part replaces, and aborts the process.
 
 # std::set_terminate of the C++ library that torch is linked with.
 _LIBRARY, _SET = "libstdc++.so.6", "_ZSt13set_terminatePFvvE"
 _Handler = ctypes.CFUNCTYPE(None)
 _function: Callable[[], None] | None = None
-_kept: list[object] = []  # what C++ holds a pointer to must live
+_kept: list[object] = []  # keeps alive what C++ holds a pointer to
 
 
 def before_terminate(function: Callable[[], None] | None) -> None:
-    """Have ``function`` called, in whichever thread that is, before C++ aborts this process; ``None``: no more."""
-    # It may wait, and may end the process.
+    """Call ``function``, in the thread that threw, before C++ aborts this process; with ``None`` call nothing."""
+    # The function may wait, and may end the process.
     global _function
     _function = function
     if function is not None and not _kept:
@@ -264,7 +264,7 @@ def before_terminate(function: Callable[[], None] | None) -> None:
 def _install() -> None:
     try:
         set_terminate = getattr(ctypes.CDLL(_LIBRARY), _SET)
-    except (OSError, AttributeError):  # another C++ library
+    except (OSError, AttributeError):  # this torch is linked with another C++ library
         return
     set_terminate.argtypes, set_terminate.restype = [ctypes.c_void_p], ctypes.c_void_p
     process = os.getpid()
@@ -280,17 +280,17 @@ def _install() -> None:
     _kept.append(pointer)
 
 
-# -- Raises an error in the thread that trains from another thread, also while that sleeps or waits for a lock --
+# -- Raises an error in the thread that trains, also while that thread sleeps or waits for a lock --
 
-# Ignored by default, so that it does no harm where no handler is installed.
+# The system ignores this signal by default, so it does no harm if no handler is installed.
 _SIGNAL = signal.SIGURG
 
 
 class MainThreadErrors:
     """Raises an error in the thread that trains."""
 
-    # In a call of C it gets the error when that call returns. So it does in all that waits, if it is not the main
-    # thread: Python runs handlers of signals in that one alone.
+    # If the thread is in a call of C, the error is raised when that call returns. Outside the main thread this holds
+    # for sleeps and locks too, because Python runs handlers of signals in the main thread alone.
 
     def __init__(self) -> None:
         self._pending: BaseException | None = None
@@ -300,20 +300,20 @@ class MainThreadErrors:
         self._process = os.getpid()
 
     def install(self) -> None:
-        """Take the calling thread for the one that trains; begin to handle the signal that wakes it."""
+        """Raise errors in the calling thread from now on; handle the signal that wakes it, if it is the main thread."""
         self._thread = threading.current_thread()
         if self._thread is threading.main_thread() and not self._by_signal:
             self._before = signal.signal(_SIGNAL, self._woken)
             self._by_signal = True
 
     def remove(self) -> None:
-        """Give the signal back; in the main thread."""
+        """Restore the earlier handler of the signal; only the main thread can."""
         if self._by_signal and threading.current_thread() is threading.main_thread():
             signal.signal(_SIGNAL, self._before)
             self._by_signal = False
 
     def raise_soon(self, error: BaseException) -> None:
-        """Raise ``error`` in the thread that trains; called in another one, returns at once."""
+        """Raise ``error`` in the thread that trains; another thread calls this, and it returns at once."""
         self._pending = error
         ident = ctypes.c_ulong(self._thread.ident or 0)
         if self._by_signal and self._thread is threading.main_thread():
@@ -322,12 +322,12 @@ class MainThreadErrors:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(self._class_that_makes(error)))
 
     def take(self) -> BaseException | None:
-        """Return the error that was to be raised and has not been, once."""
+        """Return the error that is still to be raised, if any, and forget it."""
         error, self._pending = self._pending, None
         return error
 
     def _class_that_makes(self, error: BaseException) -> type[BaseException]:
-        """Return a class of which Python, which is given no more than a class, makes ``error`` itself."""
+        """Return a class whose instance is ``error``, because Python raises only a class in another thread."""
 
         def make(cls: type[BaseException]) -> BaseException:
             self.take()
@@ -349,7 +349,7 @@ class MainThreadErrors:
 
 
 def _deals_with_errors(frame: FrameType | None) -> bool:
-    """Return whether a frame, or what has called it, is of the failure protocol, which asks for the error itself."""
+    """Return whether a frame is inside the failure protocol, which raises the error of a diagnosis by itself."""
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("lightning_lockstep.distributed.failure"):
             return True
@@ -358,8 +358,8 @@ def _deals_with_errors(frame: FrameType | None) -> bool:
 
 
 def _is_of_the_end(frame: FrameType | None) -> bool:
-    """Return whether the main thread is past its program, in a function that Python calls at exit."""
-    # Python would print "Exception ignored in atexit callback" of an error that is raised there, and go on.
+    """Return whether the program has ended and the main thread is in a function that Python calls at exit."""
+    # Python would only print "Exception ignored in atexit callback" for an error that is raised there.
     while frame is not None:
         if frame.f_code.co_name == "<module>":
             return False

@@ -1,4 +1,4 @@
-"""Looks at the processes of ranks: what this one does and whether it moves, and why another one does not answer."""
+"""Observes the processes of ranks: what this rank does, whether it moves, and why another rank does not answer."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from lightning_lockstep.distributed.guard.rank_state import (
 from lightning_lockstep.distributed.side_channel.channel import SideChannel
 
 # -- Whether a process moves --
-# A rank that moves is waited for. What it waits for may be done by another of its threads, by child processes or by
-# the system; a thread that sleeps, or polls something now and then, does not move.
+# The guard waits for a rank that moves, which is one that computes or transfers data in any of its threads, in a child
+# process or in the system on their behalf. A thread that sleeps, or polls something now and then, does not move.
 
-# Threads that work for this package, by their names; they do not count.
+# How the names of this package's threads begin; they do not count.
 _OURS = "lockstep-"
-# What counts as moving: so much of one core, or so much read and written [bytes/s].
+# A process moves if it uses this share of one core, or reads and writes this much [bytes/s].
 _BUSY_SHARE, _IO_RATE = 0.05, 100_000.0
 _COUNTERS = ("read_chars", "write_chars", "read_bytes", "write_bytes")
 
@@ -43,25 +43,25 @@ class _Sample(NamedTuple):
     time: float
     seconds: Mapping[int, float]  # CPU time, by thread or child process [s]
     bytes: Mapping[int, float]  # read and written, by process
-    waits: bool  # for a disk
+    waits: bool  # whether a thread waits for a disk
 
 
 class Activity:
-    """Tells whether a process and its children compute, read, write or wait for a disk, on whatever thread."""
+    """Tells whether a process and its children compute, read, write or wait for a disk, in any thread."""
 
     def __init__(
         self,
         window: float,  # how far back it looks [s]
-        is_rank: Callable[[int], bool],  # a child process that is a rank of the run moves for itself
+        is_rank: Callable[[int], bool],  # child processes that are ranks of the run do not count
         pid: int | None = None,  # by default this process
     ) -> None:
         self._window, self._is_rank = window, is_rank
         self._process = psutil.Process(pid)
-        self._left_out = 0.0  # [bytes]
+        self._left_out = 0.0  # by left_out() [bytes]
         self._samples: deque[_Sample] = deque()
 
     def look(self) -> None:
-        """Take a sample, which takes milliseconds; what happens between two of them counts."""
+        """Take a sample, which takes milliseconds; the difference between two samples counts."""
         now = time.monotonic()
         while self._samples and self._samples[0].time < now - self._window:
             self._samples.popleft()
@@ -80,7 +80,7 @@ class Activity:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Take what this process reads and writes in the body, of /proc most of all, for no movement of the program."""
+        """Do not count what this process reads and writes in the body, which is mostly /proc."""
         before = _bytes(self._process)
         try:
             yield
@@ -93,7 +93,7 @@ class Activity:
 
     @property
     def moves(self) -> bool:
-        """Whether the process has moved in the window, or it is not known whether it has."""
+        """Whether the process has moved in the window; also true if there are too few samples to tell."""
         if len(self._samples) < 2:
             return True
         first, last = self._samples[0], self._samples[-1]
@@ -102,7 +102,7 @@ class Activity:
         return last.waits or is_busy or _growth(first.bytes, last.bytes) > _IO_RATE * passed
 
     def _children(self) -> Iterator[psutil.Process]:
-        ranks: set[int] = set()  # and what they have started
+        ranks: set[int] = set()  # child processes that are ranks, and what those have started
         for child in self._process.children(recursive=True):
             with suppress(psutil.Error):  # it has ended meanwhile
                 if self._is_rank(child.pid) or child.ppid() in ranks:
@@ -122,45 +122,45 @@ def _waits_for_disk(thread: int) -> bool:
 
 
 def _bytes(process: psutil.Process) -> float:
-    with suppress(psutil.Error, AttributeError):  # macOS does not say
+    with suppress(psutil.Error, AttributeError):  # macOS has no such counters
         counters = process.io_counters()
         return float(sum(getattr(counters, name, 0) for name in _COUNTERS))
     return 0.0
 
 
 def _is_in_socket() -> bool:
-    """Return whether a thread is in one of Python's sockets, where nobody says from outside whether data moves."""
+    """Return whether a thread is in a call of Python's sockets: it may be transferring data, so count it as moving."""
     ours = {one.ident for one in threading.enumerate() if one.name.startswith(_OURS)}
     return any(
-        # One that accepts connections waits forever, as that of multiprocessing does.
+        # A thread that accepts connections, such as multiprocessing's, may wait forever.
         frame.f_globals.get("__name__") in ("socket", "ssl") and frame.f_code.co_name != "accept"
         for ident, frame in sys._current_frames().items()
         if ident not in ours
     )
 
 
-# -- What a rank says of itself, and what is known of one that does not answer --
+# -- What a rank reports about itself, and what is known about a rank that does not answer --
 
-# Calls of each rank that are compared.
+# How many calls of each rank are compared.
 _COMPARED = 100
-# How far back it counts that the process of a rank computes that does not answer [s].
+# The time within which a movement counts for the process of a rank that does not answer [s].
 _WINDOW = 10.0
 
 
 class RankObserver:
-    """Sees what this rank does; all its methods belong to the guard's thread."""
+    """Observes what this rank does; only the guard's thread calls its methods."""
 
     def __init__(
         self,
         channel: SideChannel,
         recorder: CallRecorder,
         *,
-        window: float,  # how far back it counts that the process moves [s]
-        store_port: int = 0,  # of the store at which the ranks have met
+        window: float,  # the time within which a movement counts [s]
+        store_port: int = 0,  # port of the store at which the ranks have met
     ) -> None:
         self._channel, self._recorder = channel, recorder
         self.activity = Activity(window, _is_rank_of(channel))
-        self._ports = (channel.port, store_port)  # of connections that are not the backend's
+        self._ports = (channel.port, store_port)  # a connection at one of these is not the backend's
         self.trains = threading.current_thread()
         self.raised_at: Position | None = None  # where its last collective has raised an error
 
@@ -175,7 +175,7 @@ class RankObserver:
         return sorted(calls, key=lambda one: one.started)
 
     def state(self, sites: bool = False) -> RankState:
-        """Return where this rank is; ``sites``: with call sites, for which torch loads its compiler the first time."""
+        """Return where this rank is, with call sites if ``sites``; the first time torch loads its compiler for them."""
         with self.activity.left_out():
             self.activity.look()
             calls = self._calls(sites)
@@ -197,11 +197,11 @@ class RankObserver:
 def probe_unresponsive(
     channel: SideChannel,
     rank: int,
-    activities: dict[int, Activity],  # what earlier calls for the same wait have seen
+    activities: dict[int, Activity],  # what earlier calls in the same look have seen
     *,
-    has_failed: bool,  # if it has left, it or another rank is known to have failed
+    has_failed: bool,  # whether any rank is known to have failed, which explains why this one has left
 ) -> UnresponsiveRank:
-    """Return what is known of a rank that does not answer; to be called now and then while it does not."""
+    """Return what is known about a rank that does not answer; call this now and then while it does not."""
     host, pid = channel.process_of(rank)
     if channel.has_closed(rank):
         said = "it has come to the end of its program"
@@ -230,16 +230,16 @@ def probe_unresponsive(
 
 
 def _is_rank_of(channel: SideChannel) -> Callable[[int], bool]:
-    """Return a function that tells whether a process of this host is a rank, as far as this one knows."""
+    """Return a function that tells whether a process of this host is a rank, as far as this rank knows."""
     return lambda pid: pid in {channel.process_of(rank)[1] for rank in range(channel.world_size)}
 
 
 def connections_between_ranks(
     ends: Mapping[int, Collection[Connection]],  # of each rank whose connections are known
-    hosts: Collection[str],  # of other ranks
+    hosts: Collection[str],  # of the ranks whose connections are not known
     kept_ports: Collection[int],  # connections with one of them at either end are not the backend's
 ) -> dict[int, list[Connection]]:
-    """Return which connections of each rank are to be ended, so that no rank waits for another one."""
+    """Return the connections that each rank is to end, so that no rank waits for another one."""
     owner = {end: rank for rank, theirs in ends.items() for end in theirs}
     addresses = set[str]()
     for host in hosts:

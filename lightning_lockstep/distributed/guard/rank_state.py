@@ -1,4 +1,4 @@
-"""Where a rank is: which collectives it has called, which it waits in, what its main thread does."""
+"""Where a rank is: which collectives it has called, which it waits in, what the thread that trains does."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from lightning_lockstep.distributed.guard.collective_call import (
 )
 from lightning_lockstep.distributed.process_group import process_group_exists
 
-# -- What a rank has called lately, in one form whatever has recorded it --
+# -- The last collectives of a rank, in one form for all recorders --
 
 
 class Outstanding(NamedTuple):
     """A collective that this rank has called and that is not complete."""
 
-    group: str  # as `CollectiveCall.group` has it
-    number: int  # from 1
+    group: str  # the same as `CollectiveCall.group`
+    number: int  # counted from 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,26 +48,27 @@ class RecordedCall:
 class CallRecorder(Protocol):
     """Knows which collectives this rank has called; any thread may ask it while the main thread waits in one."""
 
-    # The oldest incomplete collective of each group that has one; cheap enough to ask every second.
+    # Returns the oldest incomplete collective of each group that has one; cheap enough to call every second.
     def outstanding(self) -> Sequence[Outstanding]: ...
 
-    # The last calls of all groups, those of each group oldest first; ``sites``: with call sites, even if slow.
+    # Returns the last calls of all groups, those of each group oldest first; with call sites if ``sites``, even if
+    # that is slow.
     def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]: ...
 
 
-# -- What process groups are called in reports, the same on all of their ranks --
+# -- The titles of process groups in reports, which are the same on all of their ranks --
 
-#: The default process group.
+#: The title of the default process group.
 WORLD = "world"
 
 
 def group_title(name: str, ranks: Sequence[int]) -> str:
-    """Return what a group is called in reports, such as ``1 (ranks 0, 2)``; ranks as in the default group."""
+    """Return the title of a group in reports, such as ``1 (ranks 0, 2)``, with its ranks in the default group."""
     return f"{name} (ranks {', '.join(map(str, ranks))})"
 
 
 def group_titles() -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return title and ranks of each process group that this rank belongs to, by its name in torch."""
+    """Return title and ranks of each process group that this rank belongs to, by the name of the group in torch."""
     if not process_group_exists():
         return {}
     world = dist.group.WORLD
@@ -82,17 +83,17 @@ def group_titles() -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 # -- Torch's own flight recorder --
-# Torch keeps the last calls of every process group of gloo and nccl in a ring, in C++, also those that
-# DDP's reducer makes. What it does not record: sends and receives over gloo, the reduction, the root, and
-# process groups that are written in Python.
+# Torch keeps the last calls of all process groups of gloo and nccl in a ring buffer in C++, also those of DDP's
+# reducer. It does not record sends and receives over gloo, the reduction, the root, and calls of process groups that
+# are written in Python.
 # https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
 
-# Calls that the ring holds; below 1 MiB with their stacks.
+# How many calls the ring holds; with their stacks they take less than 1 MiB.
 _CALLS = 512
-# The variable by which a user sets the size of the ring; 0: there is none.
+# The environment variable by which a user sets the size of the ring; 0 means that there is none.
 _RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"
 
-# Torch's names of dtypes in C++; the others are those of Python with a capital letter.
+# Torch's names of dtypes in C++; those not listed are the names in Python with a capital letter.
 _DTYPES = {
     "Byte": "uint8",
     "Char": "int8",
@@ -109,7 +110,7 @@ _DTYPES = {
 
 
 def size_flight_recorder() -> None:
-    """Let torch's recorder begin, with a ring of a few hundred calls unless the user has set its size."""
+    """Start torch's flight recorder with a ring of a few hundred calls, unless the user has set its size."""
     # Torch reads the size once, when it first needs the recorder: call this before the first process group.
     if _RECORDER_SIZE in os.environ:
         return
@@ -124,18 +125,19 @@ def size_flight_recorder() -> None:
 class FlightRecorder:
     """Reads torch's flight recorder; a :class:`CallRecorder`."""
 
-    # Left out are calls of process groups that no longer exist, and those made before this object: torch
+    # It leaves out calls of process groups that no longer exist, and calls made before this object, because torch
     # gives a group that is made anew the name of the old one.
 
     def __init__(self) -> None:
         self._since = time.time_ns()
-        # Of each group with an incomplete call, by ring and torch's number of it there: how many were called, and which
-        # completed last, at the last look.
+        # For each group with an incomplete call, by ring and torch's ID of the group there: the numbers of the last
+        # call that was enqueued and of the last one that completed, at the last look.
         self._counts: dict[tuple[str, str], tuple[int, int]] = {}
 
     def outstanding(self) -> Sequence[Outstanding]:
-        # 0.1 ms: a group in which anything was called or completed since the last look is left out. Calls complete in
-        # any order, so the counts alone do not tell which one is incomplete: where they stay, the calls are read.
+        # A group is left out if a call of it was enqueued or completed since the last look; to see that takes 0.1 ms.
+        # The calls of the other groups are read, because calls complete in any order, so the two numbers do not tell
+        # which one is incomplete.
         counts: dict[tuple[str, str], tuple[int, int]] = {}
         for ring, dump in _dumps(includeCollectives=False):
             for number, status in dump.get("pg_status", {}).items():
@@ -152,11 +154,11 @@ class FlightRecorder:
         return list(oldest.values())
 
     def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
-        # The first time with sites takes seconds, since torch imports its compiler for it.
+        # The first time with sites takes seconds, because torch imports its compiler for them.
         return [_recorded(entry, title) for _, title, entry in self._entries(stacks=sites)]
 
     def _entries(self, *, stacks: bool) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """Return what the rings hold, each with the name of its ring and the title of its group."""
+        """Return the entries of the rings, each with the name of its ring and the title of its group."""
         titles = group_titles()
         for ring, dump in _dumps(includeCollectives=True, includeStackTraces=stacks):
             for entry in dump.get("entries", ()):  # the oldest first
@@ -191,7 +193,7 @@ def _recorded(entry: Mapping[str, Any], group: str) -> RecordedCall:
 
 
 def group_recorders() -> list[CallRecorder]:
-    """Return the recorders of groups that torch's does not see, such as those of the backend ``mpi4py``."""
+    """Return the groups that record their own calls because torch does not, as those of the backend ``mpi4py`` do."""
     if not process_group_exists():
         return []
     # A copy, because another thread may be making a group.
@@ -200,7 +202,7 @@ def group_recorders() -> list[CallRecorder]:
 
 
 # -- What the thread that trains is doing, asked from another thread --
-# That is the main thread of the process, unless the fit was started in another one, as Ray Train does.
+# It is the main thread of the process, unless the fit was started in another one, as in Ray Train.
 
 _C10D = "torch.distributed.distributed_c10d"
 
@@ -208,12 +210,12 @@ _C10D = "torch.distributed.distributed_c10d"
 class Position(NamedTuple):
     """Where a thread is."""
 
-    site: str  # nearest place in the user's own program
+    site: str  # the nearest place in the user's own program
     stack: tuple[str, ...]  # lines, the innermost frame last, as in a traceback
-    # Of torch.distributed, such as ``broadcast``; empty: it is in none.
+    # The function of torch.distributed that it is in, such as ``broadcast``; empty if it is in none.
     function: str = ""
-    arguments: Mapping[str, str] = {}  # of that function, what reports show: ``op``, ``src``, ``dst``
-    group: str = ""  # what reports call the process group it was given; empty: not known
+    arguments: Mapping[str, str] = {}  # of that function, those that reports show: ``op``, ``src``, ``dst``
+    group: str = ""  # title of the process group that the function was given; empty if not known
 
 
 def position(thread: threading.Thread) -> Position:
@@ -236,7 +238,7 @@ def position_of_error(error: BaseException) -> Position:
 
 
 def _position(places: Sequence[tuple[FrameType, int]]) -> Position:
-    """Return what is shown of frames and their lines, innermost first."""
+    """Return the position of frames and their lines, innermost first."""
     named = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in places]
     stack = tuple(folded_stack(named[::-1]))
     site = nearest_site(named, site_text(*named[0]) if named else "")
@@ -253,21 +255,21 @@ def _position(places: Sequence[tuple[FrameType, int]]) -> Position:
     return Position(site, stack, called, texts, title)
 
 
-# -- What a rank asks whose collective does not complete, and what each rank says of itself then --
+# -- The question of a rank whose collective does not complete, and the state that each rank then reports --
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiagnosisRequest:
-    """Why a rank asks where the others are."""
+    """The question of a rank: why does a collective not complete?"""
 
-    rank: int  # that asks
-    outstanding: Outstanding | None  # what it waits in; None: the backend has raised, and nothing is open
+    rank: int  # the one that asks
+    outstanding: Outstanding | None  # what it waits in; None if the backend has raised and nothing is open
     seconds: float  # how long it has waited
-    raised: str = ""  # by the backend, if it has
+    raised: str = ""  # the text of the backend's error, if it has raised one
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> DiagnosisRequest:
-        """Return the request of which ``asdict`` has made plain data, also after a way through JSON."""
+        """Return the request from the data of ``asdict``, also if JSON has made lists of its tuples."""
         wanted = data["outstanding"]
         return cls(**{**data, "outstanding": None if wanted is None else Outstanding(*wanted)})
 
@@ -280,21 +282,21 @@ class RankState:
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # ranks of each group that it is in
     outstanding: tuple[Outstanding, ...] = ()  # the oldest incomplete collective of each group that has one
     calls: tuple[RecordedCall, ...] = ()  # the last ones of all groups, oldest first
-    seconds_since_call: float | None = None  # since the last one, by this host's clock; None: there is none
-    position: Position = field(default_factory=lambda: Position("", ()))  # of its main thread
+    seconds_since_call: float | None = None  # since its last call, by its host's clock; None without one
+    position: Position = field(default_factory=lambda: Position("", ()))  # of the thread that trains
     where: Mapping[str, Any] = field(default_factory=dict)  # epoch, step, batch and stage of its Trainer
-    moves: bool = False  # its process computes, reads or writes, rather than waits or sleeps
-    raised: bool = False  # its last collective has raised an error, at ``position``
+    moves: bool = False  # whether its process computes, reads or writes
+    raised: bool = False  # whether its last collective has raised an error, at ``position``
     connections: tuple[Connection, ...] = ()
-    ports: tuple[int, ...] = ()  # at one end of connections that are not the backend's
+    ports: tuple[int, ...] = ()  # a connection with one of them at either end is not the backend's
 
     def to_data(self) -> dict[str, Any]:
-        """Return the state as plain data, as JSON can hold it."""
+        """Return the state as plain data that JSON can hold."""
         return asdict(self)
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> RankState:
-        """Return the state that :meth:`to_data` has described, also after a way through JSON."""
+        """Return the state from the data of :meth:`to_data`, also if JSON has made lists of its tuples."""
         calls = (
             RecordedCall(**{**one, "call": CollectiveCall.from_data(one["call"])}) for one in data["calls"]
         )
@@ -313,7 +315,7 @@ class RankState:
         """Return the last collectives of a group by their numbers."""
         return self._calls_by_group.get(group, {})
 
-    @functools.cached_property  # asked for once for each pair of ranks
+    @functools.cached_property  # because it is read for each pair of ranks
     def _calls_by_group(self) -> Mapping[str, dict[int, CollectiveCall]]:
         found: dict[str, dict[int, CollectiveCall]] = {}
         for one in self.calls:
@@ -333,7 +335,7 @@ class RankState:
         return last is not None and last.number >= wanted.number
 
     def call(self, wanted: Outstanding) -> CollectiveCall:
-        """Return what this rank has called as a collective, with what its main thread knows of it."""
+        """Return this rank's call of a collective, with what the position of its thread adds to the record."""
         recorded = self.calls_of(wanted.group).get(wanted.number)
         if recorded is None:
             recorded = CollectiveCall(operation="(not recorded)", group=wanted.group, number=wanted.number)
@@ -358,13 +360,13 @@ class RankState:
 
 
 class UnresponsiveRank(NamedTuple):
-    """What is known of a rank that does not answer."""
+    """What is known about a rank that does not answer."""
 
     reason: str
-    host: str = ""  # empty: not known
-    has_ended: bool = False  # its process
-    has_left: bool = False  # its program has come to its end, without an error
-    is_stopped: bool = False  # its process
-    # Its process runs, though no thread of Python's can answer: as while C computes and keeps Python's lock.
+    host: str = ""  # empty if not known
+    has_ended: bool = False  # whether its process has ended
+    has_left: bool = False  # whether its program has come to its end without an error
+    is_stopped: bool = False  # whether its process is stopped
+    # Whether its process runs although it does not answer, for example while code in C computes and holds the GIL.
     is_moving: bool = False
-    connections: tuple[Connection, ...] = ()  # as far as this rank can see them
+    connections: tuple[Connection, ...] = ()  # as far as rank 0 can see them

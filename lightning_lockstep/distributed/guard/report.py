@@ -24,25 +24,26 @@ from lightning_lockstep.distributed.guard.rank_state import (
 )
 from lightning_lockstep.errors import CollectiveError, CollectiveMismatchError, CollectiveStallError
 
-# What a backend says that has received other sizes than it expected: shapes that ranks may choose did not fit.
+# What an error says if a rank has received another size than it expected: shapes that ranks may choose did not fit.
 _SIZES = ("ended the process", "data size")
-# How a rank is marked in the table.
+# How the table marks a rank that is the cause.
 _CAUSE = "<- never came"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What became of a request."""
+    """The result of a request."""
 
-    # Ranks called different things; a rank did not come and does not move; it moves, or data does: a remark, no error.
+    # mismatch: ranks called different things. stall: a rank did not come and does not move, or no data moves.
+    # slow: the rank that did not come moves, or data does; this is a remark, no error.
     kind: Literal["mismatch", "stall", "slow"]
     text: str  # the report, the same for every rank
-    ranks: tuple[int, ...] = ()  # the cause; empty: all are
-    may_pass: bool = False  # the ranks said so a moment apart: it holds once it is found twice
-    verify_finds_it: bool = False  # and before it is called
+    ranks: tuple[int, ...] = ()  # those that are the cause; empty if all are
+    may_pass: bool = False  # the states are of different moments, so it holds only if found again
+    verify_finds_it: bool = False  # whether guard="verify" finds it before the call
 
     def error(self) -> CollectiveError:
-        """Return the error that every rank raises; a slow rank is none."""
+        """Return the error that every rank raises; not for the kind "slow"."""
         kind = CollectiveMismatchError if self.kind == "mismatch" else CollectiveStallError
         return kind(self.text)
 
@@ -52,22 +53,22 @@ def diagnose(
     states: Mapping[int, RankState],
     silent: Mapping[int, UnresponsiveRank],  # the ranks that have not answered
     *,
-    stall_timeout: float = 0.0,  # how long a collective may take that all ranks have called [s]
+    stall_timeout: float = 0.0,  # how long a collective may take once all ranks have called it [s]
 ) -> Diagnosis | None:
-    """Return why a collective does not complete; ``None``: the records do not say, or it has completed."""
+    """Return why a collective does not complete, or ``None`` if the records do not tell or it has completed."""
     if request.rank not in states:
         return None
     found = _Case(request, states, silent, stall_timeout).diagnosis()
     if found is None or any(rank in silent and silent[rank].has_ended for rank in found.ranks):
-        return None  # what has ended is a failure, which is reported as such
+        return None  # the end of a process is a failure, which is reported as such
     return found
 
 
-# -- The decision, from what all ranks have said --
+# -- The decision, from the states of all ranks --
 
 
 class _Case:
-    """One request and what the ranks have said."""
+    """One request and the states of the ranks."""
 
     def __init__(
         self,
@@ -87,18 +88,18 @@ class _Case:
         if differing is not None:
             return differing
         if self.request.raised:
-            # The backend's own error, unless a rank that has left has broken the connections.
+            # A rank that has left has broken the connections; without one, the backend's own error stands.
             gone = [rank for rank, one in self.silent.items() if one.has_left]
             return self._never_came(sorted(gone)) if gone else None
         if self.request.outstanding not in self.asker.outstanding:
-            return None  # it has gone on meanwhile
+            return None  # the asker has gone on meanwhile
         stuck, reached = self._stuck(), self._reached_from(self.asker.rank)
         if self.asker.rank not in stuck:
             return self._late([rank for rank in reached if not self._is_waiting(rank)])
         causes = [rank for rank in reached if rank in stuck]
         idle = [rank for rank in causes if not self._waits_for(rank)]
         if any(rank in self.states and self.states[rank].raised for rank in idle):
-            return None  # the backend has raised an error there, about which that rank asks itself
+            return None  # the backend has raised an error there, and that rank asks about it
         return self._never_came(idle) if idle else self._cycle(causes)
 
     def _cycle(self, causes: Sequence[int]) -> Diagnosis | None:
@@ -114,7 +115,7 @@ class _Case:
         ranks = sorted({*ranks, *(rank for rank in alike if rank in self.states)})
         since = [self.states[rank].seconds_since_call for rank in ranks]
         if any(seconds is not None and seconds < self.stall_timeout for seconds in since):
-            return None  # the last of them has come only now
+            return None  # the last of them has only just made the call
         if any(self.states[rank].moves for rank in ranks):
             return self._remark(
                 ". All its ranks have made the same call. No error is raised while data moves between them."
@@ -129,8 +130,8 @@ class _Case:
 
     def _first_difference(self, *, with_own_shapes: bool = False) -> Diagnosis | None:
         """Return the first collective that its ranks called differently."""
-        # It is of a group in which the asker waits, or one of those that it waits for. ``with_own_shapes``:
-        # shapes count, too, that ranks may choose, as in an all-to-all.
+        # Its group is one in which the asker waits, or a rank that the asker waits for. ``with_own_shapes``: also
+        # compare shapes that ranks may choose, as in an all-to-all.
         reached = self._reached_from(self.asker.rank)
         waiting = (self.asker, *(self.states[rank] for rank in reached if rank in self.states))
         groups = [one.group for state in waiting for one in state.outstanding]
@@ -149,8 +150,8 @@ class _Case:
         return None
 
     def _open_calls(self) -> set[Outstanding]:
-        """Return the calls that are not complete on some rank, and the one about which the backend has raised."""
-        # A backend may take a call for done that it has raised an error about.
+        """Return the calls that are incomplete on any rank, and the one about which the backend has raised."""
+        # A backend may record a call as done although it has raised an error about it.
         found = {one for state in self.states.values() for one in state.outstanding}
         if self.request.raised:
             calls = [one for state in self.states.values() for one in state.calls if not one.done]
@@ -158,7 +159,7 @@ class _Case:
             found |= {Outstanding(one.call.group, one.call.number) for one in calls}
         return found
 
-    # -- which rank waits for which, by what each has said of itself --
+    # -- which rank waits for which, by the states of the ranks --
 
     def _is_waiting(self, rank: int) -> bool:
         """Return whether a rank is in a collective that is not complete."""
@@ -195,7 +196,7 @@ class _Case:
         return sorted(found)
 
     def _stuck(self) -> set[int]:
-        """Return the ranks that will not go on by themselves: all but those that move, or wait for such alone."""
+        """Return the ranks that will not go on: all but those that move, or that wait only for ranks that go on."""
         going_on = {rank for rank, state in self.states.items() if state.moves and not state.outstanding}
         going_on |= {rank for rank, one in self.silent.items() if one.is_moving}
         while True:
@@ -205,7 +206,7 @@ class _Case:
                 return (set(self.states) | set(self.silent)) - going_on
             going_on |= more
 
-    # -- what is said of a collective that does not complete though nobody has called another one --
+    # -- the report of a collective that does not complete although no rank has called another one --
 
     def _late(self, late: Sequence[int]) -> Diagnosis:
         where = "; ".join(self._work(rank) for rank in late)
@@ -220,11 +221,11 @@ class _Case:
         return Diagnosis(kind="slow", text=f"{begin}{text}")
 
     def _never_came(self, causes: Sequence[int]) -> Diagnosis:
-        """Return the report of ranks that did not come to a collective and do not move."""
+        """Return the report about ranks that did not come to a collective and do not move."""
         waited = f"{ranks_in_words(self._waiting())} waited {self.request.seconds:.0f} s"
         has_left = all(rank in self.silent and self.silent[rank].has_left for rank in causes)
         all_silent = set(causes) <= set(self.silent)
-        if has_left:  # what the backend says of the closed connection tells of a crash
+        if has_left:  # the backend's error about the closed connection looks like a crash
             waited = f"the program there has ended while rank {self.request.rank} waited"
         elif self.request.raised:
             waited = f"the wait of rank {self.request.rank} was ended by {first_line(self.request.raised)}"
@@ -289,7 +290,7 @@ class _Case:
         return plain_table(("rank", "operation", "dtype", "shape", "called from / now at", ""), rows)
 
     def _raised_in(self, rank: int) -> CollectiveCall | None:
-        """Return the call about which the backend has raised on a rank, which it does not take for open any more."""
+        """Return the call about which the asker's backend has raised, unless it still is recorded as incomplete."""
         state = self.states[rank]
         is_asker = rank == self.request.rank and self.request.raised
         if not is_asker or state.outstanding or not state.calls:
@@ -323,14 +324,14 @@ def _mismatch(calls: Mapping[int, CollectiveCall]) -> Diagnosis:
 
 
 def _differ(calls: Collection[CollectiveCall], *, is_open: bool, with_own_shapes: bool) -> bool:
-    """Return whether calls cannot belong together; of those that are complete on all ranks, less is asked."""
+    """Return whether calls cannot be one collective; less must be equal if they are complete on all ranks."""
     if with_own_shapes and is_open:
         return len({call.compared() for call in calls}) > 1
     return len({_comparison_key(call, exactly=is_open) for call in calls}) > 1
 
 
 def _as_far_as_known(calls: Mapping[int, CollectiveCall]) -> dict[int, CollectiveCall]:
-    """Return the calls without what peers in the same operation have not told."""
+    """Return the calls without what is not known of every rank that called the same operation."""
     peers: dict[str, list[CollectiveCall]] = {}
     for call in calls.values():
         peers.setdefault(call.operation, []).append(call)
@@ -339,8 +340,8 @@ def _as_far_as_known(calls: Mapping[int, CollectiveCall]) -> dict[int, Collectiv
 
 
 def _untold(peers: Sequence[CollectiveCall]) -> dict[str, Any]:
-    # The main thread of a rank that has gone on tells no reduction and no root any more; and in a scatter
-    # none but the root records tensors. Roots that differ between those who tell them stay.
+    # The position of a rank that has gone on no longer tells its reduction and root, and in a scatter only the root
+    # records tensors. Known roots that differ are kept.
     found: dict[str, Any] = {}
     roots = {call.root for call in peers}
     if any(call.reduce_op is None for call in peers):
@@ -353,7 +354,7 @@ def _untold(peers: Sequence[CollectiveCall]) -> dict[str, Any]:
 
 
 def _comparison_key(call: CollectiveCall, *, exactly: bool) -> tuple[str, ...]:
-    """Return what must be equal on all ranks of a call; less, where it is complete (not ``exactly``)."""
+    """Return what must be equal on all ranks of a call; less if it is complete (not ``exactly``)."""
     own_shapes = call.operation in _OWN_SHAPES
     if exactly:
         columns = call.compared()

@@ -1,4 +1,4 @@
-"""`guard="verify"`: every collective compared between the ranks of its group before it runs."""
+"""`guard="verify"`: the ranks of a group compare each collective before it runs."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from lightning_lockstep.distributed.guard.rank_state import Outstanding, Recorde
 from lightning_lockstep.errors import CollectiveMismatchError
 
 # -- One operation at torch's dispatcher --
-# Torch calls its process groups through operators of its dispatcher: from Python, from DDP's reducer, from
-# autograd's threads, for functional collectives, and in inference mode. A kernel in front of those of
-# the backends sees them all, whatever the backend. Process groups that are written in Python are called
-# past the dispatcher.
+# Torch calls its process groups through operators of its dispatcher, whether a call comes from Python, from DDP's
+# reducer, from a thread of autograd, from a functional collective or in inference mode. A kernel that runs before
+# those of the backends therefore sees all calls. Process groups that are written in Python are called without the
+# dispatcher.
 
-_KEY = "BackendSelect"  # the last one before those of the backends
+_KEY = "BackendSelect"  # the last dispatch key before those of the backends
 #: The operators that are compared. Only two ranks take part in sends and receives; a monitored barrier finds out by
-#: itself, and sooner than a comparison would, who has not arrived.
+#: itself, and sooner than a comparison would, which rank has not arrived.
 COMPARED = tuple(set(OPERATIONS) - {"send", "recv_", "recv_any_source_", "monitored_barrier_"})
-# Which argument of an operator has what each rank alone gives or gets, with the same shape on all of them; it is the
-# first one of the others. How much a rank sends to another in an all-to-all the ranks may choose.
+# The argument of an operator that holds what this rank alone gives or gets, whose shape is equal on all ranks. For
+# operators that are not listed it is the first one. In an all-to-all the ranks may choose how much they send.
 _OWN_TENSORS = {
     "allgather_": 1,
     "allgather_coalesced_": 1,
@@ -60,14 +60,14 @@ _OWN_TENSORS = {
 
 
 class _DispatchedCall:
-    """One operation as torch's dispatcher was given it."""
+    """One call of an operator, as torch's dispatcher was given it."""
 
     __slots__ = ("_args", "operator", "reduce_op", "root", "tensors")
 
     def __init__(self, operator: Operator, args: Sequence[Any]) -> None:
         self.operator, self._args = operator, args
         given = self._argument("reduce_op")
-        # ``None`` if it does not reduce, or torch 2.9 does not say how.
+        # ``None`` if it does not reduce, or if torch 2.9 does not tell how.
         self.reduce_op = None if given is None else reduction_kind(given)
         self.root: int | None = self._argument("root_rank")  # in the group; sends to all or receives from all
         tensors = [] if operator.name == "barrier" else args[_OWN_TENSORS.get(operator.name, 0)]
@@ -78,12 +78,12 @@ class _DispatchedCall:
 
     @property
     def timeout(self) -> float | None:
-        """Longest wait for the other ranks that the caller has asked for [s]."""
+        """The longest wait for the other ranks that the caller has given [s], or ``None``."""
         milliseconds = self._argument("timeout", -1)
         return milliseconds / 1000 if milliseconds > 0 else None
 
     def signature(self) -> Hashable:
-        """Return what the description depends on, cheaper than the description."""
+        """Return what the description depends on, which is cheaper to make than the description."""
         kinds = ((one.shape, one.dtype, one.device.type, one.layout) for one in self.tensors)
         return self.operator.name, self.reduce_op, self.root, *kinds
 
@@ -108,26 +108,25 @@ def _dtype(tensor: Tensor) -> str:
     return name if tensor.device.type == "cpu" else f"{name} on {tensor.device.type}"
 
 
-# -- A second gloo group of a process group, over which its ranks compare what they are about to call --
-# It is built by the ranks of the group alone, and torch.distributed does not know of it: what is sent over
-# it goes past torch's dispatcher, and is not seen by whoever watches that. Its connections are TCP
-# connections of this process like those of the backend, and are ended with them when the guard has found
-# out why a rank does not come.
+# -- A second gloo group for a process group, over which its ranks compare what they are about to call --
+# Only the ranks of the group build it, and torch.distributed does not know about it, so its operations bypass torch's
+# dispatcher, and nothing that watches the dispatcher sees them. Its TCP connections belong to this process like those
+# of the backend, and the guard ends them together with those once it has found out why a rank does not come.
 
 _PREFIX = "lightning_lockstep/verify"
 _ARRIVED = "arrived"
 
 
 class ComparisonGroup:
-    """Compares numbers and exchanges texts between the ranks of a group; used by one thread at a time."""
+    """Compares numbers and exchanges bytes between the ranks of a group; used by one thread at a time."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, *, timeout: float) -> None:
-        # A separate connection, so that nobody else has to wait for the store meanwhile.
+        # A separate connection, so that other users of the store do not wait for this one.
         own = dist.PrefixStore(_PREFIX, store.clone() if hasattr(store, "clone") else store)
-        number = _wait_for_all(own, size, timeout)  # DistStoreError: not all came in time
+        number = _wait_for_all(own, size, timeout)  # raises DistStoreError if not all ranks come in time
         self._rank, self._size = rank, size
-        self._timeout = 0.0  # that the options have [s]
-        # Torch states no types for its methods.
+        self._timeout = 0.0  # the one in the options [s]
+        # Torch has no type hints for its methods.
         self._gloo: Any = dist.ProcessGroupGloo(
             dist.PrefixStore(str(number), own), rank, size, timedelta(seconds=timeout)
         )
@@ -137,9 +136,9 @@ class ComparisonGroup:
         self._greatest.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
 
     def all_equal(self, number: int, timeout: float) -> bool:
-        """Return whether all ranks, which all ask, have the same number, of 63 bits at most."""
-        # Gloo's send and recv, on the calling thread, look cheaper, but often take 2 to 4 ms where there are no more
-        # cores than ranks; its all-gather takes longer from 4 ranks on.
+        """Return whether all ranks have the same number, of 63 bits at most; all ranks must call this."""
+        # Gloo's send and recv, on the calling thread, look cheaper, but often take 2 to 4 ms if there are no more cores
+        # than ranks; its all-gather takes longer from 4 ranks on.
         memory = self._memory
         memory[0], memory[1] = number, -number
         if timeout != self._timeout:
@@ -153,7 +152,7 @@ class ComparisonGroup:
         rows = self._gathered(data.ljust(max(*lengths, 1), b"\0"))
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
-    def _gathered(self, row: bytes) -> list[bytes]:  # as long on every rank
+    def _gathered(self, row: bytes) -> list[bytes]:  # rows have the same length on every rank
         rows = [bytearray(len(row)) for _ in range(self._size)]
         own, *places = (torch.frombuffer(one, dtype=torch.uint8) for one in (bytearray(row), *rows))
         self._gloo.allgather([places], [own]).wait()
@@ -161,10 +160,10 @@ class ComparisonGroup:
 
 
 def _wait_for_all(store: dist.Store, size: int, timeout: float) -> int:
-    """Wait until all ranks are here, and return how many such groups were made over this store before."""
-    # The ranks are counted rather than named: a group may be made anew with the name of an earlier one, and
-    # have the same store. Nobody can arrive for the next one before all have arrived for this one. It is
-    # Python that waits, so that a signal is noticed.
+    """Wait until all ranks have arrived, and return how many such groups were made over this store before."""
+    # Arrivals are only counted, because a group that is made anew may have the name and the store of an earlier one. No
+    # rank can arrive for the next group before all have arrived for this one. The loop waits in Python, so that
+    # signals are handled.
     arrived = store.add(_ARRIVED, 1)
     number = (arrived - 1) // size
     deadline, pause = time.monotonic() + timeout, 0.001
@@ -183,21 +182,21 @@ def _wait_for_all(store: dist.Store, size: int, timeout: float) -> int:
 
 # -- Compares what the ranks of a group call, before each collective runs --
 
-_CACHED = 10_000  # descriptions of calls
-_SHOWN = 8  # rows of parameters
+_CACHED = 10_000  # at most so many descriptions of calls
+_SHOWN = 8  # at most so many rows of parameters
 
 
 class CallVerifier:
-    """Raises on every rank of a group where its ranks are about to call different collectives."""
+    """Raises on every rank of a group if its ranks are about to call different collectives."""
 
-    # Compared are operation, reduction, root, dtypes, shapes of what this rank gives or gets, and the batch of a fit.
-    # After an error the group can be used as before. It also is a
+    # It compares operation, reduction, root, dtypes, shapes of what this rank gives or gets, and the batch of a fit.
+    # After a mismatch the group can be used as before. It also is a
     # :class:`~lightning_lockstep.distributed.guard.rank_state.CallRecorder` that knows the last call of each group:
-    # which of its ranks have made an earlier one alike has been compared.
+    # the earlier ones were compared, and found equal.
     #
-    # Each collective waits until all ranks of its group have called it, asynchronous ones too. So ranks that
-    # call asynchronous collectives of several groups in different orders, or that are to send or receive
-    # between two collectives that others have called already, wait for each other until the group's timeout.
+    # Each collective, an asynchronous one too, waits until all ranks of its group have called it. So ranks wait for
+    # each other until the group's timeout if they call asynchronous collectives of several groups in different orders,
+    # or if one is to send or receive between two collectives that another one has called already.
 
     def __init__(self) -> None:
         self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupVerifier | None] = (
@@ -207,15 +206,15 @@ class CallVerifier:
         self._library: Any = None  # torch's registration of the kernels
 
     def start(self) -> None:
-        """Compare from now on; on all ranks between the same two collectives, as :meth:`stop`."""
-        # One that compares waits for one that does not.
+        """Compare from now on; call this, and :meth:`stop`, on all ranks between the same two collectives."""
+        # Otherwise a rank that compares would wait for one that does not.
         if self._library is None:
             self._library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
             for name in COMPARED:
                 self._library.impl(name, self._kernel(name), _KEY, with_keyset=True)
 
     def stop(self) -> None:
-        """Compare nothing more; a second call is harmless."""
+        """Compare nothing from now on; a second call does nothing."""
         if self._library is not None:
             self._library._destroy()
             self._library = None
@@ -226,7 +225,7 @@ class CallVerifier:
         return [Outstanding(call.group, call.number) for call in calls]
 
     def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
-        with self._making:  # the thread that asks is not the one that makes groups
+        with self._making:  # the guard's thread asks, while another one may add a group
             found = [group.last for group in self._groups.values() if group is not None]
         return [one.recorded() for one in found if one is not None]
 
@@ -239,7 +238,7 @@ class CallVerifier:
             group = None if answered_locally() else self._group_of(operator.argument(args, "process_group"))
             if group is None:
                 return redispatch(keyset & after, *args)
-            # Held until the backend has it: threads must give it the operations of a group as they were compared.
+            # Held until the backend has the call: it must get the calls of a group in the order they were compared.
             with group.lock:
                 last, work = group.compare(_DispatchedCall(operator, args)), None
                 try:
@@ -272,7 +271,7 @@ def _verifier_of(group: dist.ProcessGroup) -> _GroupVerifier | None:
 
 
 class _LastCall:
-    """The last call of a group, which it may wait in."""
+    """The last call of a group, in which this rank may be waiting."""
 
     def __init__(self, call: CollectiveCall, number: int) -> None:
         self._call = replace(call, number=number, site=call_site())
@@ -283,11 +282,11 @@ class _LastCall:
     def recorded(self) -> RecordedCall:
         work = self._work
         if work is not None and work.is_completed():
-            self._done, self._work = True, None  # the handle holds the tensors
+            self._done, self._work = True, None  # no longer needed, and it holds the tensors
         return RecordedCall(call=self._call, started=self._called, done=self._done)
 
     def started(self, work: dist.Work | None) -> None:
-        """Note that the backend has it; ``work`` is ``None`` if there is nothing to wait for."""
+        """Note that the backend has the call; ``work`` is ``None`` if there is nothing to wait for."""
         if work is None or work.is_completed() or not _tells_completion(work):
             self._done = True
         else:
@@ -296,7 +295,7 @@ class _LastCall:
 
 def _tells_completion(work: dist.Work) -> bool:
     """Return whether the handle of a collective ever says that it is complete."""
-    # Gloo's reduce-scatter is an all-reduce whose result is copied by the ``wait`` of a handle that never does.
+    # The handle of gloo's reduce-scatter never does: its ``wait`` copies the result of an all-reduce.
     try:
         work.get_future()
     except RuntimeError:
@@ -310,8 +309,8 @@ class _GroupVerifier:
     def __init__(
         self,
         title: str,
-        ranks: Sequence[int],  # by their numbers in the default group, in the order of this one
-        rank: int,  # this one, in the group
+        ranks: Sequence[int],  # numbers in the default group, in the order of this group
+        rank: int,  # of this process in the group
         store: dist.Store,
         timeout: float,  # how long operations of the group wait for other ranks [s]
     ) -> None:
@@ -319,13 +318,13 @@ class _GroupVerifier:
         self._store, self._timeout = store, timeout
         self._count = 0  # of calls so far
         self.last: _LastCall | None = None
-        # What was worked out for a call, for the next one like it: its description, and a number for it.
+        # The description and the hash of each kind of call, by its signature, for the next call like it.
         self._known: dict[Hashable, tuple[CollectiveCall, int]] = {}
         self._comparison: ComparisonGroup | None = None
         self.lock = threading.RLock()
 
     def compare(self, call: _DispatchedCall) -> _LastCall:
-        """Raise on all ranks unless they have called the same; return the record of this call."""
+        """Raise on all ranks unless all have made the same call; return the record of this call."""
         key = call.signature()
         known = self._known.get(key)
         if known is None:
@@ -360,8 +359,8 @@ class _GroupVerifier:
 def verify_parameters(
     module: nn.Module, gather: Callable[[Any], list[Any]], *, buffers: bool = False
 ) -> None:
-    """Raise on all ranks where they have other parameters, or another order; all call it: a gather of a number each."""
-    # DDP compares shapes only: where two of one shape change places, it adds the gradients of one to the other's.
+    """Raise on all ranks if their parameters, or the order of these, differ; all call this, and it gathers a number."""
+    # DDP compares shapes only: if two of one shape change places, it adds the gradients of one to the other's.
     own, what = parameters_in_words(module), "parameters whose gradients DistributedDataParallel is to reduce"
     if buffers:
         own += [f"{name} {tuple(b.shape)} {str(b.dtype)[6:]} buffer" for name, b in module.named_buffers()]
