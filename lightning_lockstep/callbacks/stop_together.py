@@ -128,6 +128,7 @@ class StopTogether(Callback):
         unanswered = self._agreement.unanswered(PREEMPTED)
         agreed = self._communicator.agree(bool(unanswered), "; ".join(unanswered))
         if agreed:
+            self._agreement.start_over()  # the requests are answered, and must not stop the next fit
             self._save_and_end(trainer, "; ".join(f"rank {rank}: {why}" for rank, why in agreed.items()))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

@@ -76,6 +76,7 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
         if ran_under_mpirun():
             return None
         hosts = check_hosts(self.settings, self.mpirun, num_nodes=self.num_nodes)
+        has_ranks_here = any(map(is_this_host, hosts))  # asked now, because an interface may go down
         program, folder, variables = rank_command()
         environ = {**token_for_children(), **variables}
         if not (sys.stdout is not None and sys.stdout.isatty()) and "TTY_COMPATIBLE" not in os.environ:
@@ -99,7 +100,6 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
             )
             self.procs = [process]
             code = _wait(process, _saves_on_a_signal(trainer))
-            has_ranks_here = any(map(is_this_host, hosts))
             if code == 0 and self.num_nodes > 1 and has_ranks_here and not has_orderly_end(notes):
                 say(_LOST)  # Open MPI 5 calls it a success
                 code = 1

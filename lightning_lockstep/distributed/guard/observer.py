@@ -218,6 +218,8 @@ def probe_unresponsive(
         activities[rank].look()
     except psutil.NoSuchProcess:
         status = psutil.STATUS_DEAD
+    except psutil.AccessDenied:  # /proc hides the processes of other users
+        return UnresponsiveRank(f"its process {pid} does not answer", host)
     if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
         return UnresponsiveRank(f"its process {pid} has ended", host, has_ended=True)
     there = tuple(connections(pid))

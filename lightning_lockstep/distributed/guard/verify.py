@@ -218,7 +218,8 @@ class CallVerifier:
         if self._library is not None:
             self._library._destroy()
             self._library = None
-            self._groups.clear()
+            with self._making:
+                self._groups.clear()
 
     def outstanding(self) -> Sequence[Outstanding]:
         calls = [one.call for one in self.calls() if not one.done]

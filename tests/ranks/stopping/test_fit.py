@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +81,21 @@ def test_what_is_said_is_said_once(tmp_path):
     assert "Metric m improved" in improved and "Signaling Trainer to stop" in stopped
 
 
+def terminate_after_the_last(module: Module) -> Callable[[], None]:
+    def hook() -> None:
+        if module.global_rank == 1 and module.current_epoch == module.trainer.max_epochs - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return hook
+
+
 def outside_of_training(folder: str) -> dict[str, Any]:
     """A SIGTERM on rank 1 while no training batch is under way."""
     out = {}
     for name, epoch, sanity in (
         ("sanity check", 0, True),
         ("validation", 1, False),
+        ("after the last batch", -1, False),  # of which the next fit hears nothing
         ("last validation", 2, False),
     ):
         sent = []
@@ -101,6 +111,8 @@ def outside_of_training(folder: str) -> dict[str, Any]:
 
         module = Module()
         module.act_in_validation = act
+        if epoch < 0:
+            module.on_train_epoch_end = terminate_after_the_last(module)
         try:
             fit(module, [StopTogether()], folder, max_epochs=3, validates=True, num_sanity_val_steps=1)
             out[name] = {}
@@ -142,6 +154,7 @@ def test_a_signal_outside_of_training_is_obeyed_at_the_next_batch_or_the_end(sto
     for name, least in (
         ("sanity check", 1),
         ("validation", 2 * BATCHES + 1),
+        ("after the last batch", 3 * BATCHES),
         ("last validation", 3 * BATCHES),
     ):
         ended = values[0][name]
