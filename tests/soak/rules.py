@@ -178,7 +178,9 @@ def _last_line(plan: Plan, failure: _Failure) -> str:
         return failure.last
     # Of an error that all ranks raise, each has its own; any may have been the first. A logger whose disk is full fails
     # again while Lightning handles that: what ends the program is another exception.
-    optional = "?" if failure.alike or plan.fault == "disk" else ""
+    # An error of this package is most often one of all ranks, so rank 0 prints its own without a rank.
+    is_ours_of_0 = plan.fault == "ours" and plan.target == 0 and plan.launch == "popen"
+    optional = "?" if failure.alike or plan.fault == "disk" or is_ours_of_0 else ""
     return f"({named}){optional}({failure.last})"
 
 
@@ -212,8 +214,8 @@ def _programs(plan: Plan) -> frozenset[str]:
 
 def _codes(plan: Plan, code: int) -> tuple[int, ...]:
     """Return which exit codes the first process may have where the job ends with ``code``."""
-    if plan.launch == "torchrun":
-        return (1,)
+    if plan.launch == "torchrun":  # which a second Ctrl-C may end as it ends any program
+        return (1, -signal.SIGINT) if plan.fault == "ctrl_c_twice" else (1,)
     if plan.launch in OF_USER:
         return tuple(range(1, 256))  # mpirun's own choice
     ended_by_signal = plan.fault in ("kill", "usr1_rank", "usr1_parent") and plan.launch == "popen"
