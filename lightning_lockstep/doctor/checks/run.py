@@ -183,8 +183,10 @@ def _unknown(folder: RunFolder) -> Finding:
     if PurePath(kept).name.startswith(_LEFT_WITH) and folder.age(kept) - newest < _LEFT_WITHIN:
         return ok("run", f"all ranks left it together and saved {kept}, as a signal or a file had asked for")
     if newest < _QUIET:
-        evidence = f"no summary yet, and it was written to {newest:.0f} s ago: it may still be running, or all ranks"
-        evidence += " have left it together (exit code 75)"
+        evidence = (
+            f"no summary yet, and it was written to {newest:.0f} s ago: it may still be running, or all"
+        )
+        evidence += " ranks have left it together (exit code 75)"
         return ok("run", evidence)
     if not folder.is_of_lockstep_train:
         evidence = (
