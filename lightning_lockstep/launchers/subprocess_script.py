@@ -22,6 +22,7 @@ from lightning_lockstep._lightning import (
 from lightning_lockstep._settings import LAUNCHER_PID, launcher_pid
 from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed import shut_down
+from lightning_lockstep.distributed.failure.connections import connections, end_connections
 from lightning_lockstep.distributed.failure.exit_notes import keep_failure
 from lightning_lockstep.distributed.failure.process_exit import (
     end_now,
@@ -35,6 +36,7 @@ from lightning_lockstep.distributed.process_group import (
     host_rendezvous,
 )
 from lightning_lockstep.distributed.rendezvous import token_for_children
+from lightning_lockstep.distributed.side_channel.opening import side_channel_if_open
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.environments import LockstepEnvironment, check_has_device
 from lightning_lockstep.launchers.hydra import hydra_child_command, program_file
@@ -68,6 +70,7 @@ class _StartedRanks:
     def __init__(self, job: object, supervisor: RankSupervisor) -> None:
         self.job = job
         self.processes: list[subprocess.Popen[bytes]] = []  # of the ranks 1, 2, ... of this node
+        self._store_port = 0  # of the store at which they meet
         self.have_met = False  # True: each has been connected with this rank
         self._stopping = False  # True: a rank that ends badly from then on was stopped
         self.supervisor = supervisor  # of the Trainer that they work for now: it learns when a child exits
@@ -78,6 +81,7 @@ class _StartedRanks:
         if not number:
             return
         command, folder, variables = rank_command()
+        self._store_port = int(environ["MASTER_PORT"])
         try:
             for local_rank in range(1, number + 1):
                 of_rank = {**environ, **variables, "LOCAL_RANK": str(local_rank)}
@@ -102,6 +106,14 @@ class _StartedRanks:
         deadline = time.monotonic() + seconds
         while self.running() and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY)
+
+    def end_waits(self) -> None:
+        """Shut down this rank's connections with its children: they may wait for it in a collective."""
+        channel = side_channel_if_open()
+        kept = {self._store_port, 0 if channel is None else channel.port}
+        theirs = {end for process in self.processes for end in connections(process.pid)}
+        ends = [(here, there) for here, there in connections() if (there, here) in theirs]
+        end_connections([end for end in ends if not kept & {int(one.rpartition(":")[2]) for one in end}])
 
     def kill(self) -> None:
         """End all that still run, at once."""
@@ -267,6 +279,7 @@ def _end_children() -> None:
     if ranks is None:
         return
     if outcome.forced_exit or outcome.ends_with_error:  # the others may wait for this rank forever
+        ranks.end_waits()
         ranks.wait(ranks.supervisor.settings.grace_period)
         ranks.kill()
         return

@@ -32,7 +32,7 @@ SIGNALS = {
     "predict": signal.SIGTERM,
     "interrupt": signal.SIGINT,
 }
-GRACE = 2.0 if FAULT in ("prune", "pruned") else 8.0
+GRACE = 2.0 if FAULT in ("prune", "pruned") else 600.0 if FAULT == "raise@0" else 8.0
 
 
 class Net(L.LightningModule):

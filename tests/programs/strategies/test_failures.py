@@ -34,6 +34,14 @@ def test_a_raising_rank_ends_the_job_with_its_traceback_last(tmp_path: Path) -> 
     assert outcome.stdout.count("caught RankFailedError") == 1
 
 
+def test_the_others_do_not_wait_in_a_collective_for_the_first_rank_that_has_raised(tmp_path: Path) -> None:
+    """With a grace period of ten minutes: the connections end as they do when another rank does."""
+    outcome = run("raise@0", folder=tmp_path)
+    assert outcome.returncode == 1
+    assert outcome.stderr.rstrip().endswith(f"ValueError: boom in training_step\n{SAVED}")
+    check_kept(tmp_path, 0, "ValueError: boom in training_step")
+
+
 def test_ranks_end_when_the_started_process_is_killed(tmp_path: Path) -> None:
     with start_script([str(SCRIPT), "endless", "popen"], cwd=tmp_path) as script:
         script.wait_for("trains", timeout=LIMIT)
