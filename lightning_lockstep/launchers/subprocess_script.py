@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -108,10 +109,13 @@ class _StartedRanks:
             time.sleep(_LOOK_EVERY)
 
     def end_waits(self) -> None:
-        """Shut down this rank's connections with its children: they may wait for it in a collective."""
+        """Shut down this rank's connections with the ranks of this host: they may wait for it in a collective."""
         channel = side_channel_if_open()
-        kept = {self._store_port, 0 if channel is None else channel.port}
-        theirs = {end for process in self.processes for end in connections(process.pid)}
+        if channel is None:
+            return
+        kept = {self._store_port, channel.port}
+        ranks = map(channel.process_of, range(1, channel.world_size))
+        theirs = {end for host, pid in ranks if host == socket.gethostname() for end in connections(pid)}
         ends = [(here, there) for here, there in connections() if (there, here) in theirs]
         end_connections([end for end in ends if not kept & {int(one.rpartition(":")[2]) for one in end}])
 
