@@ -165,7 +165,12 @@ class Names:
     def _near(self, typed: list[str], names: list[str], config: DictConfig) -> str:
         """What a key can mean that is not there, as the end of a sentence; names: those beside the wrong part."""
         there = [key for key, where, _ in entries(config) if isinstance(where, DictConfig)]
-        known = {**dict.fromkeys(sorted(there, key=lambda key: key.count(".")), ""), **self._brought}
+        # A class of the user has its own settings, whatever the options of the group bring.
+        is_own = OmegaConf.select(config, f"hydra.runtime.choices.{typed[0]}") == "own"
+        known = {
+            **dict.fromkeys(sorted(there, key=lambda key: key.count(".")), ""),
+            **({} if is_own else self._brought),
+        }
         known.update(dict.fromkeys(there, ""))
         own, last = f"{typed[0]}.", typed[-1].rpartition("/")[2]
         # The very key first; those that are there before those that an option brings; those of the same group.

@@ -195,8 +195,8 @@ def _unknown(folder: RunFolder) -> Finding:
         )
         return ok("run", evidence)
     evidence = (
-        "neither a summary nor a record of a failure: it was killed (memory, time limit, a lost host), or ended"
-        " before its first step"
+        "neither a summary nor a record of a failure: all ranks have left it together (exit code 75), it was killed"
+        " (memory, time limit, a lost host), or it ended before its first step"
     )
     return warning("run", evidence, _WHO_KILLED)
 

@@ -42,6 +42,8 @@ def test_the_keys_of_the_choices_that_it_replaces_are_one_fault_each() -> None:
 def test_nothing_is_wrong_with_own_choices_and_a_setting_is_added_with_a_plus() -> None:
     assert faults_of(*OWN, "+model.hidden=3") == []
     assert only(faults_of("model.hidden=3", *OWN)).endswith("A new key is added with +model.hidden=3")
+    near = only(faults_of(*OWN, "model.lr=3"))  # as `learning_rate` of another option is called
+    assert near.endswith("A new key is added with +model.lr=3"), near
     misspelt = only(faults_of(*OWN, "+model.hiden=3"))
     assert misspelt.startswith("model.hiden=3: Net has no setting 'hiden'. Did you mean 'hidden'?")
     assert faults_of("model=own", "model._target_=mine.Everything", "~data") == []
