@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
-def fits() -> dict[str, Any]:
+def fits(*, accumulates: bool = True) -> dict[str, Any]:
     return {
-        name: fitted(LockstepDDPStrategy(), count, accumulate, **options)
+        name: fitted(LockstepDDPStrategy(), count, accumulate if accumulates else 1, **options)
         for name, (count, accumulate, options) in CASES.items()
     }
 
@@ -37,7 +38,7 @@ def fits() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
     """The fits on one rank without accumulation."""
-    return run_ranks(1, fits, backend=None, timeout=120)[0]
+    return run_ranks(1, partial(fits, accumulates=False), backend=None, timeout=120)[0]
 
 
 @pytest.fixture(scope="module")
