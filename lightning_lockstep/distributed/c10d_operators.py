@@ -54,9 +54,8 @@ class Operator:
 
     name: str  # in ``c10d``, such as ``allreduce_``
     overload: Any
-    positions: dict[
-        str, int
-    ]  # of each argument, by its name in the schema; what comes before the group are tensors
+    # Of each argument, by its name in the schema; those before the process group are tensors.
+    positions: dict[str, int]
     returned: int  # how many values it returns; the last one is the work handle
 
     def argument(self, args: Sequence[Any], name: str, default: Any = None) -> Any:
