@@ -27,12 +27,11 @@ __all__ = ["check_training", "hydra_main", "main", "prepare_training", "train"]
 # What these do imports torch and Lightning, for seconds: not for `--help`, or a key that is misspelt.
 
 
-def check_training(config: DictConfig, touched: list[str] | None = None, is_wrong: bool = False) -> list[str]:
+def check_training(config: DictConfig, is_wrong: bool = False) -> list[str]:
     """Check the configuration of one training run: on rank 0, before others start.
 
     Args:
         config: The configuration with its `hydra` node.
-        touched: Keys on its first level, to look at components below these alone.
         is_wrong: Whether the command line has errors already: constructors are then called for theirs.
 
     Returns:
@@ -42,7 +41,7 @@ def check_training(config: DictConfig, touched: list[str] | None = None, is_wron
     """
     from lightning_lockstep._application.checks import check_training
 
-    return check_training(config, touched, is_wrong)
+    return check_training(config, is_wrong)
 
 
 def prepare_training(config: DictConfig) -> None:

@@ -23,6 +23,7 @@ from lightning_lockstep._application.values import (
     trace,
 )
 from lightning_lockstep._lightning import LightningEnvironment, Logger, MisconfigurationException
+from lightning_lockstep._settings import did_you_mean
 from lightning_lockstep._text import first_line
 from lightning_lockstep.errors import ConfigurationError
 
@@ -58,14 +59,11 @@ def build(config: DictConfig, *, own_callbacks: list[Any]) -> tuple[Any, Any, An
     return parts["model"], parts["data"], parts["trainer"]
 
 
-def component_faults(
-    config: DictConfig, touched: Collection[str] | None = None, *, construct: bool
-) -> list[str]:
+def component_faults(config: DictConfig, *, construct: bool) -> list[str]:
     """What is wrong with settings of components, and, unless nothing is so far, what their constructors refuse."""
-    # touched: keys on the first level, to look below these alone; construct: something is wrong already.
-    keys = [key for key in component_keys(config) if touched is None or key.partition(".")[0] in touched]
+    # construct: something is wrong already.
     with _quiet():
-        return _made(config, keys, is_check=True, construct=construct)[1]
+        return _made(config, component_keys(config), is_check=True, construct=construct)[1]
 
 
 def _made(
@@ -93,7 +91,8 @@ def _made(
         elif f"{key}._target_" in wrong[key] or (wrong[key] and not is_check):
             pass
         elif "_target_" not in node:
-            faults.append(f"{key} has no _target_, so no object can be created from it.")
+            near = did_you_mean(key, [other for other in keys if other != key])
+            faults.append(f"{key} has no _target_, so no object can be created from it.{near}")
         elif not is_check or all(_is_harmless(target_of(inner)) for _, inner in target_nodes(node)):
             parts[key] = _make(config, key, wrong[key], given, faults, is_check)
     return parts, faults

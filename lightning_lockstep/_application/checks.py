@@ -8,6 +8,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -98,7 +99,7 @@ _SWITCHES: dict[str, Any] = {
 }
 
 
-def check_training(config: DictConfig, touched: list[str] | None, is_wrong: bool) -> list[str]:
+def check_training(config: DictConfig, is_wrong: bool) -> list[str]:
     """Look for what is wrong with the configuration of one training run: on rank 0, before others start."""
     faults = [*_resumed(config), *_not_fitting(config)]
     for name, hint in _SWITCHES.items():
@@ -112,7 +113,9 @@ def check_training(config: DictConfig, touched: list[str] | None, is_wrong: bool
     ]
     devices, nodes = _devices_and_nodes(config)
     faults += [*_single_device(config), *_external(devices, nodes), *_global_batch(config, devices, nodes)]
-    faults += component_faults(config, touched, construct=is_wrong or bool(faults))
+    # The jobs of a sweep are built one after the other: what the last would refuse is to be known before the first.
+    is_of_sweep = _select(config, "hydra.mode") == RunMode.MULTIRUN
+    faults += component_faults(config, construct=is_wrong or is_of_sweep or bool(faults))
     # Takes seconds, and starts ranks: not for a configuration that cannot run anyway.
     return faults if faults or is_wrong else preflight_faults(config)
 

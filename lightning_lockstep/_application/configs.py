@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
 from importlib import resources
@@ -31,6 +32,7 @@ from yaml import YAMLError
 from lightning_lockstep._application.values import entries
 from lightning_lockstep._settings import did_you_mean, nearest
 from lightning_lockstep._text import listed
+from lightning_lockstep.launchers.hydra import inner_container
 
 
 def search_path_of(
@@ -49,7 +51,7 @@ def search_path_of(
 
 
 class Loader:
-    """Looks at groups and composes configurations, for one command line."""
+    """Looks at groups, keys and options and composes configurations, for one command line."""
 
     def __init__(self, search_path: ConfigSearchPath, config_name: str | None, overrides: list[str]) -> None:
         self.config_name = config_name
@@ -74,17 +76,6 @@ class Loader:
         """The groups on the first level."""
         names = self._repository.get_group_options("", results_filter=ObjectType.GROUP)
         return [name for name in names if not name.startswith("_")]
-
-    def brought(self) -> Iterator[tuple[str, str, DictConfig]]:
-        """Group, option and content of each config that is put below the key of its group."""
-        for group in self.groups():
-            for choice in self.choices(group) if group != "hydra" else ():
-                loaded = None
-                with suppress(YAMLError):  # an error only if it is used
-                    loaded = self._repository.load_config(f"{group}/{choice}")
-                if loaded is not None and (loaded.header.get("package") or group) == group:
-                    content: Any = loaded.config
-                    yield group, choice, content
 
     def compose(self, overrides: list[str]) -> DictConfig:
         """Compose the configuration of one job, with its `hydra` node."""
@@ -116,30 +107,21 @@ class Loader:
         template = string.Template(str(config.hydra.help.template))
         return template.safe_substitute(APP_CONFIG_GROUPS="\n".join(groups), CONFIG="\n\n".join(files)) + "\n"
 
-
-def _keys_of(text: str) -> str:
-    """The keys of a config file with their comments, without Hydra's part and the list of defaults."""
-    text = re.sub(r"^(defaults|hydra):.*\n((?: .*)?\n)*", "", f"{text}\n", flags=re.MULTILINE)
-    return re.sub(r"^# @package.*\n", "", text).strip()
-
-
-# -- What could be meant by a name that is not there --
-
-
-class Names:
-    """All keys, those in a configuration and those that an option not selected would bring."""
-
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
+    # -- What could be meant by a name that is not there --
 
     @cached_property
     def _brought(self) -> dict[str, str]:
-        """Each key that an option would bring, with the option."""
+        """Each key that an option of a group would bring below the key of that group, with the option."""
         found: dict[str, str] = {}
-        for group, choice, content in self.loader.brought():
-            for key, where, _ in entries(content):
-                if isinstance(where, DictConfig):
-                    found.setdefault(f"{group}.{key}", f"{group}={choice}")
+        for group in self.groups():
+            for choice in self.choices(group) if group != "hydra" else ():
+                loaded = None
+                with suppress(YAMLError):  # an error only if it is used
+                    loaded = self._repository.load_config(f"{group}/{choice}")
+                if loaded is not None and (loaded.header.get("package") or group) == group:
+                    content: Any = loaded.config
+                    for key in _names_in(content):
+                        found.setdefault(f"{group}.{key}", f"{group}={choice}")
         return found
 
     def missing(self, override: Override, config: DictConfig) -> str | None:
@@ -149,39 +131,46 @@ class Names:
         for depth, part in enumerate(parts):
             if isinstance(node, DictConfig) and part not in node:
                 where = f"in {'.'.join(parts[:depth])!r}" if depth else "in the configuration"
+                text = f"there is no key {part!r} {where}."
+                if override.is_delete():
+                    return text
                 names = [
                     str(key) for key in node if not str(key).startswith("_") and (depth or key != "hydra")
                 ]
-                hint = ""
-                if not override.is_delete():
-                    hint = self._near(parts, names if depth else [*names, *self.loader.groups()], config)
-                if not hint and not override.is_delete():
-                    there = f" It has: {listed(names, 12)}." if depth == len(parts) - 1 > 0 else ""
-                    hint = f"{there} A new key is added with +{override.input_line}"
-                return f"there is no key {part!r} {where}.{hint}"
+                there = f" It has: {listed(names, 12)}." if depth == len(parts) - 1 > 0 else ""
+                hint = self._near(parts, names if depth else [*names, *self.groups()], config)
+                return text + (hint or f"{there} A new key is added with +{override.input_line}")
             node = OmegaConf.select(config, ".".join(parts[: depth + 1]), throw_on_missing=False)
         return None
 
+    def nearly_named(self, new: str, config: DictConfig) -> str | None:
+        """A group, or a key on the first level with others below it, whose name is nearly that of a new key."""
+        names = {str(key) for key in config if inner_container(config, key) is not None}
+        near = difflib.get_close_matches(new, (names | set(self.groups())) - {new}, n=1, cutoff=0.8)
+        return next(iter(near), None)
+
     def _near(self, typed: list[str], names: list[str], config: DictConfig) -> str:
         """What a key can mean that is not there, as the end of a sentence; names: those beside the wrong part."""
-        there = [key for key, where, _ in entries(config) if isinstance(where, DictConfig)]
+        known = dict.fromkeys(_names_in(config), "")
         # A class of the user has its own settings, whatever the options of the group bring.
-        is_own = OmegaConf.select(config, f"hydra.runtime.choices.{typed[0]}") == "own"
-        known = {
-            **dict.fromkeys(sorted(there, key=lambda key: key.count(".")), ""),
-            **({} if is_own else self._brought),
-        }
-        known.update(dict.fromkeys(there, ""))
-        own, last = f"{typed[0]}.", typed[-1].rpartition("/")[2]
+        if OmegaConf.select(config, f"hydra.runtime.choices.{typed[0]}") != "own":
+            known = self._brought | known
+        group, last = f"{typed[0]}.", typed[-1].rpartition("/")[2]
         # The very key first; those that are there before those that an option brings; those of the same group.
         order = sorted(
-            known, key=lambda key: (key != ".".join(typed), bool(known[key]), not key.startswith(own))
+            known,
+            key=lambda key: (
+                key != ".".join(typed),
+                bool(known[key]),
+                not key.startswith(group),
+                key.count("."),
+            ),
         )
         found = [key for key in order if parts_of(key)[-1] == last]
         if not found and (near := did_you_mean(last, names)):
             return near
         if not found:
-            likely = [key for key in order if not known[key] or key.startswith(own)]
+            likely = [key for key in order if not known[key] or key.startswith(group)]
             end = nearest(last, [parts_of(key)[-1] for key in likely])
             found = [key for key in likely if parts_of(key)[-1] == end]
         if not found:
@@ -190,6 +179,17 @@ class Names:
             meant = "" if found[0] == ".".join(typed) else f" Did you mean {found[0]!r}?"
             return f"{meant} It comes with the option {option}: give that too."
         return " Did you mean " + " or ".join(map(repr, [key for key in found if not known[key]][:2])) + "?"
+
+
+def _names_in(config: DictConfig) -> list[str]:
+    """The whole keys in a configuration, those of lists left out."""
+    return [key for key, where, _ in entries(config) if isinstance(where, DictConfig)]
+
+
+def _keys_of(text: str) -> str:
+    """The keys of a config file with their comments, without Hydra's part and the list of defaults."""
+    text = re.sub(r"^(defaults|hydra):.*\n((?: .*)?\n)*", "", f"{text}\n", flags=re.MULTILINE)
+    return re.sub(r"^# @package.*\n", "", text).strip()
 
 
 def parts_of(key: str) -> list[str]:

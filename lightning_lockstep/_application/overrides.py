@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,12 +18,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, flag_override
+from hydra.types import RunMode
+from omegaconf import DictConfig, flag_override
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from lightning_lockstep._application.configs import Loader, Names
-from lightning_lockstep._settings import did_you_mean
+from lightning_lockstep._application.configs import Loader, parts_of
+from lightning_lockstep._settings import did_you_mean, nearest
 from lightning_lockstep._text import first_line, say
 from lightning_lockstep.launchers.hydra import without_claiming
 
@@ -71,9 +71,9 @@ def parse(lines: Sequence[str]) -> tuple[list[Override], list[str]]:
 
 # -- One job: composed, and what is wrong with it --
 
-# A program's own check of the configuration of one job, with its `hydra` node: of the keys on the first level that
-# are given, if any are; whether something is wrong already, so that nothing will run.
-JobCheck = Callable[[DictConfig, list[str] | None, bool], list[str]]
+# A program's own check of the configuration of one job, with its `hydra` node; it is told whether something is wrong
+# already, so that nothing will run.
+JobCheck = Callable[[DictConfig, bool], list[str]]
 # What to add if an option of these groups is missing: they come from other packages.
 _PLUGINS = (
     " More come with plugins: pip install 'lightning-lockstep[sweeps]' brings joblib, submitit and optuna."
@@ -83,13 +83,10 @@ _PLUGINS = (
 class Job:
     """One job of a command line: what the overrides that are right lead to, with an error for each that is wrong."""
 
-    def __init__(self, names: Names, overrides: list[Override]) -> None:
-        self._names, self._loader = names, names.loader
+    def __init__(self, loader: Loader, overrides: list[Override]) -> None:
+        self._loader = loader
         self.faults: list[str] = []
         self.config: DictConfig | None = None  # with its `hydra` node; None: Hydra could not compose it
-        self.given: list[str] | None = (
-            None  # keys on its first level that are not as without what is wrong; None: any
-        )
         # Options of groups bring the keys that others are about.
         self._right = sorted(
             overrides,
@@ -97,6 +94,7 @@ class Job:
         )
         if (error := self._try(self._right)) is not None:
             self._compose(error)
+        self._refuse_near_names()
 
     def _is_choice_of_group(self, override: Override) -> bool:
         return self._loader.is_group(override.key_or_group) and not isinstance(override.value(), dict)
@@ -104,13 +102,13 @@ class Job:
     def _compose(self, of_all: BaseException) -> None:
         """Compose with one override after the other, without those that are wrong, because all together fail."""
         typed, self._right = self._right, []
+        meant: list[Override] = []  # options that exist in place of those that do not
         unknown: list[str] = []  # groups with a wrong option, whose keys cannot be judged
         error = self._try([])  # the program's own config may lack what an override gives
-        without = None if self.config is None else plain(self.config)
         for override in typed:
             if override.key_or_group.startswith(tuple(unknown)):
                 continue
-            tried = [*self._right, override]
+            tried = [*self._right, *meant, override]
             failed = of_all if tried == typed else self._try(tried)
             text = None if failed is None else self._why(override, failed)
             if failed is None or (error is not None and text is None):
@@ -119,12 +117,15 @@ class Job:
                 continue
             self.faults.append(f"{_line(override)}: {text or whole_message(failed)}")
             if self._is_choice_of_group(override):
-                unknown.append(f"{override.key_or_group.replace('/', '.')}.")
+                # With the option that is probably meant the others can be judged, and else those that are not below it.
+                line = self._probably_meant(override)
+                if line is not None and self._try([*self._right, *meant, *parse([line])[0]]) is None:
+                    meant += parse([line])[0]
+                else:
+                    unknown.append(f"{override.key_or_group.replace('/', '.')}.")
         if error is not None:
             self.config = None
             self.faults.append(whole_message(error))
-        elif without is not None and self.config is not None:
-            self.given = differing(plain(self.config), without)
 
     def _try(self, overrides: list[Override]) -> BaseException | None:
         """Compose with these overrides; return why that is not possible."""
@@ -140,38 +141,54 @@ class Job:
         if not self._is_choice_of_group(override):
             if override.is_add() or override.is_force_add() or self.config is None:
                 return None
-            return self._names.missing(override, self.config)
-        choices = list(map(str, value)) if isinstance(value, list) else [str(value)]
+            return self._loader.missing(override, self.config)
         known = self._loader.choices(group)
         texts = [
             f"group {group!r} has no option {one!r}.{did_you_mean(one, known)}"
-            for one in choices
+            for one in _several(value)
             if not (override.is_delete() or self._loader.is_choice(group, one))
         ]
         plugins = _PLUGINS if group.startswith("hydra/") else ""
         return f"{'; '.join(texts)} It has: {', '.join(known)}.{plugins}" if texts else None
 
-    def check(self, number: int, check: JobCheck, first: DictConfig | None, *, is_sweep: bool) -> None:
-        """Check the values: all, or of what is wrong otherwise or came first in a sweep those that are not as there."""
-        if self.config is None:
+    def _probably_meant(self, override: Override) -> str | None:
+        """The override with the nearest options, if each has one."""
+        group, value = override.key_or_group, override.value()
+        known = self._loader.choices(group)
+        near = [one if self._loader.is_choice(group, one) else nearest(one, known) for one in _several(value)]
+        if None in near:
+            return None
+        options = ",".join(map(str, near))
+        return f"{_line(override).split('=')[0]}={f'[{options}]' if isinstance(value, list) else options}"
+
+    def _refuse_near_names(self) -> None:
+        """Refuse `+modle.width=3`, which would add a key that nothing reads; `++` adds such a key all the same."""
+        composed = self.config
+        for override in [one for one in self._right if one.is_add() and not self._is_choice_of_group(one)]:
+            new = parts_of(override.key_or_group)[0]
+            near = None if composed is None else self._loader.nearly_named(new, composed)
+            if near is None or self._try([one for one in self._right if not one.is_add()]) is not None:
+                continue
+            if self.config is not None and new not in self.config:
+                line = _line(override)
+                self.faults.append(
+                    f"{line}: there is no key {new!r} in the configuration. Did you mean {near!r}? A new key with such"
+                    f" a name is added with +{line}"
+                )
+        self.config = composed
+
+    def check(self, number: int, check: JobCheck, *, of_sweep: bool, is_wrong: bool) -> None:
+        """Check the values, unless nothing of what was typed is left to be checked."""
+        if self.config is None or (is_wrong and not self._right):
             return
-        given = self.given if first is None else differing(plain(self.config), plain(first))
-        if self.faults and given is not None and "torch" not in sys.modules:
-            if not given:
-                return  # what is left was not typed
+        if is_wrong and "torch" not in sys.modules:
             say("lightning-lockstep: found an error; importing torch and Lightning to check the rest ...")
-        with as_current_job(self.config, number):
-            self.faults += check(self.config, given, bool(self.faults) or is_sweep)
+        with as_current_job(self.config, number, of_sweep=of_sweep):
+            self.faults += check(self.config, is_wrong)
 
 
-def plain(config: DictConfig) -> dict[str, Any]:
-    """What a configuration holds, without Hydra's part."""
-    held: Any = OmegaConf.to_container(config, resolve=False)
-    return {str(key): value for key, value in held.items() if key != "hydra"}
-
-
-def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    return [key for key in one if key not in other or one[key] != other[key]]
+def _several(value: Any) -> list[str]:
+    return list(map(str, value)) if isinstance(value, list) else [str(value)]
 
 
 def _line(override: Override) -> str:
@@ -189,13 +206,14 @@ def whole_message(error: BaseException) -> str:
 
 
 @contextmanager
-def as_current_job(config: DictConfig, number: int) -> Iterator[None]:
+def as_current_job(config: DictConfig, number: int, *, of_sweep: bool = False) -> Iterator[None]:
     """Let interpolations of Hydra's own values (`${hydra:...}`) be resolved as they will be in the job."""
     before = HydraConfig.instance().cfg
     hydra = config.hydra
     # Hydra's own part is read-only, and becomes so again with `set_config`.
     with flag_override(hydra, ["readonly", "struct"], [False, False]):
         hydra.job.id, hydra.job.num, hydra.runtime.output_dir = str(number), number, "."
+        hydra.mode = RunMode.MULTIRUN if of_sweep else RunMode.RUN
     HydraConfig.instance().set_config(config)
     with suppress(OmegaConfBaseException):  # Hydra itself reports a run folder that cannot be named
         folder = str(hydra.run.dir)
@@ -243,13 +261,13 @@ def check_command_line(
         return [*faults, f"--config-name {name}: there is no such config.{there_is}"], None
     values, more = swept_values(overrides, multirun=arguments.multirun)
     faults += more
-    names, first = Names(loader), None
+    first: DictConfig | None = None
     total = sum(len(options) for options in values if len(options) > 1)
     began, checked = time.monotonic(), 0
     for number, lines in enumerate(variants(values)):
-        job = Job(names, OverridesParser.create().parse_overrides(lines))
+        job = Job(loader, OverridesParser.create().parse_overrides(lines))
         if check is not None:
-            job.check(number, check, first, is_sweep=total > 0)
+            job.check(number, check, of_sweep=arguments.multirun, is_wrong=bool(faults or job.faults))
         faults += job.faults
         if first is None:
             first, began = job.config, time.monotonic()
@@ -263,7 +281,7 @@ def check_command_line(
             break
     if total and not faults:
         say(f"lightning-lockstep: checked {checked} of the {total} values of the sweep.")
-    return _in_order_typed(faults, arguments.overrides), first
+    return list(dict.fromkeys(faults)), first
 
 
 def swept_values(overrides: list[Override], *, multirun: bool) -> tuple[list[list[str]], list[str]]:
@@ -289,16 +307,3 @@ def variants(values: list[list[str]]) -> Iterator[list[str]]:
     yield first
     for place, options in enumerate(values):
         yield from ([*first[:place], option, *first[place + 1 :]] for option in options[1:])
-
-
-def _in_order_typed(faults: list[str], lines: list[str]) -> list[str]:
-    """Each error once, in the order of the command line, those of the config files last."""
-    keys = [re.sub(r"^[+~]+|[@=].*", "", line) for line in lines]
-    starts = [
-        (line, repr(line), f"{key}=", f"{key}:", f"{key} ") for line, key in zip(lines, keys, strict=True)
-    ]
-    places = {
-        fault: next((place for place, start in enumerate(starts) if fault.startswith(start)), len(lines))
-        for fault in faults
-    }
-    return sorted(places, key=lambda fault: places[fault])

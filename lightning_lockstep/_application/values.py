@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import Unpack
 
 from lightning_lockstep._settings import did_you_mean
-from lightning_lockstep._text import first_line, say
+from lightning_lockstep._text import first_line, listed, say
 from lightning_lockstep.launchers.hydra import inner_container
 
 # -- What is wrong with a command line: a text each, with what was given, what was expected, how to fix it --
@@ -154,7 +154,8 @@ def _unfit(
             yield "_target_", text
             return
     for name in unknown:
-        yield name, f"{called} has no setting {name!r}.{did_you_mean(name, parameters)}"
+        takes = did_you_mean(name, parameters) or f" It takes {listed(list(parameters), 12)}."
+        yield name, f"{called} has no setting {name!r}.{takes}"
     hints = _hints(target)
     for name in names:
         # The value of another key is judged where it is given.

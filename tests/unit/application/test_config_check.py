@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lockstep._application import overrides
+from lightning_lockstep._application import checks, overrides
 from lightning_lockstep._application.values import show_faults
 from tests.common.application.command_lines import faults_of, look_at, only
 
@@ -28,7 +28,9 @@ WRONG = [
         ("trainer.precision=16-mixd", "Did you mean '16-mixed'"),
         ("trainer.max_epochs=abc", "expected a whole number or null."),
         ("data.batch_size=abc", "expected a whole number."),
-        ("+data.foo=3", "DigitsData has no setting 'foo'."),
+        ("+data.foo=3", "DigitsData has no setting 'foo'. It takes batch_size, global_batch_size,"),
+        ("+modle.width=3", "Did you mean 'model'? A new key with such a name is added with ++modle.width=3"),
+        ("+callbaks=overflow", "Did you mean 'callbacks'?"),
         ("+data.batch_sise=3", "DigitsData has no setting 'batch_sise'. Did you mean 'batch_size'"),
         ("trainer.plugins=x", "A new key is added with +trainer.plugins=x"),
         ("~trainer.foo", "there is no key 'foo' in 'trainer'."),
@@ -58,6 +60,10 @@ WRONG = [
             "AutoBatchSize has no setting 'margn'. Did you mean 'margin'",
         ),
         ("callbacks.auto_batch_size.max_trials=many", "expected a whole number."),
+        (
+            "+callbacks.auto_batch_sise.margin=0.1",
+            "_target_, so no object can be created from it. Did you mean",
+        ),
         ("data._target_=lightning_lockstep.demo.DigitData", "Did you mean 'DigitsData'?"),
         ("ckpt_path=last", "ckpt_path=last: no run under"),
         ("strategy=lockstep_ddp", "Did you mean 'ddp'?"),
@@ -137,6 +143,22 @@ def test_a_key_of_a_choice_that_is_not_taken_names_the_choice() -> None:
     assert faults_of("callbacks=early_stopping", "callbacks.early_stopping.patience=3") == []
 
 
+def test_a_new_key_of_a_users_own_is_added() -> None:
+    assert faults_of("+seeds=[1,2]", "+optimizer.name=adam", "++modle.width=3") == []
+
+
+def test_what_depends_on_an_option_is_judged_by_the_one_that_was_probably_meant() -> None:
+    assert only(faults_of("data=sorce_text", "model=byte_gpt")).startswith(
+        "data=sorce_text: group 'data' has no"
+    )
+    assert only(faults_of("data=source_text", "model=byte_gp")).startswith(
+        "model=byte_gp: group 'model' has no"
+    )
+    option, setting = faults_of("callbacks=[lr_monitr]", "+callbacks.lr_monitor.interval=step")
+    assert option.startswith("callbacks=[lr_monitr]: ")
+    assert "LearningRateMonitor has no setting 'interval'. Did you mean 'logging_interval'?" in setting
+
+
 def test_arguments_in_other_forms_are_refused() -> None:
     assert faults_of("--max_epochs=1", "trainer.max_epochs", "1") == [
         "--max_epochs=1: there is no such flag. A setting is written key=value, without dashes.",
@@ -156,8 +178,8 @@ def test_overrides_on_both_sides_of_a_flag_are_all_taken(monkeypatch: pytest.Mon
 def test_what_constructors_object_to_is_reported_beside_values_of_a_wrong_type_each_by_its_key() -> None:
     assert faults_of("trainer.max_epochs=ten", "trainer.devices=0", "model.learning_rate=-1") == [
         "trainer.max_epochs=ten: expected a whole number or null.",
-        "trainer.devices=0: `Trainer(devices=0)` value is not a valid input using cpu accelerator.",
         "model.learning_rate=-1: expected a number, more than 0.",
+        "trainer.devices=0: `Trainer(devices=0)` value is not a valid input using cpu accelerator.",
     ]
     assert faults_of("trainer.max_epochs=ten", "trainer.devices=two") == [
         "trainer.max_epochs=ten: expected a whole number or null.",
@@ -214,6 +236,11 @@ def test_each_value_of_a_sweep_is_checked_for_a_while(
     monkeypatch.setattr(overrides, "LONGEST_CHECK", 0.0)
     assert look_at("-m", "seed=range(1,65)", "model.width=8,9")[0] == []
     assert "checked 2 of the 66 values of the sweep" in capsys.readouterr().err
+
+
+def test_the_jobs_of_a_sweep_check_the_machine_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_pass", lambda *asked: False)
+    assert "debug=preflight: the checks above" in only(faults_of("-m", "debug=preflight", "seed=1,2"))
 
 
 def test_the_groups_of_a_users_own_folder_are_checked_too(tmp_path: Path) -> None:
