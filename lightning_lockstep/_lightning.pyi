@@ -79,6 +79,7 @@ from lightning.pytorch.utilities.data import extract_batch_size as extract_batch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException as MisconfigurationException
 from lightning.pytorch.utilities.exceptions import SIGTERMException as SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as _TunerExitException
+from lightning.pytorch.utilities.model_helpers import is_overridden as is_overridden
 from lightning.pytorch.utilities.parsing import (
     _lightning_get_all_attr_holders as _lightning_get_all_attr_holders,
 )

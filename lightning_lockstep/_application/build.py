@@ -25,10 +25,10 @@ from lightning_lockstep._application.values import (
 from lightning_lockstep._lightning import LightningEnvironment, Logger, MisconfigurationException
 from lightning_lockstep._settings import did_you_mean
 from lightning_lockstep._text import first_line
-from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.errors import ConfigurationError, LaunchError
 
 # What a user's settings lead to, as opposed to a bug, whose traceback is wanted.
-_ABOUT_SETTINGS = (ConfigurationError, MisconfigurationException, ValueError, ImportError)
+_ABOUT_SETTINGS = (ConfigurationError, LaunchError, MisconfigurationException, ValueError, ImportError)
 # Constructors of these packages check their arguments and have no other effect, but for those of loggers.
 _HARMLESS = ("lightning_lockstep.", "lightning.pytorch.", "pytorch_lightning.")
 

@@ -17,7 +17,7 @@ from lightning_lockstep._application.values import mismatch, shown, target_of
 from lightning_lockstep._run_folder import find_checkpoint, note_begin
 from lightning_lockstep._settings import is_whole
 from lightning_lockstep._text import counted
-from lightning_lockstep.errors import ConfigurationError, LaunchError
+from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.external_ranks import external_ranks
 from lightning_lockstep.launchers.rank_variables import find_slurm_step
 
@@ -112,7 +112,7 @@ def check_training(config: DictConfig, is_wrong: bool) -> list[str]:
         if _select(config, key) is not None
     ]
     devices, nodes = _devices_and_nodes(config)
-    faults += [*_single_device(config), *_external(devices, nodes), *_global_batch(config, devices, nodes)]
+    faults += [*_single_device(config), *_global_batch(config, devices, nodes)]
     # The jobs of a sweep are built one after the other: what the last would refuse is to be known before the first.
     is_of_sweep = _select(config, "hydra.mode") == RunMode.MULTIRUN
     faults += component_faults(config, construct=is_wrong or is_of_sweep or bool(faults))
@@ -192,23 +192,6 @@ def _devices_and_nodes(config: DictConfig) -> tuple[Any, Any]:
     if devices != "auto" or ranks is None or ranks.per_node is None or ranks.count is None:
         return devices, nodes
     return ranks.per_node, ranks.count // ranks.per_node if nodes == 1 else nodes
-
-
-def _external(devices: Any, nodes: Any) -> list[str]:
-    """Other numbers of ranks and nodes than were started, as the cluster environment says it."""
-    ranks = external_ranks()
-    if ranks is None or ranks.count is None or not isinstance(devices, int) or not isinstance(nodes, int):
-        return []
-    # Not above: it imports torch and Lightning's environments.
-    from lightning_lockstep.launchers.environments import detect_environment
-
-    try:
-        detect_environment().validate_settings(num_devices=devices, num_nodes=nodes)
-    except LaunchError as error:
-        return [str(error)]
-    except ValueError as error:  # Lightning's own, of torchrun
-        return [f"{error} Leave out trainer.devices and trainer.num_nodes, or start as many."]
-    return []
 
 
 def _global_batch(config: DictConfig, devices: Any, nodes: Any) -> list[str]:

@@ -28,6 +28,7 @@ from lightning_lockstep._application.records import (
 )
 from lightning_lockstep._application.records import places as logger_places
 from lightning_lockstep._lightning import (
+    PYTORCH,
     Callback,
     CSVLogger,
     LightningModule,
@@ -35,6 +36,7 @@ from lightning_lockstep._lightning import (
     WandbLogger,
     _MultiProcessingLauncher,
     extract_batch_size,
+    is_overridden,
     seed_everything,
 )
 from lightning_lockstep._registry import register_strategies
@@ -63,11 +65,7 @@ _NOISE = (
     "Loading `train_dataloader` to estimate",
     "Experiment with name",  # MLflow's, which is made if it is missing
 )
-_LOGGERS = tuple(
-    f"{family}.{module}"
-    for family in ("lightning.pytorch", "pytorch_lightning")
-    for module in ("utilities.rank_zero", "trainer.connectors.checkpoint_connector", "loggers.mlflow")
-)
+_LOGGERS = ("utilities.rank_zero", "trainer.connectors.checkpoint_connector", "loggers.mlflow")
 # Loggers that say how MLflow makes its file, and how DeepSpeed tries a compiler.
 _TALKATIVE = ("mlflow.store", "alembic", "compilers")
 _THEIRS = r"(lightning|pytorch_lightning|torch|hydra|omegaconf)\."
@@ -81,7 +79,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 def leave_out_noise() -> None:
     """Show neither advertisements, nor deprecations inside other packages, nor messages without news."""
     for name in _LOGGERS:
-        logging.getLogger(name).addFilter(_is_news)
+        logging.getLogger(f"{PYTORCH}.{name}").addFilter(_is_news)
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(logging.WARNING)
     for category in (DeprecationWarning, FutureWarning):
@@ -190,18 +188,14 @@ def _left_out(config: DictConfig, model: Any, data: Any) -> dict[str, str]:
         ("validate", "validation_step", "val_dataloader"),
         ("test", "test_step", "test_dataloader"),
     ):
-        if config.get(stage) and not _defines(model, step):
+        if config.get(stage) and not is_overridden(step, model, LightningModule):
             missing[stage] = f"{type(model).__name__} has no {step}."
-        elif config.get(stage) and not (_defines(data, loader) or _defines(model, loader)):
+        elif config.get(stage) and not any(
+            is_overridden(loader, part, LightningModule) for part in (data, model)
+        ):
             both = " and ".join(type(part).__name__ for part in (model, data) if part is not None)
             missing[stage] = f"no {loader} in {both}."
     return missing
-
-
-def _defines(part: Any, method: str) -> bool:
-    """Whether a model or data module overrides a method that is empty in Lightning."""
-    own = getattr(part, method, None)
-    return own is not None and getattr(own, "__func__", own) is not getattr(LightningModule, method)
 
 
 def _loops(

@@ -10,6 +10,8 @@ import pytest
 
 from lightning_lockstep._application import checks, overrides
 from lightning_lockstep._application.values import show_faults
+from lightning_lockstep.errors import LaunchError
+from lightning_lockstep.launchers.environments import detect_environment
 from tests.common.application.command_lines import faults_of, look_at, only
 
 
@@ -304,35 +306,6 @@ def test_the_check_leaves_what_is_logged_as_it_was() -> None:
         logging.disable(before)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (("trainer.num_nodes=1",), ""),
-        (
-            ("trainer.num_nodes=2",),
-            "does not match the world size (2). Leave out trainer.devices and trainer.num_nodes, or start as",
-        ),
-        (
-            ("trainer.devices=2", "trainer.num_nodes=2"),
-            "the product (2 * 2) does not match the world size (2).",
-        ),
-    ],
-)
-def test_other_numbers_of_nodes_and_devices_than_were_started(
-    arguments: tuple[str, ...], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torchrun = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    for name, value in {
-        **torchrun,
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    found = faults_of("strategy=ddp", *arguments)
-    assert expected in only(found) if expected else found == []
-
-
 def test_other_tasks_of_srun_than_the_trainer_expects(monkeypatch: pytest.MonkeyPatch) -> None:
     step = {
         "SLURM_PROCID": "0",
@@ -350,6 +323,7 @@ def test_other_tasks_of_srun_than_the_trainer_expects(monkeypatch: pytest.Monkey
     }
     for name, value in step.items():
         monkeypatch.setenv(name, value)
-    fault = only(faults_of("strategy=ddp", "trainer.devices=2", "trainer.num_nodes=2"))
-    assert fault.startswith("The Trainer and srun disagree about the ranks: devices=2")
-    assert "ask Slurm for --nodes=2 --ntasks-per-node=2" in fault
+    with pytest.raises(LaunchError) as caught:
+        detect_environment().validate_settings(num_devices=2, num_nodes=2)
+    assert str(caught.value).startswith("The Trainer and srun disagree about the ranks: devices=2")
+    assert "ask Slurm for --nodes=2 --ntasks-per-node=2" in str(caught.value)

@@ -29,6 +29,13 @@ def test_classes_in_the_folder_of_the_start_are_found(command: list[str], tmp_pa
     assert outcome.stdout.count("run finished") == 1, outcome.output
 
 
+def test_other_devices_than_torchrun_has_started_are_one_error_on_all_ranks(tmp_path: Path) -> None:
+    outcome = run_script([*TORCHRUN, *QUICK, "strategy=ddp", "trainer.devices=1"], cwd=tmp_path, timeout=120)
+    assert outcome.output.count("one error in the configuration; nothing was started.") == 1, outcome.output
+    assert "1. trainer.devices=1: You set `devices=1` and `num_nodes=1` in Lightning" in outcome.output
+    assert "exitcode  : 2" in outcome.output and "hydra/_internal" not in outcome.output
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="a private mount of /dev/shm needs root")
 def test_one_rank_needs_no_shared_memory(tmp_path: Path) -> None:
     mounted = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o ro none /dev/shm && exec "$@"', "sh"]
