@@ -16,6 +16,7 @@ import torch
 from omegaconf import DictConfig
 
 from lightning_lockstep._application.build import build
+from lightning_lockstep._application.masking import Mask
 from lightning_lockstep._application.records import (
     LogConfiguration,
     Summary,
@@ -109,6 +110,8 @@ def run(config: DictConfig) -> float | None:
     leave_out_noise()
     seed_everything(config.seed, workers=True, verbose=False)
     record = RunRecord()
+    # Nothing reads the command line any more but W&B, which logs it.
+    sys.argv[1:] = Mask(config).masked(sys.argv[1:])
     model, data, trainer = build(config, own_callbacks=[record, LogConfiguration(config), LoaderPosition()])
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         record.share()

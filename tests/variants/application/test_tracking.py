@@ -17,6 +17,12 @@ for _package in ("mlflow", "wandb", "tensorboard"):
     pytest.importorskip(_package, reason="pip install 'lightning-lockstep[tensorboard,wandb,mlflow]'")
 
 MLFLOW = "{_target_:lightning.pytorch.loggers.MLFlowLogger,tracking_uri:'sqlite:///made.db'}"
+SECRETS = {
+    name: f"not-for-everybody-{number}"
+    for number, name in enumerate(
+        ("hf_token", "github_token", "wandb_token", "client_secret", "db_password", "my_api_key")
+    )
+}
 QUICK = ("trainer.enable_progress_bar=false", "trainer.accelerator=cpu", "trainer.max_epochs=1")
 
 
@@ -70,6 +76,8 @@ def test_two_ranks_make_one_run_of_each_logger_with_the_whole_configuration(tmp_
         "trainer.limit_train_batches=3",
         "logger=[csv,tensorboard,wandb,mlflow]",
         "hydra.run.dir=run",
+        *(f"+{key}={secret}" for key, secret in SECRETS.items()),
+        *("+token_level=word", "unmask=[token_level]"),
         cwd=tmp_path,
     )
     run = tmp_path / "run"
@@ -87,6 +95,11 @@ def test_two_ranks_make_one_run_of_each_logger_with_the_whole_configuration(tmp_
         logged = yaml.safe_load((run / folder / "hparams.yaml").read_text())
         assert logged["config"]["trainer"]["limit_train_batches"] == 3
         assert logged["width"] == 32, "the model's own stay"
+        assert [logged["config"][key] for key in SECRETS] == ["***"] * len(SECRETS)
+        assert logged["config"]["token_level"] == "word"
+    files = [path for path in run.rglob("*") if path.is_file() and path.suffix != ".ckpt"]
+    secrets = [secret.encode() for secret in SECRETS.values()]
+    assert [path for path in files if any(secret in path.read_bytes() for secret in secrets)] == []
     table = outcome.stdout.replace("\n", "")
     for place in (
         "run/csv/metrics.csv",
