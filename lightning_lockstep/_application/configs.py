@@ -151,11 +151,16 @@ class Loader:
 
     def _near(self, typed: list[str], names: list[str], config: DictConfig) -> str:
         """What a key can mean that is not there, as the end of a sentence; names: those beside the wrong part."""
+        group, last = f"{typed[0]}.", typed[-1].rpartition("/")[2]
         known = dict.fromkeys(_names_in(config), "")
+        # A typing error in one of the keys beside it: the files of other options are not read for that.
+        if difflib.get_close_matches(last, names, n=1, cutoff=0.8) and not any(
+            parts_of(key)[-1] == last for key in known
+        ):
+            return did_you_mean(last, names)
         # A class of the user has its own settings, whatever the options of the group bring.
         if OmegaConf.select(config, f"hydra.runtime.choices.{typed[0]}") != "own":
             known = self._brought | known
-        group, last = f"{typed[0]}.", typed[-1].rpartition("/")[2]
         # The very key first; those that are there before those that an option brings; those of the same group.
         order = sorted(
             known,

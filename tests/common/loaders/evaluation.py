@@ -31,18 +31,13 @@ from lightning_lockstep._lightning import (
     Trainer,
     seed_everything,
 )
+from tests import helpers
 from tests.helpers import on_device
 
 #: Of all ranks together, which 1 to 4 ranks divide.
 GLOBAL_BATCH = 12
 SAMPLES = (1, 2, 5, 13, 37)
-QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-}
+QUIET = {**helpers.QUIET, "num_sanity_val_steps": 0}
 
 
 class Rows(Dataset[Any]):

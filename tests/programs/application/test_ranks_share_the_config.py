@@ -108,15 +108,18 @@ def test_nodes_started_by_hand_all_end_where_the_command_line_is_wrong(tmp_path:
 
         def node(number: int) -> Any:
             told = {"NODE_RANK": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            command = [ECHO, "txet=1", "+trainer.num_nodes=3"]
+            command = [ECHO, "part=frist", "txet=1", "+trainer.num_nodes=3"]
             env = {**told, "ECHO_TO": str(tmp_path)}
             return scripts.enter_context(start_script(command, env=env, cwd=tmp_path))
 
         first, second = node(0), node(1)
-        first.wait_for("one error in the configuration", timeout=90)
+        first.wait_for("2 errors in the configuration; nothing was started", timeout=90)
         third = node(2)  # while the second one has its message already
         outcomes = [one.finish(90) for one in (first, second, third)]
     assert [outcome.returncode for outcome in outcomes] == [2, 2, 2], outcomes
+    assert [outcome.output.count("errors in the configuration") for outcome in outcomes] == [1, 0, 0], (
+        outcomes
+    )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -17,16 +17,10 @@ from lightning_lockstep import ConfigurationError, LockstepDDPStrategy, ReplicaC
 from lightning_lockstep._lightning import LightningModule, Trainer, seed_everything
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.loaders.streams import shared_stream
-from tests.helpers import on_device, run_ranks
+from tests.helpers import QUIET, on_device, run_ranks
 
 RANKS = 3
 COUNTS = (1, 5, 13, 40)  # numbers of samples
-QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 class Stream(IterableDataset[Any]):

@@ -17,14 +17,10 @@ from tests.programs.application.test_lockstep_train import QUICK
 OWN = ("model=own", "model._target_=mine.Net", "data=own", "data._target_=mine.Data", "trainer.max_epochs=1")
 
 
-@pytest.mark.parametrize(
-    "command",
-    [[*TRAIN, "trainer.devices=2", "strategy.start_method=spawn"], TORCHRUN],
-    ids=["spawn", "torchrun"],
-)
-def test_classes_in_the_folder_of_the_start_are_found(command: list[str], tmp_path: Path) -> None:
+def test_spawned_ranks_find_classes_in_the_folder_of_the_start(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
-    outcome = run_script([*command, *OWN, *QUICK], cwd=tmp_path, timeout=180)
+    spawn = ("trainer.devices=2", "strategy.start_method=spawn")
+    outcome = run_script([*TRAIN, *spawn, *OWN, *QUICK], cwd=tmp_path, timeout=180)
     assert outcome.returncode == 0, outcome.output
     assert outcome.stdout.count("run finished") == 1, outcome.output
 

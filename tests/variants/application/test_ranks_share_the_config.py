@@ -39,14 +39,3 @@ def test_a_failure_that_the_last_job_of_a_sweep_catches_lets_all_ranks_end(tmp_p
     outcome = torchrun(str(CAUGHT), "-m", "part.value=1,2", env={"ECHO_TO": str(tmp_path)}, cwd=tmp_path)
     assert outcome.returncode == 0, outcome.output
     assert outcome.stdout.count("caught RuntimeError") == 2
-
-
-def test_a_wrong_command_line_ends_all_ranks_of_torchrun_with_one_message(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    outcome = torchrun(str(ECHO), "part=frist", "txet=1", env={"ECHO_TO": str(run)}, cwd=run)
-    assert outcome.returncode != 0
-    assert outcome.output.count("2 errors in the configuration; nothing was started.") == 1, outcome.output
-    assert "exitcode  : 2" in outcome.output
-    assert "hydra/_internal" not in outcome.output
-    assert list(run.iterdir()) == []

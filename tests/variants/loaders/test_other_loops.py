@@ -15,15 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import LockstepDDPStrategy
-from tests.helpers import on_device, run_ranks
+from tests.helpers import QUIET, on_device, run_ranks
 
 SAMPLES, GLOBAL_BATCH = 101, 16
-QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 def ranks() -> int:
