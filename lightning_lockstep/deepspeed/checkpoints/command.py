@@ -1,7 +1,4 @@
-"""The command that writes a checkpoint folder into one file: ``lockstep-consolidate FOLDER [OUTPUT]``.
-
-Where each node wrote to its own disk: ``lockstep-consolidate FOLDER FOLDER ... --output OUTPUT``.
-"""
+"""The command that writes a checkpoint folder into one file: ``lockstep-consolidate FOLDER [--output FILE]``."""
 
 from __future__ import annotations
 
@@ -27,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:  # exit code; 2: checkpoint 
     """Consolidate a checkpoint as the command line says, and print what was written."""
     arguments = _parser().parse_args(argv)
     try:
-        folders, output = _folders_and_output(arguments.paths, arguments.output)
+        folders = [_checkpoint_of(path) for path in arguments.folders]
+        output = arguments.output or _default_output(folders[0])
         if output.exists() and not arguments.force:
             raise ConfigurationError(f"{output}: exists. Add --force to replace it, or name another file.")
         with warnings.catch_warnings(record=True) as caught:
@@ -50,12 +48,12 @@ def _parser() -> argparse.ArgumentParser:
         " the optimizer. DeepSpeed need not be installed.",
     )
     parser.add_argument(
-        "paths",
+        "folders",
         type=Path,
         nargs="+",
         metavar="FOLDER",
         help="the checkpoint folder, or a run folder with checkpoints/last.ckpt; if each node wrote to its own disk,"
-        " the folders of all nodes. A last path that is not a folder is the file to write",
+        " the folders of all nodes",
     )
     parser.add_argument(
         "--dtype",
@@ -72,14 +70,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--force", action="store_true", help="replace the output if it exists")
     return parser
-
-
-def _folders_and_output(paths: Sequence[Path], output: Path | None) -> tuple[list[Path], Path]:
-    *first, last = paths
-    if output is None and first and not last.is_dir():
-        paths, output = first, last
-    folders = [_checkpoint_of(path) for path in paths]
-    return folders, _default_output(folders[0]) if output is None else output
 
 
 def _checkpoint_of(folder: Path) -> Path:
