@@ -282,6 +282,8 @@ class _Asked(dict[str, Any]):
 def parsed(config: Mapping[str, Any], world_size: int, faults: Faults) -> Any:
     """Return what DeepSpeed makes of a configuration without ``auto``; add a line for what it refuses or ignores."""
     # DeepSpeed ignores keys of the top level that it does not know. Those that it knows are the ones that it asks for.
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
     known = _Asked({"train_micro_batch_size_per_gpu": 1})
     _parse(known, world_size, Faults())
     given = _Asked(
@@ -291,13 +293,13 @@ def parsed(config: Mapping[str, Any], world_size: int, faults: Faults) -> Any:
         }
     )
     read = _parse(given, world_size, faults)
-    of_sections = _keys_of_sections()
     for key in config:
         if key in known.keys_asked or key in given.keys_asked or key.startswith("_"):  # a comment
             continue
         nearest = did_you_mean(key, known.keys_asked)
-        where = " It is a key of a section." if key in of_sections else nearest
-        faults.add(f"{key}: DeepSpeed has no such key at the top level.{where}")
+        if key in DeepSpeedZeroConfig.model_fields:
+            nearest = f" Did you mean 'zero_optimization.{key}'?"
+        faults.add(f"{key}: DeepSpeed has no such key at the top level.{nearest}")
     for name in _UNCHECKED:
         asked = getattr(given.get(name), "keys_asked", ())
         for key in section(config, name) if asked else ():
@@ -307,12 +309,6 @@ def parsed(config: Mapping[str, Any], world_size: int, faults: Faults) -> Any:
 
 
 _UNKNOWN = "DeepSpeed has no such key in this section."
-
-
-def _keys_of_sections() -> set[str]:
-    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-
-    return {key for kind in DeepSpeedConfigModel.__subclasses__() for key in kind.model_fields}
 
 
 def _parse(given: _Asked, world_size: int, faults: Faults) -> Any:
@@ -326,8 +322,12 @@ def _parse(given: _Asked, world_size: int, faults: Faults) -> Any:
         with replaced(parser, dist=group):
             return parser.DeepSpeedConfig(given)
     except ValidationError as error:
-        for one in error.errors():
-            faults.add(_refusal(given, one))
+        # DeepSpeed ends at the first section that it refuses, so it gets the configuration again without these keys.
+        places = [(_refuse(given, one, faults), one["loc"]) for one in error.errors()]
+        if all(name for name, _ in places):
+            for name, (first, *_) in places:
+                given[name] = {key: value for key, value in given[name].items() if key != first}
+            return _parse(given, world_size, faults)
     except Exception as error:  # assertions, and errors of every kind for values of another type
         key = next(reversed(given.keys_asked))  # the one that DeepSpeed could not read, if it was reading
         culprit = (
@@ -339,12 +339,17 @@ def _parse(given: _Asked, world_size: int, faults: Faults) -> Any:
     return None
 
 
-def _refusal(config: Mapping[str, Any], error: Mapping[str, Any]) -> str:
-    """Return one of pydantic's errors, with the section in front, which it does not know."""
+def _refuse(config: Mapping[str, Any], error: Mapping[str, Any], faults: Faults) -> str:
+    """Add a line for one of pydantic's errors; return the section, which it does not know, or nothing without one."""
+    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+
     way, what = [str(part) for part in error["loc"]], f"DeepSpeed refuses it: {error['msg'].rstrip('.')}."
-    if not way:
-        return f"config: {what}"
+    names = [name for name, inner in config.items() if isinstance(inner, Mapping) and way and way[0] in inner]
+    if not names:
+        faults.add(f"{'.'.join(way) or 'config'}: {what}")
+        return ""
     if error["type"] == "extra_forbidden":
-        what = f"{_UNKNOWN}{did_you_mean(way[-1], _keys_of_sections())}"
-    sections = [name for name, inner in config.items() if isinstance(inner, Mapping) and way[0] in inner]
-    return f"{'.'.join([*sections[:1], *way])}={error['input']!r}: {what}"
+        known = {key for kind in DeepSpeedConfigModel.__subclasses__() for key in kind.model_fields}
+        what = f"{_UNKNOWN}{did_you_mean(way[-1], known, most=1)}"
+    faults.add(f"{names[0]}.{'.'.join(way)}={error['input']!r}: {what}")
+    return names[0]

@@ -8,8 +8,6 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from lightning_lockstep._text import say, size_in_words
 from lightning_lockstep.deepspeed.checkpoints.consolidation import consolidate
 from lightning_lockstep.deepspeed.checkpoints.files import is_checkpoint_folder
@@ -36,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:  # exit code; 2: checkpoint 
         return 2
     for warning in caught:
         say(f"{_PROGRAM}: {warning.message}")
-    sys.stdout.write(f"{_summary(output)}\n")
+    sys.stdout.write(f"{output}: {size_in_words(output.stat().st_size)}\n")
     return 0
 
 
@@ -81,13 +79,3 @@ def _checkpoint_of(folder: Path) -> Path:
 def _default_output(folder: Path) -> Path:
     name = folder.absolute().name.removesuffix(BEFORE).removesuffix(".ckpt")
     return folder.absolute().with_name(f"{name}.consolidated.ckpt")
-
-
-def _summary(output: Path) -> str:
-    """Return what was written, from the file itself."""
-    weights = torch.load(output, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
-    tensors = [value for value in weights.values() if isinstance(value, torch.Tensor)]
-    distinct = {(tensor.data_ptr(), tensor.shape): tensor.numel() for tensor in tensors}
-    dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
-    size = output.stat().st_size
-    return f"{output}: {len(tensors)} tensors with {sum(distinct.values()):,} values of {dtypes}, {size_in_words(size)}"

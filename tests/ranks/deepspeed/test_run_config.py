@@ -112,13 +112,6 @@ def test_an_optimizer_beside_that_of_the_config(
 # -- without a run -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(OF_TRANSFORMERS))
-def test_what_only_a_fit_knows_is_not_asked_for_in_evaluations(name: str) -> None:
-    config = RunConfig(OF_TRANSFORMERS[name], adapt=False, say=print).of_evaluation("bf16-mixed")
-    assert config["bf16"] == {"enabled": True} and "optimizer" not in config and "scheduler" not in config
-    assert config["zero_optimization"]["stage"] == OF_TRANSFORMERS[name]["zero_optimization"]["stage"]
-
-
 def test_batch_sizes_of_a_fit_do_not_bind_evaluations() -> None:
     given = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 16, "zero_optimization": {"stage": 2}}
     assert RunConfig(given, adapt=False, say=print).of_evaluation("32-true")["train_batch_size"] == 1

@@ -145,12 +145,25 @@ def test_what_options_contradict(config: Any, options: dict[str, Any], expected:
     ("config", "expected"),
     [
         (
-            {"zero_optimisation": {}, "fp61": {}, "overlap_comm": True, "bf16": {"enbled": True}},
+            {
+                "zero_optimisation": {},
+                "fp61": {},
+                "overlap_comm": True,
+                "bf16": {"enbled": True},
+                "zero_optimization": {
+                    "stage": 2,
+                    "overlap_com": True,
+                    "offload_param": {"devise": 1, "pin": 2},
+                },
+            },
             (
+                "zero_optimization.offload_param.devise=1: DeepSpeed has no such key in this section. Did you mean",
+                "zero_optimization.offload_param.pin=2: DeepSpeed has no such key in this section.",
+                "zero_optimization.overlap_com=True: DeepSpeed has no such key in this section. Did you mean 'overlap_",
                 "bf16.enbled=True: DeepSpeed has no such key in this section. Did you mean 'enabled'",
                 "zero_optimisation: DeepSpeed has no such key at the top level. Did you mean 'zero_optimization'?",
                 "fp61: DeepSpeed has no such key at the top level. Did you mean 'fp16'",
-                "overlap_comm: DeepSpeed has no such key at the top level. It is a key of a section.",
+                "overlap_comm: DeepSpeed has no such key at the top level. Did you mean 'zero_optimization.overlap_c",
             ),
         ),
         (
