@@ -77,33 +77,6 @@ def _cgroup_folders(controller: str) -> Iterator[Path]:
     yield _CGROUPS / controller
 
 
-def memory_left() -> int:
-    """Return how much more memory the processes here can have [bytes], within the limits of the control groups."""
-    left = [int(psutil.virtual_memory().available)]
-    for folder in _cgroup_folders("memory"):
-        for used, limit in (
-            ("memory.current", "memory.max"),
-            ("memory.usage_in_bytes", "memory.limit_in_bytes"),
-        ):
-            with suppress(OSError, ValueError):
-                free = int((folder / limit).read_text()) - int((folder / used).read_text())
-                left.append(max(0, free) + _reclaimable(folder))
-    return min(left)
-
-
-def _reclaimable(folder: Path) -> int:
-    """Return what a control group counts as used and can give back: pages of files that nobody has used lately."""
-    with suppress(OSError, ValueError, KeyError):
-        return _counter(folder / "memory.stat", "inactive_file")
-    return 0
-
-
-def _counter(file: Path, name: str) -> int:
-    """Return the value of one line of a file whose lines are a name and a whole number."""
-    lines = (line.split() for line in file.read_text().splitlines())
-    return int({line[0]: line[1] for line in lines if len(line) == 2}[name])
-
-
 # -- Programs that are run with a deadline, and of which nothing stays behind --
 
 NOT_FOUND, NOT_EXECUTABLE, OUT_OF_TIME = 127, 126, 124

@@ -51,17 +51,14 @@ def load_ops(builders: Sequence[str], timeout: float) -> None:
 
 def _load(builder: str) -> None:
     from deepspeed.accelerator import get_accelerator
-    from torch.utils import cpp_extension
 
     communicator, op = current_communicator(), get_accelerator().create_op_builder(builder)
     who = f"rank {communicator.rank} on {communicator.host}"
     if op is None:
         raise LaunchError(f"DeepSpeed's accelerator {get_accelerator().device_name()!r} has no {builder}.")
-    # Torch has no public name for the folder; a lock that a killed build has left there makes this wait without an end.
-    folder = cpp_extension._get_build_directory(op.name, verbose=False)
     text = (
-        f"lightning-lockstep: {who} builds DeepSpeed's op {op.name} in {folder}, or waits for another build there. If"
-        f" none runs, a killed one has left its lock: rm {folder}/lock"
+        f"lightning-lockstep: {who} builds DeepSpeed's op {op.name}, or waits for another build of it. If none runs,"
+        " `lockstep-doctor deepspeed` says how to go on."
     )
     announcement = threading.Timer(_QUICK, say, [text])
     announcement.daemon = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,10 @@ _OF_EVALUATION = (
     "zero_optimization",
 )
 _DEFAULT_STAGE = 2
+# The first is the product of the others and the number of ranks.
+_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+# Sections in which DeepSpeed ignores a key that it does not know.
+_UNCHECKED = ("activation_checkpointing", "aio", "optimizer", "scheduler")
 _NEVER = 10**12  # steps between two prints of DeepSpeed
 
 
@@ -210,10 +215,34 @@ def completed(config: Mapping[str, Any], values: TrainerValues, world_size: int)
     if "train_batch_size" not in full:
         full.setdefault("train_micro_batch_size_per_gpu", 1)
         full.setdefault("gradient_accumulation_steps", 1)
-    read = parsed(full, world_size)
-    for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+    faults = Faults()
+    read = parsed(_without_contradictions(full, world_size, faults), world_size, faults)
+    faults.raise_all()
+    for name in _SIZES:
         full[name] = getattr(read, name)
     return full
+
+
+def _without_contradictions(config: Mapping[str, Any], world_size: int, faults: Faults) -> dict[str, Any]:
+    """Return what DeepSpeed can parse of a configuration; it would end at the first contradiction."""
+    consistent = dict(config)
+    if all(section(config, name).get("enabled") is True for name in _PRECISION_OF):
+        faults.add("fp16.enabled=True and bf16.enabled=True in the config: expected one of the two.")
+        del consistent["fp16"]
+    given = {name: config[name] for name in _SIZES if name in config}
+    if [name for name, value in given.items() if not faults.number(name, value, least=1)]:
+        return consistent | dict.fromkeys(_SIZES[1:], 1) | {"train_batch_size": world_size}
+    whole = given.pop("train_batch_size", None)
+    product = world_size * math.prod(given.values())
+    if whole is not None and (whole % product or (len(given) == 2 and whole != product)):
+        least = "" if len(given) == 2 else "a multiple of "
+        terms = " * ".join([*(f"{name}={value}" for name, value in given.items()), f"{world_size} ranks"])
+        faults.add(
+            f"train_batch_size={whole} in the config: expected {least}{product} ({terms}). Change one of them, or leave"
+            " one out."
+        )
+        consistent["train_batch_size"] = product
+    return consistent
 
 
 def without_auto(value: Any, key: str = "") -> Any:
@@ -236,56 +265,91 @@ class _Asked(dict[str, Any]):
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         super().__init__(content)
-        self.keys_asked: set[str] = set()
+        self.keys_asked: dict[str, None] = {}  # in order
 
     def get(self, key: str, default: Any = None) -> Any:
-        self.keys_asked.add(key)
+        self.keys_asked[key] = None
         return super().get(key, default)
 
     def __contains__(self, key: object) -> bool:
-        self.keys_asked.add(str(key))
+        self.keys_asked[str(key)] = None
         return super().__contains__(key)
 
     def keys(self) -> Any:
         return self  # DeepSpeed asks for some keys by ``key in config.keys()``
 
 
-def parsed(config: Mapping[str, Any], world_size: int) -> Any:
-    """Return what DeepSpeed makes of a configuration without ``auto``; raise for what it refuses or ignores."""
+def parsed(config: Mapping[str, Any], world_size: int, faults: Faults) -> Any:
+    """Return what DeepSpeed makes of a configuration without ``auto``; add a line for what it refuses or ignores."""
     # DeepSpeed ignores keys of the top level that it does not know. Those that it knows are the ones that it asks for.
-    known, _, _ = _parse({"train_micro_batch_size_per_gpu": 1}, world_size)
-    asked, read, faults = _parse(config, world_size)
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    known = _Asked({"train_micro_batch_size_per_gpu": 1})
+    _parse(known, world_size, Faults())
+    given = _Asked(
+        {
+            name: _Asked(inner) if name in _UNCHECKED and isinstance(inner, Mapping) else inner
+            for name, inner in config.items()
+        }
+    )
+    read = _parse(given, world_size, faults)
     for key in config:
-        if key not in known | asked and not key.startswith("_"):  # a comment
-            faults.append(f"{key}: DeepSpeed has no such key.{did_you_mean(key, known)}")
-    if faults:
-        raise ConfigurationError(faults)
+        if key in known.keys_asked or key in given.keys_asked or key.startswith("_"):  # a comment
+            continue
+        nearest = did_you_mean(key, known.keys_asked)
+        if key in DeepSpeedZeroConfig.model_fields:
+            nearest = f" Did you mean 'zero_optimization.{key}'?"
+        faults.add(f"{key}: DeepSpeed has no such key at the top level.{nearest}")
+    for name in _UNCHECKED:
+        asked = getattr(given.get(name), "keys_asked", ())
+        for key in section(config, name) if asked else ():
+            if key not in asked:
+                faults.add(f"{name}.{key}: {_UNKNOWN}{did_you_mean(key, asked)}")
     return read
 
 
-def _parse(config: Mapping[str, Any], world_size: int) -> tuple[set[str], Any, list[str]]:
-    """Let DeepSpeed read a configuration; return the keys that it asked for, what it read, and what it refused."""
+_UNKNOWN = "DeepSpeed has no such key in this section."
+
+
+def _parse(given: _Asked, world_size: int, faults: Faults) -> Any:
+    """Return what DeepSpeed reads in a configuration, or None if it refuses that."""
     from deepspeed.runtime import config as parser
     from pydantic import ValidationError
 
     # DeepSpeed asks its process group for the number of ranks; before the ranks start there is none.
     group = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: world_size)
-    given = _Asked(config)
     try:
         with replaced(parser, dist=group):
-            return given.keys_asked, parser.DeepSpeedConfig(given), []
+            return parser.DeepSpeedConfig(given)
     except ValidationError as error:
-        return given.keys_asked, None, [_refusal(config, one) for one in error.errors()]
+        # DeepSpeed ends at the first section that it refuses, so it gets the configuration again without these keys.
+        places = [(_refuse(given, one, faults), one["loc"]) for one in error.errors()]
+        if all(name for name, _ in places):
+            for name, (first, *_) in places:
+                given[name] = {key: value for key, value in given[name].items() if key != first}
+            return _parse(given, world_size, faults)
     except Exception as error:  # assertions, and errors of every kind for values of another type
-        return given.keys_asked, None, [f"config: DeepSpeed refuses it ({type(error).__name__}): {error}"]
+        key = next(reversed(given.keys_asked))  # the one that DeepSpeed could not read, if it was reading
+        culprit = (
+            f"{key}={given[key]!r}"
+            if isinstance(error, (TypeError, AttributeError)) and key in given
+            else "config"
+        )
+        faults.add(f"{culprit}: DeepSpeed refuses it ({type(error).__name__}): {error}")
+    return None
 
 
-def _refusal(config: Mapping[str, Any], error: Mapping[str, Any]) -> str:
-    """Return one of pydantic's errors, with the section in front, which it does not know."""
+def _refuse(config: Mapping[str, Any], error: Mapping[str, Any], faults: Faults) -> str:
+    """Add a line for one of pydantic's errors; return the section, which it does not know, or nothing without one."""
+    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+
     way, what = [str(part) for part in error["loc"]], f"DeepSpeed refuses it: {error['msg'].rstrip('.')}."
-    if not way:
-        return f"config: {what}"
+    names = [name for name, inner in config.items() if isinstance(inner, Mapping) and way and way[0] in inner]
+    if not names:
+        faults.add(f"{'.'.join(way) or 'config'}: {what}")
+        return ""
     if error["type"] == "extra_forbidden":
-        what = "DeepSpeed has no such key in this section."
-    sections = [name for name, inner in config.items() if isinstance(inner, Mapping) and way[0] in inner]
-    return f"{'.'.join([*sections[:1], *way])}={error['input']!r}: {what}"
+        known = {key for kind in DeepSpeedConfigModel.__subclasses__() for key in kind.model_fields}
+        what = f"{_UNKNOWN}{did_you_mean(way[-1], known, most=1)}"
+    faults.add(f"{names[0]}.{'.'.join(way)}={error['input']!r}: {what}")
+    return names[0]

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from lightning_lockstep.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from lightning_lockstep.steps.capabilities import EngineGradients
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class StepOutcome:
     floor: float | None = None  # smallest scale (min_loss_scale) of a scale that adapts itself
 
 
-class EngineAdapter:
+class EngineAdapter(EngineGradients):
     """An engine whose optimizer is none that is known here: one that does not train, for example."""
 
     mark = ""  # the attribute by which an optimizer is known
@@ -38,30 +38,11 @@ class EngineAdapter:
         self.engine, self.optimizer = engine, engine.optimizer
         self.history: Any = None  # of the loss scale, if somebody keeps it
 
-    def divides_parameters(self) -> bool:
-        """Return whether the engine divides parameters among the ranks."""
-        return bool(self.engine.zero_optimization_partition_weights())
-
-    def steps_made(self) -> int:
-        steps: int = self.engine.global_steps
-        return steps
-
     def set_counters(self, *, steps: int, skipped: int, samples: int | None, ranks: int) -> None:
         """Go on counting from a checkpoint that so many ranks have written."""
         self.engine.global_steps, self.engine.skipped_steps = steps, skipped
-        self.engine.global_samples = steps * self.samples_of_step() if samples is None else samples
+        self.engine.global_samples = steps * self.engine.train_batch_size() if samples is None else samples
         self.engine.loaded_checkpoint_dp_world_size = ranks
-
-    def has_own_boundaries(self) -> bool:
-        """Return whether the engine decides itself after which batches it steps."""
-        return bool(getattr(self.engine, "zenflow", False))
-
-    def autocast_dtype(self) -> torch.dtype | None:
-        """Return the dtype of the autocast that the engine enters around a forward, if any."""
-        if not self.engine.torch_autocast_enabled():
-            return None
-        dtype: torch.dtype = self.engine.torch_autocast_dtype()
-        return dtype
 
     # the loss scale
 
@@ -95,10 +76,6 @@ class EngineAdapter:
     def own_gradients(self) -> Iterable[Tensor]:
         return ()
 
-    def known_bad(self) -> bool:
-        """Return whether the optimizer itself has found a bad value in this rank's part, as it does when offloading."""
-        return False
-
     def skip_step(self, optimizer: Any = None) -> None:
         """Have the engine skip its next optimizer step as after an overflow that it found itself."""
         # Weights and the optimizer's state stay, gradients are let go, the skip is counted, a dynamic loss scale falls.
@@ -120,15 +97,10 @@ class EngineAdapter:
 
     # the sizes of a batch, and trials of others
 
-    def samples_of_step(self) -> int:
-        """Return how many samples all ranks take for an optimizer step."""
-        samples: int = self.engine.train_batch_size()
-        return samples
-
     @contextmanager
     def accumulating(self, passes: int) -> Iterator[None]:
         """Let the engine accumulate so many batches for a step in the body."""
-        engine, samples = self.engine, self.samples_of_step()
+        engine, samples = self.engine, self.engine.train_batch_size()
         engine.set_train_batch_size(engine.train_micro_batch_size_per_gpu() * passes * engine.dp_world_size)
         try:
             yield
@@ -159,13 +131,6 @@ class EngineAdapter:
         refresh = getattr(self.optimizer, "refresh_fp32_params", None)
         if refresh is not None:
             refresh()
-
-    def keeps_state_on_nvme(self) -> bool:
-        return bool(self.engine.zero_nvme_offload_optimizer())
-
-    def parameter_names(self) -> Mapping[Any, str]:
-        names: Mapping[Any, str] = self.engine.param_names
-        return names
 
     def set_flags(self, overflow: bool, scaler_state: Mapping[str, Any]) -> None:
         """Take the last step for one that was skipped or not, and a loss scale as it was."""
@@ -220,8 +185,6 @@ class Zero(EngineAdapter):
     mark = "loss_scaler"
 
     def scale_and_floor(self) -> tuple[float | None, float | None]:
-        import torch
-
         scaler = self.optimizer.loss_scaler
         if self.optimizer.dtype != torch.float16:
             return None, None  # the scaler that is there does nothing
@@ -398,8 +361,6 @@ class Stage3(Zero):
 
 def adapter_of(engine: Any) -> EngineAdapter:
     """Return what an engine is seen through, by what its optimizer has."""
-    import torch
-
     for kind in (Stage3, Stages1And2, Bf16, Whole16, Zero):
         if hasattr(engine.optimizer, kind.mark):
             return kind(engine)

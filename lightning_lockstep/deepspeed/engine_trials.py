@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -30,23 +29,15 @@ def without_engine(strategy: Any, module: LightningModule, engine: Any) -> Itera
     """Let the strategy's forward and backward be those of torch, in the precision that the engine would use."""
     # In stages 0 to 2 of ZeRO gradients are kept apart. In stage 3 parameters are gathered module by module as in
     # training, by all ranks together; their gradients are computed and let go. Either way none reaches the engine.
-    divided = adapter_of(engine).divides_parameters()
+    plugin, divided = strategy.precision_plugin, engine.zero_optimization_partition_weights()
     with (
-        _divided_parameters(module, engine) if divided else gradients_apart(module.parameters(), hooks=False),
-        _plain_precision(strategy, engine),
+        _divided_parameters(module, engine) if divided else gradients_apart(module.parameters(), hooks=False)
     ):
-        yield
-
-
-@contextmanager
-def _plain_precision(strategy: Any, engine: Any) -> Iterator[None]:
-    """Let the strategy have a precision plugin that does not go through the engine."""
-    plugin = strategy.precision_plugin
-    strategy.precision_plugin = PlainPrecision(plugin, engine)
-    try:
-        yield
-    finally:
-        strategy.precision_plugin = plugin
+        strategy.precision_plugin = PlainPrecision(plugin, engine)
+        try:
+            yield
+        finally:
+            strategy.precision_plugin = plugin
 
 
 @contextmanager
@@ -88,8 +79,10 @@ class PlainPrecision(Precision):
 
     def train_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override] # any context will do
         """Return the autocast that the engine enters around a forward, if any."""
-        dtype = adapter_of(self._engine).autocast_dtype()
-        return nullcontext() if dtype is None else torch.autocast(self._engine.device.type, dtype=dtype)
+        engine = self._engine
+        if not engine.torch_autocast_enabled():
+            return nullcontext()
+        return torch.autocast(engine.device.type, dtype=engine.torch_autocast_dtype())
 
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
@@ -140,9 +133,7 @@ class EngineState:
     def __enter__(self) -> EngineState:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.restore()
 
     def _keep(self, value: Any) -> Iterator[Any]:
@@ -194,21 +185,11 @@ def _refill(container: Any, contents: Any) -> None:
 def _reattach(
     tensor: Tensor, data: Tensor, grad: Tensor | None, flag: bool, attributes: dict[str, Any]
 ) -> None:
-    if not _is_same_memory(tensor, data):
-        tensor.data = data
+    tensor.data = data
     if tensor.is_leaf:
         tensor.grad = grad
         tensor.requires_grad_(flag)
     _refill(vars(tensor), attributes)
-
-
-def _is_same_memory(tensor: Tensor, data: Tensor) -> bool:
-    return (
-        tensor.data_ptr() == data.data_ptr()
-        and tensor.shape == data.shape
-        and tensor.stride() == data.stride()
-        and tensor.dtype == data.dtype
-    )
 
 
 # -- Steps that DeepSpeed's engine makes on one rank alone, to see whether a batch fits into memory --
@@ -298,20 +279,15 @@ class EngineTrials:
         """Return how much of a bucket takes memory, if what a small model leaves empty takes none [elements]."""
         if self._strategy.root_device.type != "cpu":
             return None
-        import resource
-
-        if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
-            return None
         parameters = self._strategy.lightning_module.parameters()
         numel: int = sum(getattr(parameter, "ds_shape", parameter.shape).numel() for parameter in parameters)
         return numel
 
     def take_sizes(self, *, batch_size: int, accumulate: int) -> None:
         """Let the engine go on with other sizes, by which it counts samples and knows its optimizer steps."""
-        adapter = adapter_of(self._engine)
-        adapter.set_sizes(batch_size=batch_size, accumulate=accumulate)
+        adapter_of(self._engine).set_sizes(batch_size=batch_size, accumulate=accumulate)
         self._strategy.config |= {
             "train_micro_batch_size_per_gpu": batch_size,
             "gradient_accumulation_steps": accumulate,
-            "train_batch_size": adapter.samples_of_step(),
+            "train_batch_size": self._engine.train_batch_size(),
         }

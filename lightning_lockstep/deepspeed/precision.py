@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_lockstep._lightning import DeepSpeedPrecision, Precision
 from lightning_lockstep._text import say
 from lightning_lockstep.deepspeed.config import PRECISIONS, precision_of, section
-from lightning_lockstep.deepspeed.engine_adapters import EngineAdapter, StepOutcome, adapter_of
+from lightning_lockstep.deepspeed.engine_adapters import StepOutcome, adapter_of
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.patching import replaced
 
@@ -97,7 +97,7 @@ class EnginePrecision(DeepSpeedPrecision):
             super().backward(tensor, model, optimizer, *args, **kwargs)
             return
         engine = model.trainer.model
-        _tell_boundary(adapter_of(engine), False)
+        _tell_boundary(engine, False)
         super().backward(tensor, model, optimizer, *args, **kwargs)
         engine.step()  # counts the batch
         self.has_accumulated = True
@@ -107,14 +107,14 @@ class EnginePrecision(DeepSpeedPrecision):
     ) -> Any:
         """Run the closure and the engine's step, which is skipped if gradients are not finite."""
         adapter = adapter_of(model.trainer.model)
-        before = adapter.steps_made()
+        before = adapter.engine.global_steps
         # Otherwise nobody knows before a backward whether a step will follow.
         if model.automatic_optimization:
-            _tell_boundary(adapter, True)
+            _tell_boundary(adapter.engine, True)
         with replaced(self, _steps=True):
             result = super().optimizer_step(optimizer, model, closure, **kwargs)
         self.has_accumulated = False
-        outcome = adapter.outcome() if adapter.steps_made() != before else None
+        outcome = adapter.outcome() if adapter.engine.global_steps != before else None
         if outcome is not None:
             self.history.record(outcome)
             news = self.history.news()
@@ -123,9 +123,9 @@ class EnginePrecision(DeepSpeedPrecision):
         return result
 
 
-def _tell_boundary(adapter: EngineAdapter, steps: bool) -> None:
-    if not adapter.has_own_boundaries():
-        adapter.engine.set_gradient_accumulation_boundary(steps)
+def _tell_boundary(engine: Any, steps: bool) -> None:
+    if not getattr(engine, "zenflow", False):  # it decides itself after which batches it steps
+        engine.set_gradient_accumulation_boundary(steps)
 
 
 def resolve_deepspeed_precision(

@@ -26,7 +26,7 @@ class DeviceMesh:
     """All devices, in a row, once SPMD is chosen."""
 
     def __init__(self, runtime: XLARuntime) -> None:
-        self._spmd = runtime.spmd()
+        self._spmd = runtime.module("distributed.spmd")
         self.size = runtime.num_devices
         self._mesh = self._spmd.Mesh(np.arange(self.size), (self.size,), (_AXIS,))
 

@@ -15,14 +15,10 @@ from lightning_lockstep.errors import ConfigurationError, LaunchError, MissingEx
 
 # -- What is known of torch-xla and its devices without starting any --
 
-# Variables that change what float32 means for a whole process, and what to write instead.
+# Variables of torch-xla 2.9 that change what float32 means for a whole process, and what to write instead.
 _REFUSED = {
     "XLA_USE_BF16": "precision=bf16-true",
     "XLA_DOWNCAST_BF16": "precision=bf16-true and the strategy's downcast_bf16=True",
-    "XLA_USE_F16": "precision=bf16-true or bf16-mixed",
-    "XLA_USE_FP16": "precision=bf16-true or bf16-mixed",
-    "XLA_DOWNCAST_F16": "precision=bf16-true and the strategy's downcast_bf16=True",
-    "XLA_DOWNCAST_FP16": "precision=bf16-true and the strategy's downcast_bf16=True",
 }
 _NO = ("", "0", "false")
 
@@ -168,11 +164,11 @@ class XLARuntime:
                 " strategy='lockstep_xla_spmd'."
             )
         if local_processes == 1:
-            self._module("_internal.pjrt").initialize_singleprocess()
+            self.module("_internal.pjrt").initialize_singleprocess()
             return
         if os.environ.get("PJRT_LOCAL_PROCESS_COUNT") != str(local_processes):
             check_untouched()
-        self._module("_internal.pjrt").initialize_multiprocess(local_rank, local_processes)
+        self.module("_internal.pjrt").initialize_multiprocess(local_rank, local_processes)
 
     @property
     def ordinal(self) -> int:
@@ -191,11 +187,11 @@ class XLARuntime:
 
     def all_reduce(self, tensors: list[torch.Tensor], *, scale: float = 1.0) -> None:
         """Sum tensors over all devices, in place, and scale them. Ranks: all, together."""
-        self._module("core.xla_model").all_reduce("sum", tensors, scale=scale)
+        self.module("core.xla_model").all_reduce("sum", tensors, scale=scale)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensors of all devices joined along the first dimension, by ordinal. Ranks: all, together."""
-        return torch.as_tensor(self._module("core.xla_model").all_gather(tensor, dim=0))
+        return torch.as_tensor(self.module("core.xla_model").all_gather(tensor, dim=0))
 
     def use_spmd(self) -> None:
         """Let one process compute on all devices as if they were one, before the first tensor on a device."""
@@ -236,22 +232,19 @@ class XLARuntime:
 
     def seed(self) -> int:
         """Return the state of the devices' random numbers, which this process keeps."""
-        return int(self._module("core.xla_model").get_rng_state())
+        return int(self.module("core.xla_model").get_rng_state())
 
     def set_seed(self, seed: int) -> None:
         """Let the devices' random numbers go on from a state."""
-        self._module("core.xla_model").set_rng_state(seed)
+        self.module("core.xla_model").set_rng_state(seed)
 
     def seed_devices(self) -> None:
         """Let the devices' random numbers follow from the state of torch's generator, which stays as is."""
         state = hashlib.blake2b(bytes(torch.get_rng_state().tolist()), digest_size=8).digest()
         self.set_seed(int.from_bytes(state, "little") >> 1)
 
-    def _module(self, name: str) -> Any:
+    def module(self, name: str) -> Any:
         return importlib.import_module(f"torch_xla.{name}")
-
-    def spmd(self) -> Any:
-        return self._module("distributed.spmd")
 
 
 def compilations_so_far() -> tuple[int, float]:

@@ -33,17 +33,7 @@ def own_memory(module: torch.nn.Module) -> None:
 
 
 # -- 16 bits on XLA devices by casting or autocast, so that only what is meant to be is in 16 bits --
-# =============== =================== =================== ====================== ==================
-# setting         float32 parameters  float64 parameters  what a module computes logged, metrics
-# =============== =================== =================== ====================== ==================
-# ``32-true``     float32             float64             as they are            as they are
-# ``64-true``     float64             float64             float64                as they are
-# ``bf16-mixed``  float32             float64             bfloat16 by autocast   float32
-# ``bf16-true``   bfloat16            bfloat16            bfloat16               float32
-# with downcast   bfloat16            float32             bfloat16, float32      float32
-# =============== =================== =================== ====================== ==================
-#
-# The optimizer's state has the dtype of its parameter; inputs are cast as parameters are.
+# The table of docs/xla.md, "16 bits", says what each setting makes of parameters, inputs and metrics.
 
 _SUPPORTED = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 _FLOATS = (torch.float16, torch.float32, torch.float64)

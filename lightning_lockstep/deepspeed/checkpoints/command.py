@@ -1,7 +1,4 @@
-"""The command that writes a checkpoint folder into one file: ``lockstep-consolidate FOLDER [OUTPUT]``.
-
-Where each node wrote to its own disk: ``lockstep-consolidate FOLDER FOLDER ... --output OUTPUT``.
-"""
+"""The command that writes a checkpoint folder into one file: ``lockstep-consolidate FOLDER [--output FILE]``."""
 
 from __future__ import annotations
 
@@ -10,8 +7,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
 
 from lightning_lockstep._text import say, size_in_words
 from lightning_lockstep.deepspeed.checkpoints.consolidation import consolidate
@@ -27,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:  # exit code; 2: checkpoint 
     """Consolidate a checkpoint as the command line says, and print what was written."""
     arguments = _parser().parse_args(argv)
     try:
-        folders, output = _folders_and_output(arguments.paths, arguments.output)
+        folders = [_checkpoint_of(path) for path in arguments.folders]
+        output = arguments.output or _default_output(folders[0])
         if output.exists() and not arguments.force:
             raise ConfigurationError(f"{output}: exists. Add --force to replace it, or name another file.")
         with warnings.catch_warnings(record=True) as caught:
@@ -38,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:  # exit code; 2: checkpoint 
         return 2
     for warning in caught:
         say(f"{_PROGRAM}: {warning.message}")
-    sys.stdout.write(f"{_summary(output)}\n")
+    sys.stdout.write(f"{output}: {size_in_words(output.stat().st_size)}\n")
     return 0
 
 
@@ -50,12 +46,12 @@ def _parser() -> argparse.ArgumentParser:
         " the optimizer. DeepSpeed need not be installed.",
     )
     parser.add_argument(
-        "paths",
+        "folders",
         type=Path,
         nargs="+",
         metavar="FOLDER",
         help="the checkpoint folder, or a run folder with checkpoints/last.ckpt; if each node wrote to its own disk,"
-        " the folders of all nodes. A last path that is not a folder is the file to write",
+        " the folders of all nodes",
     )
     parser.add_argument(
         "--dtype",
@@ -74,14 +70,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _folders_and_output(paths: Sequence[Path], output: Path | None) -> tuple[list[Path], Path]:
-    *first, last = paths
-    if output is None and first and not last.is_dir():
-        paths, output = first, last
-    folders = [_checkpoint_of(path) for path in paths]
-    return folders, _default_output(folders[0]) if output is None else output
-
-
 def _checkpoint_of(folder: Path) -> Path:
     """Return the checkpoint that a folder is, or the last one of the run that it is."""
     folder, last = saved_at(folder), saved_at(folder / _LAST)
@@ -91,13 +79,3 @@ def _checkpoint_of(folder: Path) -> Path:
 def _default_output(folder: Path) -> Path:
     name = folder.absolute().name.removesuffix(BEFORE).removesuffix(".ckpt")
     return folder.absolute().with_name(f"{name}.consolidated.ckpt")
-
-
-def _summary(output: Path) -> str:
-    """Return what was written, from the file itself."""
-    weights = torch.load(output, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
-    tensors = [value for value in weights.values() if isinstance(value, torch.Tensor)]
-    distinct = {(tensor.data_ptr(), tensor.shape): tensor.numel() for tensor in tensors}
-    dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
-    size = output.stat().st_size
-    return f"{output}: {len(tensors)} tensors with {sum(distinct.values()):,} values of {dtypes}, {size_in_words(size)}"

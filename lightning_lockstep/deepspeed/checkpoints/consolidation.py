@@ -15,15 +15,10 @@ import torch
 from torch import Tensor
 
 from lightning_lockstep._settings import Faults
-from lightning_lockstep._system import memory_left
 from lightning_lockstep.deepspeed.checkpoints.files import (
-    Allocate,
     Checkpoint,
-    Storage,
-    in_memory,
     read_checkpoint,
     read_file,
-    replacing,
     save,
 )
 from lightning_lockstep.distributed.plain_data import is_plain, plain_entries
@@ -41,24 +36,17 @@ class Values:
     dtype: torch.dtype  # in which it is to be written
     parts: Sequence[Tensor]  # of one dimension; one after the other they are the flat parameter
 
-    def copy_to(self, allocate: Allocate) -> Tensor:
+    def whole(self) -> Tensor:
         """Return the whole tensor in its own memory."""
-        whole = allocate(self.shape, self.dtype)
-        _fill(whole.view(-1), self.parts)
-        return whole
+        return self.part(0, math.prod(self.shape)).view(tuple(self.shape))
 
     def part(self, start: int, length: int) -> Tensor:
         """Return a part of the flat parameter in its own memory, zeros if it has no more values."""
-        vector = torch.zeros(length, dtype=self.dtype)
-        _fill(vector, _cut(self.parts, start, length))
+        vector, filled = torch.zeros(length, dtype=self.dtype), 0
+        for part in _cut(self.parts, start, length):
+            vector[filled : filled + part.numel()].copy_(part)
+            filled += part.numel()
         return vector
-
-
-def _fill(vector: Tensor, parts: Sequence[Tensor]) -> None:
-    start = 0
-    for part in parts:
-        vector[start : start + part.numel()].copy_(part)
-        start += part.numel()
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -272,7 +260,7 @@ def consolidated(
     #
     # Memory: the weights once. Files are memory-mapped, so that what is read of them need not stay in memory;
     # the dictionary refers to none.
-    return _lightning_checkpoint(read_checkpoint(folder), "float32", in_memory)
+    return _lightning_checkpoint(read_checkpoint(folder), "float32")
 
 
 def consolidate(
@@ -284,29 +272,26 @@ def consolidate(
     """Write what a checkpoint folder holds into one file: of DeepSpeed as :func:`consolidated` describes it."""
     # The file loads with ``load_from_checkpoint`` and with ``torch.load(weights_only=True)``. It appears
     # under its name when it is complete, in place of what was there.
-    #
-    # Memory: the weights once, if they take less than half of what is available; otherwise one part of a
-    # parameter at a time, and the disk of ``output`` needs space for the weights twice until the file is
-    # complete.
     faults = Faults()
     faults.choice("dtype", dtype, _DTYPES)
     output = Path(output)
     faults.check(not output.is_dir(), "output", str(output), "a file to write, not a folder")
     faults.raise_all()
     first = Path(folder) if isinstance(folder, (str, Path)) else folder[0]
-    of_parts = is_parts_folder(first)
-    checkpoint = None if of_parts else read_checkpoint(folder)
+    if is_parts_folder(first):
+        content = _of_parts(first, dtype)
+    else:
+        content = _lightning_checkpoint(read_checkpoint(folder), dtype)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        if checkpoint is None:
-            content = _of_parts(first, dtype)
-        else:
-            content = _lightning_checkpoint(checkpoint, dtype, Storage(output.parent, memory_left() // 2))
-        with replacing(output) as file:
-            save(content, file)
-    except OSError as error:
+        save(content, output)
+    except (OSError, RuntimeError) as error:
+        # torch's writer says only at which position it stood; the error of the system came before.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
         raise ConfigurationError(
-            f"output={str(output)!r}: expected a file that can be written ({error.strerror or error})."
+            f"output={str(output)!r}: expected a file that can be written ({cause.strerror or cause})."
         ) from error
     return output
 
@@ -330,18 +315,15 @@ def _warn_of(folder: Path, dropped: Sequence[str]) -> None:
         )
 
 
-def _lightning_checkpoint(checkpoint: Checkpoint, dtype: Dtype, allocate: Allocate) -> dict[str, Any]:
+def _lightning_checkpoint(checkpoint: Checkpoint, dtype: Dtype) -> dict[str, Any]:
     first = checkpoint.model_states[0]
     client, dropped = plain_entries({key: value for key, value in first.items() if key not in OWN_KEYS})
-    weights, no_weights = _state_dict(checkpoint, dtype, allocate)
-    dropped += no_weights
-    _warn_of(checkpoint.folder, dropped)
+    weights, no_weights = _state_dict(checkpoint, dtype)
+    _warn_of(checkpoint.folder, dropped + no_weights)
     return {**deepcopy(client), "state_dict": weights}
 
 
-def _state_dict(
-    checkpoint: Checkpoint, dtype: Dtype, allocate: Allocate
-) -> tuple[OrderedDict[str, Any], list[str]]:
+def _state_dict(checkpoint: Checkpoint, dtype: Dtype) -> tuple[OrderedDict[str, Any], list[str]]:
     """Return the whole tensors by name, and the names of other state that is no plain data."""
     module = checkpoint.model_states[0]["module"]
     try:
@@ -357,7 +339,7 @@ def _state_dict(
         if name in values:
             found = values[name]
             if id(found) not in made:
-                made[id(found)] = found.copy_to(allocate)
+                made[id(found)] = found.whole()
             weights[name] = made[id(found)]
         elif is_plain(value) and not isinstance(value, Tensor):  # extra state of a module
             weights[name] = deepcopy(value)

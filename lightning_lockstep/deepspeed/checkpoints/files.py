@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import filecmp
-import math
 import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_lockstep.deepspeed.checkpoints.file_names import CheckpointFolder, is_state_file
 from lightning_lockstep.distributed.plain_data import UNREADABLE, read_plain
@@ -42,51 +38,15 @@ def read_file(path: Path) -> dict[str, Any]:
     return content
 
 
-# -- One file written whole or not at all, and memory for what goes into it --
-
-#: Gives an empty tensor of a shape and dtype.
-Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
+# -- One file written whole or not at all --
 
 
-def in_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty(tuple(shape), dtype=dtype)
-
-
-class Storage:
-    """Gives memory while there is enough, afterwards files that go when nothing refers to them."""
-
-    def __init__(self, folder: Path, budget: int) -> None:  # how much memory it may give [bytes]
-        self._folder, self._budget = folder, budget
-
-    def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        numel = math.prod(shape)
-        size = numel * dtype.itemsize
-        if size <= self._budget:
-            self._budget -= size
-            return in_memory(shape, dtype)
-        with tempfile.NamedTemporaryFile(prefix=".consolidate.", dir=self._folder) as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # a mapped file that does not fit ends the process
-            return torch.from_file(file.name, shared=True, size=numel, dtype=dtype).view(tuple(shape))
-
-
-def save(content: dict[str, Any], file: IO[bytes]) -> None:
-    """Write a checkpoint as ``torch.save`` does, with the error of the system if the disk refuses."""
-    try:
-        torch.save(content, file)
-    except RuntimeError as error:
-        # torch's writer says only at which position it stood; the error itself came before.
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None
-        raise
-
-
-@contextmanager
-def replacing(output: Path) -> Iterator[IO[bytes]]:
-    """Open a file next to ``output``, which takes its place when all is written."""
+def save(content: dict[str, Any], output: Path) -> None:
+    """Write a checkpoint into a file next to ``output``, which takes its place when all is written."""
     part = output.with_name(f".{output.name}.{os.getpid()}.part")
     try:
         with open(part, "wb") as file:
-            yield file
+            torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
         part.replace(output)
@@ -97,6 +57,7 @@ def replacing(output: Path) -> Iterator[IO[bytes]]:
 # -- The files of a DeepSpeed checkpoint: where they are, in one folder or in one of each node, and opened
 # together
 
+# The folder in that of a checkpoint which Lightning lets DeepSpeed write to.
 _LIGHTNING_TAG = "checkpoint"
 
 
@@ -117,9 +78,8 @@ class Checkpoint:
 
 def is_deepspeed_checkpoint(path: str | Path) -> bool:
     """Return whether a path is a checkpoint folder that DeepSpeed has written; no file is read."""
-    path = Path(path)
     try:
-        return path.is_dir() and any(_holds_files(folder) for folder in (path, *_folders(path)))
+        return _folder_with_files(Path(path)) is not None
     except OSError:
         return False
 
@@ -162,37 +122,22 @@ def _tag_folder(folder: Path) -> Path:
     if not folder.is_dir():
         what = "is a file, which needs no consolidation" if folder.exists() else "does not exist"
         raise ConfigurationError(f"{folder}: {what}. Expected the folder of a DeepSpeed checkpoint.")
-    tags = sorted(found.name for found in _folders(folder) if _holds_files(found))
-    if _holds_files(folder):
-        return folder
-    for candidate in (_latest(folder), _LIGHTNING_TAG):
-        if candidate in tags:
-            return folder / candidate
-    if len(tags) == 1:
-        return folder / tags[0]
-    if tags:
-        raise ConfigurationError(
-            f"{folder}: holds several checkpoints. Name the folder of one: {', '.join(tags)}."
-        )
+    if (found := _folder_with_files(folder)) is not None:
+        return found
     raise ConfigurationError(
         f"{folder}: is not a DeepSpeed checkpoint. Expected a folder such as epoch=1-step=100.ckpt, with a folder"
         f" {_LIGHTNING_TAG!r} in it that holds files such as mp_rank_00_model_states.pt."
     )
 
 
-def _latest(folder: Path) -> str:
-    try:
-        return (folder / "latest").read_text().strip()
-    except (OSError, ValueError):
-        return ""
-
-
-def _folders(path: Path) -> list[Path]:
-    return [found for found in path.iterdir() if found.is_dir()]
-
-
-def _holds_files(folder: Path) -> bool:
-    return any(is_state_file(found.name) for found in folder.iterdir())
+def _folder_with_files(folder: Path) -> Path | None:
+    """Return a folder, or the one in it that was written last."""
+    latest = folder / "latest"  # a file of DeepSpeed's with the name of that folder
+    tag = latest.read_text(errors="replace").strip() if latest.is_file() else _LIGHTNING_TAG
+    for found in (folder, folder / tag):
+        if found.is_dir() and any(is_state_file(file.name) for file in found.iterdir()):
+            return found
+    return None
 
 
 def _check_same_run(folder: Path, names: Sequence[str], model_states: Sequence[Mapping[str, Any]]) -> None:

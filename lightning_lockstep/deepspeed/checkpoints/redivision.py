@@ -93,7 +93,7 @@ class SavedOptimizer:
 
     def check(self, adapter: Any) -> None:
         """Raise if the checkpoint is of another model or of another optimizer than an engine has."""
-        if adapter.keeps_state_on_nvme():
+        if adapter.engine.zero_nvme_offload_optimizer():
             raise ConfigurationError(
                 f"{self._folder}: was written by another number of ranks or in another stage, and this run keeps the"
                 " state of the optimizer on NVMe, where it cannot be redivided. Resume with offload_optimizer='cpu' or"
@@ -120,7 +120,7 @@ class SavedOptimizer:
             )
 
     def _check_groups(self, adapter: Any) -> None:
-        optimizer, known_names = adapter.optimizer.optimizer, adapter.parameter_names()
+        optimizer, known_names = adapter.optimizer.optimizer, adapter.engine.param_names
         kind = type(optimizer).__name__
         here = [{known_names[parameter] for parameter in group} for group in adapter.parameter_groups()]
         if here != self._names:
@@ -189,7 +189,7 @@ def _entries(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _trained(adapter: Any) -> dict[Any, str]:
     """Return the names of the parameters that the engine's optimizer has."""
-    names = adapter.parameter_names()
+    names = adapter.engine.param_names
     return {parameter: names[parameter] for group in adapter.parameter_groups() for parameter in group}
 
 

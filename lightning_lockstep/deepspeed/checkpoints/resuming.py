@@ -26,7 +26,6 @@ from lightning_lockstep.deepspeed.checkpoints.consolidation import (
 from lightning_lockstep.deepspeed.checkpoints.files import (
     Checkpoint,
     find_folder,
-    in_memory,
     read_checkpoint,
     read_file,
 )
@@ -159,10 +158,9 @@ def load_plain_weights(
     strict: bool = True,
 ) -> None:
     """Load whole weights into an engine's module, and into the float32 copies of its optimizer."""
-    adapter = adapter_of(engine)
-    with _loading(module, gathers=adapter.divides_parameters()):
+    with _loading(module, gathers=engine.zero_optimization_partition_weights()):
         module.load_state_dict(state, strict=strict)
-    adapter.refresh_copies()
+    adapter_of(engine).refresh_copies()
 
 
 @contextmanager
@@ -317,14 +315,14 @@ def _redivided(
     first = checkpoint.model_states[0]
 
     def load(weights: Mapping[str, Any], strict: bool) -> None:
-        divides = adapter.divides_parameters()
+        divides = engine.zero_optimization_partition_weights()
         with _emptied(module) if checkpoint.is_divided else _loading(module, gathers=divides):
             _load_named(folder, module, weights, strict)
         values = values_of_parameters(checkpoint)
         for name, parameter in module.named_parameters():
             if name in values:
                 with _gathered([parameter]) if divides else nullcontext():
-                    parameter.data.copy_(values[name].copy_to(in_memory))
+                    parameter.data.copy_(values[name].whole())
         saved.write_to(adapter, communicator.rank)
         adapter.set_counters(
             steps=first["global_steps"],

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_lockstep import Preempted, StopTogether, SyncedEarlyStopping
+from lightning_lockstep import Preempted, StopTogether
 from lightning_lockstep._lightning import EarlyStopping, SLURMEnvironment
 from tests.common.stopping.fits import (
     BATCHES,
-    CASES,
     Module,
     breakpoints,
     check_breakpoints,
@@ -237,44 +236,10 @@ def stop_file(folder: str) -> dict[str, Any]:
     }
 
 
-def exchange(folder: str) -> dict[str, Any]:
-    states = {}
-    for name, mine, other in (
-        ("stock", EarlyStopping, SyncedEarlyStopping),
-        ("ours", SyncedEarlyStopping, EarlyStopping),
-    ):
-        first = mine("m", patience=5, check_on_train_epoch_end=True)
-        trainer = fit(Module(CASES["different values"]), [first], folder, max_epochs=3)
-        path = str(Path(folder, f"{name}.ckpt"))
-        trainer.save_checkpoint(path)
-        second = other("m", patience=5, check_on_train_epoch_end=True)
-        fit(Module(CASES["different values"]), [second], folder, max_epochs=3, ckpt_path=path)
-        mine_state, other_state = first.state_dict(), second.state_dict()
-        states[name] = {key: float(v) if torch.is_tensor(v) else v for key, v in mine_state.items()} == {
-            key: float(v) if torch.is_tensor(v) else v for key, v in other_state.items()
-        }
-        states[name + " best"] = float(other_state["best_score"])
-    return states
-
-
-def alone(folder: str) -> dict[str, Any]:
-    return {"stop file": stop_file(folder), "exchange": exchange(folder)}
-
-
-@pytest.fixture(scope="module")
-def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_ranks(1, alone, str(tmp_path_factory.mktemp("fits")), backend=None, timeout=90)[0]
-
-
-def test_a_stop_file(of_one_process):
-    value = of_one_process["stop file"]
+def test_a_stop_file(tmp_path):
+    (value,) = run_ranks(1, stop_file, str(tmp_path), backend=None, timeout=90)
     assert 3 <= value["batches"] < 6 * BATCHES and "found the stop file" in value["reason"]
     assert value["saved"] and not value["file"]
-
-
-def test_checkpoints_of_lightnings_callback_and_ours_can_be_exchanged(of_one_process):
-    value = of_one_process["exchange"]
-    assert value["stock"] and value["ours"] and value["stock best"] == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize(

@@ -145,11 +145,39 @@ def test_what_options_contradict(config: Any, options: dict[str, Any], expected:
     ("config", "expected"),
     [
         (
-            {"zero_optimisation": {}, "fp61": {}, "bf16": {"enbled": True}},
+            {
+                "zero_optimisation": {},
+                "fp61": {},
+                "overlap_comm": True,
+                "bf16": {"enbled": True},
+                "zero_optimization": {
+                    "stage": 2,
+                    "overlap_com": True,
+                    "offload_param": {"devise": 1, "pin": 2},
+                },
+            },
             (
-                "bf16.enbled=True: DeepSpeed has no such key in this section.",
-                "zero_optimisation: DeepSpeed has no such key. Did you mean 'zero_optimization'?",
-                "fp61: DeepSpeed has no such key. Did you mean 'fp16'",
+                "zero_optimization.offload_param.devise=1: DeepSpeed has no such key in this section. Did you mean",
+                "zero_optimization.offload_param.pin=2: DeepSpeed has no such key in this section.",
+                "zero_optimization.overlap_com=True: DeepSpeed has no such key in this section. Did you mean 'overlap_",
+                "bf16.enbled=True: DeepSpeed has no such key in this section. Did you mean 'enabled'",
+                "zero_optimisation: DeepSpeed has no such key at the top level. Did you mean 'zero_optimization'?",
+                "fp61: DeepSpeed has no such key at the top level. Did you mean 'fp16'",
+                "overlap_comm: DeepSpeed has no such key at the top level. Did you mean 'zero_optimization.overlap_c",
+            ),
+        ),
+        (
+            {
+                "activation_checkpointing": {"partition_activation": True},
+                "aio": {"block_sise": 1},
+                "optimizer": {"type": "Adam", "param": {}},
+                "scheduler": {"typ": "WarmupLR"},
+            },
+            (
+                "activation_checkpointing.partition_activation: DeepSpeed has no such key in this section. Did you",
+                "aio.block_sise: DeepSpeed has no such key in this section. Did you mean 'block_size'?",
+                "optimizer.param: DeepSpeed has no such key in this section. Did you mean 'params'?",
+                "scheduler.typ: DeepSpeed has no such key in this section. Did you mean 'type'?",
             ),
         ),
         (
@@ -163,12 +191,28 @@ def test_what_options_contradict(config: Any, options: dict[str, Any], expected:
             {"elasticity": {}},
             ("config: DeepSpeed refuses it (DeepSpeedConfigError): Elastic training has been",),
         ),
-        ({"fp16": True}, ("config: DeepSpeed refuses it (TypeError): ",)),
+        ({"fp16": True}, ("fp16=True: DeepSpeed refuses it (TypeError): ",)),
         (
-            {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
-            ("config: DeepSpeed refuses it (AssertionError): bfloat16 and fp16 modes cannot be",),
+            {
+                "fp16": {"enabled": True},
+                "bf16": {"enabled": True},
+                "train_batch_size": 32,
+                "train_micro_batch_size_per_gpu": 8,
+                "gradient_accumulation_steps": 4,
+                "gradient_cliping": 1.0,
+            },
+            (
+                "fp16.enabled=True and bf16.enabled=True in the config: expected one of the two.",
+                "train_batch_size=32 in the config: expected 64 (train_micro_batch_size_per_gpu=8 *"
+                " gradient_accumulation_steps=4 * 2 ranks). Change one of them, or leave one out.",
+                "gradient_cliping: DeepSpeed has no such key at the top level. Did you mean 'gradient_clipping'",
+            ),
         ),
-        ({"train_batch_size": 7}, ("config: DeepSpeed refuses it (AssertionError): Check batch related",)),
+        ({"train_batch_size": 7}, ("train_batch_size=7 in the config: expected a multiple of 2 (2 ranks).",)),
+        (
+            {"gradient_accumulation_steps": "two"},
+            ("gradient_accumulation_steps='two': expected a number, 1 or",),
+        ),
         (
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}},
             ("config: DeepSpeed refuses it: Assertion failed, Partial offloading only supported for",),

@@ -73,21 +73,3 @@ def test_a_cpu_limit_narrows_the_usable_cores(cgroups: Path) -> None:
     _system.usable_cores.cache_clear()
     write(cgroups, cpu__max="max 100000")
     assert _system.usable_cores() == tuple(sorted(os.sched_getaffinity(0)))
-
-
-def test_memory_is_left_within_the_narrowest_group_with_what_files_hold(cgroups: Path) -> None:
-    write(cgroups, own="0::/user.slice/job.scope\n")
-    write(cgroups / "user.slice" / "job.scope", memory__max=f"{100 * 2**20}", memory__current=f"{90 * 2**20}")
-    write(cgroups / "user.slice" / "job.scope", memory__stat=f"anon 7\ninactive_file {5 * 2**20}\n")
-    write(cgroups / "user.slice", memory__max="max", memory__current=str(GIB))
-    assert _system.memory_left() == 15 * 2**20
-
-
-def test_memory_is_left_in_a_group_of_version_1(cgroups: Path) -> None:
-    write(cgroups, own="4:memory:/job\n")
-    write(cgroups / "memory" / "job", memory__limit_in_bytes="1000", memory__usage_in_bytes="1400")
-    assert _system.memory_left() == 0
-
-
-def test_without_groups_the_host_says_how_much_memory_is_left(cgroups: Path) -> None:
-    assert 0 < _system.memory_left() <= psutil.virtual_memory().total

@@ -103,10 +103,7 @@ def test_one_of_two_ranks_compiles_and_both_have_the_op(tmp_path: Path, objects:
     assert [outcome.value for outcome in outcomes] == [True, True], describe(outcomes)
     assert compilations(tmp_path) == SOURCES
     said = "".join(outcome.stderr for outcome in outcomes)
-    folder = tmp_path / "ops" / OP
-    assert (
-        said.count(f"builds DeepSpeed's op {OP} in {folder}, or waits") == 1 and f"rm {folder}/lock" in said
-    )
+    assert said.count(f"builds DeepSpeed's op {OP}, or waits") == 1
     assert run_ranks(2, load_and_step, env=env, timeout=1000) == [True, True]
     assert compilations(tmp_path) == SOURCES, "the next run compiles nothing"
 
