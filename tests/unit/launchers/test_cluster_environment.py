@@ -10,7 +10,7 @@ from lightning_lockstep.launchers.environments import (
     SlurmStepEnvironment,
     check_has_device,
 )
-from lightning_lockstep.launchers.rank_variables import SlurmStep
+from lightning_lockstep.launchers.rank_variables import StartedRank
 
 
 class ElasticEnvironment(LockstepEnvironment):
@@ -25,15 +25,7 @@ class ElasticEnvironment(LockstepEnvironment):
 
 
 def second_of_three() -> SlurmStepEnvironment:
-    step = SlurmStep(
-        name="7.0.0@here",
-        rank=1,
-        size=3,
-        local_rank=1,
-        node=0,
-        tasks_per_node=(2, 1),
-        nodes="n",
-    )
+    step = StartedRank("srun", 1, 3, 1, 2, node=0, per_node=(2, 1), step="7.0.0@here", nodes="n")
     return SlurmStepEnvironment(step)
 
 
