@@ -37,8 +37,3 @@ def test_a_rank_without_a_device_is_told_what_srun_has_started() -> None:
 def test_a_rank_without_a_device_is_told_how_many_there_are() -> None:
     with pytest.raises(LaunchError, match="devices=1, but at least 2 ranks were started on this node"):
         check_has_device(ElasticEnvironment(), num_devices=1, num_nodes=1)
-
-
-def test_a_rank_with_a_device_goes_on() -> None:
-    check_has_device(ElasticEnvironment(), num_devices=2, num_nodes=1)
-    check_has_device(LockstepEnvironment(), num_devices=1, num_nodes=1)

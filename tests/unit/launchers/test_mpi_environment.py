@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
 from lightning_lockstep.errors import ConfigurationError, LaunchError, MissingExtraError
 from lightning_lockstep.launchers.environments import MPIEnvironment
@@ -133,6 +133,8 @@ def test_what_auto_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
         ConfigurationError, match=r"sends CPU tensors only.* is cuda: leave backend at 'auto'"
     ):
         chosen(2, by_mpi, "cuda", "mpi4py")
+    with pytest.raises(LaunchError, match=r"\(found: TorchElasticEnvironment\).* give backend='gloo'"):
+        chosen(2, TorchElasticEnvironment())
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None)
     with pytest.raises(MissingExtraError, match="lightning-lockstep\\[mpi\\]"):
         chosen(2, by_mpi)

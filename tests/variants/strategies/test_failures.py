@@ -10,24 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lockstep.distributed import FailureRecord
 from tests.common.distributed.mpi.launch import mpi_environ
 from tests.common.strategies.failures import LIMIT, SAVED, SCRIPT, check_kept, last_lines, run
 from tests.helpers import Script, run_script, start_script
-
-
-def test_two_trainers_in_one_script_share_the_ranks(tmp_path: Path) -> None:
-    earlier = FailureRecord(1, 2, "node7", 3, "exception", "ValueError: of an earlier run")
-    (tmp_path / "failure.json").write_text(earlier.to_json())
-    outcome = run("none", folder=tmp_path)
-    assert not list(tmp_path.iterdir()), "the earlier run's record is gone, and this one has not failed"
-    assert outcome.returncode == 0, outcome.output
-    lines = outcome.stdout.split("\n")
-    for word in ("fitted", "validated"):
-        values = [line.split()[-1] for line in lines if word in line]
-        assert len(values) == 2, outcome.stdout
-        assert len(set(values)) == 1
-    assert outcome.stderr.count("2 ranks") == 1, "the placement is shown once"
 
 
 def test_an_error_of_ours_on_all_ranks_is_its_message_alone(tmp_path: Path) -> None:
@@ -63,14 +48,6 @@ def test_a_killed_rank_is_named_with_its_signal(rank: int, tmp_path: Path) -> No
     check_kept(tmp_path, rank, "killed by SIGKILL" if rank else "its connection has ended without a report")
 
 
-def test_sigterm_to_one_rank_ends_all_with_its_exit_code() -> None:
-    outcome = run("term@1")
-    assert outcome.returncode == 128 + signal.SIGTERM
-    _, _, report = outcome.stderr.rpartition("\nlightning-lockstep: ")
-    assert report.startswith("rank 1 of 2 ") and "Traceback" not in report
-    assert "SIGTERMException: it received SIGTERM" in report, outcome.stderr
-
-
 def test_ctrl_c_in_one_rank_ends_all_with_130(tmp_path: Path) -> None:
     outcome = run_script([str(SCRIPT), "interrupt@1"], timeout=LIMIT, cwd=tmp_path)
     assert outcome.returncode == 130, outcome.output
@@ -103,14 +80,6 @@ def test_ranks_end_when_the_started_process_is_killed(method: str, tmp_path: Pat
         script.send_signal(signal.SIGKILL)
         outcome = script.finish(LIMIT, settle=30)
     assert outcome.leftovers == (), outcome.output
-
-
-def test_sigterm_to_all_forked_ranks_ends_the_program() -> None:
-    """Lightning's exception for it is a SystemExit without a code."""
-    outcome = run("term@all", "fork")
-    assert outcome.returncode == 128 + signal.SIGTERM
-    end = "SIGTERMException: it received SIGTERM\nThe other ranks were stopped.\n"
-    assert outcome.stderr.rstrip().endswith(end + SAVED)
 
 
 def test_forked_ranks_finish_after_a_trainer_of_one_rank() -> None:
