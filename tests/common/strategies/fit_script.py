@@ -28,6 +28,7 @@ FAULT = sys.argv[1] if len(sys.argv) > 1 else "none"
 START = sys.argv[2] if len(sys.argv) > 2 else "popen"
 SIGNALS = {
     "kill": signal.SIGKILL,
+    "term": signal.SIGTERM,
     "predict": signal.SIGTERM,
     "interrupt": signal.SIGINT,
 }

@@ -20,17 +20,10 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_lockstep import CollectiveStallError, LockstepDDPStrategy, gather_uneven
 from lightning_lockstep._lightning import LightningModule, Trainer, seed_everything
+from tests.common.strategies import fsdp_models
 from tests.helpers import on_device, run_ranks, run_ranks_raw
 
-QUIET = {
-    "accelerator": "cpu",
-    "devices": 2,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "use_distributed_sampler": False,
-}
+QUIET = {**fsdp_models.QUIET, "devices": 2}
 
 
 class Net(LightningModule):

@@ -129,7 +129,7 @@ def fitted(
     net, strategy = net or Net(), LockstepDDPStrategy(uneven_inputs=policy)
     if stage is not None:
         strategy = LockstepDeepSpeedStrategy(stage=stage, uneven_inputs=policy)
-    trainer = Trainer(**{**QUIET, "num_sanity_val_steps": 0, "max_epochs": 2, **options}, strategy=strategy)
+    trainer = Trainer(**{**QUIET, "max_epochs": 2, **options}, strategy=strategy)
     try:
         trainer.fit(net, data, *others)
     except (ConfigurationError, MisconfigurationException) as error:
@@ -174,6 +174,7 @@ CASES: dict[tuple[Any, str], tuple[Callable[[], Any], dict[str, Any], int | str]
     ("error", "as far as the loop goes, try"): (own_rows, {"fast_dev_run": 2}, 2),
     ("error", "as far as the loop goes, overfit"): (own_rows, {"overfit_batches": 2}, 4),
     ("truncate", "true length"): (own_rows, {}, 6),
+    ("truncate", "true length, accumulated"): (own_rows, {"accumulate_grad_batches": 2}, 4),
     ("truncate", "true length, min_size"): (lambda: with_other("min_size", 2, own_rows()), {}, 4),
     ("truncate", "true length, cycle"): (lambda: with_other("max_size_cycle", 8, own_rows()), {}, 16),
     ("error", "no length"): (without_length, {}, LACKS),

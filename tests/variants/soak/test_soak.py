@@ -32,9 +32,7 @@ PLANS = (
     Plan(30, "fork", 2, CALLBACKS, "ctrl_c", 1),
     Plan(31, "popen", 2, (), "ctrl_c_twice", 0),
     Plan(32, "popen", 2, ("stop",), "term_parent", 0),
-    Plan(33, "popen", 2, (), "term_rank", 1),
     Plan(34, "fork", 2, ("stop",), "usr1_parent", 0),
-    Plan(35, "fork", 2, (), "term_parent", 0),
 )
 MPI_PLANS = (
     Plan(41, "mpirun", 2, (), "ours", 1),

@@ -48,6 +48,14 @@ def test_a_killed_rank_is_named_with_its_signal(rank: int, tmp_path: Path) -> No
     check_kept(tmp_path, rank, "killed by SIGKILL" if rank else "its connection has ended without a report")
 
 
+def test_sigterm_to_one_rank_ends_all_with_its_exit_code() -> None:
+    outcome = run("term@1")
+    assert outcome.returncode == 128 + signal.SIGTERM
+    _, _, report = outcome.stderr.rpartition("\nlightning-lockstep: ")
+    assert report.startswith("rank 1 of 2 ") and "Traceback" not in report
+    assert "SIGTERMException: it received SIGTERM" in report, outcome.stderr
+
+
 def test_ctrl_c_in_one_rank_ends_all_with_130(tmp_path: Path) -> None:
     outcome = run_script([str(SCRIPT), "interrupt@1"], timeout=LIMIT, cwd=tmp_path)
     assert outcome.returncode == 130, outcome.output
@@ -80,6 +88,14 @@ def test_ranks_end_when_the_started_process_is_killed(method: str, tmp_path: Pat
         script.send_signal(signal.SIGKILL)
         outcome = script.finish(LIMIT, settle=30)
     assert outcome.leftovers == (), outcome.output
+
+
+def test_sigterm_to_all_forked_ranks_ends_the_program() -> None:
+    """Lightning's exception for it is a SystemExit without a code."""
+    outcome = run("term@all", "fork")
+    assert outcome.returncode == 128 + signal.SIGTERM
+    end = "SIGTERMException: it received SIGTERM\nThe other ranks were stopped.\n"
+    assert outcome.stderr.rstrip().endswith(end + SAVED)
 
 
 def test_forked_ranks_finish_after_a_trainer_of_one_rank() -> None:
