@@ -8,6 +8,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment as Lightn
 from lightning.fabric.plugins.environments import LSFEnvironment as LSFEnvironment
 from lightning.fabric.plugins.environments import SLURMEnvironment as SLURMEnvironment
 from lightning.fabric.plugins.environments import TorchElasticEnvironment as TorchElasticEnvironment
+from lightning.fabric.plugins.environments.lightning import find_free_network_port as find_free_network_port
 from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork as _check_bad_cuda_fork
 from lightning.fabric.strategies.launchers.multiprocessing import (
     _check_missing_main_guard as _check_missing_main_guard,

@@ -8,11 +8,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from lightning_lockstep._lightning import rank_zero_only
+from lightning_lockstep._lightning import find_free_network_port, rank_zero_only
 from lightning_lockstep._settings import Faults
 from lightning_lockstep._system import usable_cores
 from lightning_lockstep._text import say
-from lightning_lockstep.distributed.process_group import free_port
 from lightning_lockstep.launchers.multiprocessing import (
     RanksToStart,
     prepare_fork,
@@ -73,7 +72,7 @@ def notebook_launcher(
         number=number, world_size=number, start_method="fork", grace_period=grace_period, in_cell=True
     )
     try:
-        returned: _Returned = run_in_ranks(group, _be_rank, number, free_port(), function, args)
+        returned: _Returned = run_in_ranks(group, _be_rank, number, find_free_network_port(), function, args)
     except KeyboardInterrupt as error:
         raise show_in_cell(error, "KeyboardInterrupt: all ranks have ended.") from None
     return returned

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,33 +46,21 @@ OPERATIONS = {
 local_answers: list[Any] = []
 
 
-@dataclass(frozen=True, kw_only=True)
 class Operator:
     """One operator, as its schema describes it."""
 
-    name: str  # in ``c10d``, such as ``allreduce_``
-    overload: Any
-    # Of each argument, by its name in the schema; those before the process group are tensors.
-    positions: dict[str, int]
-    returned: int  # how many values it returns; the last one is the work handle
+    def __init__(self, name: str) -> None:
+        self.name = name  # in ``c10d``, such as ``allreduce_``
+        self.overload: Any = getattr(torch.ops.c10d, name).default
+        schema = self.overload._schema  # the names and the number of what it is given and returns
+        # Of each argument, by its name in the schema; those before the process group are tensors.
+        self.positions = {argument.name: i for i, argument in enumerate(schema.arguments)}
+        self.returned = len(schema.returns)  # the last value is the work handle
 
     def argument(self, args: Sequence[Any], name: str, default: Any = None) -> Any:
         """Return an argument by its name, or ``default`` if it was left out or the operator does not have it."""
         position = self.positions.get(name)
         return default if position is None or position >= len(args) else args[position]
-
-
-@functools.cache
-def operator_named(name: str) -> Operator:
-    overload = getattr(torch.ops.c10d, name).default
-    schema = overload._schema  # the names and the number of what it is given and returns
-    positions = {argument.name: i for i, argument in enumerate(schema.arguments)}
-    return Operator(
-        name=name,
-        overload=overload,
-        positions=positions,
-        returned=len(schema.returns),
-    )
 
 
 def answered_locally() -> bool:

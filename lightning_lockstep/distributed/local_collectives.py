@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from inspect import unwrap
-from itertools import product
 from traceback import walk_stack
 from typing import Any
 
@@ -23,8 +22,8 @@ from torch import Tensor
 
 from lightning_lockstep.distributed.c10d_operators import (
     OPERATIONS,
+    Operator,
     local_answers,
-    operator_named,
     reduction_kind,
 )
 from lightning_lockstep.distributed.process_group import process_group_exists
@@ -73,14 +72,16 @@ def local_collectives() -> Iterator[LocalAnswers]:
 def _replace_kernels(library: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that a kernel is replaced
-        for name, key in product(OPERATIONS, _KEYS):
-            if torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", key):
-                library.impl(name, _kernel(name), key)
+        for name in OPERATIONS:
+            kernel = _kernel(name)
+            for key in _KEYS:
+                if torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", key):
+                    library.impl(name, kernel, key)
 
 
 def _kernel(name: str) -> Callable[..., Any]:
     """Return a kernel of an operator; its schema says which values are given and returned."""
-    operator = operator_named(name)
+    operator = Operator(name)
 
     def kernel(*args: Any) -> Any:
         given = partial(operator.argument, args)

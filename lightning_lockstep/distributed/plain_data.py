@@ -153,24 +153,19 @@ def plain_entries(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
 
 def is_plain(value: object) -> bool:
     """Return whether a value is made of numbers, text, tensors and containers alone."""
-    kind = type(value)
-    if kind in _CONTAINERS:
-        parts = [*value.items(), *getattr(value, "__dict__", {}).items()]  # type: ignore[attr-defined]
-        return all(is_plain(key) and is_plain(part) for key, part in parts)
-    if kind in _SEQUENCES:
-        return all(map(is_plain, value))  # type: ignore[call-overload]
-    return kind in _SCALARS
+    return not any(_others_in(value, lambda one: type(one) not in _SCALARS))
 
 
-def _inert_in(value: Any, name: str = "") -> Iterator[str]:
-    """Yield the places of inert objects in nested containers, and of which class each is."""
+def _others_in(value: Any, is_other: Callable[[object], bool] = _is_inert, name: str = "") -> Iterator[str]:
+    """Yield the places of other values in nested containers, keys included, and of which class each is."""
     if type(value) in _CONTAINERS:
-        for key, part in value.items():
-            yield from _inert_in(part, f"{name}.{key}" if name else str(key))
+        for key, part in (*value.items(), *getattr(value, "__dict__", {}).items()):
+            yield from _others_in(key, is_other, name)
+            yield from _others_in(part, is_other, f"{name}.{key}" if name else str(key))
     elif type(value) in _SEQUENCES:
         for part in value:
-            yield from _inert_in(part, name)
-    elif _is_inert(value):
+            yield from _others_in(part, is_other, name)
+    elif is_other(value):
         yield f"{name} ({getattr(value, 'origin', '?')})".strip()
 
 
@@ -208,12 +203,12 @@ def load_without_objects(
     for key in _HYPERPARAMETERS:
         values = content.get(key)
         if type(values) is dict:
-            content[key] = {name: one for name, one in values.items() if not any(_inert_in(one))}
+            content[key] = {name: one for name, one in values.items() if not any(_others_in({name: one}))}
         elif key in content:
             content[key] = {}
     for key in _THEIR_TYPES:
         content.pop(key, None)
-    objects = list(_inert_in({key: value for key, value in content.items() if key != "state_dict"}))
+    objects = list(_others_in({key: value for key, value in content.items() if key != "state_dict"}))
     if objects:
         raise ConfigurationError(
             f"{path}: holds objects of classes: {listed(objects, _MOST_NAMED)}. {_TRUST}"

@@ -156,15 +156,6 @@ def _tcp_store(
     )
 
 
-def free_port() -> int:
-    """Return a port of this host that nobody uses now."""
-    # Between the answer and its use another program can take it; prefer :func:`host_rendezvous`, which keeps
-    # its port open.
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
 def forget_rendezvous() -> None:
     """Drop every store made so far, so that the next job of this process meets anew, and at another place."""
     # Whoever still holds a process group of this job keeps its store alive, and with it all its keys.

@@ -10,7 +10,6 @@ import socket
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
-from typing import NamedTuple
 
 from lightning_lockstep._settings import JOB_TOKEN, job_token
 from lightning_lockstep.errors import LaunchError
@@ -119,16 +118,6 @@ _SIGNATURE = hashlib.sha256().digest_size
 _JOB_NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "PMI_JOBID")
 
 
-class ChannelKeys(NamedTuple):
-    """Key pair of the sockets that take connections, the same on every rank of a job."""
-
-    # Nobody but the ranks has either half: a stranger that lacks the public one cannot even begin a
-    # handshake.
-
-    public: bytes  # as ZeroMQ takes it
-    secret: bytes
-
-
 _made: str | None = None
 
 
@@ -149,13 +138,15 @@ def token_for_children() -> dict[str, str]:
     return {JOB_TOKEN: _made}
 
 
-def channel_keys(token: str) -> ChannelKeys:
+def channel_keys(token: str) -> tuple[bytes, bytes]:
+    """Return (public key, secret key), as ZeroMQ takes them, of the socket that takes connections."""
+    # Nobody but the ranks has either half: a stranger that lacks the public one cannot even begin a handshake.
     import zmq
     from zmq.utils import z85
 
     seed = hashlib.blake2b(token.encode(), digest_size=32, person=b"lockstep-channel").digest()
     secret = z85.encode(seed)
-    return ChannelKeys(zmq.curve_public(secret), secret)
+    return zmq.curve_public(secret), secret
 
 
 def fingerprint(token: str) -> str:

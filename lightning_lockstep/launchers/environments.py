@@ -21,8 +21,7 @@ from lightning_lockstep.distributed.mpi.rendezvous import MPIRendezvous, agree_o
 from lightning_lockstep.distributed.process_group import RankGroup
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.rank_variables import (
-    MPIRank,
-    SlurmStep,
+    StartedRank,
     find_mpi_rank,
     find_slurm_step,
     slurm_job,
@@ -35,7 +34,7 @@ class _StartedOutside(ClusterEnvironment):
     """The cluster environment of ranks whose numbers the program that started them has decided."""
 
     # Lightning's own constructor for Slurm is not called, because it refuses --ntasks without --ntasks-per-node.
-    def __init__(self, here: MPIRank | SlurmStep) -> None:
+    def __init__(self, here: StartedRank) -> None:
         self.here = here
 
     @property
@@ -86,20 +85,19 @@ class SlurmStepEnvironment(_StartedOutside, SLURMEnvironment):
     # Lightning reads the variables of the job, which are wrong if a step has fewer tasks than the job, or if a job
     # runs several steps at a time. This class reads the variables that srun sets for each step.
 
-    here: SlurmStep
     auto_requeue = True
     requeue_signal = SIGUSR1
 
     @property
     def rendezvous_name(self) -> str:
         """What all ranks of this step have in common, and no others."""
-        return f"Slurm step {self.here.name}"
+        return f"Slurm step {self.here.step}"
 
     @property
     def main_address(self) -> str:
         if given := os.environ.get("MASTER_ADDR"):
             return given
-        one_node = len(self.here.tasks_per_node) == 1
+        one_node = len(self.here.per_node) == 1
         return "127.0.0.1" if one_node else self.resolve_root_node_address(self.here.nodes)
 
     @property
@@ -107,7 +105,7 @@ class SlurmStepEnvironment(_StartedOutside, SLURMEnvironment):
         given = os.environ.get("MASTER_PORT", "")
         if given.isdigit():
             return int(given)
-        return _FIRST_PORT + zlib.crc32(self.here.name.encode()) % _PORTS
+        return _FIRST_PORT + zlib.crc32(str(self.here.step).encode()) % _PORTS
 
 
 class MPIEnvironment(_StartedOutside):
@@ -137,8 +135,6 @@ class MPIEnvironment(_StartedOutside):
 
 class SrunMPIEnvironment(MPIEnvironment, SlurmStepEnvironment):
     """The cluster environment of ranks of an MPI job that srun has started: Slurm requeues it as it does others."""
-
-    here: SlurmStep
 
 
 # -- Who started the ranks, read from environment variables only --
@@ -173,7 +169,7 @@ def detect_environment(*, mpi: bool = False) -> ClusterEnvironment:
     if TorchElasticEnvironment.detect():
         return TorchElasticEnvironment()
     rank, step = find_mpi_rank(), find_slurm_step()
-    if isinstance(rank, MPIRank):
+    if rank is not None and rank.step is None:
         return MPIEnvironment(rank)
     if rank is not None and mpi:
         return SrunMPIEnvironment(rank)

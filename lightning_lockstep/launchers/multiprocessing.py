@@ -35,6 +35,7 @@ from lightning_lockstep._lightning import (
     _check_missing_main_guard,
     _GlobalStateSnapshot,
     _MultiProcessingLauncher,
+    find_free_network_port,
     move_data_to_device,
 )
 from lightning_lockstep.distributed import shut_down
@@ -54,7 +55,7 @@ from lightning_lockstep.distributed.failure.process_exit import (
     set_ending,
 )
 from lightning_lockstep.distributed.failure.record import FailureRecord, describe_error, describe_exit
-from lightning_lockstep.distributed.process_group import forget_rendezvous, free_port, process_group_exists
+from lightning_lockstep.distributed.process_group import forget_rendezvous, process_group_exists
 from lightning_lockstep.distributed.rendezvous import token_for_children
 from lightning_lockstep.errors import LaunchError, Preempted, RankFailedError
 from lightning_lockstep.launchers.environments import LockstepEnvironment
@@ -289,7 +290,7 @@ class SpawnedLauncher(_MultiProcessingLauncher):
         leave_group_of_one() if self._start_method == "spawn" else prepare_fork()
         strategy, environment = self._strategy, self._strategy.cluster_environment
         if isinstance(environment, LockstepEnvironment) and "MASTER_PORT" not in os.environ:
-            environment.adopt_port(free_port())
+            environment.adopt_port(find_free_network_port())
         group = RanksToStart(
             number=strategy.num_processes,
             start_method=self._start_method,

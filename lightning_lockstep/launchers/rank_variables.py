@@ -4,9 +4,32 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+
+@dataclass(frozen=True)
+class StartedRank:
+    """The rank that this process is, by the environment variables of the program that started it."""
+
+    started_by: str  # ``srun``, or such as ``Open MPI's mpirun``
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int  # number of ranks on this node
+    node: int  # its number among those of the job or step
+    per_node: tuple[int, ...]  # number of ranks on each node
+    # A name that no other step has: of other jobs and clusters, and of earlier runs of this job. None: started by MPI.
+    step: str | None = None
+    nodes: str = ""  # of a step, as Slurm abbreviates their names, such as ``node[5-9,12]``
+
+    @property
+    def layout(self) -> tuple[str, str]:
+        """The ranks per node, `2+1` if they differ, and the number of nodes."""
+        each = "+".join(map(str, self.per_node)) if len(set(self.per_node)) > 1 else str(self.local_size)
+        return each, str(len(self.per_node))
+
 
 # -- Which task of a Slurm step this process is --
 
@@ -14,33 +37,7 @@ from pathlib import Path
 INTERACTIVE = ("bash", "interactive")
 
 
-@dataclass(frozen=True)
-class SlurmStep:
-    """The rank that this process is in a step of a Slurm job, by the variables that srun has set."""
-
-    name: str  # differs from that of each other step: of other jobs and clusters, and of earlier runs of this job
-    rank: int
-    size: int
-    local_rank: int
-    node: int  # its number among those of the step
-    tasks_per_node: tuple[int, ...]
-    nodes: str  # as Slurm abbreviates their names, such as ``node[5-9,12]``
-    started_by = "srun"
-
-    @property
-    def layout(self) -> tuple[str, str]:
-        """The ranks per node, `2+1` if they differ, and the number of nodes."""
-        counts = self.tasks_per_node
-        each = "+".join(map(str, counts)) if len(set(counts)) > 1 else str(self.local_size)
-        return each, str(len(counts))
-
-    @property
-    def local_size(self) -> int:
-        """Number of tasks on this node."""
-        return self.tasks_per_node[self.node] if self.node < len(self.tasks_per_node) else self.size
-
-
-def find_slurm_step(environ: Mapping[str, str] | None = None) -> SlurmStep | None:
+def find_slurm_step(environ: Mapping[str, str] | None = None) -> StartedRank | None:
     """Return which task of a Slurm step this process is, or ``None`` if srun has not started it."""
     environ = os.environ if environ is None else environ
     size, rank = environ.get("SLURM_STEP_NUM_TASKS", ""), environ.get("SLURM_PROCID", "")
@@ -48,13 +45,17 @@ def find_slurm_step(environ: Mapping[str, str] | None = None) -> SlurmStep | Non
     if not size.isdecimal() or not rank.isdecimal() or environ.get("SLURM_JOB_NAME") in INTERACTIVE:
         return None
     job, step, restarts = (environ.get(f"SLURM_{key}", "0") for key in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
-    return SlurmStep(
-        name=f"{job}.{step}.{restarts}@{environ.get('SLURM_CLUSTER_NAME', '')}",
+    node = int(environ.get("SLURM_NODEID", 0))
+    per_node = counts_in(environ.get("SLURM_STEP_TASKS_PER_NODE", size))
+    return StartedRank(
+        "srun",
         rank=int(rank),
         size=int(size),
         local_rank=int(environ.get("SLURM_LOCALID", 0)),
-        node=int(environ.get("SLURM_NODEID", 0)),
-        tasks_per_node=counts_in(environ.get("SLURM_STEP_TASKS_PER_NODE", size)),
+        local_size=per_node[node] if node < len(per_node) else int(size),
+        node=node,
+        per_node=per_node,
+        step=f"{job}.{step}.{restarts}@{environ.get('SLURM_CLUSTER_NAME', '')}",
         nodes=environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", ""),
     )
 
@@ -100,52 +101,23 @@ _FROM_OUTSIDE = (
 )
 
 
-@dataclass(frozen=True)
-class MPIRank:
-    """The rank that this process is, by the environment variables of the program that started it."""
-
-    started_by: str  # such as ``Open MPI's mpirun``
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-
-    @property
-    def node(self) -> int:
-        """The number of this rank's node, on the assumption that ranks fill one node after another."""
-        return self.rank // max(self.local_size, 1)
-
-    @property
-    def layout(self) -> tuple[str, str]:
-        """The ranks per node and the number of nodes, if all nodes have as many as this one."""
-        return str(self.local_size), f"{self.size / self.local_size:g}"
-
-
 def started_from_outside() -> bool:
     """Return whether this process may be one of several that another program has started."""
     return any(name in os.environ for name in _FROM_OUTSIDE)
 
 
-def find_mpi_rank(environ: Mapping[str, str] | None = None) -> MPIRank | SlurmStep | None:
+def find_mpi_rank(environ: Mapping[str, str] | None = None) -> StartedRank | None:
     """Return the rank that this process is in an MPI job, or ``None`` when it is not part of one."""
     environ = os.environ if environ is None else environ
-    return _open_mpi(environ) or _mvapich(environ) or _slurm(environ) or _hydra(environ)
+    session = environ.get("PMIX_SERVER_TMPDIR") or environ.get("OMPI_FILE_LOCATION") or "none"
+    open_mpi = (
+        _numbered("Open MPI's mpirun", environ, "OMPI_COMM_WORLD_{}") if Path(session).exists() else None
+    )
+    mvapich = _numbered("MVAPICH's mpirun", environ, "MV2_COMM_WORLD_{}")
+    return open_mpi or mvapich or _task_of_mpi(environ) or _mpich(environ)
 
 
-def _open_mpi(environ: Mapping[str, str]) -> MPIRank | None:
-    numbers = _numbers(environ, "OMPI_COMM_WORLD_{}", ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-    session = environ.get("PMIX_SERVER_TMPDIR") or environ.get("OMPI_FILE_LOCATION")
-    if numbers is None or not session or not Path(session).exists():
-        return None
-    return MPIRank("Open MPI's mpirun", *numbers)
-
-
-def _mvapich(environ: Mapping[str, str]) -> MPIRank | None:
-    numbers = _numbers(environ, "MV2_COMM_WORLD_{}", ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-    return MPIRank("MVAPICH's mpirun", *numbers) if numbers else None
-
-
-def _slurm(environ: Mapping[str, str]) -> SlurmStep | None:
+def _task_of_mpi(environ: Mapping[str, str]) -> StartedRank | None:
     step = find_slurm_step(environ)
     by_mpi = any(name.startswith(("PMI_", "PMI2_", "PMIX_")) for name in environ)
     if step is None or step.size < 2 or not by_mpi:
@@ -154,15 +126,27 @@ def _slurm(environ: Mapping[str, str]) -> SlurmStep | None:
     return step if environ.get("PMI_SIZE", str(step.size)) == str(step.size) else None
 
 
-def _hydra(environ: Mapping[str, str]) -> MPIRank | None:
-    numbers = _numbers(environ, "PMI_{}", ("RANK", "SIZE"))
+def _mpich(environ: Mapping[str, str]) -> StartedRank | None:
     is_open = Path("/proc/self/fd", environ.get("PMI_FD") or "none").exists()
-    if numbers is None or not (is_open or "PMI_PORT" in environ):
+    if not (is_open or "PMI_PORT" in environ):
         return None
-    local = _numbers(environ, "MPI_{}", ("LOCALRANKID", "LOCALNRANKS")) or numbers
-    return MPIRank("mpiexec", *numbers, *local)
+    # An mpiexec that gives no local numbers starts all ranks on one host.
+    local = {"MPI_LOCALRANKID": environ.get("PMI_RANK", ""), "MPI_LOCALNRANKS": environ.get("PMI_SIZE", "")}
+    names = ("PMI_RANK", "PMI_SIZE", *local)
+    return _numbered("mpiexec", {**local, **environ}, "{}", names)
 
 
-def _numbers(environ: Mapping[str, str], pattern: str, names: tuple[str, ...]) -> list[int] | None:
+def _numbered(
+    started_by: str,
+    environ: Mapping[str, str],
+    pattern: str,
+    names: Sequence[str] = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"),
+) -> StartedRank | None:
     values = [environ.get(pattern.format(name), "") for name in names]
-    return [int(value) for value in values] if all(value.isdecimal() for value in values) else None
+    if not all(value.isdecimal() for value in values):
+        return None
+    rank, size, local_rank, local_size = map(int, values)
+    # Ranks are taken to fill one node after another, each with as many as this one.
+    each = max(local_size, 1)
+    per_node = tuple(min(each, size - first) for first in range(0, size, each))
+    return StartedRank(started_by, rank, size, local_rank, local_size, rank // each, per_node)

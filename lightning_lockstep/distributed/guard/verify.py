@@ -22,7 +22,6 @@ from lightning_lockstep.distributed.c10d_operators import (
     OPERATIONS,
     Operator,
     answered_locally,
-    operator_named,
     parameters_in_words,
     reduction_kind,
 )
@@ -231,7 +230,7 @@ class CallVerifier:
         return [one.recorded() for one in found if one is not None]
 
     def _kernel(self, name: str) -> Callable[..., Any]:
-        operator = operator_named(name)
+        operator = Operator(name)
         redispatch = operator.overload.redispatch
         after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 

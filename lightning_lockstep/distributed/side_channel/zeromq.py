@@ -45,7 +45,6 @@ import psutil
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from lightning_lockstep.distributed.rendezvous import ChannelKeys
 from lightning_lockstep.distributed.side_channel.channel import BACK_WITHIN, Message, SideChannel
 from lightning_lockstep.errors import LaunchError
 
@@ -84,7 +83,7 @@ class ZeroMQSideChannel(SideChannel):
         rank: int,
         world_size: int,
         *,
-        keys: ChannelKeys,
+        keys: tuple[bytes, bytes],
         host: str = "127.0.0.1",
         known_as: str | None = None,
         main_address: str | None = None,
@@ -127,7 +126,7 @@ class ZeroMQSideChannel(SideChannel):
         self._sockets.start()
         self._calls.start()
 
-    def _listen(self, host: str, known_as: str, keys: ChannelKeys) -> None:
+    def _listen(self, host: str, known_as: str, keys: tuple[bytes, bytes]) -> None:
         # A rank that connects again takes the place of its former connection; to send to one that is not there fails.
         self._socket.router_handover = self._socket.router_mandatory = True
         self._socket.curve_server = True
@@ -137,10 +136,10 @@ class ZeroMQSideChannel(SideChannel):
         self.port = self._socket.bind_to_random_port(_endpoint(host))
         self.address = f"{_endpoint(known_as)}:{self.port}"
 
-    def _connect(self, main_address: str, keys: ChannelKeys) -> None:
+    def _connect(self, main_address: str, keys: tuple[bytes, bytes]) -> None:
         self._socket.identity = str(self.rank).encode()
         self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
-        self._socket.curve_serverkey = keys.public
+        self._socket.curve_serverkey, _ = keys
         self.port = int(main_address.rpartition(":")[2])
         self._socket.connect(main_address)
 

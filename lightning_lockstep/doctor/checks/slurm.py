@@ -9,7 +9,7 @@ from lightning_lockstep._system import Completed
 from lightning_lockstep._text import counted
 from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.registry import CheckOptions, Finding, not_applicable, ok, problem, warning
-from lightning_lockstep.launchers.rank_variables import INTERACTIVE, SlurmStep, counts_in, find_slurm_step
+from lightning_lockstep.launchers.rank_variables import INTERACTIVE, StartedRank, counts_in, find_slurm_step
 
 _ASK = 15.0  # longest wait for a command of Slurm [s]
 _SAVE = 60.0  # a signal that comes later before the limit leaves little time for a checkpoint [s]
@@ -49,14 +49,14 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
         yield _time(machine, job)
 
 
-def _place(job: str, step: SlurmStep | None, environ: Mapping[str, str]) -> Finding:
+def _place(job: str, step: StartedRank | None, environ: Mapping[str, str]) -> Finding:
     subject, name = "place", environ.get("SLURM_JOB_NAME", "")
     if name in INTERACTIVE:
         evidence = f"job {job} is called {name!r}, which Lightning takes for an interactive job:"
         return warning(subject, f"{evidence} each task trains alone", "salloc --job-name=train ...")
     if step is not None:
-        nodes = counted(len(step.tasks_per_node), "node")
-        return ok(subject, f"task {step.rank} of {step.size} in step {step.name}, on {nodes}")
+        nodes = counted(len(step.per_node), "node")
+        return ok(subject, f"task {step.rank} of {step.size} in step {step.step}, on {nodes}")
     nodes, tasks = (environ.get(key, "1") for key in ("SLURM_JOB_NUM_NODES", "SLURM_NTASKS"))
     size = f"{_count(nodes, 'node')}, {_count(tasks, 'task')}"
     what = f"the batch script or shell of job {job} ({size}), not a task of srun"
@@ -70,8 +70,8 @@ def _place(job: str, step: SlurmStep | None, environ: Mapping[str, str]) -> Find
     )
 
 
-def _tasks(step: SlurmStep | None, environ: Mapping[str, str]) -> Iterator[Finding]:
-    counts = step.tasks_per_node if step is not None else counts_in(environ.get("SLURM_TASKS_PER_NODE", ""))
+def _tasks(step: StartedRank | None, environ: Mapping[str, str]) -> Iterator[Finding]:
+    counts = step.per_node if step is not None else counts_in(environ.get("SLURM_TASKS_PER_NODE", ""))
     if not counts:
         return
     subject, tasks, devices = "tasks per node", counts[0], _devices(environ)

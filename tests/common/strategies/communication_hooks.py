@@ -19,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.utils.data import DataLoader
 
 from lightning_lockstep._lightning import LightningModule, Trainer, seed_everything
+from tests.common.strategies.fsdp_models import QUIET
 
 STEPS = 6
 
@@ -139,14 +140,9 @@ def fits_with_hooks(strategy: Any, *names: str) -> dict[str, float | str]:
         net = Net(optimizer=name != "optimizer in hook")
         options = HOOKS[name]() if name in HOOKS else {"ddp_comm_hook": failing}
         trainer = Trainer(
-            accelerator="cpu",
+            **QUIET,
             devices=2,
             max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
             strategy=strategy(bucket_cap_mb=0.001, **options),
         )
         data = torch.randn(4 * STEPS, 40, generator=torch.Generator().manual_seed(5))

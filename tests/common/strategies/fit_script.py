@@ -32,7 +32,7 @@ SIGNALS = {
     "predict": signal.SIGTERM,
     "interrupt": signal.SIGINT,
 }
-GRACE = 2.0 if FAULT in ("prune", "pruned") else 600.0 if FAULT == "raise@0" else 8.0
+GRACE = 2.0 if FAULT == "pruned" else 600.0 if FAULT == "raise@0" else 8.0
 
 
 class Net(L.LightningModule):
@@ -69,15 +69,12 @@ class Pruned(Exception):
 
 def provoke(rank: int) -> None:
     kind, _, where = FAULT.partition("@")
-    if kind in ("prune", "pruned"):
+    if kind == "pruned":
         # The ranks of a sweep agree on it; a rank that is still between two batches would be stopped by the first's.
         torch.distributed.barrier()
         raise Pruned(f"on rank {rank}")
     if kind == "flood":
         threading.Thread(target=log_for_ever, args=(rank,), daemon=True).start()
-    if kind == "wait":
-        print("waiting", flush=True)
-        time.sleep(300)
     if kind == "endless":
         print("-" * 60 + f"\nrank {rank} trains", flush=True)
     if where not in (str(rank), "all"):
@@ -99,11 +96,6 @@ def log_for_ever(rank: int) -> None:
     for number in range(10**9):
         log.info("rank %d, line %d", rank, number, in_order=True)
         time.sleep(0.0005)
-
-
-def forget_fault() -> None:
-    global FAULT
-    FAULT = "none"
 
 
 def after_the_fit(rank: int) -> None:
@@ -174,24 +166,13 @@ def main() -> None:
     if FAULT.startswith("predict"):
         trainer.predict(net, DataLoader(data, batch_size=2))
         print("predicted all", flush=True)
-    if FAULT in ("prune", "pruned"):
+    if FAULT == "pruned":
         try:
             trainer.fit(net, DataLoader(data, batch_size=16))
         except Pruned as error:
             print(f"caught {error}", flush=True)
         time.sleep(1.5 * GRACE)  # the program evaluates, draws, loads its next data
-        if FAULT == "pruned":
-            return
-        forget_fault()
-        strategy = lightning_lockstep.LockstepDDPStrategy(grace_period=3.0)
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy=strategy,
-            max_epochs=1,
-            enable_model_summary=False,
-            **options,
-        )
+        return
     if FAULT.startswith("late"):
         for _ in range(2):  # each fit makes a process group of its own
             trainer.fit(net, DataLoader(data, batch_size=16))

@@ -26,8 +26,8 @@ def run(command: list[str], *args: str, folder: Path) -> ScriptOutcome:
 
 def check_trainers(
     command: list[str], table: dict[str, int | str], strategy: str, ranks: int, folder: Path
-) -> None:
-    """Check that each Trainer of a script is right, or one error of all ranks."""
+) -> ScriptOutcome:
+    """Check that each Trainer of a script is right, or one error of all ranks; return how the script ended."""
     cases = {case.format(strategy): expected for case, expected in table.items()}
     outcome = run(command, "catch", *cases, folder=folder)
     assert outcome.returncode == 0, outcome.output
@@ -45,6 +45,7 @@ def check_trainers(
     # Only the first rank of a Trainer has written; a refused one has written nothing.
     worked = [case for case, expected in cases.items() if isinstance(expected, int)]
     assert len(list((folder / "runs" / "lightning_logs").iterdir())) == len(worked)
+    return outcome
 
 
 def check_uncaught(cases: list[str], expected: str, folder: Path) -> None:

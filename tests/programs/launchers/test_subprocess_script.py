@@ -91,10 +91,11 @@ def test_a_program_that_is_no_file_cannot_be_run_again(
 WAITS = """
 import datetime, os, signal, threading
 import torch
-from lightning_lockstep.distributed.process_group import free_port, start_process_group
+from lightning_lockstep._lightning import find_free_network_port
+from lightning_lockstep.distributed.process_group import start_process_group
 
 threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
-place = {"address": "127.0.0.1", "port": free_port(), "timeout": datetime.timedelta(seconds=200)}
+place = {"address": "127.0.0.1", "port": find_free_network_port(), "timeout": datetime.timedelta(seconds=200)}
 start_process_group("gloo", rank=0, world_size=2, device=torch.device("cpu"), **place)
 """
 

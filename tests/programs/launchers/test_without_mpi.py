@@ -1,37 +1,11 @@
-"""The MPI strategy where MPI has not started the ranks, or cannot be loaded."""
+"""The MPI strategy if no MPI library can be loaded."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-import pytest
-from lightning.pytorch import Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel
-
-from lightning_lockstep.errors import LaunchError
-from tests.helpers import run_ranks, run_script
-
-
-def refused() -> str:
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        max_steps=1,
-        strategy="lockstep_mpi",
-        logger=False,
-        enable_checkpointing=False,
-    )
-    with pytest.raises(LaunchError) as caught:
-        trainer.fit(BoringModel())
-    return str(caught.value)
-
-
-def test_ranks_that_mpi_has_not_started_do_not_communicate_by_something_else() -> None:
-    first, second = run_ranks(2, refused, backend=None, env={"TORCHELASTIC_RUN_ID": "job"})
-    assert first == second
-    assert "not started by MPI (found: TorchElasticEnvironment)" in first and "backend='gloo'" in first
-
+from tests.helpers import run_script
 
 BROKEN = """
 import sys

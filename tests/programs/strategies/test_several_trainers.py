@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tests.common.strategies.trainers import (
@@ -32,7 +33,8 @@ SPAWNED: dict[str, int | str] = {
 
 
 def test_each_trainer_is_right_or_one_error_of_all_ranks(tmp_path: Path) -> None:
-    check_trainers(PYTHON, AGAIN, "lockstep_ddp", 2, tmp_path)
+    outcome = check_trainers(PYTHON, AGAIN, "lockstep_ddp", 2, tmp_path)
+    assert len(re.findall(r"^2 ranks *$", outcome.stderr, re.MULTILINE)) == 1, "the placement is shown once"
 
 
 def test_each_trainer_has_ranks_of_its_own_with_multiprocessing(tmp_path: Path) -> None:

@@ -12,16 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import LaunchError, LockstepDDPStrategy, LockstepMPIStrategy
 from lightning_lockstep._lightning import LightningModule, Trainer
+from tests.common.strategies.fsdp_models import QUIET as QUIETLY
 from tests.helpers import run_ranks_raw
 
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "max_epochs": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+QUIET = {**QUIETLY, "max_epochs": 1}
 
 
 class Net(LightningModule):

@@ -1,4 +1,4 @@
-"""Fits on two real ranks: uneven data, precision, compression, and the same numbers as Lightning's DDP.
+"""Fits on two real ranks: precision, compression, and the same numbers as Lightning's DDP.
 
 Starting ranks is what costs, so two pairs of ranks run nearly all the fits.
 """
@@ -18,19 +18,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_lockstep import CollectiveStallError, ConfigurationError, LockstepDDPStrategy, gather_uneven
-from lightning_lockstep._lightning import CombinedLoader, LightningModule, Trainer, seed_everything
+from lightning_lockstep import CollectiveStallError, LockstepDDPStrategy, gather_uneven
+from lightning_lockstep._lightning import LightningModule, Trainer, seed_everything
+from tests.common.strategies import fsdp_models
 from tests.helpers import on_device, run_ranks, run_ranks_raw
 
-QUIET = {
-    "accelerator": "cpu",
-    "devices": 2,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "use_distributed_sampler": False,
-}
+QUIET = {**fsdp_models.QUIET, "devices": 2}
 
 
 class Net(LightningModule):
@@ -57,13 +50,6 @@ class Net(LightningModule):
         return sum(parameter.detach().double().abs().sum().item() for parameter in self.parameters())
 
 
-class FirstOfSeveral(Net):
-    """Gets a batch of each of several loaders, and learns from the first."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch[0], batch_idx)
-
-
 class Contrastive(Net):
     """Its loss compares the rows of all ranks, of which each has another number."""
 
@@ -87,11 +73,8 @@ class Stream(IterableDataset[Any]):
             yield torch.randn(8, generator=generator), torch.tensor(number % 4)
 
 
-def loader(batches: int, sized: bool = True) -> DataLoader[Any]:
-    stream = Stream(batches, int(os.environ["RANK"]))
-    if not sized:
-        return DataLoader(stream, batch_size=4)
-    rows = list(stream)
+def loader(batches: int) -> DataLoader[Any]:
+    rows = list(Stream(batches, int(os.environ["RANK"])))
     return DataLoader(TensorDataset(torch.stack([r[0] for r in rows]), torch.stack([r[1] for r in rows])), 4)
 
 
@@ -132,68 +115,6 @@ def logged() -> Iterator[list[str]]:
     finally:
         logger.removeHandler(records)
         logger.setLevel(level)
-
-
-def uneven_fits() -> dict[str, Any]:
-    counts = (3, 5)
-    mine = counts[int(os.environ["RANK"])]
-    answers: dict[str, Any] = {}
-    for sized in (True, False):
-        for policy in ("truncate", "join"):
-            net = seeded()
-            with logged() as texts:
-                trainer = fit(net, loader(mine, sized), strategy=LockstepDDPStrategy(uneven_inputs=policy))
-            answers[f"notices {policy} {sized}"] = [text for text in texts if "uneven_inputs" in text]
-            answers[f"{policy} {sized}"] = (trainer.global_step, len(net.seen), net.digest())
-        try:
-            fit(seeded(), loader(mine, sized))
-        except ConfigurationError as error:
-            answers[f"error {sized}"] = str(error)
-    answers["even"] = fit(seeded(), loader(4, sized=False)).global_step
-    limits = ({"limit_train_batches": 2}, {"max_steps": 3}, {"fast_dev_run": 2}, {"overfit_batches": 2})
-    answers["cut short"] = [fit(seeded(), loader(mine, True), **limit).global_step for limit in limits]
-    limits = ({"limit_train_batches": 3}, {"max_steps": 3})
-    answers["cut short, no length"] = [
-        fit(seeded(), loader(mine, False), **limit).global_step for limit in limits
-    ]
-    for name, others, mode in (
-        ("a longer one decides", 8, "max_size_cycle"),
-        ("a shorter one decides", 2, "min_size"),
-    ):
-        several = CombinedLoader([loader(mine), loader(others)], mode)
-        strategy = LockstepDDPStrategy(uneven_inputs="truncate")
-        answers[name] = fit(FirstOfSeveral(), several, strategy=strategy).global_step
-    return answers
-
-
-def test_ranks_with_different_amounts_of_data(on_cpu: Found) -> None:
-    first, second = on_cpu["uneven"]
-    for sized in (True, False):
-        # (steps, batches seen, weights) agree on both ranks, and both kinds of loader give the same weights
-        assert first[f"truncate {sized}"] == second[f"truncate {sized}"]
-        assert first[f"truncate {sized}"][:2] == (6, 6)
-        assert first[f"join {sized}"] == second[f"join {sized}"]
-        assert first[f"join {sized}"][:2] == (10, 10)
-    assert first["join True"] == first["join False"]
-    assert first["truncate True"] == first["truncate False"]
-    assert first["join True"][2] != first["truncate True"][2]
-    assert first["error True"] == second["error True"]
-    assert "(rank 0: 3, rank 1: 5)" in first["error True"]
-    assert "uneven_inputs='truncate'" in first["error True"]
-    assert first["error False"] == second["error False"]
-    assert "(rank 0: 3, rank 1: more than 3)" in first["error False"]
-    assert (first["even"], second["even"]) == (8, 8)
-    assert first["cut short"] == second["cut short"] == [4, 3, 2, 4], (
-        "the loop takes the same number on every rank"
-    )
-    assert first["cut short, no length"] == second["cut short, no length"] == [6, 3]
-    for name, steps in (("a longer one decides", 16), ("a shorter one decides", 4)):
-        assert first[name] == second[name] == steps, name
-    for policy, steps in (("truncate", 3), ("join", 5)):
-        (notice,) = first[f"notices {policy} True"]
-        expected = f"every rank takes {steps} steps an epoch (rank 0: 3, rank 1: 5)."
-        assert notice == f"WARNING uneven_inputs={policy!r}: {expected}"
-        assert second[f"notices {policy} True"] == [], "rank 0 alone says it"
 
 
 def contrastive_fits() -> dict[str, Any]:
@@ -275,7 +196,8 @@ def precision_fits() -> dict[str, Any]:
     for name in ("64-true", "32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"):
         net = seeded()
         with logged() as texts:
-            trainer = fit(net, loader(3), precision=name, epochs=1)
+            strategy = "lockstep_ddp" if name == "16-mixed" else None
+            trainer = fit(net, loader(3), strategy=strategy, precision=name, epochs=1)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         answers[name] = (
             trainer.precision,
@@ -374,7 +296,6 @@ Found = dict[str, tuple[Any, Any]]
 def fits_on_cpu() -> dict[str, Any]:
     return {
         "placement": placement_shown(),  # once in a process
-        "uneven": uneven_fits(),
         "contrastive": contrastive_fits(),
         "none": none_fits(),
     }

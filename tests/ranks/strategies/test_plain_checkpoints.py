@@ -101,13 +101,22 @@ def test_objects_are_described_and_not_made(case: str, tmp_path: Path) -> None:
     assert isinstance(found["bomb"], Inert) and not (tmp_path / "marker").exists()
 
 
-def test_what_could_start_a_program_is_refused(tmp_path: Path) -> None:
-    torch.save({"hyper_parameters": {"a": os.system}}, tmp_path / "file.pt")
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"hyper_parameters": {"a": os.system}}, r"names posix\.system, which could run code"),
+        ({"callbacks": {"counts": {Kind.A: 1}}}, r"holds objects of classes: callbacks\.counts \(.*Kind\)"),
+    ],
+)
+def test_what_could_start_a_program_and_an_object_as_a_key_are_refused(
+    content: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    torch.save(content, tmp_path / "file.pt")
 
     def load(path: Path, weights_only: bool | None) -> Any:
         return torch.load(path, weights_only=weights_only)
 
-    with pytest.raises(ConfigurationError, match=r"names posix\.system, which could run code"):
+    with pytest.raises(ConfigurationError, match=said):
         load_without_objects(load, tmp_path / "file.pt", None)
 
 

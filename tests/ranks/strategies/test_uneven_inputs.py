@@ -1,4 +1,4 @@
-"""Loaders that give another number of batches than their length says, on two real ranks.
+"""Loaders that give different numbers of batches on two real ranks, or other numbers than their length says.
 
 Starting ranks is what costs, so two pairs of ranks run all the fits.
 """
@@ -28,7 +28,7 @@ from lightning_lockstep._lightning import (
 from lightning_lockstep.distributed.coordination.communicator import Communicator
 from lightning_lockstep.strategies.uneven_inputs import AgreeingLoader
 from tests.helpers import run_ranks
-from tests.ranks.strategies.test_fits import QUIET
+from tests.ranks.strategies.test_fits import QUIET, logged
 
 PROMISED, GIVEN = 5, (5, 3)
 POLICIES = ("error", "truncate", "join")
@@ -53,6 +53,20 @@ class Stream(IterableDataset[Any]):
         for batch in range(first, self.given, step):
             for row in range(4):
                 yield torch.full((8,), 0.1 * batch + 0.01 * row + this_rank())
+
+
+class WithoutLength(IterableDataset[Any]):
+    """Gives what another one gives."""
+
+    def __init__(self, given: tuple[int, ...]) -> None:
+        self.stream = Stream(given, 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.stream)
+
+
+def without_length(given: tuple[int, ...] = GIVEN) -> DataLoader[Any]:
+    return DataLoader(WithoutLength(given), 4)
 
 
 def stream(given: tuple[int, ...] = GIVEN, promised: int = PROMISED, **options: Any) -> DataLoader[Any]:
@@ -115,7 +129,7 @@ def fitted(
     net, strategy = net or Net(), LockstepDDPStrategy(uneven_inputs=policy)
     if stage is not None:
         strategy = LockstepDeepSpeedStrategy(stage=stage, uneven_inputs=policy)
-    trainer = Trainer(**{**QUIET, "num_sanity_val_steps": 0, "max_epochs": 2, **options}, strategy=strategy)
+    trainer = Trainer(**{**QUIET, "max_epochs": 2, **options}, strategy=strategy)
     try:
         trainer.fit(net, data, *others)
     except (ConfigurationError, MisconfigurationException) as error:
@@ -123,8 +137,12 @@ def fitted(
     return trainer.global_step, net.seen, net.digest()
 
 
-def with_other(mode: str, other: int) -> CombinedLoader:
-    return CombinedLoader([stream(), rows(other)], mode)
+def with_other(mode: str, other: int, first: Any = None) -> CombinedLoader:
+    return CombinedLoader([stream() if first is None else first, rows(other)], mode)
+
+
+def own_rows() -> DataLoader[Any]:
+    return rows(GIVEN[this_rank()])
 
 
 LACKS = "different numbers of training batches (rank 0: more than 3, rank 1: 3): expected"
@@ -149,22 +167,46 @@ CASES: dict[tuple[Any, str], tuple[Callable[[], Any], dict[str, Any], int | str]
     ("join", "min_size"): (lambda: with_other("min_size", 8), {}, 10),
     ("join", "cycle, longer"): (lambda: with_other("max_size_cycle", 8), {}, 16),
     ("join", "cycle, shorter"): (lambda: with_other("max_size_cycle", 2), {}, 10),
-    ("join", "true length"): (lambda: rows(GIVEN[this_rank()]), {}, 10),
+    ("join", "true length"): (own_rows, {}, 10),
+    ("error", "true length"): (own_rows, {}, "(rank 0: 5, rank 1: 3): expected"),
+    ("error", "as far as the loop goes"): (own_rows, {"limit_train_batches": 2}, 4),
+    ("error", "as far as the loop goes, steps"): (own_rows, {"max_steps": 3}, 3),
+    ("error", "as far as the loop goes, try"): (own_rows, {"fast_dev_run": 2}, 2),
+    ("error", "as far as the loop goes, overfit"): (own_rows, {"overfit_batches": 2}, 4),
+    ("truncate", "true length"): (own_rows, {}, 6),
+    ("truncate", "true length, accumulated"): (own_rows, {"accumulate_grad_batches": 2}, 4),
+    ("truncate", "true length, min_size"): (lambda: with_other("min_size", 2, own_rows()), {}, 4),
+    ("truncate", "true length, cycle"): (lambda: with_other("max_size_cycle", 8, own_rows()), {}, 16),
+    ("error", "no length"): (without_length, {}, LACKS),
+    ("error", "no length, even"): (lambda: without_length((4, 4)), {}, 8),
+    ("error", "no length, cut short"): (without_length, {"limit_train_batches": 3}, 6),
+    ("error", "no length, steps"): (without_length, {"max_steps": 3}, 3),
+    ("truncate", "no length"): (without_length, {}, 6),
+    ("join", "no length"): (without_length, {}, 10),
 }
 
 
-def broken_promises() -> dict[Any, Any]:
-    return {key: fitted(key[0], make(), **options) for key, (make, options, _) in CASES.items()}
+def all_cases() -> tuple[dict[Any, Any], list[str]]:
+    with logged() as texts:
+        found = {key: fitted(key[0], make(), **options) for key, (make, options, _) in CASES.items()}
+    return found, [text for text in texts if "uneven_inputs" in text]
 
 
 def test_each_policy_does_what_it_says_whatever_the_lengths_promise() -> None:
-    first, second = run_ranks(2, broken_promises, backend=None, timeout=240)
+    (first, said), (second, said_by_second) = run_ranks(2, all_cases, backend=None, timeout=240)
     for key, (_, _, expected) in CASES.items():
         if isinstance(expected, str):
             assert expected in first[key] == second[key], key
         else:
             assert first[key][0] == second[key][0] == expected, key
             assert first[key][2] == second[key][2], key
+    for policy, steps in (("truncate", 3), ("join", 5)):
+        assert first[policy, "no length"] == first[policy, "true length"]
+        notice = f"every rank takes {steps} steps an epoch (rank 0: 5, rank 1: 3)."
+        assert f"WARNING uneven_inputs={policy!r}: {notice}" in said
+    assert said_by_second == [], "rank 0 alone says it"
+    assert first["truncate", "true length"][2] != first["join", "true length"][2]
+    assert "uneven_inputs='truncate'" in first["error", "true length"]
     assert first["join", "shorter"][2] == pytest.approx(first["join", "true length"][2], abs=1e-6)
     assert second["join", "shorter"][1] == [1.0, 1.1, 1.2, 1.2, 1.2] * 2
 

@@ -74,18 +74,6 @@ def test_a_host_whose_name_does_not_resolve(cluster: Cluster, tmp_path: Path) ->
     assert "Not every host is ready" in output and "Could not resolve hostname" in output
 
 
-def test_ssh_is_refused(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.stop_sshd()
-    try:
-        code, output = cluster.run(
-            0, fit_command(cluster, tmp_path, hostfile(cluster)), timeout=100, env=ENVIRON
-        )
-    finally:
-        cluster.start_sshd(1)
-    assert code == 1
-    assert "must work without asking anything" in output and "Connection refused" in output
-
-
 def ranks_on(cluster: Cluster, host: int) -> list[int]:
     found = []
     for pid in cluster.pids_on(host):

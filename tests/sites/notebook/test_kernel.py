@@ -61,9 +61,7 @@ def test_the_cell_shows_what_ranks_print_and_gets_the_result_of_rank_0(kernel: K
     assert output.result == "{'rank': 0, 'sum': tensor(3.)}"
 
 
-def test_a_result_larger_than_a_pipe_and_one_that_cannot_be_sent(kernel: Kernel) -> None:
-    output = kernel.run("len(notebook_launcher(lambda: torch.zeros(1_000_000), (), 2))")
-    assert output.result == "1000000"
+def test_a_result_that_cannot_be_sent(kernel: Kernel) -> None:
     output = kernel.run("notebook_launcher(lambda: open('/dev/null'), (), 2)")
     assert output.error is not None and "cannot pickle '_io.TextIOWrapper'" in output.error
 

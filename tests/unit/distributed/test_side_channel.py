@@ -91,7 +91,7 @@ def stranger_as(identity: bytes, main: ZeroMQSideChannel) -> Iterator[Any]:
         if identity:
             peer.identity = identity
         peer.curve_publickey, peer.curve_secretkey = zmq.curve_keypair()
-        peer.curve_serverkey = KEYS.public
+        peer.curve_serverkey = KEYS[0]
         peer.connect(main.address)
         yield peer
 

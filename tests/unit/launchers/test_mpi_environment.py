@@ -10,12 +10,12 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
 from lightning_lockstep.errors import ConfigurationError, LaunchError, MissingExtraError
 from lightning_lockstep.launchers.environments import MPIEnvironment
 from lightning_lockstep.launchers.mpirun_command import MPIRunSettings, read_hostfile
-from lightning_lockstep.launchers.rank_variables import MPIRank, SlurmStep, find_mpi_rank
+from lightning_lockstep.launchers.rank_variables import StartedRank, find_mpi_rank
 from lightning_lockstep.strategies.mpi import LockstepMPIStrategy
 from lightning_lockstep.strategies.startup import MPIStartup
 
@@ -29,7 +29,7 @@ OPEN_MPI = {
 
 def test_open_mpi(tmp_path: Path) -> None:
     alive = {**OPEN_MPI, "PMIX_NAMESPACE": "job", "PMIX_SERVER_TMPDIR": str(tmp_path)}
-    assert find_mpi_rank(alive) == MPIRank("Open MPI's mpirun", 3, 4, 1, 2)
+    assert find_mpi_rank(alive) == StartedRank("Open MPI's mpirun", 3, 4, 1, 2, node=1, per_node=(2, 2))
 
 
 def test_variables_left_behind_are_no_mpi(tmp_path: Path) -> None:
@@ -46,26 +46,26 @@ def test_mpich_and_intel_mpi() -> None:
     with open(os.devnull) as stream:
         found = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": str(stream.fileno())}
         local = {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-        assert find_mpi_rank(found | local) == MPIRank("mpiexec", 1, 2, 1, 2)
+        assert find_mpi_rank(found | local) == StartedRank("mpiexec", 1, 2, 1, 2, node=0, per_node=(2,))
 
 
 def test_mvapich() -> None:
     environ = {name.replace("OMPI", "MV2"): value for name, value in OPEN_MPI.items()}
-    assert find_mpi_rank(environ) == MPIRank("MVAPICH's mpirun", 3, 4, 1, 2)
+    assert find_mpi_rank(environ) == StartedRank("MVAPICH's mpirun", 3, 4, 1, 2, node=1, per_node=(2, 2))
 
 
 def test_srun() -> None:
     step = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
     step["SLURM_STEP_TASKS_PER_NODE"] = "4(x2)"
     rank = find_mpi_rank({**step, "PMIX_RANK": "5"})
-    assert isinstance(rank, SlurmStep)
+    assert rank is not None and rank.step is not None
     assert (rank.rank, rank.size, rank.local_rank, rank.local_size, rank.node) == (5, 8, 1, 4, 1)
     assert find_mpi_rank(step) is None, "srun without --mpi"
     assert find_mpi_rank({**step, "PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "1"}) is None, "a single task"
 
 
 def test_the_trainer_and_mpirun_disagree() -> None:
-    environment = MPIEnvironment(MPIRank("Open MPI's mpirun", 0, 4, 0, 2))
+    environment = MPIEnvironment(StartedRank("Open MPI's mpirun", 0, 4, 0, 2, node=0, per_node=(2, 2)))
     environment.validate_settings(num_devices=2, num_nodes=2)
     with pytest.raises(LaunchError, match="are 3 ranks, and 4 were started, 2 on each of 2 nodes"):
         environment.validate_settings(num_devices=3, num_nodes=1)
@@ -124,7 +124,7 @@ def test_what_auto_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         return MPIStartup(backend, MPIRunSettings())._choose_backend(made)
 
-    by_mpi = MPIEnvironment(MPIRank("Open MPI's mpirun", 0, 2, 0, 2))
+    by_mpi = MPIEnvironment(StartedRank("Open MPI's mpirun", 0, 2, 0, 2, node=0, per_node=(2,)))
     assert chosen(1, LightningEnvironment()) == "gloo", "one rank sends nothing"
     assert chosen(2, LightningEnvironment(), "cuda") == "nccl"
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: object())
@@ -133,6 +133,8 @@ def test_what_auto_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
         ConfigurationError, match=r"sends CPU tensors only.* is cuda: leave backend at 'auto'"
     ):
         chosen(2, by_mpi, "cuda", "mpi4py")
+    with pytest.raises(LaunchError, match=r"\(found: TorchElasticEnvironment\).* give backend='gloo'"):
+        chosen(2, TorchElasticEnvironment())
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None)
     with pytest.raises(MissingExtraError, match="lightning-lockstep\\[mpi\\]"):
         chosen(2, by_mpi)

@@ -44,9 +44,15 @@ def test_two_that_were_given_are_refused_and_none_is_detected() -> None:
     assert trainer(own).strategy.cluster_environment is own.cluster_environment  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("value", [True, False])
-@pytest.mark.parametrize("method", ["", "_spawn", "_fork", "_notebook"])
-def test_names_with_find_unused_parameters(method: str, value: bool) -> None:
-    made = trainer(f"lockstep_ddp{method}_find_unused_parameters_{str(value).lower()}")
+@pytest.mark.parametrize("value", [None, True, False])
+@pytest.mark.parametrize(
+    ("method", "start"), [("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")]
+)
+def test_names_say_how_ranks_start_and_whether_parameters_are_unused(
+    method: str, start: str, value: bool | None
+) -> None:
+    ending = "" if value is None else f"_find_unused_parameters_{str(value).lower()}"
+    made = trainer(f"lockstep_ddp{method}{ending}")
     assert isinstance(made.strategy, LockstepDDPStrategy)
-    assert made.strategy._ddp_kwargs["find_unused_parameters"] is value
+    assert made.strategy.settings.start_method == start
+    assert made.strategy._ddp_kwargs.get("find_unused_parameters") is value

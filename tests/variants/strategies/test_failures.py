@@ -10,24 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lockstep.distributed import FailureRecord
 from tests.common.distributed.mpi.launch import mpi_environ
 from tests.common.strategies.failures import LIMIT, SAVED, SCRIPT, check_kept, last_lines, run
 from tests.helpers import Script, run_script, start_script
-
-
-def test_two_trainers_in_one_script_share_the_ranks(tmp_path: Path) -> None:
-    earlier = FailureRecord(1, 2, "node7", 3, "exception", "ValueError: of an earlier run")
-    (tmp_path / "failure.json").write_text(earlier.to_json())
-    outcome = run("none", folder=tmp_path)
-    assert not list(tmp_path.iterdir()), "the earlier run's record is gone, and this one has not failed"
-    assert outcome.returncode == 0, outcome.output
-    lines = outcome.stdout.split("\n")
-    for word in ("fitted", "validated"):
-        values = [line.split()[-1] for line in lines if word in line]
-        assert len(values) == 2, outcome.stdout
-        assert len(set(values)) == 1
-    assert outcome.stderr.count("2 ranks") == 1, "the placement is shown once"
 
 
 def test_an_error_of_ours_on_all_ranks_is_its_message_alone(tmp_path: Path) -> None:
