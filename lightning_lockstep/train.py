@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 from lightning_lockstep._application.entry import hydra_main
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from omegaconf import DictConfig
 
 __all__ = ["check_training", "hydra_main", "main", "prepare_training", "train"]
@@ -27,12 +29,13 @@ __all__ = ["check_training", "hydra_main", "main", "prepare_training", "train"]
 # What these do imports torch and Lightning, for seconds: not for `--help`, or a key that is misspelt.
 
 
-def check_training(config: DictConfig, is_wrong: bool = False) -> list[str]:
+def check_training(config: DictConfig, only: Collection[str] | None = None) -> list[str]:
     """Check the configuration of one training run: on rank 0, before others start.
 
     Args:
         config: The configuration with its `hydra` node.
-        is_wrong: Whether the command line has errors already: constructors are then called for theirs.
+        only: If the command line has errors already, the keys on the first level that it gives and that are right:
+            only components below them are looked at, and nothing is tried on this machine.
 
     Returns:
         The errors found.
@@ -41,7 +44,7 @@ def check_training(config: DictConfig, is_wrong: bool = False) -> list[str]:
     """
     from lightning_lockstep._application.checks import check_training
 
-    return check_training(config, is_wrong)
+    return check_training(config, only)
 
 
 def prepare_training(config: DictConfig) -> None:

@@ -59,11 +59,15 @@ def build(config: DictConfig, *, own_callbacks: list[Any]) -> tuple[Any, Any, An
     return parts["model"], parts["data"], parts["trainer"]
 
 
-def component_faults(config: DictConfig, *, construct: bool) -> list[str]:
+def component_faults(config: DictConfig, only: Collection[str] | None, *, construct: bool) -> list[str]:
     """What is wrong with settings of components, and, unless nothing is so far, what their constructors refuse."""
     # construct: something is wrong already.
+    # only: the keys that are given, of which others than those of components may reach any component.
+    keys = component_keys(config)
+    if only is not None and {key.partition(".")[0] for key in keys}.issuperset(only):
+        keys = [key for key in keys if key.partition(".")[0] in only]
     with _quiet():
-        return _made(config, component_keys(config), is_check=True, construct=construct)[1]
+        return _made(config, keys, is_check=True, construct=construct)[1]
 
 
 def _made(

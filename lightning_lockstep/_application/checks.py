@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Collection
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -99,7 +100,7 @@ _SWITCHES: dict[str, Any] = {
 }
 
 
-def check_training(config: DictConfig, is_wrong: bool) -> list[str]:
+def check_training(config: DictConfig, only: Collection[str] | None) -> list[str]:
     """Look for what is wrong with the configuration of one training run: on rank 0, before others start."""
     faults = [*_resumed(config), *_not_fitting(config)]
     for name, hint in _SWITCHES.items():
@@ -115,9 +116,9 @@ def check_training(config: DictConfig, is_wrong: bool) -> list[str]:
     faults += [*_single_device(config), *_global_batch(config, devices, nodes)]
     # The jobs of a sweep are built one after the other: what the last would refuse is to be known before the first.
     is_of_sweep = _select(config, "hydra.mode") == RunMode.MULTIRUN
-    faults += component_faults(config, construct=is_wrong or is_of_sweep or bool(faults))
+    faults += component_faults(config, only, construct=only is not None or is_of_sweep or bool(faults))
     # Takes seconds, and starts ranks: not for a configuration that cannot run anyway.
-    return faults if faults or is_wrong else preflight_faults(config)
+    return preflight_faults(config) if only is None and not faults else faults
 
 
 def prepare_training(config: DictConfig) -> None:

@@ -121,8 +121,8 @@ def hydra_main(
         config_path: Folder of the program's configs, relative to its file; or `pkg://package.of.configs`.
         config_name: Primary config.
         version_base: As in `hydra.main`.
-        check: Called with the configuration of each job before it is started, and whether something is wrong
-            already; returns what is wrong with it.
+        check: Called with the configuration of each job before it is started, and with `None`, or, if something is
+            wrong already, with the keys on the first level that are given and right; returns what is wrong with it.
         prepare: Changes the configuration of a job just before it is frozen.
 
     Ranks: every rank of a program calls the decorated function. Only rank 0 reads the command line; under

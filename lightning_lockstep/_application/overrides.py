@@ -71,9 +71,9 @@ def parse(lines: Sequence[str]) -> tuple[list[Override], list[str]]:
 
 # -- One job: composed, and what is wrong with it --
 
-# A program's own check of the configuration of one job, with its `hydra` node; it is told whether something is wrong
-# already, so that nothing will run.
-JobCheck = Callable[[DictConfig, bool], list[str]]
+# A program's own check of the configuration of one job, with its `hydra` node: of all of it; or, if something is wrong
+# already and nothing will run, only of the keys on the first level that are given and right.
+JobCheck = Callable[[DictConfig, set[str] | None], list[str]]
 # What to add if an option of these groups is missing: they come from other packages.
 _PLUGINS = (
     " More come with plugins: pip install 'lightning-lockstep[sweeps]' brings joblib, submitit and optuna."
@@ -184,7 +184,8 @@ class Job:
         if is_wrong and "torch" not in sys.modules:
             say("lightning-lockstep: found an error; importing torch and Lightning to check the rest ...")
         with as_current_job(self.config, number, of_sweep=of_sweep):
-            self.faults += check(self.config, is_wrong)
+            given = {parts_of(one.package or one.key_or_group)[0] for one in self._right}
+            self.faults += check(self.config, given if is_wrong else None)
 
 
 def _several(value: Any) -> list[str]:

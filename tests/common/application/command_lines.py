@@ -31,7 +31,7 @@ def faults_of(*arguments: str) -> list[str]:
     found, config = look_at(*arguments)
     if not found and config is not None:
         with as_current_job(config, 0):
-            found = component_faults(config, construct=True)
+            found = component_faults(config, None, construct=True)
     return found
 
 
