@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import zmq
 
-from lightning_lockstep.distributed import LocalSideChannel, SideChannel, ZeroMQSideChannel
+from lightning_lockstep.distributed import SideChannel, ZeroMQSideChannel
 from lightning_lockstep.distributed.coordination.stop_agreement import stop_agreement
 from lightning_lockstep.distributed.failure.connections import connections
 from lightning_lockstep.distributed.rendezvous import channel_keys
@@ -32,7 +32,7 @@ def wait_until(condition: Any, seconds: float = 20.0) -> bool:
 
 
 def test_one_process_hears_itself() -> None:
-    channel = LocalSideChannel()
+    channel = SideChannel()
     got: list[Any] = []
     channel.on("topic", lambda message: got.append((message.sender, message.body)))
     channel.post("topic", ("a", 1), to=0)
@@ -43,9 +43,9 @@ def test_one_process_hears_itself() -> None:
 
 
 def test_what_belongs_to_a_channel_is_made_once_and_goes_with_it() -> None:
-    channel = LocalSideChannel()
+    channel = SideChannel()
     assert stop_agreement(channel) is stop_agreement(channel)
-    assert stop_agreement(LocalSideChannel()) is not stop_agreement(channel)
+    assert stop_agreement(SideChannel()) is not stop_agreement(channel)
     is_there = weakref.ref(channel)
     del channel
     gc.collect()
