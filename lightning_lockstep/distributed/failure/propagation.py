@@ -32,7 +32,6 @@ ranks. So it does after the end of a process and after a diagnosis of the guard.
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections import Counter
@@ -196,9 +195,7 @@ class FailurePropagation:
 
     def report_child_exit(self, rank: int, returncode: int, pid: int) -> None:
         """Inform all ranks that a rank started by this one has ended, with its ``Popen`` return code."""
-        kind, summary, code = describe_exit(returncode)
-        host = socket.gethostname()
-        record = FailureRecord(rank, self.channel.world_size, host, pid, kind, summary, exit_code=code)
+        record = describe_exit(rank, self.channel.world_size, pid, returncode)
         self._report(Failure(self.fit, record, is_last=True))
 
     def report_diagnosis(self, error: CollectiveError, ends: Mapping[int, Ends]) -> bool:
