@@ -119,7 +119,7 @@ class FailurePropagation:
         self._topics: Counter[str] = Counter()
         self._listens = False
         self._later = clock.after  # on another thread
-        # Of rank 0: the fit in which each rank has raised, until that is over.
+        # Of rank 0: the last fit in which each rank has raised.
         self._raised: dict[int, int] = {}
 
     @property
@@ -247,7 +247,6 @@ class FailurePropagation:
             if over > self._over:
                 self.channel.post(_OVER, over)
                 self._take_over(over)
-            self._raised = {one: later for one, later in self._raised.items() if later > self._over}
 
     def _take_over(self, fit: int) -> None:
         with self.news:

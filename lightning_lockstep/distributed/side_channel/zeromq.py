@@ -251,7 +251,7 @@ class ZeroMQSideChannel(SideChannel):
             except zmq.ZMQError as error:
                 if error.errno != errno.EHOSTUNREACH:
                     raise
-                self._drop(to)
+                self._drop(to)  # if it ended before its hello was read, no event names it
                 if to not in self._ended_ranks:
                     self._unsent[to].append((kind, content))
 
