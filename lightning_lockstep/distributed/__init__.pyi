@@ -10,7 +10,6 @@ from lightning_lockstep.distributed.failure.record import FailureRecord as Failu
 from lightning_lockstep.distributed.mpi.backend import register_mpi_backend as register_mpi_backend
 from lightning_lockstep.distributed.process_group import RankGroup as RankGroup
 from lightning_lockstep.distributed.process_group import rendezvous_store as rendezvous_store
-from lightning_lockstep.distributed.side_channel.channel import LocalSideChannel as LocalSideChannel
 from lightning_lockstep.distributed.side_channel.channel import Message as Message
 from lightning_lockstep.distributed.side_channel.channel import SideChannel as SideChannel
 from lightning_lockstep.distributed.side_channel.gather import Gather as Gather

@@ -13,7 +13,6 @@ import os
 import pickle
 import queue
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -54,7 +53,7 @@ from lightning_lockstep.distributed.failure.process_exit import (
     outcome,
     set_ending,
 )
-from lightning_lockstep.distributed.failure.record import FailureRecord, describe_error, describe_exit
+from lightning_lockstep.distributed.failure.record import describe_error, describe_exit
 from lightning_lockstep.distributed.process_group import forget_rendezvous, process_group_exists
 from lightning_lockstep.distributed.rendezvous import token_for_children
 from lightning_lockstep.errors import LaunchError, Preempted, RankFailedError
@@ -123,12 +122,9 @@ def _error_of_ranks(folder: Path, ended: mp.ProcessExitedException, group: Ranks
         return KeyboardInterrupt()
     if record is None or not failure_note(folder, ended.error_index).exists():
         # This rank has left no note. Where the run was, the note of another rank may tell.
-        kind, summary, exit_code = describe_exit(code)
-        rank, host = group.first_rank + ended.error_index, socket.gethostname()
         where, file = ({}, "") if record is None else (record.where, record.file)
-        record = FailureRecord(
-            rank, group.world_size, host, ended.error_pid, kind, summary, exit_code=exit_code
-        )
+        rank = group.first_rank + ended.error_index
+        record = describe_exit(rank, group.world_size, ended.error_pid, code)
         record = keep_failure(replace(record, where=where, file=file))
     if record.kind == "interrupt":
         return KeyboardInterrupt()

@@ -21,7 +21,7 @@ from lightning_lockstep._lightning import (
     _SubprocessScriptLauncher,
 )
 from lightning_lockstep._settings import LAUNCHER_PID, launcher_pid
-from lightning_lockstep._text import ranks_in_words
+from lightning_lockstep._text import exit_in_words, ranks_in_words
 from lightning_lockstep.distributed import shut_down
 from lightning_lockstep.distributed.failure.connections import connections, end_connections
 from lightning_lockstep.distributed.failure.exit_notes import keep_failure
@@ -244,13 +244,13 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             propagation.report_child_exit(rank, process.returncode, process.pid)
             return
         # The ranks have not met yet, so the main thread waits for a rank that will not come.
-        _, summary, code = describe_exit(process.returncode)
-        hint = "" if code else " Every rank has to make the same Trainer and start it."
+        ended = describe_exit(rank, self.num_processes * self.num_nodes, process.pid, process.returncode)
+        hint = "" if ended.exit_code else " Every rank has to make the same Trainer and start it."
         ranks.kill()
         end_now(
-            code or 1,
+            ended.exit_code or 1,
             f"\nlightning-lockstep: rank {rank} (process {process.pid}) ended before all ranks had met:"
-            f" {summary}. What it printed is above. The other ranks were stopped.{hint}\n",
+            f" {ended.summary}. What it printed is above. The other ranks were stopped.{hint}\n",
         )
 
 
@@ -289,7 +289,7 @@ def _end_children() -> None:
         return
     ranks.wait()
     bad = ranks.ended_badly()
-    if failed := {rank: describe_exit(process.returncode)[1] for rank, process in bad.items()}:
+    if failed := {rank: exit_in_words(process.returncode) for rank, process in bad.items()}:
         propagation = ranks.supervisor.propagation
         # It came when this rank was at its end.
         if propagation is not None and propagation.record is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 
 # Below pytest's own limit for a test (600 s in pyproject.toml), which would end it without the stacks of its ranks [s].
 _LONGEST = 540.0
@@ -14,3 +16,13 @@ def patience(seconds: float) -> float:
     # 2 in a worker of pytest-xdist).
     default = "2" if "PYTEST_XDIST_WORKER" in os.environ else "1"
     return min(seconds * float(os.environ.get("LOCKSTEP_TESTS_PATIENCE", default)), _LONGEST)
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> bool:
+    """Wait until a condition holds; return whether it does in time."""
+    limit = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.005)
+    return True

@@ -20,7 +20,7 @@ from lightning_lockstep.distributed.process_group import (
     forget_group,
     process_group_exists,
 )
-from lightning_lockstep.distributed.side_channel.channel import LocalSideChannel, SideChannel
+from lightning_lockstep.distributed.side_channel.channel import SideChannel
 from lightning_lockstep.distributed.side_channel.opening import close_side_channel, open_side_channel
 
 ReduceOperation = Literal["sum", "mean", "min", "max"]
@@ -43,7 +43,7 @@ class Communicator:
         self.host = socket.gethostname()
         self.rank, self.world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
         self._group: Any = None  # that of torch
-        self._side_channel: SideChannel | None = LocalSideChannel() if self.world_size == 1 else None
+        self._side_channel: SideChannel | None = SideChannel() if self.world_size == 1 else None
         if (
             self.world_size > 1
             and dist.get_backend() == "nccl"

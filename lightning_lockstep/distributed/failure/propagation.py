@@ -32,7 +32,6 @@ ranks. So it does after the end of a process and after a diagnosis of the guard.
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections import Counter
@@ -120,7 +119,7 @@ class FailurePropagation:
         self._topics: Counter[str] = Counter()
         self._listens = False
         self._later = clock.after  # on another thread
-        # Of rank 0: the fit in which each rank has raised, until that is over.
+        # Of rank 0: the last fit in which each rank has raised.
         self._raised: dict[int, int] = {}
 
     @property
@@ -196,9 +195,7 @@ class FailurePropagation:
 
     def report_child_exit(self, rank: int, returncode: int, pid: int) -> None:
         """Inform all ranks that a rank started by this one has ended, with its ``Popen`` return code."""
-        kind, summary, code = describe_exit(returncode)
-        host = socket.gethostname()
-        record = FailureRecord(rank, self.channel.world_size, host, pid, kind, summary, exit_code=code)
+        record = describe_exit(rank, self.channel.world_size, pid, returncode)
         self._report(Failure(self.fit, record, is_last=True))
 
     def report_diagnosis(self, error: CollectiveError, ends: Mapping[int, Ends]) -> bool:
@@ -250,7 +247,6 @@ class FailurePropagation:
             if over > self._over:
                 self.channel.post(_OVER, over)
                 self._take_over(over)
-            self._raised = {one: later for one, later in self._raised.items() if later > self._over}
 
     def _take_over(self, fit: int) -> None:
         with self.news:

@@ -326,11 +326,12 @@ def is_alike(error: BaseException, record: FailureRecord) -> bool:
     return same_type and not isinstance(error, SystemExit) and not is_broken_collective(error)
 
 
-def describe_exit(returncode: int) -> tuple[FailureKind, str, int]:
-    """Return (kind, summary, exit code for the job) for a process's return code, negative for a signal."""
-    if returncode < 0:
-        return "signal", exit_in_words(returncode), 128 - returncode
-    return "exit", exit_in_words(returncode), returncode
+def describe_exit(rank: int, world_size: int, pid: int, returncode: int) -> FailureRecord:
+    """Return the record of a process of this host that has ended with a return code, negative for a signal."""
+    kind: FailureKind = "signal" if returncode < 0 else "exit"
+    code = 128 - returncode if returncode < 0 else returncode  # of the job
+    host, summary = socket.gethostname(), exit_in_words(returncode)
+    return FailureRecord(rank, world_size, host, pid, kind, summary, exit_code=code)
 
 
 def is_broken_collective(error: BaseException) -> bool:

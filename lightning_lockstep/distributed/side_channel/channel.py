@@ -1,4 +1,4 @@
-"""Messages between ranks that need no collective: what every channel does, and the one of a single process."""
+"""Messages between ranks that need no collective: what every channel does, and all of the one of a single process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class Message(NamedTuple):
 class SideChannel:
     """Posts messages to ranks and passes those that arrive to handlers, off the main thread."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    # A process without other ranks has this one, which delivers at once what the process posts to itself.
+
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank, self.world_size = rank, world_size
         self.port = 0  # at which rank 0 listens, if it does
         self._processes: dict[int, tuple[str, int]] = {}
@@ -120,7 +122,7 @@ class SideChannel:
         self._post(topic, body, receivers)
 
     def _post(self, topic: str, body: Any, to: tuple[int, ...]) -> None:
-        """Take a message to be sent, and return at once; a rank that is alone has it at once."""
+        """Take a message to be sent, and return at once."""
         if 0 in to:
             self._deliver(Message(topic, 0, json.loads(json.dumps(body, default=str))))
 
@@ -169,10 +171,3 @@ class SideChannel:
         except Exception:
             # One faulty handler must not silence the channel for all others.
             _log.exception("a handler of the side channel topic %r failed", message.topic)
-
-
-class LocalSideChannel(SideChannel):
-    """The side channel of a run with one process: what a rank posts to itself is delivered at once."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 1)

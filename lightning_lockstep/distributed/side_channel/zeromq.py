@@ -17,8 +17,8 @@ returns at once. Heartbeats, reconnection, authentication and encryption are Zer
 in C that needs no GIL: a rank that holds the GIL for minutes, or stands in ``pdb``, keeps answering.
 
 A rank is lost if its connection has ended (its process did, or no heartbeat came for the silence limit) and it neither
-says goodbye nor connects again within two seconds. ZeroMQ tells rank 0 that a connection has ended, but not whose: rank
-0 then sends to each rank for two seconds, which fails for those that have none.
+says goodbye nor connects again within two seconds. ZeroMQ tells which descriptor a connection had that has ended, and
+through which one a message has come: so rank 0 knows whose connection it was from the hello.
 """
 
 from __future__ import annotations
@@ -58,10 +58,8 @@ _SPARE_DESCRIPTORS = 200
 _RECEIVED_AT_ONCE = 100
 # How long what was sent last may still take to leave when the connection is closed [ms].
 _LINGER = 1000
-# How often the sockets' thread looks at ranks whose connection has ended, or may have [s].
+# How often the sockets' thread looks whether ranks whose connection has ended are back [s].
 _LOOK_AT_ABSENT = 0.25
-# For how long rank 0 looks whose connection has ended: on a busy host ZeroMQ accepts messages for it for a while [s].
-_LOOK_FOR = 2.0
 # How often a heartbeat is sent at most [s].
 _HEARTBEAT_EVERY = 5.0
 # Contexts of channels whose end took too long: collected as garbage, one would wait for its sockets forever.
@@ -98,8 +96,8 @@ class ZeroMQSideChannel(SideChannel):
         self._ended = False
         # Of the thread that owns the sockets; others only look.
         self._unsent: dict[int, deque[tuple[Any, ...]]] = defaultdict(lambda: deque(maxlen=_KEPT_UNSENT))
+        self._descriptors: dict[int, int] = {}  # of rank 0's connection with each rank
         self._absent: dict[int, float] = {}  # ranks whose connection has ended -> until when they may be back
-        self._look_at = self._look_until = 0.0  # when rank 0 looks whose connection has ended, and until when
 
         reads, writes = os.pipe()  # wakes the thread that polls; cheap for the thread that posts
         os.set_blocking(writes, False)
@@ -210,14 +208,13 @@ class ZeroMQSideChannel(SideChannel):
             poller.register(one, zmq.POLLIN)
         try:
             while not self._ended:
-                looks = self._absent or time.monotonic() < self._look_until
-                ready = dict(poller.poll(int(1000 * _LOOK_AT_ABSENT) if looks else None))
+                ready = dict(poller.poll(int(1000 * _LOOK_AT_ABSENT) if self._absent else None))
                 if self._woken.fileno() in ready:
                     self._woken.read(4096)
                 for _ in range(len(self._outbox)):
                     self._outbox.popleft()()
                 self._receive()
-                self._look_at_connections()
+                self._look_at_absent()
         except zmq.ZMQError:
             _log.exception("the side channel can neither send nor receive any more")
         finally:
@@ -253,7 +250,7 @@ class ZeroMQSideChannel(SideChannel):
             except zmq.ZMQError as error:
                 if error.errno != errno.EHOSTUNREACH:
                     raise
-                self._drop(to)
+                self._drop(to)  # if it ended before its hello was read, no event names it
                 if to not in self._ended_ranks:
                     self._unsent[to].append((kind, content))
 
@@ -267,9 +264,7 @@ class ZeroMQSideChannel(SideChannel):
     # ---------------------------------------------------------------- the thread that owns the sockets: receiving
 
     def _receive(self) -> None:
-        with suppress(zmq.Again):
-            while True:
-                self._note_event(recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"])
+        self._note_events()
         for _ in range(_RECEIVED_AT_ONCE):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -297,6 +292,8 @@ class ZeroMQSideChannel(SideChannel):
             host, pid = json.loads(content.bytes)
             self._processes[sender] = str(host), int(pid)
             if self.rank == 0:  # the first time or once more
+                self._note_events()  # of an earlier connection, which may have had the same descriptor
+                self._descriptors[sender] = content.get(zmq.SRCFD)
                 self._stands(sender)
                 unsent = self._unsent.pop(sender, ())
                 for message in ((HELLO, self._hello), *unsent):
@@ -311,14 +308,20 @@ class ZeroMQSideChannel(SideChannel):
 
     # ---------------------------------------------------------------- connections that stand, and those that have ended
 
-    def _note_event(self, event: int) -> None:
-        if event == zmq.EVENT_DISCONNECTED:
-            self._look_until = time.monotonic() + _LOOK_FOR
-            if self.rank != 0:
-                self._drop(0)
-        elif self.rank != 0:
-            self._send(0, HELLO, self._hello)
-            self._stands(0)
+    def _note_events(self) -> None:
+        with suppress(zmq.Again):
+            while True:
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+                has_ended = event["event"] == zmq.EVENT_DISCONNECTED
+                if self.rank != 0 and has_ended:
+                    self._drop(0)
+                elif self.rank != 0:
+                    self._send(0, HELLO, self._hello)
+                    self._stands(0)
+                elif has_ended:
+                    for rank in [rank for rank, one in self._descriptors.items() if one == event["value"]]:
+                        del self._descriptors[rank]
+                        self._drop(rank)
 
     def _stands(self, rank: int) -> None:
         with self._news:
@@ -334,12 +337,8 @@ class ZeroMQSideChannel(SideChannel):
                 self._absent[rank] = time.monotonic() + BACK_WITHIN
                 self._news.notify_all()
 
-    def _look_at_connections(self) -> None:
+    def _look_at_absent(self) -> None:
         now = time.monotonic()
-        if self.rank == 0 and self._look_at <= now < self._look_until:
-            self._look_at = now + _LOOK_AT_ABSENT
-            for rank in list(self._standing):
-                self._send(rank, HELLO, self._hello)
         for rank in [rank for rank, until in self._absent.items() if now >= until]:
             with self._news:
                 del self._absent[rank]

@@ -63,23 +63,6 @@ def values() -> list[str]:
     return wrong
 
 
-def like_torch() -> list[str]:
-    """Compare with torch's all_gather on equal shapes: values, and gradients of a loss that differs by rank."""
-    from torch.distributed.nn.functional import all_gather
-
-    results = []
-    for gather in (gather_uneven, all_gather):
-        own = made(dist.get_rank(), 3, 2).requires_grad_()
-        parts = gather(own * 2)  # type: ignore[no-untyped-call]
-        loss = sum((part.sin() * (i + 1 + dist.get_rank())).sum() for i, part in enumerate(parts))
-        loss.backward()
-        results.append((torch.stack(list(parts)).detach(), own.grad))
-    (ours, gradient), (theirs, their_gradient) = results
-    return false_ones(
-        values=torch.equal(ours, theirs), gradients=torch.allclose(gradient, their_gradient, rtol=1e-6)
-    )
-
-
 def gradients() -> list[str]:
     """Each rank weighs the part of rank i by another number; its own gradient must be the sum of those weights."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -249,7 +232,6 @@ def mismatches() -> dict[str, str]:
 #: Each leaves the group as it was.
 CASES: dict[str, Callable[[], list[str]]] = {
     "values": values,
-    "like torch": like_torch,
     "gradients": gradients,
     "gradients of one rank": gradients_of_one_rank,
     "order of backward": order_of_backward,

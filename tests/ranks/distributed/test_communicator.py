@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_lockstep.distributed import Communicator, current_communicator, shut_down
+from lightning_lockstep.distributed import current_communicator, shut_down
 from tests.helpers import run_ranks
 
 
@@ -68,9 +67,3 @@ def test_every_rank_gets_the_same_answers_and_is_on_its_own_afterwards() -> None
 
 def test_a_process_without_others_decides_alone() -> None:
     check(decide(), 0, 1)
-
-
-@pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
-def test_one_process_answers_for_itself(op: str) -> None:
-    alone = Communicator()
-    assert alone.all_reduce(torch.tensor([3.0]), op).item() == 3.0  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_lockstep.distributed import Gather, LocalSideChannel, current_communicator
+from lightning_lockstep.distributed import Gather, SideChannel, current_communicator
 from lightning_lockstep.errors import CollectiveStallError
 from tests.helpers import run_ranks
 
@@ -89,6 +89,6 @@ def test_a_rank_that_gets_no_answer_has_its_own_entry_and_goes_on(seen: list[Any
 
 @pytest.mark.parametrize("for_all", [True, False])
 def test_one_process_has_its_own_entry(for_all: bool) -> None:
-    gather = Gather(LocalSideChannel(), "test")
+    gather = Gather(SideChannel(), "test")
     assert gather.collect("key", "mine", for_all=for_all).complete("it") == ["mine"]
     gather.close()

@@ -12,10 +12,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lockstep import ConfigurationError, gather_uneven
-from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.distributed.failure.propagation import propagation_on
 from tests.common.distributed.uneven_gathers import CASES, all_cases, mismatches
-from tests.helpers import kill_self, run_ranks, run_ranks_raw
+from tests.helpers import run_ranks
 
 
 def cases_and_mismatches() -> tuple[dict[str, list[str]], dict[str, str]]:
@@ -160,26 +158,3 @@ def test_under_ddp() -> None:
     )
     assert zero[2].startswith("was told: ") and "Timed out" in zero[2]
     assert one[2] == "went on"
-
-
-def killed_between_forward_and_backward() -> str:
-    crash = propagation_on(current_communicator().side_channel)
-    crash.grace_period = 6.0
-    crash.begin_fit()
-    try:
-        for step in range(100_000):
-            crash.check()
-            parts = gather_uneven(torch.ones(dist.get_rank() + 1, requires_grad=True))
-            if step == 3 and dist.get_rank() == 1:
-                kill_self()
-            sum(part.sum() for part in parts).backward()
-    except BaseException as error:
-        raise crash.error_to_raise(error) from None
-    return "never"
-
-
-def test_a_rank_that_fails_leaves_nobody_waiting() -> None:
-    outcomes = run_ranks_raw(3, killed_between_forward_and_backward, timeout=60)
-    assert not any(outcome.killed_by_helper for outcome in outcomes)
-    for outcome in (outcomes[0], outcomes[2]):
-        assert outcome.exception is not None and outcome.exception.startswith("RankFailedError: rank 1 of 3")

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_lockstep import check_breakpoint, set_breakpoint
-from lightning_lockstep.distributed import LocalSideChannel, current_communicator
+from lightning_lockstep.distributed import SideChannel, current_communicator
 from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement
 from tests.helpers import run_ranks, run_ranks_raw
 
@@ -118,7 +118,7 @@ def test_a_dead_rank_does_not_keep_the_others():
 
 
 def test_one_process_agrees_with_itself():
-    agreement = StepAgreement(LocalSideChannel())
+    agreement = StepAgreement(SideChannel())
     assert agreement.passed() is None
     agreement.request("enough")
     decision = agreement.passed()
@@ -128,7 +128,7 @@ def test_one_process_agrees_with_itself():
 
 
 def test_a_request_that_no_step_has_answered_is_asked_again():
-    agreement = StepAgreement(LocalSideChannel())
+    agreement = StepAgreement(SideChannel())
     agreement.request("late", kind="preempted")
     assert agreement.unanswered("preempted") == ["late"] and agreement.unanswered("breakpoint") == []
     agreement.start_over(keep_requests=True)

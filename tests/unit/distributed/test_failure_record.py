@@ -66,7 +66,8 @@ def test_a_summary_is_the_first_line_with_substance(text: str, summary: str) -> 
     ],
 )
 def test_the_end_of_a_process_in_words(code: int, expected: tuple[str, str, int]) -> None:
-    assert describe_exit(code) == expected
+    record = describe_exit(1, 2, 4711, code)
+    assert (record.kind, record.summary, record.exit_code) == expected
 
 
 def test_a_sigkill_comes_with_the_usual_reasons() -> None:

@@ -369,6 +369,8 @@ def test_an_error_that_all_should_raise_stops_a_rank_that_does_not(ranks: list[R
     for rank in (1, 0):
         error = ConfigurationError("on all")
         assert ranks[rank].raises(error) is error and is_quiet(error) is (rank == 1)
+        if rank == 0:
+            assert ending_of(error).text == "" and "(host" in ending_of(error).headline, "its message is all"
     wires_of(ranks).deliver()
     assert [rank.stopped() for rank in ranks] == [None, None, "ConfigurationError: on all"]
 

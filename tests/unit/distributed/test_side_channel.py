@@ -6,33 +6,27 @@ import contextlib
 import gc
 import os
 import socket
+import threading
 import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import zmq
 
-from lightning_lockstep.distributed import LocalSideChannel, SideChannel, ZeroMQSideChannel
+from lightning_lockstep.distributed import SideChannel, ZeroMQSideChannel
 from lightning_lockstep.distributed.coordination.stop_agreement import stop_agreement
 from lightning_lockstep.distributed.failure.connections import connections
 from lightning_lockstep.distributed.rendezvous import channel_keys
 from lightning_lockstep.distributed.side_channel import zeromq
 from lightning_lockstep.errors import LaunchError
-
-
-def wait_until(condition: Any, seconds: float = 20.0) -> bool:
-    limit = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > limit:
-            return False
-        time.sleep(0.005)
-    return True
+from tests.helpers.patience import wait_until
 
 
 def test_one_process_hears_itself() -> None:
-    channel = LocalSideChannel()
+    channel = SideChannel()
     got: list[Any] = []
     channel.on("topic", lambda message: got.append((message.sender, message.body)))
     channel.post("topic", ("a", 1), to=0)
@@ -42,10 +36,21 @@ def test_one_process_hears_itself() -> None:
     channel.close()
 
 
+def test_a_faulty_handler_silences_nobody_and_a_removed_one_hears_nothing() -> None:
+    channel = SideChannel()
+    channel.on("topic", lambda message: [][1])
+    got: list[Any] = []
+    remove = channel.on("topic", lambda message: got.append(message.body))
+    channel.post("topic", "one", to=0)
+    remove()
+    channel.post("topic", "two", to=0)
+    assert got == ["one"]
+
+
 def test_what_belongs_to_a_channel_is_made_once_and_goes_with_it() -> None:
-    channel = LocalSideChannel()
+    channel = SideChannel()
     assert stop_agreement(channel) is stop_agreement(channel)
-    assert stop_agreement(LocalSideChannel()) is not stop_agreement(channel)
+    assert stop_agreement(SideChannel()) is not stop_agreement(channel)
     is_there = weakref.ref(channel)
     del channel
     gc.collect()
@@ -142,6 +147,7 @@ def test_the_end_of_a_process_is_noticed_by_those_who_watch_it(gone: int) -> Non
         expected = [[], [0], [0]] if gone == 0 else [[2], [], []]
         assert wait_until(lambda: lost == expected)
         assert not any(ranks[rank].answers(gone) for rank in ({1, 2} if gone == 0 else {0}))
+        assert [ranks[1].lost, ranks[1].usable] == [gone == 0, gone != 0]
 
 
 def test_what_a_rank_has_sent_before_it_ended_is_told_before_its_end() -> None:
@@ -194,6 +200,21 @@ def test_a_rank_that_has_closed_its_channel_is_neither_lost_nor_there() -> None:
         assert lost == []
 
 
+def test_a_goodbye_of_rank_zero_is_no_loss_and_threads_end() -> None:
+    with channels(3) as (main, *others):
+        lost: list[int] = []
+        for one in others:
+            one.watch_peers(lost.append)
+        # As at the exit of Python 3.12 and later, which start no thread any more.
+        with patch.object(threading.Thread, "start", side_effect=RuntimeError("interpreter shutdown")):
+            main.close(0.5)
+            assert wait_until(lambda: all(one.has_closed(0) for one in others))
+            for one in others:
+                one.close()
+        assert lost == []
+        assert not any(one._sockets.is_alive() or one._calls.is_alive() for one in (main, *others))
+
+
 def test_a_rank_whose_connection_broke_comes_back_and_is_watched_again() -> None:
     with channels(2) as (main, other):
         lost: list[int] = []
@@ -212,6 +233,23 @@ def test_a_rank_whose_connection_broke_comes_back_and_is_watched_again() -> None
         assert main.answers(1) and lost == []
         vanish(other)
         assert wait_until(lambda: lost == [1])
+
+
+def test_strangers_are_not_listened_to_and_messages_may_be_large() -> None:
+    """Somebody without the token, and somebody without the protocol, write to rank 0's port."""
+    with channels(2, absent=1) as ranks:
+        main, other = ranks
+        got = [listen(one) for one in ranks]
+        stranger = ZeroMQSideChannel(2, 3, keys=channel_keys("another"), main_address=main.address)
+        stranger.post("news", "forged", to=0)
+        assert not stranger.wait_for_main(1.0)
+        stranger.close(0.0)
+        with socket.create_connection(("127.0.0.1", main.port)) as raw:
+            raw.sendall(b"GET / HTTP/1.0\r\n\r\n" + bytes(1000))
+        text = "x" * 20_000_000
+        main.post("news", text)
+        other.post("news", text, to=0)
+        assert wait_until(lambda: got == [[(1, text)], [(0, text)]])
 
 
 #: No JSON, missing parts, no such kind, a part too many.

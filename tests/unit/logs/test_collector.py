@@ -13,7 +13,7 @@ import weakref
 
 import pytest
 
-from lightning_lockstep.distributed import LocalSideChannel
+from lightning_lockstep.distributed import SideChannel
 from lightning_lockstep.distributed.failure.process_exit import flush_everything
 from lightning_lockstep.logs.collector import LINE, WARNING, Collector, Line, Windows, record_of
 from lightning_lockstep.logs.logger import LineSender, call_of, sender_on
@@ -116,7 +116,7 @@ def printed() -> list[str]:
 @pytest.fixture
 def collector(printed):
     """The collector of four ranks."""
-    channel = LocalSideChannel()
+    channel = SideChannel()
     channel.world_size = 4
     yield Collector(channel, emit=lambda record: printed.append(record.getMessage()))
     channel.close()
@@ -142,7 +142,7 @@ def test_of_equal_warnings_one_is_shown(collector, printed):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_channel_that_is_closed_keeps_no_lines(rank):
-    channel = LocalSideChannel()
+    channel = SideChannel()
     channel.rank, channel.world_size = rank, 2
     sender = weakref.ref(sender_on(channel))
     assert isinstance(sender(), LineSender)

@@ -79,7 +79,6 @@ ROOMS = {
         "FailureRecord",
         "Gather",
         "Gathered",
-        "LocalSideChannel",
         "Message",
         "RankGroup",
         "SideChannel",

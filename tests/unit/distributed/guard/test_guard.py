@@ -19,7 +19,7 @@ from lightning_lockstep.distributed.guard import guard
 from lightning_lockstep.distributed.guard.guard import CollectiveGuard, GuardSettings, MainThreadErrors
 from lightning_lockstep.distributed.guard.observer import Activity, RankObserver
 from lightning_lockstep.distributed.guard.rank_state import FlightRecorder, Outstanding, position
-from lightning_lockstep.distributed.side_channel.channel import LocalSideChannel
+from lightning_lockstep.distributed.side_channel.channel import SideChannel
 from lightning_lockstep.errors import CollectiveStallError
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
 
@@ -101,7 +101,7 @@ def comes_to_rest(observer: RankObserver) -> bool:
 
 
 def test_a_thread_in_a_socket_of_python_is_taken_to_move() -> None:
-    observer = RankObserver(LocalSideChannel(), FlightRecorder(), window=60.0)
+    observer = RankObserver(SideChannel(), FlightRecorder(), window=60.0)
     assert comes_to_rest(observer)
     seen = list[bool]()
     one, other = socket.socketpair()
@@ -166,7 +166,7 @@ def test_a_wait_is_asked_about_once_in_each_timeout(monkeypatch: pytest.MonkeyPa
     """Half of the timeout before it is too long, as long again after that, anew where it is another one."""
     now, waits, asked = [0.0], list[Outstanding](), list[tuple[float, int, float]]()
     monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    channel = LocalSideChannel()
+    channel = SideChannel()
     watches = CollectiveGuard(channel, propagation_on(channel), GuardSettings(stall_timeout=20.0))
     monkeypatch.setattr(watches.rank, "outstanding", lambda: waits)
     monkeypatch.setattr(
