@@ -7,7 +7,6 @@ import os
 import re
 import resource
 import shutil
-import socket
 import sys
 import sysconfig
 import time
@@ -72,11 +71,6 @@ _MOST = 1_000_000
 
 class Machine:
     """A machine as checks see it. No method raises for what is not there, cannot be read or prints nonsense."""
-
-    @cached_property
-    def host(self) -> str:
-        """Its host name."""
-        return socket.gethostname()
 
     @cached_property
     def environment(self) -> Mapping[str, str]:
@@ -209,14 +203,9 @@ def short(version: str | None, parts: int = 2) -> str:
     return ".".join(map(str, release(version)[:parts]))
 
 
-def has_dnf(machine: Machine) -> bool:
-    """Return whether a system has packages of Red Hat's kind, rather than Debian's."""
-    return machine.which("apt-get") is None and machine.which("dnf") is not None
-
-
-def system_install(machine: Machine, debian: str, red_hat: str) -> str:
-    """Return the line that installs packages."""
-    return f"sudo dnf install {red_hat}" if has_dnf(machine) else f"sudo apt-get install {debian}"
+def system_install(debian: str, red_hat: str) -> str:
+    """Return the line that installs packages of the system."""
+    return f"sudo apt-get install {debian}  # or: sudo dnf install {red_hat}"
 
 
 def pci_devices(machine: Machine, vendor: str) -> list[str]:  # vendor: such as ``0x10de``

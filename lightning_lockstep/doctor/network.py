@@ -23,7 +23,7 @@
           |--- end() ->  N/asked   end, exit code ---------------------------|-> exits with it
           |<----------   N/answered/R ---------------------------------------|
 
-Rank 0 alone decides, in ``network_findings.py``; a rank that does not answer in time is a finding. What can hang does
+Rank 0 alone decides, in ``checks/network.py``; a rank that does not answer in time is a finding. What can hang does
 so in a process of its own. Only MPI cannot, because a rank starts it once: it runs in a thread of this process.
 """
 
@@ -62,16 +62,14 @@ from lightning_lockstep.launchers.rank_variables import started_from_outside
 Answer = dict[str, Any]
 T = TypeVar("T")
 
-BACKENDS = ("gloo", "nccl", "mpi4py")
-
 
 def backends_of(strategy: str, accelerator: str) -> tuple[str, ...]:
     """Return over which backends the ranks of a strategy communicate; none if it starts one rank."""
     if not strategy or strategy.startswith(("single", "xla_spmd")):
         return ()
-    own = "mpi4py" if strategy.startswith("mpi") else "gloo"
     is_on_gpus = accelerator not in ("cpu", "tpu") and not strategy.startswith("xla")
-    return (own, "nccl") if is_on_gpus else (own,)
+    own = () if strategy.startswith("mpi") else ("gloo",)  # only ranks of mpirun or srun can test MPI
+    return (*own, "nccl") if is_on_gpus else own
 
 
 # -- The ranks of a job, as one of its processes sees them --
@@ -90,7 +88,6 @@ class Ranks:
     def __init__(self, size: int, mine: Sequence[int], store: Any, address: str, port: int) -> None:
         self.size, self.mine, self.address = size, tuple(mine), address  # mine: ranks of this process
         self.facts: dict[int, Answer] = {}  # of the ranks that have reported
-        self.tick: Callable[[], None] = lambda: None  # called while others are waited for
         self.hangs = False  # a thread of this process hangs in MPI, which an orderly exit would wait for
         self._store, self._port, self._number = store, port, 0
         self._processes: dict[int, BackendProcess] = {}  # of the last test, which other ranks may still need
@@ -167,7 +164,6 @@ class Ranks:
         """Return what each of these ranks has put under a key within the limit [s]."""
         keys, deadline = {rank: f"{self._prefix}/{key}/{rank}" for rank in ranks}, time.monotonic() + limit
         while keys and not self._store.check(list(keys.values())) and time.monotonic() < deadline:
-            self.tick()
             time.sleep(_LOOK_EVERY)
         return {rank: self._get(f"{key}/{rank}") for rank in ranks if self._store.check([keys[rank]])}
 
@@ -195,21 +191,22 @@ class Ranks:
             if not is_told and any(process.has_failed for process in self._processes.values()):
                 is_told = True
                 self._store.set(f"{prefix}/failed", b"1")  # for those that wait in `meet`
-            self.tick()
             time.sleep(_LOOK_EVERY)
         return {rank: process.answers for rank, process in self._processes.items()}
 
     def _try_mpi(self) -> Answer:
         """Test MPI in this process."""
         rank, answers = network_rank.MPIRank(self.size), {}
+        self.hangs = True  # until MPI has answered
         for step in rank.steps:
             try:
                 answers[step] = within(STEPS[step], functools.partial(network_rank.take, rank, step))
             except TimeoutError as error:
-                self.hangs = True
                 answers[step] = {"ok": False, "late": True, "error": str(error)}
+                return answers
             if not answers[step]["ok"]:
                 break
+        self.hangs = False
         return answers
 
     def _close(self) -> None:

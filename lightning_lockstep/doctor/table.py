@@ -30,10 +30,10 @@ _WIDTH_OF_A_FILE = 120
 _NARROWEST = 80
 
 
-def console(*, is_error: bool = False, of_a_rank: bool = False) -> Console:
+def console(*, of_a_rank: bool) -> Console:
     """Return a console that wraps at the width of the terminal, and at a fixed one in a file."""
     # mpirun gives its ranks its own terminal, and passes on what they print.
-    made = Console(stderr=is_error, highlight=False, force_terminal=False if of_a_rank else None)
+    made = Console(highlight=False, force_terminal=False if of_a_rank else None)
     made.width = max(_NARROWEST, made.width) if made.is_terminal else _WIDTH_OF_A_FILE
     return made
 
@@ -67,11 +67,9 @@ def print_fixes(
     found = [(result.check, finding) for result in results for finding in result.findings if finding.fix]
     found = [entry for entry in found if entry[1].status.severity >= least.severity]
     found.sort(key=lambda entry: -entry[1].status.severity)
-    fixes = list(dict.fromkeys(finding.fix for _, finding in found))
     groups: dict[tuple[str, ...], list[tuple[str, Finding]]] = {}
-    for entry in found:  # a fix whose lines all stand in another is part of that
-        whole = max((fix for fix in fixes if set(entry[1].fix) <= set(fix)), key=len)
-        groups.setdefault(whole, []).append(entry)
+    for entry in found:
+        groups.setdefault(entry[1].fix, []).append(entry)
     if groups:
         to.print("\nTo fix, paste:", style="bold")
     for number, (fix, entries) in enumerate(groups.items(), 1):

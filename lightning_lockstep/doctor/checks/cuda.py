@@ -23,7 +23,7 @@ from lightning_lockstep.doctor.cuda import (
     toolkit_in_use,
     torch_build,
 )
-from lightning_lockstep.doctor.machine import Machine, has_dnf, major, release, short, system_install
+from lightning_lockstep.doctor.machine import Machine, major, release, short, system_install
 from lightning_lockstep.doctor.registry import (
     CheckOptions,
     Finding,
@@ -33,9 +33,9 @@ from lightning_lockstep.doctor.registry import (
     warning,
 )
 
-# Oldest driver that runs a CUDA of this major version.
-_OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
-_DRIVER_OF_DNF = "dnf module install nvidia-driver:latest-dkms"
+_NEW_DRIVER = (
+    "sudo ubuntu-drivers install && sudo reboot  # or: sudo dnf module install nvidia-driver:latest-dkms"
+)
 _ASK_TORCH = "python -c 'import torch; torch.cuda.init()'"
 
 
@@ -45,7 +45,7 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     gpus = find_gpus(machine) if not driver.error else []
     yield _driver(machine, driver, gpus)
     is_too_old = bool(driver.cuda) and major(driver.cuda) < major(torch.cuda)
-    yield _old_driver(machine, torch, driver) if is_too_old else _torch(torch, gpus)
+    yield _old_driver(torch, driver) if is_too_old else _torch(torch, gpus)
     homes = {name: home for name in ("CUDA_HOME", "CUDA_PATH") if (home := machine.environment.get(name))}
     broken = {name: home for name, home in homes.items() if not machine.exists(f"{home}/bin/nvcc")}
     yield from _toolkits(machine, torch, used, is_sought=not broken)
@@ -70,12 +70,11 @@ def _driver(machine: Machine, driver: Driver, gpus: Sequence[Gpu]) -> Finding:
         return problem(subject, f"nvidia-smi does not reach the driver: {driver.error}", fix)
     if driver.program is None and version:
         evidence = f"The module of driver {version} is loaded, and nvidia-smi is not found."
-        fix = system_install(machine, f"nvidia-utils-{short(version, 1)}", "nvidia-driver-cuda")
+        fix = system_install(f"nvidia-utils-{short(version, 1)}", "nvidia-driver-cuda")
         return warning(subject, evidence, fix)
     if driver.program is None and driver.has_hardware:
         evidence = "There is an NVIDIA GPU and no driver for it: nvidia-smi is not found."
-        install = _DRIVER_OF_DNF if has_dnf(machine) else "ubuntu-drivers install"
-        return problem(subject, evidence, f"sudo {install} && sudo reboot")
+        return problem(subject, evidence, _NEW_DRIVER)
     if driver.program is None:
         evidence = "There is no NVIDIA GPU: neither nvidia-smi nor a device on the PCI bus."
         return not_applicable(subject, evidence)
@@ -87,14 +86,12 @@ def _driver(machine: Machine, driver: Driver, gpus: Sequence[Gpu]) -> Finding:
     return ok(subject, f"{runs}; {counted(len(gpus), 'GPU')}: {kinds}")
 
 
-def _old_driver(machine: Machine, torch: TorchBuild, driver: Driver) -> Finding:
-    oldest = _OLDEST_DRIVER.get(major(torch.cuda))
-    by_apt = f"apt-get install nvidia-driver-{oldest}" if oldest else "ubuntu-drivers install"
+def _old_driver(torch: TorchBuild, driver: Driver) -> Finding:
     return problem(
         "driver and torch",
         f"torch {torch.version} is built for CUDA {torch.cuda}, and driver {driver.version} runs CUDA up to"
         f" {driver.cuda}: the major version decides.",
-        f"sudo {_DRIVER_OF_DNF if has_dnf(machine) else by_apt} && sudo reboot",
+        _NEW_DRIVER,
         f"# or, without a new driver, a torch that is built for CUDA {major(driver.cuda)}",
     )
 
@@ -132,7 +129,7 @@ def _toolkits(
     else:
         lines = exports(f"/usr/local/cuda-{short(torch.cuda)}")
         evidence = f"{own} DeepSpeed's operations cannot be compiled."
-        yield warning(subject, evidence, install_line(torch.cuda, machine), *lines)
+        yield warning(subject, evidence, install_line(torch.cuda), *lines)
     if toolkits and torch.cuda and is_sought:
         yield _match(torch, used, _matching_lines(machine, torch, toolkits))
 
@@ -165,7 +162,7 @@ def _matching_lines(machine: Machine, torch: TorchBuild, toolkits: Sequence[Tool
     lines: tuple[str, ...] = exports(root, best.libraries if best else None)
     if machine.environment.get("CUDA_HOME"):  # it counts more than PATH
         lines = (f"export CUDA_HOME={root}", *lines)
-    return lines if best else (install_line(torch.cuda, machine), *lines)
+    return lines if best else (install_line(torch.cuda), *lines)
 
 
 # -- ``PATH`` and ``LD_LIBRARY_PATH``, as far as they name CUDA: whether the folders exist, contain it, and agree --

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 
@@ -77,7 +78,9 @@ def _tasks(step: SlurmStep | None, environ: Mapping[str, str]) -> Iterator[Findi
     subject, tasks, devices = "tasks per node", counts[0], _devices(environ)
     if len(set(counts)) > 1:
         evidence = f"the nodes have {'+'.join(map(str, counts))} tasks: every node needs the same number"
-        yield problem(subject, evidence, f"#SBATCH --nodes={len(counts)} --ntasks-per-node={max(counts)}")
+        each = math.ceil(sum(counts) / len(counts))
+        yield problem(subject, evidence, f"#SBATCH --nodes={len(counts)} --ntasks-per-node={each}")
+        return
     on = f"{tasks} on {counted(len(counts), 'node')}"
     if devices is None:
         yield ok(subject, f"{on}; Slurm has given the job no devices")

@@ -1,10 +1,9 @@
 """One rank that tests one backend, step by step: a line of JSON for each step, up to the first that fails.
 
     python network_rank.py gloo|nccl RANK WORLD_SIZE LOCAL_RANK ADDRESS PORT PREFIX TIMEOUT
-    mpirun -n WORLD_SIZE python network_rank.py mpi4py WORLD_SIZE
 
 Ranks of torch meet over the store at ADDRESS and PORT, under keys that begin with PREFIX. Nothing of this package is
-imported, so that only the network is tested.
+imported, so that only the network is tested. A rank of MPI takes its steps in the process that mpirun or srun starts.
 """
 
 from __future__ import annotations
@@ -114,8 +113,6 @@ class MPIRank:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        ranks = (os.environ.get(name) for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK"))
-        self.rank = int(next(filter(None, ranks), "0"))
 
     def start(self) -> Answer:
         """Start MPI if it has not been, and make sure that it sees all ranks."""
@@ -161,20 +158,18 @@ def take(rank: TorchRank | MPIRank, step: str) -> Answer:
 
 def main() -> None:
     """Take each step, and answer for it."""
-    name, *arguments = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no answer
-    rank = MPIRank(int(arguments[0])) if name == "mpi4py" else TorchRank(name, *arguments)
-    if isinstance(rank, TorchRank) and sys.platform == "linux":
+    rank = TorchRank(*sys.argv[1:])
+    if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a step that hangs ends with the doctor
     for step in rank.steps:
         answer = take(rank, step)
-        answers.write(json.dumps({"rank": rank.rank, "step": step, **answer}) + "\n")
+        answers.write(json.dumps({"step": step, **answer}) + "\n")
         if not answer["ok"]:
             break
-    if isinstance(rank, TorchRank):
-        sys.stdin.read()  # the other ranks may still need this one
-        os._exit(0)  # destroying the group could wait for a rank that has ended
+    sys.stdin.read()  # the other ranks may still need this one
+    os._exit(0)  # destroying the group could wait for a rank that has ended
 
 
 if __name__ == "__main__":

@@ -66,16 +66,6 @@ def test_a_search_for_a_batch_size_is_told(tmp_path: Path) -> None:
     assert "24 per rank x 2 accumulated x 4 ranks (the limit is found)" in size.evidence
 
 
-@pytest.mark.parametrize(("log", "mark"), [("csv/metrics.csv", ".hydra"), ("metrics.csv", "checkpoints")])
-def test_a_loss_that_is_not_finite_is_found_in_the_log(log: str, mark: str, tmp_path: Path) -> None:
-    (tmp_path / mark).mkdir()
-    (tmp_path / log).parent.mkdir(exist_ok=True)
-    (tmp_path / log).write_text("epoch,step,train_loss\n0,0,2.5\n0,1,nan\n0,2,nan\n")
-    [metrics] = [finding for finding in findings(tmp_path) if finding.subject == "metrics"]
-    assert "train_loss is nan at step 1" in metrics.evidence
-    assert metrics.fix[1] == "lockstep-train debug=overflow ..."
-
-
 def test_the_runs_of_a_script_are_found_below_its_folder_and_need_no_summary(tmp_path: Path) -> None:
     for version in range(3):
         folder = tmp_path / "lightning_logs" / f"version_{version}"
@@ -104,18 +94,6 @@ def test_the_runs_of_a_script_are_found_below_its_folder_and_need_no_summary(tmp
     }
     (folder / "failure.json").write_text(json.dumps(record | ours))
     assert findings(folder)[0].evidence.endswith("step 7: BatchSizeError: none\nhere"), "all of its message"
-
-
-def test_the_log_of_the_last_attempt_is_read_to_its_end(tmp_path: Path) -> None:
-    rows = "".join(f"0,{step},2.5\n" for step in range(120_000))
-    of_attempts = {".": "0,0,nan\n", "attempt-1": f"{rows}0,120000,nan\n"}
-    for number, (name, lines) in enumerate(of_attempts.items()):
-        file = tmp_path / "csv" / name / "metrics.csv"
-        file.parent.mkdir(parents=True)
-        file.write_text(f"epoch,step,train_loss\n{lines}")
-        os.utime(file, (number, number))
-    [metrics] = [finding for finding in findings(tmp_path) if finding.subject == "metrics"]
-    assert "train_loss is nan at step 120000" in metrics.evidence
 
 
 def test_a_run_that_left_nothing_can_go_on_from_its_newest_whole_checkpoint(tmp_path: Path) -> None:
@@ -262,6 +240,15 @@ def test_damaged_files_are_read_without_an_error(content: str, tmp_path: Path) -
     ):
         (tmp_path / name).write_text(content)
     assert findings(tmp_path)
+
+
+def test_a_metric_that_is_not_finite_is_a_problem_of_a_finished_run(tmp_path: Path) -> None:
+    summary = {"steps": 4, "ranks": 1, "metrics": {"loss": "nan", "val_loss": 2.5}}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    [finished, metrics] = findings(tmp_path)
+    assert finished.status is Status.OK and "loss nan, val_loss 2.5" in finished.evidence
+    assert metrics.status is Status.PROBLEM and metrics.evidence.endswith("loss is not finite")
+    assert metrics.fix[1] == "lockstep-train debug=overflow ..."
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
