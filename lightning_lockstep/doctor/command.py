@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
-
 import lightning_lockstep
 from lightning_lockstep._settings import did_you_mean
 from lightning_lockstep._system import end_programs, usable_cores
@@ -63,28 +61,22 @@ _LOOK_EVERY = 0.02  # [s]
 _ITSELF = "the check itself"
 
 
-class Checks:
-    """The checks of one call of the doctor. They import no torch, and start programs for whatever may crash."""
-
-    def __init__(self, names: Sequence[str], options: CheckOptions) -> None:
-        self.names = tuple(names)  # in the order in which they are started
-        self._options = options
-
-    def results(self) -> Iterator[CheckResult]:
-        """Run the checks and yield each result when it is there."""
-        most = max(2, len(usable_cores()))
-        alone = [name for name in self.names if CHECKS[name].runs_alone]
-        waiting = [name for name in self.names if name not in alone]
-        running: list[_Running] = []
-        while waiting or alone or running:
-            while waiting and len(running) < most:
-                running.append(_Running(waiting.pop(0), self._options))
-            if not running:
-                running.append(_Running(alone.pop(0), self._options))
-            for check in [check for check in running if check.is_over()]:
-                running.remove(check)
-                yield check.result()
-            time.sleep(_LOOK_EVERY)
+def results_of(names: Sequence[str], options: CheckOptions) -> Iterator[CheckResult]:
+    """Run checks, started in this order, and yield each result when it is there."""
+    # They import no torch, but for `network`, and start programs for whatever may crash.
+    most = max(2, len(usable_cores()))
+    alone = [name for name in names if CHECKS[name].runs_alone]
+    waiting = [name for name in names if name not in alone]
+    running: list[_Running] = []
+    while waiting or alone or running:
+        while waiting and len(running) < most:
+            running.append(_Running(waiting.pop(0), options))
+        if not running:
+            running.append(_Running(alone.pop(0), options))
+        for check in [check for check in running if check.is_over()]:
+            running.remove(check)
+            yield check.result()
+        time.sleep(_LOOK_EVERY)
 
 
 class _Running:
@@ -238,9 +230,8 @@ def run_checks(
     except (LaunchError, ImportError) as error:
         say(f"{_PROGRAM}: {error}")
         os._exit(_PROBLEM)  # MPI may hang, or wait for this rank
-    checks = Checks(names, replace(options, ranks=ranks))
-    to = table.console(of_a_rank=ranks is not None)
-    results = _print_json(checks, began) if as_json else _print_table(to, checks, least, began)
+    options = replace(options, ranks=ranks)
+    results = _print_json(names, options, began) if as_json else _print_table(names, options, least, began)
     status = worst(result.status for result in results)
     code = _ONLY_WARNINGS if strict and status is Status.WARNING else _NO_PROBLEM
     code = _PROBLEM if status is Status.PROBLEM else code
@@ -258,8 +249,8 @@ def _left(ranks: network.Ranks, code: int) -> int:
     return code
 
 
-def _print_json(checks: Checks, began: float) -> list[CheckResult]:
-    results = sorted(checks.results(), key=lambda result: list(CHECKS).index(result.check))
+def _print_json(names: Sequence[str], options: CheckOptions, began: float) -> list[CheckResult]:
+    results = sorted(results_of(names, options), key=lambda result: names.index(result.check))
     report = {
         "host": socket.gethostname(),
         "status": worst(result.status for result in results).value,
@@ -270,11 +261,14 @@ def _print_json(checks: Checks, began: float) -> list[CheckResult]:
     return results
 
 
-def _print_table(to: Console, checks: Checks, least: Status, began: float) -> list[CheckResult]:
+def _print_table(
+    names: Sequence[str], options: CheckOptions, least: Status, began: float
+) -> list[CheckResult]:
     results: list[CheckResult] = []
-    has_rows, remaining = False, list(checks.names)
+    to = table.console(of_a_rank=options.ranks is not None)
+    has_rows, remaining = False, list(names)
     with to.status(f"waiting for {', '.join(remaining)}") as line:  # on a terminal, below the rows
-        for result in checks.results():
+        for result in results_of(names, options):
             results.append(result)
             has_rows |= table.print_result(to, result, least=least, heading=not has_rows)
             remaining.remove(result.check)

@@ -242,10 +242,10 @@ def lines_for_gcc(machine: Machine, toolkit: Toolkit, newest: int) -> tuple[str,
         again = f"gcc-toolset-{newest}-gcc-c++, then lockstep-doctor cuda again"
         lines.append(system_install(f"gcc-{newest} g++-{newest}", again))
     gxx = re.sub(r"gcc(-\d+)?$", r"g++\1", gcc)
-    if toolkit.root == "/usr":  # the system's own gcc stands there
+    if toolkit.root == "/usr" or machine.environment.get(
+        "CC"
+    ):  # where the system's own gcc is, or what counts more
         return (*lines, f"export CC={gcc} CXX={gxx}")
-    if machine.environment.get("CC"):
-        lines.append("unset CC")
     for name, path in (("gcc", gcc), ("g++", gxx)):
         link = f"{toolkit.root}/bin/{name}"
         lines.append(f"sudo ln -s{'f' if machine.exists(link) else ''} {path} {link}")

@@ -15,12 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from lightning_lockstep._system import Completed, memory_limit, run_program, usable_cores
 from lightning_lockstep._text import exit_in_words
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -30,15 +32,10 @@ class Probed:
     facts: Mapping[str, Any] = field(default_factory=dict)  # empty if the probe failed
     error: str = ""  # why it failed, in one line
 
-    def texts(self, name: str) -> list[str]:
+    def entries(self, name: str, kind: type[T]) -> list[T]:
         """Return the entries of a fact that is a list; none if another version of a library gives no list."""
         value = self.facts.get(name)
-        return [str(entry) for entry in value] if isinstance(value, list) else []
-
-    def tables(self, name: str) -> list[dict[str, Any]]:
-        """Return the tables in a fact that is a list."""
-        value = self.facts.get(name)
-        return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
+        return [entry for entry in value if isinstance(entry, kind)] if isinstance(value, list) else []
 
 
 @dataclass(frozen=True)

@@ -86,10 +86,11 @@ class Ranks:
     """The ranks of a job: what each has reported, and a way to have all of them do something."""
 
     def __init__(self, size: int, mine: Sequence[int], store: Any, address: str, port: int) -> None:
-        self.size, self.mine, self.address = size, tuple(mine), address  # mine: ranks of this process
+        self.size, self.mine = size, tuple(mine)  # mine: ranks of this process
+        self.address, self.port = address, port  # where the ranks meet
         self.facts: dict[int, Answer] = {}  # of the ranks that have reported
         self.hangs = False  # a thread of this process hangs in MPI, which an orderly exit would wait for
-        self._store, self._port, self._number = store, port, 0
+        self._store, self._number = store, 0
         self._processes: dict[int, BackendProcess] = {}  # of the last test, which other ranks may still need
         # A restarted attempt of torchrun finds the keys of the one before.
         self._prefix = f"lockstep/doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -111,11 +112,6 @@ class Ranks:
             where = f"{facts['name']} ({next(iter(facts['outside']), facts['machine'])})"
             found.setdefault(where if len(machines[facts["name"]]) > 1 else facts["name"], []).append(rank)
         return found
-
-    @property
-    def place(self) -> str:
-        """Where the ranks meet."""
-        return f"{self.address}:{self._port}"
 
     def meet(self) -> None:
         """Wait until all ranks have reported, on rank 0."""
@@ -180,7 +176,7 @@ class Ranks:
         prefix, timeout = f"{self._prefix}/{self._number}", STEPS["rendezvous"] - _EARLIER
         for rank in self.mine:
             given = request["variables"].get(str(rank), {})
-            local_rank, place = request["local_ranks"][str(rank)], (self.address, self._port)
+            local_rank, place = request["local_ranks"][str(rank)], (self.address, self.port)
             arguments = (request["backend"], rank, self.size, local_rank, *place, prefix, timeout)
             allowed = {name: given[name] for name in _VARIABLES if name in given}
             self._processes[rank] = BackendProcess(arguments, allowed)

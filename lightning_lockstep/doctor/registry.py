@@ -38,10 +38,6 @@ class Finding:
     evidence: str  # what was seen, and what that means; for ``NOT_APPLICABLE`` why it does not matter here
     fix: tuple[str, ...] = ()  # lines to paste into a shell; one that begins with ``#`` is a remark
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it in types that JSON has."""
-        return {**asdict(self), "status": self.status.value}
-
 
 @dataclass(frozen=True)
 class CheckResult:
@@ -62,7 +58,7 @@ class CheckResult:
             "check": self.check,
             "status": self.status.value,
             "seconds": round(self.seconds, 3),
-            "findings": [finding.to_json() for finding in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
         }
 
 

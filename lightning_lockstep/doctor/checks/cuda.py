@@ -23,7 +23,7 @@ from lightning_lockstep.doctor.cuda import (
     toolkit_in_use,
     torch_build,
 )
-from lightning_lockstep.doctor.machine import Machine, major, release, short, system_install
+from lightning_lockstep.doctor.machine import Machine, major, short, system_install
 from lightning_lockstep.doctor.registry import (
     CheckOptions,
     Finding,
@@ -48,7 +48,10 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     yield _old_driver(torch, driver) if is_too_old else _torch(torch, gpus)
     homes = {name: home for name in ("CUDA_HOME", "CUDA_PATH") if (home := machine.environment.get(name))}
     broken = {name: home for name, home in homes.items() if not machine.exists(f"{home}/bin/nvcc")}
-    yield from _toolkits(machine, torch, used, is_sought=not broken)
+    toolkits = find_toolkits(machine)
+    yield from _toolkits(machine, torch, toolkits, used)
+    if toolkits and torch.cuda and not broken:
+        yield _match(torch, used, _matching_lines(machine, torch, toolkits))
     for name, home in broken.items():
         evidence = f"Set to {home}, but there is no {home}/bin/nvcc: builds look only there."
         yield warning(name, evidence, f"unset {name}", "lockstep-doctor cuda  # what is found without it")
@@ -115,9 +118,9 @@ def _torch(torch: TorchBuild, gpus: Sequence[Gpu]) -> Finding:
 
 
 def _toolkits(
-    machine: Machine, torch: TorchBuild, used: Toolkit | None, *, is_sought: bool
+    machine: Machine, torch: TorchBuild, toolkits: Sequence[Toolkit], used: Toolkit | None
 ) -> Iterator[Finding]:
-    subject, toolkits = "toolkits", find_toolkits(machine)
+    subject = "toolkits"
     own = f"There is none. torch runs with its own CUDA {torch.cuda};"
     if toolkits:
         listed = (f"{toolkit}{' <- found first' if toolkit == used else ''}" for toolkit in toolkits)
@@ -130,8 +133,6 @@ def _toolkits(
         lines = exports(f"/usr/local/cuda-{short(torch.cuda)}")
         evidence = f"{own} DeepSpeed's operations cannot be compiled."
         yield warning(subject, evidence, install_line(torch.cuda), *lines)
-    if toolkits and torch.cuda and is_sought:
-        yield _match(torch, used, _matching_lines(machine, torch, toolkits))
 
 
 def _match(torch: TorchBuild, used: Toolkit | None, fix: Sequence[str]) -> Finding:
@@ -139,9 +140,6 @@ def _match(torch: TorchBuild, used: Toolkit | None, fix: Sequence[str]) -> Findi
     if used is None:
         evidence = "nvcc is not found: neither on PATH nor in /usr/local/cuda, where builds look for CUDA."
         return warning(subject, evidence, *fix)
-    if not release(used.version):
-        evidence = f"nvcc of {used.root} does not report its version."
-        return warning(subject, evidence, f"{used.root}/bin/nvcc --version", *fix)
     if major(used.version) != major(torch.cuda):
         return warning(
             subject,
@@ -195,16 +193,9 @@ def _libraries(machine: Machine, used: Toolkit) -> Iterator[Finding]:
             evidence = f"{folder} contains no libcudart.so: the toolkit is incomplete, or the path is wrong."
             yield warning(name, evidence, *fix)
     first = next((folder for folder in folders if has_cudart(machine, folder)), None)
-    if (
-        first is None
-        or used.libraries is None
-        or machine.real_path(first) == machine.real_path(used.libraries)
-    ):
-        return
-    versions = [path.rpartition(".so.")[2] for path in machine.glob(f"{first.rstrip('/')}/libcudart.so.*")]
-    named = re.search(r"cuda-(\d+(?:\.\d+)?)", machine.real_path(first))
-    found = max(versions, default="", key=release) or (named[1] if named else "")
-    if not release(found) or major(found) != major(used.version):
+    files = machine.glob(f"{first.rstrip('/')}/libcudart.so.*") if first else []
+    version = max((file.rpartition(".so.")[2] for file in files), default="", key=release)
+    if version and major(version) != major(used.version):
         yield warning(
             name,
             f"{first} comes first there, and the compiler is that of {used}: programs load libraries of another CUDA"
@@ -241,7 +232,7 @@ def _architectures(machine: Machine, gpus: Sequence[Gpu]) -> Iterator[Finding]:
     if asked.error:
         yield problem(subject, f"torch cannot be asked: {asked.error}", _ASK_TORCH)
         return
-    built = asked.texts("architectures")
+    built = asked.entries("architectures", str)
     if not built:
         shown = machine.environment.get("CUDA_VISIBLE_DEVICES")
         evidence = "torch finds no usable GPU, though nvidia-smi lists some; CUDA_VISIBLE_DEVICES is"

@@ -36,14 +36,14 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     yield _importable(version, imported)
     yield from (missing := list(_missing_tools(machine)))
     yield from _locks(machine)
-    if built := imported.texts("built"):
+    if built := imported.entries("built", str):
         yield ok("operations built", ", ".join(built))
     if missing:
         return  # nothing can be built without it
-    buildable = [name for name in imported.texts("buildable") if name not in built]
+    buildable = [name for name in imported.entries("buildable", str) if name not in built]
     if buildable:
         yield ok("operations buildable", f"{', '.join(buildable)}: compiled when they are first used")
-    lacking = [name for name in imported.texts("operations") if name not in (*built, *buildable)]
+    lacking = [name for name in imported.entries("operations", str) if name not in (*built, *buildable)]
     for names, fix in (
         ([name for name in lacking if name in _WITH_AIO], system_install(*_AIO)),
         ([name for name in lacking if name not in _WITH_AIO], "lockstep-doctor cuda"),

@@ -53,7 +53,7 @@ def _compared(subject: str, values: Mapping[int, str], what: str) -> Iterator[Fi
 def _matrix_products(machine: Machine, gpus: Sequence[Gpu]) -> Iterator[Finding]:
     """Compare how fast the GPUs multiply."""
     subject = "matrix product"
-    measured = machine.probe("torch_devices", "--speed", timeout=50.0).tables("devices")
+    measured = machine.probe("torch_devices", "--speed", timeout=50.0).entries("devices", dict)
     if len(measured) != len(gpus):
         return
     speeds: dict[int, float] = {}

@@ -67,7 +67,7 @@ def _reported(ranks: Ranks) -> Iterator[Finding]:
     places = "; ".join(f"{host}: {ranks_in_words(of_host)}" for host, of_host in ranks.hosts.items())
     if missing := set(range(ranks.size)) - ranks.facts.keys():
         who = f"{ranks_in_words(missing)} of {ranks.size}"
-        evidence = f"{who} did not report at {ranks.place} in time. Reported: {places}"
+        evidence = f"{who} did not report at {ranks.address}:{ranks.port} in time. Reported: {places}"
         fix = "# look at what these ranks have printed, and at the firewall of rank 0's host"
         yield problem("ranks", evidence, fix)
     else:

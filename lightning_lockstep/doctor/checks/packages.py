@@ -17,7 +17,7 @@ _PYTHONS = ((3, 10), (3, 13))
 _TORCHVISION_AHEAD = 15
 _GIB = 2**30
 _LITTLE_MEMORY, _LITTLE_SHARED_MEMORY = 4 * _GIB, _GIB
-_FEW_FILES, _ENOUGH_FILES = 1024, 4096
+_FEW_FILES = 1024
 
 
 def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
@@ -152,12 +152,10 @@ def _open_files(most: int | None) -> Finding:
     if most is None:
         return ok(subject, "no limit")
     evidence = f"at most {most} for each process"
-    if most < _FEW_FILES:
-        evidence += ": data loader workers and ranks fail with 'Too many open files'."
-        return warning(subject, evidence, more)
-    if most < _ENOUGH_FILES:
-        evidence += f"; after 'Too many open files' from data loaders: {more}"
-    return ok(subject, evidence)
+    if most > _FEW_FILES:
+        return ok(subject, evidence)
+    evidence += ": data loader workers and ranks may fail with 'Too many open files'."
+    return warning(subject, evidence, more)
 
 
 def _shared_memory(free: int | None) -> Finding:

@@ -124,13 +124,8 @@ def _failed(failure: Mapping[str, Any]) -> Finding:
     advice = stack.rpartition("\n\n")[2]  # below the stack
     shown = f"{message.strip()}\n{advice}".strip()
     told = f"{summary}\n{shown[-_LONGEST:]}" if traceback.startswith("Traceback") else _quoted(shown)
-    is_of_guard = summary.startswith("Collective")
-    fix = ("lockstep-doctor network  # is it the network?",) if is_of_guard else ()
-    if "SIGTERMException" in summary:
-        fix = ("# to save a checkpoint on SIGTERM: Trainer(callbacks=[StopTogether()])",)
-    return problem(
-        "collective guard" if is_of_guard else "failure", f"{who}: {told or _quoted(summary)}", *fix
-    )
+    subject = "collective guard" if summary.startswith("Collective") else "failure"
+    return problem(subject, f"{who}: {told or _quoted(summary)}")
 
 
 def _finished(summary: Mapping[str, Any]) -> Iterator[Finding]:

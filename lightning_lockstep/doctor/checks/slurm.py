@@ -59,8 +59,7 @@ def _place(job: str, step: SlurmStep | None, environ: Mapping[str, str]) -> Find
         nodes = counted(len(step.tasks_per_node), "node")
         return ok(subject, f"task {step.rank} of {step.size} in step {step.name}, on {nodes}")
     nodes, tasks = (environ.get(key, "1") for key in ("SLURM_JOB_NUM_NODES", "SLURM_NTASKS"))
-    size = f"{_count(nodes, 'node')}, {_count(tasks, 'task')}"
-    what = f"the batch script or shell of job {job} ({size}), not a task of srun"
+    what = f"the batch script or shell of job {job} (nodes: {nodes}, tasks: {tasks}), not a task of srun"
     if nodes == tasks == "1":
         return ok(subject, f"{what}: one process can start the ranks of this node itself")
     return problem(
@@ -95,10 +94,6 @@ def _tasks(step: SlurmStep | None, environ: Mapping[str, str]) -> Iterator[Findi
         )
 
 
-def _count(number: str, what: str) -> str:
-    return f"{number} {what}{'' if number == '1' else 's'}"
-
-
 def _devices(environ: Mapping[str, str]) -> int | None:
     given = environ.get("SLURM_GPUS_ON_NODE", "").rpartition(":")[2]
     if given.isdecimal():
@@ -118,7 +113,7 @@ def _mpi_types(machine: Machine, done: Completed) -> Finding:
     vendor = str(machine.probe("mpi_library").facts.get("vendor", ""))
     wanted = _TYPES.get(vendor, ())
     fitting = [kind for kind in offered if kind.startswith(wanted)]
-    default = machine.environment.get("SLURM_MPI_TYPE") or _configured(machine, "MpiDefault")
+    default = machine.environment.get("SLURM_MPI_TYPE") or _default_type(machine)
     if not wanted or default in fitting:
         return ok(
             subject, f"{listed}, by default {default or 'none'}; mpi4py loads {vendor or 'an unknown MPI'}"
@@ -133,15 +128,13 @@ def _mpi_types(machine: Machine, done: Completed) -> Finding:
 
 
 def _types_in(output: str) -> list[str]:
-    names = [line.strip().removeprefix("srun:").strip() for line in output.splitlines()]
-    found = [name for name in names if re.fullmatch(r"(none|cray_shasta|openmpi|pmi\w*|mpi\w*)", name)]
-    return [name for name in dict.fromkeys(found) if name != "none"]
+    names = re.findall(r"^\s*(?:srun:)?[ \t]*(\w+)[ \t]*$", output, re.MULTILINE)  # one a line, below a title
+    return [name for name in dict.fromkeys(names) if name != "none"]
 
 
-def _configured(machine: Machine, name: str) -> str:
-    """Return a setting of this Slurm, the empty string if it is not known."""
+def _default_type(machine: Machine) -> str:
     shown = machine.run(["scontrol", "show", "config"], _ASK).output
-    found = re.search(rf"^{name}\s*=\s*(\S+)", shown, re.MULTILINE)
+    found = re.search(r"^MpiDefault\s*=\s*(\S+)", shown, re.MULTILINE)
     return found[1] if found else ""
 
 
@@ -156,11 +149,10 @@ def _time(machine: Machine, job: str) -> Finding:
     script = machine.run(["scontrol", "write", "batch_script", job, "-"], _ASK).output
     name, seconds = _signal(script, machine.environment)
     if name is None:
-        later = _configured(machine, "KillWait") or "30"
         return warning(
             subject,
             f"{limit[1]}, and no --signal in the batch script: unless sbatch was given one, the tasks get SIGTERM at"
-            f" the limit and SIGKILL {later} s later, the only time for a checkpoint; the job is not requeued",
+            " the limit and SIGKILL soon after (KillWait), the only time for a checkpoint; the job is not requeued",
             f"{fix}   # StopTogether then saves, and the job is requeued",
         )
     evidence = f"{limit[1]}, with --signal={name}"

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,8 @@ import pytest
 
 import lightning_lockstep
 from lightning_lockstep.doctor import command
-from lightning_lockstep.doctor.command import Checks, main
-from lightning_lockstep.doctor.registry import CheckOptions, CheckResult
-from tests.common.doctor.imitated_machine import read_machine, run_check
+from lightning_lockstep.doctor.command import main
+from tests.common.doctor.imitated_machine import read_machine
 from tests.common.doctor.machines import FOLDER
 
 OLD_KERNEL, HANGING_KERNEL = FOLDER / "kernel_old_ubuntu.yaml", FOLDER / "kernel_old_and_hangs.yaml"
@@ -37,11 +36,7 @@ def on_machine(
     """Run the command in this process as if on an imitated machine; return its exit code and what it prints."""
 
     def run(path: Path, *arguments: str) -> tuple[int, str]:
-        class ChecksThere(Checks):
-            def results(self) -> Iterator[CheckResult]:
-                yield from (run_check(name, read_machine(path), CheckOptions()) for name in self.names)
-
-        monkeypatch.setattr(command, "Checks", ChecksThere)
+        monkeypatch.setattr(command, "Machine", lambda: read_machine(path))
         with pytest.raises(SystemExit) as ended:
             command.main(arguments)
         return int(str(ended.value.code)), capsys.readouterr().out

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_lockstep.doctor import command
-from lightning_lockstep.doctor.command import Checks
 from lightning_lockstep.doctor.registry import CHECKS, Check, CheckOptions, CheckResult, Finding, Status, ok
 from lightning_lockstep.errors import ConfigurationError
 
@@ -32,7 +31,8 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
 
 
 def results_of(*names: str, timeout: float | None = None) -> dict[str, CheckResult]:
-    return {result.check: result for result in Checks(names, CheckOptions(timeout=timeout)).results()}
+    options = CheckOptions(timeout=timeout)
+    return {result.check: result for result in command.results_of(names, options)}
 
 
 def test_an_error_is_a_finding_and_what_was_found_before_is_kept(
