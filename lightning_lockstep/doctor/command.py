@@ -226,7 +226,7 @@ def run_checks(
     try:
         ranks = network.join() if "network" in names else None
         if ranks is not None and 0 not in ranks.mine:
-            return _left(ranks, ranks.serve())
+            return ranks.serve()
     except (LaunchError, ImportError) as error:
         say(f"{_PROGRAM}: {error}")
         os._exit(_PROBLEM)  # MPI may hang, or wait for this rank
@@ -235,17 +235,9 @@ def run_checks(
     status = worst(result.status for result in results)
     code = _ONLY_WARNINGS if strict and status is Status.WARNING else _NO_PROBLEM
     code = _PROBLEM if status is Status.PROBLEM else code
-    if ranks is None:
-        return code
-    sys.stdout.flush()  # mpirun ends a job of which one rank ends without MPI, or with another code than 0
-    ranks.end(code)
-    return _left(ranks, code)
-
-
-def _left(ranks: network.Ranks, code: int) -> int:
-    """Return an exit code, or end this process with it if MPI would never let it end."""
-    if ranks.hangs:
-        os._exit(code)
+    if ranks is not None:
+        sys.stdout.flush()  # mpirun ends a job of which one rank ends without MPI, or with another code than 0
+        ranks.end(code)
     return code
 
 

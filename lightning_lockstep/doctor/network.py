@@ -89,7 +89,7 @@ class Ranks:
         self.size, self.mine = size, tuple(mine)  # mine: ranks of this process
         self.address, self.port = address, port  # where the ranks meet
         self.facts: dict[int, Answer] = {}  # of the ranks that have reported
-        self.hangs = False  # a thread of this process hangs in MPI, which an orderly exit would wait for
+        self._hangs = False  # a thread of this process hangs in MPI, which an orderly exit would wait for
         self._store, self._number = store, 0
         self._processes: dict[int, BackendProcess] = {}  # of the last test, which other ranks may still need
         # A restarted attempt of torchrun finds the keys of the one before.
@@ -133,7 +133,7 @@ class Ranks:
                     self._put(f"{self._number}/answered/{rank}", answer)
             code = request["code"]
             self._put(f"{self._number}/answered/{self.mine[0]}", {})
-        self._close()
+        self._close(code)
         return code
 
     def end(self, code: int) -> None:
@@ -142,7 +142,7 @@ class Ranks:
         with suppress(RuntimeError):
             self._put(f"{self._number}/asked", {"do": "end", "code": code})
             self._answers(f"{self._number}/answered", [r for r in self.facts if r not in self.mine], _MARGIN)
-        self._close()
+        self._close(code)
 
     def _next(self) -> Answer:
         self._number += 1
@@ -193,7 +193,7 @@ class Ranks:
     def _try_mpi(self) -> Answer:
         """Test MPI in this process."""
         rank, answers = network_rank.MPIRank(self.size), {}
-        self.hangs = True  # until MPI has answered
+        self._hangs = True  # until MPI has answered
         for step in rank.steps:
             try:
                 answers[step] = within(STEPS[step], functools.partial(network_rank.take, rank, step))
@@ -202,12 +202,14 @@ class Ranks:
                 return answers
             if not answers[step]["ok"]:
                 break
-        self.hangs = False
+        self._hangs = False
         return answers
 
-    def _close(self) -> None:
+    def _close(self, code: int) -> None:
         self._end_processes()
         self._listener.close()
+        if self._hangs:
+            os._exit(code)
 
     def _end_processes(self) -> None:
         for process in self._processes.values():

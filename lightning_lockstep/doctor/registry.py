@@ -166,6 +166,6 @@ NOT_BY_DEFAULT = ("network", "run")
 
 def function_of(name: str) -> Callable[[Any, CheckOptions], Iterator[Finding]]:
     """Return what a check does on a ``Machine``."""
-    check: Callable[[Any, CheckOptions], Iterator[Finding]]
-    check = importlib.import_module(f"lightning_lockstep.doctor.checks.{name}").check
+    module = importlib.import_module(f"lightning_lockstep.doctor.checks.{name}")
+    check: Callable[[Any, CheckOptions], Iterator[Finding]] = module.check
     return check

@@ -18,12 +18,6 @@ _STYLES = {
     Status.PROBLEM: "bold red",
     Status.NOT_APPLICABLE: "dim",
 }
-_PLURALS = {
-    Status.PROBLEM: "problems",
-    Status.WARNING: "warnings",
-    Status.OK: "ok",
-    Status.NOT_APPLICABLE: "not applicable",
-}
 _CHECK, _STATUS, _SUBJECT = 12, 14, 26
 # A log file has no width; lines of this many characters still fit a screen.
 _WIDTH_OF_A_FILE = 120
@@ -86,8 +80,8 @@ def print_verdict(to: Console, results: Sequence[CheckResult], seconds: float) -
     findings = [finding for result in results for finding in result.findings]
     number_of = Counter(finding.status for finding in findings)
     counts = [
-        counted(number_of[status], status.value, plural)
-        for status, plural in _PLURALS.items()
+        counted(number_of[status], status.value, plural="" if status.severity > 1 else status.value)
+        for status in reversed(Status)  # `ok` and `not applicable` have no plural
         if number_of[status]
     ]
     style = _STYLES[worst(number_of)]

@@ -23,7 +23,7 @@ from lightning_lockstep.doctor.cuda import (
     toolkit_in_use,
     torch_build,
 )
-from lightning_lockstep.doctor.machine import Machine, major, short, system_install
+from lightning_lockstep.doctor.machine import Machine, major, release, short, system_install
 from lightning_lockstep.doctor.registry import (
     CheckOptions,
     Finding,

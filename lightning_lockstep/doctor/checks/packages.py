@@ -27,7 +27,6 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     yield _torch(packages.get("torch"))
     yield from _lightning(packages)
     yield from _beside_torch(packages)
-    yield from _cuda_libraries(packages)
     limits = machine.limits
     yield _memory(limits)
     yield _cores(limits, machine.environment)
@@ -112,18 +111,6 @@ def _beside_torch(packages: Mapping[str, str]) -> Iterator[Finding]:
             yield problem("torchvision and torch", evidence, f"pip install 'torchvision=={wanted}.*'")
     if deepspeed and release(deepspeed) < _OLDEST_DEEPSPEED:
         yield warning("deepspeed", f"{deepspeed}; expected 0.19 or newer.", "pip install 'deepspeed>=0.19'")
-
-
-def _cuda_libraries(packages: Mapping[str, str]) -> Iterator[Finding]:
-    found = sorted(name for name in packages if name.startswith("nvidia-nccl-cu"))
-    if len(found) > 1 and "torch" in packages:
-        shown = ", ".join(f"{name} {packages[name]}" for name in found)
-        yield warning(
-            "NCCL",
-            f"{shown}: libraries of several CUDA versions lie in the same folder, and the last one installed is used.",
-            f"pip uninstall -y {' '.join(found)}",
-            f"pip install torch=={packages['torch'].partition('+')[0]}  # with the one that it needs",
-        )
 
 
 def _memory(limits: Limits) -> Finding:

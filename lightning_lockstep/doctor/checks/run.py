@@ -10,6 +10,7 @@ from pathlib import PurePath
 from typing import Any
 
 from lightning_lockstep._run_folder import RunFolder
+from lightning_lockstep._text import time_in_words
 from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.registry import (
     CheckOptions,
@@ -28,7 +29,6 @@ _LISTED = 8  # jobs of a sweep that are named
 _LONGEST = 700  # of a text that is quoted [characters]
 _LEFT_WITH = ("preempted", "hpc_ckpt")  # how checkpoints of StopTogether and of a requeue are named
 _LEFT_WITHIN = 60.0  # how long a run may take to end once it has saved such a checkpoint [s]
-_QUIET = 120.0  # a folder that was written to since may be that of a run at work [s]
 
 
 def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
@@ -156,12 +156,6 @@ def _unknown(folder: RunFolder) -> Finding:
     kept = next(iter(folder.checkpoints()), "")
     if PurePath(kept).name.startswith(_LEFT_WITH) and folder.age(kept) - newest < _LEFT_WITHIN:
         return ok("run", f"all ranks left it together and saved {kept}, as a signal or a file had asked for")
-    if newest < _QUIET:
-        evidence = (
-            f"no summary yet, and it was written to {newest:.0f} s ago: it may still be running, or all"
-        )
-        evidence += " ranks have left it together (exit code 75)"
-        return ok("run", evidence)
     if not folder.is_of_lockstep_train:
         evidence = (
             "no failure was recorded, and a Trainer of a script leaves no summary: it ended well, still runs, or was"
@@ -169,8 +163,9 @@ def _unknown(folder: RunFolder) -> Finding:
         )
         return ok("run", evidence)
     evidence = (
-        "neither a summary nor a record of a failure: all ranks have left it together (exit code 75), it was killed"
-        " (memory, time limit, a lost host), or it ended before its first step"
+        f"neither a summary nor a record of a failure; last written to {time_in_words(max(0, newest))} ago: it still"
+        " runs, all ranks have left it together (exit code 75), it was killed (memory, time limit, a lost host), or it"
+        " ended before its first step"
     )
     return warning("run", evidence, _WHO_KILLED)
 

@@ -7,13 +7,10 @@ from collections.abc import Iterator
 from lightning_lockstep.doctor.machine import Machine, pci_devices, short
 from lightning_lockstep.doctor.registry import CheckOptions, Finding, not_applicable, ok, problem, warning
 
+_BF16, _DOWNCAST = "use precision=bf16-true", "use precision=bf16-true and the strategy's downcast_bf16=true"
 _DEPRECATED = {
-    "XLA_USE_BF16": "use precision=bf16-true",
-    "XLA_DOWNCAST_BF16": "use precision=bf16-true and the strategy's downcast_bf16=true",
-    "XLA_USE_FP16": "use precision=bf16-true",
-    "XLA_USE_F16": "use precision=bf16-true",
-    "XLA_DOWNCAST_FP16": "use precision=bf16-true and the strategy's downcast_bf16=true",
-    "XLA_DOWNCAST_F16": "use precision=bf16-true and the strategy's downcast_bf16=true",
+    **dict.fromkeys(("XLA_USE_BF16", "XLA_USE_FP16", "XLA_USE_F16"), _BF16),
+    **dict.fromkeys(("XLA_DOWNCAST_BF16", "XLA_DOWNCAST_FP16", "XLA_DOWNCAST_F16"), _DOWNCAST),
 }
 _NO = ("", "0", "false")
 _NOT_LOADED = ("undefined symbol", "cannot open shared object")
