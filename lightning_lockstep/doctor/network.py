@@ -75,7 +75,7 @@ def backends_of(strategy: str, accelerator: str) -> tuple[str, ...]:
 # -- The ranks of a job, as one of its processes sees them --
 
 _ARRIVAL = 60.0  # longest wait for ranks that another program starts [s]
-_IDLE = 900.0  # longest wait of a rank for what rank 0 asks next, which may run other checks first [s]
+_IDLE = 400.0  # longest wait of a rank for what rank 0 asks next: longer than all steps, and than other checks [s]
 _MARGIN = 5.0  # for answers to arrive, beyond the time that they may take [s]
 _LOOK_EVERY = 0.02
 # What rank 0 may set in the environment of another rank's process.
