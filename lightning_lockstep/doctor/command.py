@@ -6,19 +6,23 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import socket
 import sys
 import textwrap
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning_lockstep
 from lightning_lockstep._settings import did_you_mean
+from lightning_lockstep._system import end_programs, usable_cores
 from lightning_lockstep._text import say
 from lightning_lockstep.doctor import network, table
-from lightning_lockstep.doctor.check_runner import Checks
-from lightning_lockstep.doctor.network_findings import examine
+from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.registry import (
     CHECKS,
     NOT_BY_DEFAULT,
@@ -26,6 +30,7 @@ from lightning_lockstep.doctor.registry import (
     CheckResult,
     Finding,
     Status,
+    function_of,
     hosts_of,
     problem,
     worst,
@@ -44,27 +49,78 @@ def select(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         elif "run" in names:
             folders.append(argument)
         else:
-            _raise_unknown(argument)
+            hint = did_you_mean(argument, known)
+            raise ConfigurationError(f"check {argument!r}: expected one of {', '.join(known)}.{hint}")
     chosen = {*names} or {*known} - {*NOT_BY_DEFAULT}
     return sorted(chosen, key=known.index), folders
 
 
-def _raise_unknown(name: str) -> None:
-    # Who names what a check looks at, such as `gpus` or `gloo`, is told which one that is.
-    about = [check for check, known in CHECKS.items() if name.lower() in known.summary.lower()]
-    hint = did_you_mean(name, list(CHECKS)) or (
-        f" Did you mean {about[0]!r}: {CHECKS[about[0]].summary}?" if about else ""
-    )
-    raise ConfigurationError(f"check {name!r}: expected one of {', '.join(CHECKS)}.{hint}")
+# -- The checks of one call: in threads, some at a time, each with a deadline --
+
+_LOOK_EVERY = 0.02  # [s]
+_ITSELF = "the check itself"
 
 
-# -- The command ``lockstep-doctor``: checks of this machine before a run, with the lines to paste --
+def results_of(names: Sequence[str], options: CheckOptions) -> Iterator[CheckResult]:
+    """Run checks, started in this order, and yield each result when it is there."""
+    # They import no torch, but for `network`, and start programs for whatever may crash.
+    most = max(2, len(usable_cores()))
+    alone = [name for name in names if CHECKS[name].runs_alone]
+    waiting = [name for name in names if name not in alone]
+    running: list[_Running] = []
+    while waiting or alone or running:
+        while waiting and len(running) < most:
+            running.append(_Running(waiting.pop(0), options))
+        if not running:
+            running.append(_Running(alone.pop(0), options))
+        for check in [check for check in running if check.is_over()]:
+            running.remove(check)
+            yield check.result()
+        time.sleep(_LOOK_EVERY)
+
+
+class _Running:
+    """A check that runs."""
+
+    def __init__(self, name: str, options: CheckOptions) -> None:
+        self._name, self._began = name, time.monotonic()
+        self._limit = options.timeout or CHECKS[name].timeout
+        self._found: list[Finding] = []
+        # A thread that hangs does not keep the doctor from its end.
+        self._thread = threading.Thread(target=self._run, args=(options,), name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self, options: CheckOptions) -> None:
+        try:
+            for finding in function_of(self._name)(Machine(), options):
+                self._found.append(finding)  # what was found before an error is kept
+        except ConfigurationError as error:
+            self._found.append(problem(_ITSELF, str(error)))
+        except Exception:
+            raised = traceback.format_exc(limit=-2).rstrip()
+            self._found.append(
+                problem(_ITSELF, f"It raised an error, which is a fault of the doctor.\n{raised}")
+            )
+
+    def is_over(self) -> bool:
+        """Return whether it has ended, or its time has."""
+        return not self._thread.is_alive() or time.monotonic() > self._began + self._limit
+
+    def result(self) -> CheckResult:
+        """Return what it has found, up to its deadline."""
+        is_late, found = self._thread.is_alive(), list(self._found)
+        if is_late:
+            evidence = f"It did not end within {self._limit:g} s. It hangs, or needs more time."
+            fix = f"lockstep-doctor {self._name} --timeout {4 * self._limit:g}"
+            found.append(problem(_ITSELF, evidence, fix))
+        return CheckResult(self._name, tuple(found), time.monotonic() - self._began)
+
+
+# -- The command line, and what it ends with --
 
 _PROGRAM = "lockstep-doctor"
 # 2 is what argparse ends with when the command line cannot be used.
 _NO_PROBLEM, _PROBLEM, _USAGE, _ONLY_WARNINGS = 0, 1, 2, 3
-# A terminal is at least so wide; a longer line would wrap and not be wiped.
-_LONGEST = 78
 _ABOUT = """Check this machine before a run, and print the commands that fix what it
 found. Without arguments all checks run except `network` and `run`."""
 _EXIT_CODES = """exit code: 0 no problem, 1 a problem, 2 an invalid command line, 3 only warnings
@@ -152,62 +208,41 @@ def main(argv: Sequence[str] | None = None) -> None:
         say(f"{_PROGRAM}: {error}")
         raise SystemExit(_USAGE) from None
     least = Status(given.only) if given.only else Status.NOT_APPLICABLE
-    raise SystemExit(run_checks(names, options, least, as_json=given.json, strict=given.strict))
+    if "network" not in names:  # its ranks end by the signal itself, also while torch waits for others
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        raise SystemExit(run_checks(names, options, least, as_json=given.json, strict=given.strict))
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None
+    finally:
+        end_programs()  # of checks that have not ended
 
 
 def run_checks(
     names: Sequence[str], options: CheckOptions, least: Status, *, as_json: bool, strict: bool
 ) -> int:
     """Run the checks, `network` with the other ranks of the job if there are any; return the exit code."""
-    checks, ranks, began = Checks(names, options), None, time.monotonic()
+    began, ranks = time.monotonic(), None
     try:
         ranks = network.join() if "network" in names else None
         if ranks is not None and 0 not in ranks.mine:
-            return _left(ranks, ranks.serve())
+            return ranks.serve()
     except (LaunchError, ImportError) as error:
         say(f"{_PROGRAM}: {error}")
         os._exit(_PROBLEM)  # MPI may hang, or wait for this rank
-    if ranks is not None:
-        checks = _ChecksOfRanks(names, options, ranks)
-    results = _print_json(checks, began) if as_json else _print_table(checks, least, began)
+    options = replace(options, ranks=ranks)
+    results = _print_json(names, options, began) if as_json else _print_table(names, options, least, began)
     status = worst(result.status for result in results)
     code = _ONLY_WARNINGS if strict and status is Status.WARNING else _NO_PROBLEM
     code = _PROBLEM if status is Status.PROBLEM else code
-    if ranks is None:
-        return code
-    sys.stdout.flush()  # mpirun ends a job of which one rank ends without MPI, or with another code than 0
-    ranks.end(code)
-    return _left(ranks, code)
-
-
-def _left(ranks: network.Ranks, code: int) -> int:
-    """Return an exit code, or end this process with it if MPI would never let it end."""
-    if ranks.hangs:
-        os._exit(code)
+    if ranks is not None:
+        sys.stdout.flush()  # mpirun ends a job of which one rank ends without MPI, or with another code than 0
+        ranks.end(code)
     return code
 
 
-class _ChecksOfRanks(Checks):
-    """The checks of rank 0 of a job: `network` in this process, the others as everywhere."""
-
-    def __init__(self, names: Sequence[str], options: CheckOptions, ranks: network.Ranks) -> None:
-        super().__init__([name for name in names if name != "network"], options)
-        self._ranks = ranks
-
-    def results(self, tick: Callable[[], None] = lambda: None) -> Iterator[CheckResult]:
-        yield from super().results(tick)
-        self._ranks.tick = tick
-        began = time.monotonic()
-        found: list[Finding] = []
-        try:
-            found += examine(self._ranks, network.BACKENDS)
-        except (LaunchError, RuntimeError) as error:  # a message that is not signed, a lost store
-            found.append(problem("ranks", str(error), "export MASTER_PORT=ANOTHER_PORT"))
-        yield CheckResult("network", tuple(found), time.monotonic() - began)
-
-
-def _print_json(checks: Checks, began: float) -> list[CheckResult]:
-    results = sorted(checks.results(), key=lambda result: list(CHECKS).index(result.check))
+def _print_json(names: Sequence[str], options: CheckOptions, began: float) -> list[CheckResult]:
+    results = sorted(results_of(names, options), key=lambda result: names.index(result.check))
     report = {
         "host": socket.gethostname(),
         "status": worst(result.status for result in results).value,
@@ -218,21 +253,18 @@ def _print_json(checks: Checks, began: float) -> list[CheckResult]:
     return results
 
 
-def _print_table(checks: Checks, least: Status, began: float) -> list[CheckResult]:
+def _print_table(
+    names: Sequence[str], options: CheckOptions, least: Status, began: float
+) -> list[CheckResult]:
     results: list[CheckResult] = []
-    to = table.console(of_a_rank=isinstance(checks, _ChecksOfRanks))
-    has_rows = False
-    with to.status("") as line:  # on a terminal, below the rows
-
-        def show_what_runs() -> None:
-            running = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in checks.running().items())
-            line.update(
-                f"{len(results)} of {len(checks.names)} checks ended; running: {running or '-'}"[:_LONGEST]
-            )
-
-        for result in checks.results(show_what_runs):
+    to = table.console(of_a_rank=options.ranks is not None)
+    has_rows, remaining = False, list(names)
+    with to.status(f"waiting for {', '.join(remaining)}") as line:  # on a terminal, below the rows
+        for result in results_of(names, options):
             results.append(result)
             has_rows |= table.print_result(to, result, least=least, heading=not has_rows)
+            remaining.remove(result.check)
+            line.update(f"waiting for {', '.join(remaining)}")
     table.print_fixes(to, results, least=least)
     table.print_verdict(to, results, time.monotonic() - began)
     return results

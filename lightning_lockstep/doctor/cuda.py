@@ -9,15 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_lockstep._text import exit_in_words, first_line
-from lightning_lockstep.doctor.machine import (
-    Machine,
-    has_dnf,
-    major,
-    pci_devices,
-    release,
-    short,
-    system_install,
-)
+from lightning_lockstep.doctor.machine import Machine, major, pci_devices, release, short, system_install
 
 # -- What the installed torch was built for, without importing it if that can be read --
 
@@ -46,13 +38,7 @@ def _assigned(text: str, name: str) -> str:
 
 # -- NVIDIA's driver and GPUs, as nvidia-smi shows them --
 
-_FIELDS = (
-    "index",
-    "name",
-    "memory.total",
-    "compute_cap",
-    "pci.bus_id",
-)
+_FIELDS = ("index", "name", "memory.total", "compute_cap", "pci.bus_id")
 _NVIDIA, _DISPLAYS = "0x10de", "0x03"
 _SHOWN = 200
 
@@ -192,10 +178,10 @@ def exports(root: str, libraries: str | None = None) -> tuple[str, str]:
     )
 
 
-def install_line(version: str, machine: Machine) -> str:
+def install_line(version: str) -> str:
     """Return the command that installs a toolkit."""
     package = f"cuda-toolkit-{short(version).replace('.', '-')}"
-    return system_install(machine, package, package)
+    return system_install(package, package)
 
 
 # -- Host compilers: which one nvcc calls, and which are new enough, but not too new --
@@ -252,14 +238,14 @@ def lines_for_gcc(machine: Machine, toolkit: Toolkit, newest: int) -> tuple[str,
     if found:
         gcc = found[max(found)]
     else:
-        toolset = f"gcc-toolset-{newest}"
-        gcc = f"/opt/rh/{toolset}/root/usr/bin/gcc" if has_dnf(machine) else f"/usr/bin/gcc-{newest}"
-        lines.append(system_install(machine, f"gcc-{newest} g++-{newest}", f"{toolset}-gcc-c++"))
+        gcc = f"/usr/bin/gcc-{newest}"
+        again = f"gcc-toolset-{newest}-gcc-c++, then lockstep-doctor cuda again"
+        lines.append(system_install(f"gcc-{newest} g++-{newest}", again))
     gxx = re.sub(r"gcc(-\d+)?$", r"g++\1", gcc)
-    if toolkit.root == "/usr":  # the system's own gcc stands there
+    if toolkit.root == "/usr" or machine.environment.get(
+        "CC"
+    ):  # where the system's own gcc is, or what counts more
         return (*lines, f"export CC={gcc} CXX={gxx}")
-    if machine.environment.get("CC"):
-        lines.append("unset CC")
     for name, path in (("gcc", gcc), ("g++", gxx)):
         link = f"{toolkit.root}/bin/{name}"
         lines.append(f"sudo ln -s{'f' if machine.exists(link) else ''} {path} {link}")

@@ -7,7 +7,6 @@ import os
 import re
 import resource
 import shutil
-import socket
 import sys
 import sysconfig
 import time
@@ -16,12 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from lightning_lockstep._system import Completed, memory_limit, run_program, usable_cores
 from lightning_lockstep._text import exit_in_words
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,10 @@ class Probed:
     facts: Mapping[str, Any] = field(default_factory=dict)  # empty if the probe failed
     error: str = ""  # why it failed, in one line
 
-    def texts(self, name: str) -> list[str]:
+    def entries(self, name: str, kind: type[T]) -> list[T]:
         """Return the entries of a fact that is a list; none if another version of a library gives no list."""
         value = self.facts.get(name)
-        return [str(entry) for entry in value] if isinstance(value, list) else []
-
-    def tables(self, name: str) -> list[dict[str, Any]]:
-        """Return the tables in a fact that is a list."""
-        value = self.facts.get(name)
-        return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
+        return [entry for entry in value if isinstance(entry, kind)] if isinstance(value, list) else []
 
 
 @dataclass(frozen=True)
@@ -72,11 +68,6 @@ _MOST = 1_000_000
 
 class Machine:
     """A machine as checks see it. No method raises for what is not there, cannot be read or prints nonsense."""
-
-    @cached_property
-    def host(self) -> str:
-        """Its host name."""
-        return socket.gethostname()
 
     @cached_property
     def environment(self) -> Mapping[str, str]:
@@ -209,14 +200,9 @@ def short(version: str | None, parts: int = 2) -> str:
     return ".".join(map(str, release(version)[:parts]))
 
 
-def has_dnf(machine: Machine) -> bool:
-    """Return whether a system has packages of Red Hat's kind, rather than Debian's."""
-    return machine.which("apt-get") is None and machine.which("dnf") is not None
-
-
-def system_install(machine: Machine, debian: str, red_hat: str) -> str:
-    """Return the line that installs packages."""
-    return f"sudo dnf install {red_hat}" if has_dnf(machine) else f"sudo apt-get install {debian}"
+def system_install(debian: str, red_hat: str) -> str:
+    """Return the line that installs packages of the system."""
+    return f"sudo apt-get install {debian}  # or: sudo dnf install {red_hat}"
 
 
 def pci_devices(machine: Machine, vendor: str) -> list[str]:  # vendor: such as ``0x10de``

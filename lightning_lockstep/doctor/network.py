@@ -23,7 +23,7 @@
           |--- end() ->  N/asked   end, exit code ---------------------------|-> exits with it
           |<----------   N/answered/R ---------------------------------------|
 
-Rank 0 alone decides, in ``network_findings.py``; a rank that does not answer in time is a finding. What can hang does
+Rank 0 alone decides, in ``checks/network.py``; a rank that does not answer in time is a finding. What can hang does
 so in a process of its own. Only MPI cannot, because a rank starts it once: it runs in a thread of this process.
 """
 
@@ -62,22 +62,20 @@ from lightning_lockstep.launchers.rank_variables import started_from_outside
 Answer = dict[str, Any]
 T = TypeVar("T")
 
-BACKENDS = ("gloo", "nccl", "mpi4py")
-
 
 def backends_of(strategy: str, accelerator: str) -> tuple[str, ...]:
     """Return over which backends the ranks of a strategy communicate; none if it starts one rank."""
     if not strategy or strategy.startswith(("single", "xla_spmd")):
         return ()
-    own = "mpi4py" if strategy.startswith("mpi") else "gloo"
     is_on_gpus = accelerator not in ("cpu", "tpu") and not strategy.startswith("xla")
-    return (own, "nccl") if is_on_gpus else (own,)
+    own = () if strategy.startswith("mpi") else ("gloo",)  # only ranks of mpirun or srun can test MPI
+    return (*own, "nccl") if is_on_gpus else own
 
 
 # -- The ranks of a job, as one of its processes sees them --
 
 _ARRIVAL = 60.0  # longest wait for ranks that another program starts [s]
-_IDLE = 900.0  # longest wait of a rank for what rank 0 asks next, which may run other checks first [s]
+_IDLE = 400.0  # longest wait of a rank for what rank 0 asks next: longer than all steps, and than other checks [s]
 _MARGIN = 5.0  # for answers to arrive, beyond the time that they may take [s]
 _LOOK_EVERY = 0.02
 # What rank 0 may set in the environment of another rank's process.
@@ -88,11 +86,11 @@ class Ranks:
     """The ranks of a job: what each has reported, and a way to have all of them do something."""
 
     def __init__(self, size: int, mine: Sequence[int], store: Any, address: str, port: int) -> None:
-        self.size, self.mine, self.address = size, tuple(mine), address  # mine: ranks of this process
+        self.size, self.mine = size, tuple(mine)  # mine: ranks of this process
+        self.address, self.port = address, port  # where the ranks meet
         self.facts: dict[int, Answer] = {}  # of the ranks that have reported
-        self.tick: Callable[[], None] = lambda: None  # called while others are waited for
-        self.hangs = False  # a thread of this process hangs in MPI, which an orderly exit would wait for
-        self._store, self._port, self._number = store, port, 0
+        self._hangs = False  # a thread of this process hangs in MPI, which an orderly exit would wait for
+        self._store, self._number = store, 0
         self._processes: dict[int, BackendProcess] = {}  # of the last test, which other ranks may still need
         # A restarted attempt of torchrun finds the keys of the one before.
         self._prefix = f"lockstep/doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -115,11 +113,6 @@ class Ranks:
             found.setdefault(where if len(machines[facts["name"]]) > 1 else facts["name"], []).append(rank)
         return found
 
-    @property
-    def place(self) -> str:
-        """Where the ranks meet."""
-        return f"{self.address}:{self._port}"
-
     def meet(self) -> None:
         """Wait until all ranks have reported, on rank 0."""
         self.facts = self._answers("facts", range(self.size), _ARRIVAL)
@@ -140,7 +133,7 @@ class Ranks:
                     self._put(f"{self._number}/answered/{rank}", answer)
             code = request["code"]
             self._put(f"{self._number}/answered/{self.mine[0]}", {})
-        self._close()
+        self._close(code)
         return code
 
     def end(self, code: int) -> None:
@@ -149,7 +142,7 @@ class Ranks:
         with suppress(RuntimeError):
             self._put(f"{self._number}/asked", {"do": "end", "code": code})
             self._answers(f"{self._number}/answered", [r for r in self.facts if r not in self.mine], _MARGIN)
-        self._close()
+        self._close(code)
 
     def _next(self) -> Answer:
         self._number += 1
@@ -167,7 +160,6 @@ class Ranks:
         """Return what each of these ranks has put under a key within the limit [s]."""
         keys, deadline = {rank: f"{self._prefix}/{key}/{rank}" for rank in ranks}, time.monotonic() + limit
         while keys and not self._store.check(list(keys.values())) and time.monotonic() < deadline:
-            self.tick()
             time.sleep(_LOOK_EVERY)
         return {rank: self._get(f"{key}/{rank}") for rank in ranks if self._store.check([keys[rank]])}
 
@@ -184,7 +176,7 @@ class Ranks:
         prefix, timeout = f"{self._prefix}/{self._number}", STEPS["rendezvous"] - _EARLIER
         for rank in self.mine:
             given = request["variables"].get(str(rank), {})
-            local_rank, place = request["local_ranks"][str(rank)], (self.address, self._port)
+            local_rank, place = request["local_ranks"][str(rank)], (self.address, self.port)
             arguments = (request["backend"], rank, self.size, local_rank, *place, prefix, timeout)
             allowed = {name: given[name] for name in _VARIABLES if name in given}
             self._processes[rank] = BackendProcess(arguments, allowed)
@@ -195,26 +187,29 @@ class Ranks:
             if not is_told and any(process.has_failed for process in self._processes.values()):
                 is_told = True
                 self._store.set(f"{prefix}/failed", b"1")  # for those that wait in `meet`
-            self.tick()
             time.sleep(_LOOK_EVERY)
         return {rank: process.answers for rank, process in self._processes.items()}
 
     def _try_mpi(self) -> Answer:
         """Test MPI in this process."""
         rank, answers = network_rank.MPIRank(self.size), {}
+        self._hangs = True  # until MPI has answered
         for step in rank.steps:
             try:
                 answers[step] = within(STEPS[step], functools.partial(network_rank.take, rank, step))
             except TimeoutError as error:
-                self.hangs = True
                 answers[step] = {"ok": False, "late": True, "error": str(error)}
+                return answers
             if not answers[step]["ok"]:
                 break
+        self._hangs = False
         return answers
 
-    def _close(self) -> None:
+    def _close(self, code: int) -> None:
         self._end_processes()
         self._listener.close()
+        if self._hangs:
+            os._exit(code)
 
     def _end_processes(self) -> None:
         for process in self._processes.values():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+import importlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,16 +38,6 @@ class Finding:
     evidence: str  # what was seen, and what that means; for ``NOT_APPLICABLE`` why it does not matter here
     fix: tuple[str, ...] = ()  # lines to paste into a shell; one that begins with ``#`` is a remark
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it in types that JSON has."""
-        return {**asdict(self), "status": self.status.value}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Finding:
-        """Return what :meth:`to_json` has written; raises KeyError or ValueError otherwise."""
-        fix = tuple(map(str, data["fix"]))
-        return cls(Status(data["status"]), str(data["subject"]), str(data["evidence"]), fix)
-
 
 @dataclass(frozen=True)
 class CheckResult:
@@ -67,7 +58,7 @@ class CheckResult:
             "check": self.check,
             "status": self.status.value,
             "seconds": round(self.seconds, 3),
-            "findings": [finding.to_json() for finding in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
         }
 
 
@@ -111,17 +102,8 @@ class CheckOptions:
     folders: tuple[str, ...] = ()  # of runs
     model_parameters: float | None = None  # for which memory is estimated
     gpus: int | None = None  # for which that is estimated; None: those of this host
-    backends: tuple[str, ...] = ()  # over which its ranks communicate; none: all are tested
-
-    def to_json(self) -> dict[str, Any]:
-        """Return them in types that JSON has."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> CheckOptions:
-        """Return what :meth:`to_json` has written."""
-        lists = {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
-        return cls(**{**data, **lists})
+    backends: tuple[str, ...] = ("gloo", "nccl", "mpi4py")  # that it tests
+    ranks: Any = None  # of the job that torchrun, mpirun or srun has started; None: `network` starts its own
 
 
 def hosts_of(options: CheckOptions) -> list[str]:
@@ -149,53 +131,41 @@ def hosts_of(options: CheckOptions) -> list[str]:
 
 @dataclass(frozen=True)
 class Check:
-    """A check: a function ``check`` of a module."""
+    """A check: the function ``check`` of the module of its name."""
 
     summary: str
-    module: str
-    timeout: float = 30.0  # [s]
+    timeout: float = 60.0  # [s]
     runs_alone: bool = False  # after the others, because it starts ranks or measures speed
 
 
-_HERE = "lightning_lockstep.doctor.checks"
 #: The checks, quick ones first.
 CHECKS = {
     "packages": Check(
-        "versions that do not go together, limits of memory, CPU, open files and shared memory",
-        f"{_HERE}.packages",
+        "versions that do not go together, limits of memory, CPU, open files and shared memory"
     ),
-    "kernel": Check("Linux before 5.5, on which ranks may hang", f"{_HERE}.kernel"),
+    "kernel": Check("Linux before 5.5, on which ranks may hang"),
     "cuda": Check(
-        "driver, torch's CUDA, toolkits of the system and which one is found, host compiler, architectures",
-        f"{_HERE}.cuda",
-        timeout=60.0,
+        "driver, torch's CUDA, toolkits of the system and which one is found, host compiler, architectures"
     ),
-    "xla": Check("PJRT device, runtime against torch, deprecated variables", f"{_HERE}.xla", timeout=60.0),
-    "deepspeed": Check(
-        "importable, operations built or buildable, stale build locks, memory per stage",
-        f"{_HERE}.deepspeed",
-        timeout=60.0,
-    ),
+    "xla": Check("PJRT device, runtime against torch, deprecated variables"),
+    "deepspeed": Check("importable, operations built or buildable, stale build locks, memory per stage"),
     "devices": Check(
-        "unequal GPUs: memory, capability, measured speed; all ranks on device 0",
-        f"{_HERE}.devices",
-        timeout=60.0,
-        runs_alone=True,
+        "unequal GPUs: memory, capability, measured speed; all ranks on device 0", runs_alone=True
     ),
-    "mpi": Check(
-        "mpirun and mpi4py of one MPI; ssh to the hosts, and mpirun on them", f"{_HERE}.mpi", timeout=150.0
-    ),
-    "slurm": Check(
-        "allocation, tasks per node, srun, MPI types, time limit and signal", f"{_HERE}.slurm", timeout=90.0
-    ),
+    "mpi": Check("mpirun and mpi4py of one MPI; ssh to the hosts, and mpirun on them", timeout=150.0),
+    "slurm": Check("allocation, tasks per node, srun, MPI types, time limit and signal", timeout=90.0),
     "network": Check(
-        "ranks connect and communicate: gloo, nccl, mpi4py, stage by stage",
-        f"{_HERE}.network",
-        timeout=600.0,
-        runs_alone=True,
+        "ranks connect and communicate: gloo, nccl, mpi4py, stage by stage", timeout=600.0, runs_alone=True
     ),
-    "run": Check("run folders: what happened, and what to do next", f"{_HERE}.run"),
+    "run": Check("run folders: what happened, and what to do next"),
 }
 
 #: Checks that only run when they are named.
 NOT_BY_DEFAULT = ("network", "run")
+
+
+def function_of(name: str) -> Callable[[Any, CheckOptions], Iterator[Finding]]:
+    """Return what a check does on a ``Machine``."""
+    module = importlib.import_module(f"lightning_lockstep.doctor.checks.{name}")
+    check: Callable[[Any, CheckOptions], Iterator[Finding]] = module.check
+    return check

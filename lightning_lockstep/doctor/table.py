@@ -18,22 +18,16 @@ _STYLES = {
     Status.PROBLEM: "bold red",
     Status.NOT_APPLICABLE: "dim",
 }
-_PLURALS = {
-    Status.PROBLEM: "problems",
-    Status.WARNING: "warnings",
-    Status.OK: "ok",
-    Status.NOT_APPLICABLE: "not applicable",
-}
 _CHECK, _STATUS, _SUBJECT = 12, 14, 26
 # A log file has no width; lines of this many characters still fit a screen.
 _WIDTH_OF_A_FILE = 120
 _NARROWEST = 80
 
 
-def console(*, is_error: bool = False, of_a_rank: bool = False) -> Console:
+def console(*, of_a_rank: bool) -> Console:
     """Return a console that wraps at the width of the terminal, and at a fixed one in a file."""
     # mpirun gives its ranks its own terminal, and passes on what they print.
-    made = Console(stderr=is_error, highlight=False, force_terminal=False if of_a_rank else None)
+    made = Console(highlight=False, force_terminal=False if of_a_rank else None)
     made.width = max(_NARROWEST, made.width) if made.is_terminal else _WIDTH_OF_A_FILE
     return made
 
@@ -67,11 +61,9 @@ def print_fixes(
     found = [(result.check, finding) for result in results for finding in result.findings if finding.fix]
     found = [entry for entry in found if entry[1].status.severity >= least.severity]
     found.sort(key=lambda entry: -entry[1].status.severity)
-    fixes = list(dict.fromkeys(finding.fix for _, finding in found))
     groups: dict[tuple[str, ...], list[tuple[str, Finding]]] = {}
-    for entry in found:  # a fix whose lines all stand in another is part of that
-        whole = max((fix for fix in fixes if set(entry[1].fix) <= set(fix)), key=len)
-        groups.setdefault(whole, []).append(entry)
+    for entry in found:
+        groups.setdefault(entry[1].fix, []).append(entry)
     if groups:
         to.print("\nTo fix, paste:", style="bold")
     for number, (fix, entries) in enumerate(groups.items(), 1):
@@ -88,8 +80,8 @@ def print_verdict(to: Console, results: Sequence[CheckResult], seconds: float) -
     findings = [finding for result in results for finding in result.findings]
     number_of = Counter(finding.status for finding in findings)
     counts = [
-        counted(number_of[status], status.value, plural)
-        for status, plural in _PLURALS.items()
+        counted(number_of[status], status.value, plural="" if status.severity > 1 else status.value)
+        for status in reversed(Status)  # `ok` and `not applicable` have no plural
         if number_of[status]
     ]
     style = _STYLES[worst(number_of)]

@@ -23,7 +23,7 @@ from lightning_lockstep.doctor.cuda import (
     toolkit_in_use,
     torch_build,
 )
-from lightning_lockstep.doctor.machine import Machine, has_dnf, major, release, short, system_install
+from lightning_lockstep.doctor.machine import Machine, major, release, short, system_install
 from lightning_lockstep.doctor.registry import (
     CheckOptions,
     Finding,
@@ -33,9 +33,9 @@ from lightning_lockstep.doctor.registry import (
     warning,
 )
 
-# Oldest driver that runs a CUDA of this major version.
-_OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
-_DRIVER_OF_DNF = "dnf module install nvidia-driver:latest-dkms"
+_NEW_DRIVER = (
+    "sudo ubuntu-drivers install && sudo reboot  # or: sudo dnf module install nvidia-driver:latest-dkms"
+)
 _ASK_TORCH = "python -c 'import torch; torch.cuda.init()'"
 
 
@@ -45,10 +45,13 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     gpus = find_gpus(machine) if not driver.error else []
     yield _driver(machine, driver, gpus)
     is_too_old = bool(driver.cuda) and major(driver.cuda) < major(torch.cuda)
-    yield _old_driver(machine, torch, driver) if is_too_old else _torch(torch, gpus)
+    yield _old_driver(torch, driver) if is_too_old else _torch(torch, gpus)
     homes = {name: home for name in ("CUDA_HOME", "CUDA_PATH") if (home := machine.environment.get(name))}
     broken = {name: home for name, home in homes.items() if not machine.exists(f"{home}/bin/nvcc")}
-    yield from _toolkits(machine, torch, used, is_sought=not broken)
+    toolkits = find_toolkits(machine)
+    yield from _toolkits(machine, torch, toolkits, used)
+    if toolkits and torch.cuda and not broken:
+        yield _match(torch, used, _matching_lines(machine, torch, toolkits))
     for name, home in broken.items():
         evidence = f"Set to {home}, but there is no {home}/bin/nvcc: builds look only there."
         yield warning(name, evidence, f"unset {name}", "lockstep-doctor cuda  # what is found without it")
@@ -70,12 +73,11 @@ def _driver(machine: Machine, driver: Driver, gpus: Sequence[Gpu]) -> Finding:
         return problem(subject, f"nvidia-smi does not reach the driver: {driver.error}", fix)
     if driver.program is None and version:
         evidence = f"The module of driver {version} is loaded, and nvidia-smi is not found."
-        fix = system_install(machine, f"nvidia-utils-{short(version, 1)}", "nvidia-driver-cuda")
+        fix = system_install(f"nvidia-utils-{short(version, 1)}", "nvidia-driver-cuda")
         return warning(subject, evidence, fix)
     if driver.program is None and driver.has_hardware:
         evidence = "There is an NVIDIA GPU and no driver for it: nvidia-smi is not found."
-        install = _DRIVER_OF_DNF if has_dnf(machine) else "ubuntu-drivers install"
-        return problem(subject, evidence, f"sudo {install} && sudo reboot")
+        return problem(subject, evidence, _NEW_DRIVER)
     if driver.program is None:
         evidence = "There is no NVIDIA GPU: neither nvidia-smi nor a device on the PCI bus."
         return not_applicable(subject, evidence)
@@ -87,14 +89,12 @@ def _driver(machine: Machine, driver: Driver, gpus: Sequence[Gpu]) -> Finding:
     return ok(subject, f"{runs}; {counted(len(gpus), 'GPU')}: {kinds}")
 
 
-def _old_driver(machine: Machine, torch: TorchBuild, driver: Driver) -> Finding:
-    oldest = _OLDEST_DRIVER.get(major(torch.cuda))
-    by_apt = f"apt-get install nvidia-driver-{oldest}" if oldest else "ubuntu-drivers install"
+def _old_driver(torch: TorchBuild, driver: Driver) -> Finding:
     return problem(
         "driver and torch",
         f"torch {torch.version} is built for CUDA {torch.cuda}, and driver {driver.version} runs CUDA up to"
         f" {driver.cuda}: the major version decides.",
-        f"sudo {_DRIVER_OF_DNF if has_dnf(machine) else by_apt} && sudo reboot",
+        _NEW_DRIVER,
         f"# or, without a new driver, a torch that is built for CUDA {major(driver.cuda)}",
     )
 
@@ -118,9 +118,9 @@ def _torch(torch: TorchBuild, gpus: Sequence[Gpu]) -> Finding:
 
 
 def _toolkits(
-    machine: Machine, torch: TorchBuild, used: Toolkit | None, *, is_sought: bool
+    machine: Machine, torch: TorchBuild, toolkits: Sequence[Toolkit], used: Toolkit | None
 ) -> Iterator[Finding]:
-    subject, toolkits = "toolkits", find_toolkits(machine)
+    subject = "toolkits"
     own = f"There is none. torch runs with its own CUDA {torch.cuda};"
     if toolkits:
         listed = (f"{toolkit}{' <- found first' if toolkit == used else ''}" for toolkit in toolkits)
@@ -132,9 +132,7 @@ def _toolkits(
     else:
         lines = exports(f"/usr/local/cuda-{short(torch.cuda)}")
         evidence = f"{own} DeepSpeed's operations cannot be compiled."
-        yield warning(subject, evidence, install_line(torch.cuda, machine), *lines)
-    if toolkits and torch.cuda and is_sought:
-        yield _match(torch, used, _matching_lines(machine, torch, toolkits))
+        yield warning(subject, evidence, install_line(torch.cuda), *lines)
 
 
 def _match(torch: TorchBuild, used: Toolkit | None, fix: Sequence[str]) -> Finding:
@@ -142,9 +140,6 @@ def _match(torch: TorchBuild, used: Toolkit | None, fix: Sequence[str]) -> Findi
     if used is None:
         evidence = "nvcc is not found: neither on PATH nor in /usr/local/cuda, where builds look for CUDA."
         return warning(subject, evidence, *fix)
-    if not release(used.version):
-        evidence = f"nvcc of {used.root} does not report its version."
-        return warning(subject, evidence, f"{used.root}/bin/nvcc --version", *fix)
     if major(used.version) != major(torch.cuda):
         return warning(
             subject,
@@ -165,7 +160,7 @@ def _matching_lines(machine: Machine, torch: TorchBuild, toolkits: Sequence[Tool
     lines: tuple[str, ...] = exports(root, best.libraries if best else None)
     if machine.environment.get("CUDA_HOME"):  # it counts more than PATH
         lines = (f"export CUDA_HOME={root}", *lines)
-    return lines if best else (install_line(torch.cuda, machine), *lines)
+    return lines if best else (install_line(torch.cuda), *lines)
 
 
 # -- ``PATH`` and ``LD_LIBRARY_PATH``, as far as they name CUDA: whether the folders exist, contain it, and agree --
@@ -198,16 +193,9 @@ def _libraries(machine: Machine, used: Toolkit) -> Iterator[Finding]:
             evidence = f"{folder} contains no libcudart.so: the toolkit is incomplete, or the path is wrong."
             yield warning(name, evidence, *fix)
     first = next((folder for folder in folders if has_cudart(machine, folder)), None)
-    if (
-        first is None
-        or used.libraries is None
-        or machine.real_path(first) == machine.real_path(used.libraries)
-    ):
-        return
-    versions = [path.rpartition(".so.")[2] for path in machine.glob(f"{first.rstrip('/')}/libcudart.so.*")]
-    named = re.search(r"cuda-(\d+(?:\.\d+)?)", machine.real_path(first))
-    found = max(versions, default="", key=release) or (named[1] if named else "")
-    if not release(found) or major(found) != major(used.version):
+    files = machine.glob(f"{first.rstrip('/')}/libcudart.so.*") if first else []
+    version = max((file.rpartition(".so.")[2] for file in files), default="", key=release)
+    if version and major(version) != major(used.version):
         yield warning(
             name,
             f"{first} comes first there, and the compiler is that of {used}: programs load libraries of another CUDA"
@@ -244,7 +232,7 @@ def _architectures(machine: Machine, gpus: Sequence[Gpu]) -> Iterator[Finding]:
     if asked.error:
         yield problem(subject, f"torch cannot be asked: {asked.error}", _ASK_TORCH)
         return
-    built = asked.texts("architectures")
+    built = asked.entries("architectures", str)
     if not built:
         shown = machine.environment.get("CUDA_VISIBLE_DEVICES")
         evidence = "torch finds no usable GPU, though nvidia-smi lists some; CUDA_VISIBLE_DEVICES is"

@@ -36,16 +36,16 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     yield _importable(version, imported)
     yield from (missing := list(_missing_tools(machine)))
     yield from _locks(machine)
-    if built := imported.texts("built"):
+    if built := imported.entries("built", str):
         yield ok("operations built", ", ".join(built))
     if missing:
         return  # nothing can be built without it
-    buildable = [name for name in imported.texts("buildable") if name not in built]
+    buildable = [name for name in imported.entries("buildable", str) if name not in built]
     if buildable:
         yield ok("operations buildable", f"{', '.join(buildable)}: compiled when they are first used")
-    lacking = [name for name in imported.texts("operations") if name not in (*built, *buildable)]
+    lacking = [name for name in imported.entries("operations", str) if name not in (*built, *buildable)]
     for names, fix in (
-        ([name for name in lacking if name in _WITH_AIO], system_install(machine, *_AIO)),
+        ([name for name in lacking if name in _WITH_AIO], system_install(*_AIO)),
         ([name for name in lacking if name not in _WITH_AIO], "lockstep-doctor cuda"),
     ):
         if names:
@@ -68,13 +68,11 @@ def _importable(version: str, imported: Probed) -> Finding:
 def _missing_tools(machine: Machine) -> Iterator[Finding]:
     """Yield a row for each thing that a build needs and this machine lacks."""
     subject, without = "build tools", "operations cannot be compiled."
-    given, install = machine.environment.get("CXX", ""), system_install(machine, "g++", "gcc-c++")
-    if machine.which((given.split() or ["c++"])[0]) is None:
-        if given:
-            evidence = f"CXX={given!r} names a C++ compiler that is not there: {without}"
-            yield warning(subject, evidence, "unset CXX", f"# or: {install}")
-        else:
-            yield warning(subject, f"There is no C++ compiler: {without}", install)
+    given = machine.environment.get("CXX", "").split()
+    compiler = given[0] if given else "c++"
+    if machine.which(compiler) is None:
+        evidence = f"There is no C++ compiler {compiler!r}: {without}"
+        yield warning(subject, evidence, "unset CXX" if given else system_install("g++", "gcc-c++"))
     if machine.which("ninja") is None:
         # Python was started by its path: the programs of its environment are not among those of the shell.
         beside = str(PurePath(machine.python.executable).parent)
@@ -85,7 +83,7 @@ def _missing_tools(machine: Machine) -> Iterator[Finding]:
             yield warning(subject, f"There is no ninja: {without}", "pip install ninja")
     if not machine.exists(header := f"{machine.python.headers}/Python.h"):
         python = f"python{short(machine.python.version)}"
-        fix = system_install(machine, f"{python}-dev", f"{python}-devel")
+        fix = system_install(f"{python}-dev", f"{python}-devel")
         yield warning(subject, f"Python's headers are missing ({header}): {without}", fix)
 
 

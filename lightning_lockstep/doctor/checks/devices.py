@@ -51,9 +51,9 @@ def _compared(subject: str, values: Mapping[int, str], what: str) -> Iterator[Fi
 
 
 def _matrix_products(machine: Machine, gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    """Compare how fast the GPUs multiply, and say which share of a batch each needs for all to be ready at once."""
+    """Compare how fast the GPUs multiply."""
     subject = "matrix product"
-    measured = machine.probe("torch_devices", "--speed", timeout=50.0).tables("devices")
+    measured = machine.probe("torch_devices", "--speed", timeout=50.0).entries("devices", dict)
     if len(measured) != len(gpus):
         return
     speeds: dict[int, float] = {}
@@ -77,10 +77,6 @@ def _matrix_products(machine: Machine, gpus: Sequence[Gpu]) -> Iterator[Finding]
         f"{listed}. GPU {slowest} is the slowest, and all ranks wait for it.",
         f"nvidia-smi -i {slowest} -q -d TEMPERATURE,POWER,CLOCK,PERFORMANCE",
     )
-    if len(speeds) == len(gpus):
-        total = sum(speeds.values())
-        weights = ", ".join(f"{index}: {speed / total:.2f}" for index, speed in speeds.items())
-        yield ok("batch weights", f"shares of a global batch with which all would end at once: {weights}")
 
 
 def _ranks(machine: Machine, gpus: Sequence[Gpu]) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ _PYTHONS = ((3, 10), (3, 13))
 _TORCHVISION_AHEAD = 15
 _GIB = 2**30
 _LITTLE_MEMORY, _LITTLE_SHARED_MEMORY = 4 * _GIB, _GIB
-_FEW_FILES, _ENOUGH_FILES = 1024, 4096
+_FEW_FILES = 1024
 
 
 def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
@@ -27,7 +27,6 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     yield _torch(packages.get("torch"))
     yield from _lightning(packages)
     yield from _beside_torch(packages)
-    yield from _cuda_libraries(packages)
     limits = machine.limits
     yield _memory(limits)
     yield _cores(limits, machine.environment)
@@ -114,18 +113,6 @@ def _beside_torch(packages: Mapping[str, str]) -> Iterator[Finding]:
         yield warning("deepspeed", f"{deepspeed}; expected 0.19 or newer.", "pip install 'deepspeed>=0.19'")
 
 
-def _cuda_libraries(packages: Mapping[str, str]) -> Iterator[Finding]:
-    found = sorted(name for name in packages if name.startswith("nvidia-nccl-cu"))
-    if len(found) > 1 and "torch" in packages:
-        shown = ", ".join(f"{name} {packages[name]}" for name in found)
-        yield warning(
-            "NCCL",
-            f"{shown}: libraries of several CUDA versions lie in the same folder, and the last one installed is used.",
-            f"pip uninstall -y {' '.join(found)}",
-            f"pip install torch=={packages['torch'].partition('+')[0]}  # with the one that it needs",
-        )
-
-
 def _memory(limits: Limits) -> Finding:
     evidence = f"{size_in_words(limits.memory)} ({limits.memory_limited_by})"
     if limits.memory < limits.host_memory:
@@ -152,12 +139,10 @@ def _open_files(most: int | None) -> Finding:
     if most is None:
         return ok(subject, "no limit")
     evidence = f"at most {most} for each process"
-    if most < _FEW_FILES:
-        evidence += ": data loader workers and ranks fail with 'Too many open files'."
-        return warning(subject, evidence, more)
-    if most < _ENOUGH_FILES:
-        evidence += f"; after 'Too many open files' from data loaders: {more}"
-    return ok(subject, evidence)
+    if most > _FEW_FILES:
+        return ok(subject, evidence)
+    evidence += ": data loader workers and ranks may fail with 'Too many open files'."
+    return warning(subject, evidence, more)
 
 
 def _shared_memory(free: int | None) -> Finding:

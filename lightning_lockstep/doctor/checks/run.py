@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,6 +10,7 @@ from pathlib import PurePath
 from typing import Any
 
 from lightning_lockstep._run_folder import RunFolder
+from lightning_lockstep._text import time_in_words
 from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.registry import (
     CheckOptions,
@@ -29,7 +29,6 @@ _LISTED = 8  # jobs of a sweep that are named
 _LONGEST = 700  # of a text that is quoted [characters]
 _LEFT_WITH = ("preempted", "hpc_ckpt")  # how checkpoints of StopTogether and of a requeue are named
 _LEFT_WITHIN = 60.0  # how long a run may take to end once it has saved such a checkpoint [s]
-_QUIET = 120.0  # a folder that was written to since may be that of a run at work [s]
 
 
 def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
@@ -79,7 +78,7 @@ def _run(folder: RunFolder) -> Iterator[Finding]:
         found += _finished(summary)
     elif failure is not None and not _has_problem(found):
         found.append(_failed(failure))
-    found += [*_batch_size(folder), *_metrics(folder)]
+    found += _batch_size(folder)
     is_needed = summary is None and not _has_problem(found)
     for name in dict.fromkeys(folder.unreadable):
         evidence = f"{name} cannot be read: its writer was killed, or the disk was full"
@@ -98,19 +97,16 @@ def _has_problem(found: Iterable[Finding]) -> bool:
 
 def _overflow(folder: RunFolder) -> Iterator[Finding]:
     """Quote the title of each report, and of the ranks what made the bad value and the remedy."""
-    for name in _reports(folder):
+    # Without a run folder of its own, the detector writes to that of the logger.
+    for name in sorted(folder.glob("overflow/*.json", "*/overflow/*.json", "*/*/overflow/*.json")):
+        if folder.is_of_earlier_attempt(name):
+            continue
         lines = folder.text(str(PurePath(name).with_suffix(".txt"))).splitlines()
         marks = ("Producer:", "First bad gradient:", "No module:", "Remedy", "    in Python:", "    on the")
         shown = [line for line in lines if line.startswith(("Detected inf/nan", *marks, "Advice:"))]
         text = folder.shown(str(PurePath(name).with_suffix(".txt")))
         evidence = _quoted("\n".join(dict.fromkeys(shown))) or f"nan or inf: see {text}"
         yield problem("overflow", evidence, f"less {text}")
-
-
-def _reports(folder: RunFolder) -> list[str]:
-    """Return the reports of the overflow detector; without its own folder, it writes to that of the logger."""
-    names = folder.glob("overflow/*.json", "*/overflow/*.json", "*/*/overflow/*.json")
-    return [name for name in sorted(names) if not folder.is_of_earlier_attempt(name)]
 
 
 def _failed(failure: Mapping[str, Any]) -> Finding:
@@ -128,13 +124,8 @@ def _failed(failure: Mapping[str, Any]) -> Finding:
     advice = stack.rpartition("\n\n")[2]  # below the stack
     shown = f"{message.strip()}\n{advice}".strip()
     told = f"{summary}\n{shown[-_LONGEST:]}" if traceback.startswith("Traceback") else _quoted(shown)
-    is_of_guard = summary.startswith("Collective")
-    fix = ("lockstep-doctor network  # is it the network?",) if is_of_guard else ()
-    if "SIGTERMException" in summary:
-        fix = ("# to save a checkpoint on SIGTERM: Trainer(callbacks=[StopTogether()])",)
-    return problem(
-        "collective guard" if is_of_guard else "failure", f"{who}: {told or _quoted(summary)}", *fix
-    )
+    subject = "collective guard" if summary.startswith("Collective") else "failure"
+    return problem(subject, f"{who}: {told or _quoted(summary)}")
 
 
 def _finished(summary: Mapping[str, Any]) -> Iterator[Finding]:
@@ -145,13 +136,9 @@ def _finished(summary: Mapping[str, Any]) -> Iterator[Finding]:
         for name, value in list(metrics.items())[:4]
     )
     yield ok("run", f"it finished: {summary.get('steps')} steps on {_ranks(summary)}; {shown}")
-    if bad := [name for name, value in metrics.items() if not _is_finite(value)]:
-        yield _not_finite(f"{', '.join(bad)} is not finite")
-
-
-def _not_finite(evidence: str) -> Finding:
-    fix = "# which module, rank and batch: Trainer(callbacks=[OverflowDetector()]), or"
-    return problem("metrics", evidence, fix, "lockstep-train debug=overflow ...")
+    if bad := [name for name, value in metrics.items() if isinstance(value, str)]:  # nan, inf
+        fix = "# which module, rank and batch: Trainer(callbacks=[OverflowDetector()]), or"
+        yield problem("metrics", f"{', '.join(bad)} is not finite", fix, "lockstep-train debug=overflow ...")
 
 
 def _batch_size(folder: RunFolder) -> Iterator[Finding]:
@@ -164,30 +151,11 @@ def _batch_size(folder: RunFolder) -> Iterator[Finding]:
         )
 
 
-def _metrics(folder: RunFolder) -> Iterator[Finding]:
-    """Yield the first row of the last attempt's log with a loss that is not finite, if no report says more."""
-    logs = folder.glob("metrics.csv", "csv/metrics.csv", "csv/*/metrics.csv")
-    if not logs or _reports(folder):
-        return
-    for row in csv.DictReader(folder.text(min(logs, key=folder.age)).replace("\0", "").splitlines()):
-        for name, value in row.items():
-            if name and "loss" in name and value and not _is_finite(value):
-                step = row.get("step", "?")
-                yield _not_finite(f"{name} is {value} at step {step}; the overflow detector was not active")
-                return
-
-
 def _unknown(folder: RunFolder) -> Finding:
     newest = min(map(folder.age, folder.glob("*", "*/*", "*/*/*")), default=math.inf)
     kept = next(iter(folder.checkpoints()), "")
     if PurePath(kept).name.startswith(_LEFT_WITH) and folder.age(kept) - newest < _LEFT_WITHIN:
         return ok("run", f"all ranks left it together and saved {kept}, as a signal or a file had asked for")
-    if newest < _QUIET:
-        evidence = (
-            f"no summary yet, and it was written to {newest:.0f} s ago: it may still be running, or all"
-        )
-        evidence += " ranks have left it together (exit code 75)"
-        return ok("run", evidence)
     if not folder.is_of_lockstep_train:
         evidence = (
             "no failure was recorded, and a Trainer of a script leaves no summary: it ended well, still runs, or was"
@@ -195,8 +163,9 @@ def _unknown(folder: RunFolder) -> Finding:
         )
         return ok("run", evidence)
     evidence = (
-        "neither a summary nor a record of a failure: all ranks have left it together (exit code 75), it was killed"
-        " (memory, time limit, a lost host), or it ended before its first step"
+        f"neither a summary nor a record of a failure; last written to {time_in_words(max(0, newest))} ago: it still"
+        " runs, all ranks have left it together (exit code 75), it was killed (memory, time limit, a lost host), or it"
+        " ended before its first step"
     )
     return warning("run", evidence, _WHO_KILLED)
 
@@ -213,13 +182,6 @@ def _checkpoints(folder: RunFolder) -> Finding:
 
 def _ranks(record: Mapping[str, Any]) -> str:
     return "1 rank" if record.get("ranks") == 1 else f"{record.get('ranks')} ranks"
-
-
-def _is_finite(value: object) -> bool:
-    try:
-        return math.isfinite(float(str(value)))
-    except ValueError:
-        return True  # a text
 
 
 def _quoted(text: str) -> str:

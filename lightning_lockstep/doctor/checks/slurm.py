@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 
@@ -58,8 +59,7 @@ def _place(job: str, step: StartedRank | None, environ: Mapping[str, str]) -> Fi
         nodes = counted(len(step.per_node), "node")
         return ok(subject, f"task {step.rank} of {step.size} in step {step.step}, on {nodes}")
     nodes, tasks = (environ.get(key, "1") for key in ("SLURM_JOB_NUM_NODES", "SLURM_NTASKS"))
-    size = f"{_count(nodes, 'node')}, {_count(tasks, 'task')}"
-    what = f"the batch script or shell of job {job} ({size}), not a task of srun"
+    what = f"the batch script or shell of job {job} (nodes: {nodes}, tasks: {tasks}), not a task of srun"
     if nodes == tasks == "1":
         return ok(subject, f"{what}: one process can start the ranks of this node itself")
     return problem(
@@ -77,7 +77,9 @@ def _tasks(step: StartedRank | None, environ: Mapping[str, str]) -> Iterator[Fin
     subject, tasks, devices = "tasks per node", counts[0], _devices(environ)
     if len(set(counts)) > 1:
         evidence = f"the nodes have {'+'.join(map(str, counts))} tasks: every node needs the same number"
-        yield problem(subject, evidence, f"#SBATCH --nodes={len(counts)} --ntasks-per-node={max(counts)}")
+        each = math.ceil(sum(counts) / len(counts))
+        yield problem(subject, evidence, f"#SBATCH --nodes={len(counts)} --ntasks-per-node={each}")
+        return
     on = f"{tasks} on {counted(len(counts), 'node')}"
     if devices is None:
         yield ok(subject, f"{on}; Slurm has given the job no devices")
@@ -90,10 +92,6 @@ def _tasks(step: StartedRank | None, environ: Mapping[str, str]) -> Iterator[Fin
             f"{counted(tasks, 'task')} on a node with {counted(devices, 'device')}: {what}. One task for each device",
             f"#SBATCH --ntasks-per-node={devices} --gpus-per-node={devices}",
         )
-
-
-def _count(number: str, what: str) -> str:
-    return f"{number} {what}{'' if number == '1' else 's'}"
 
 
 def _devices(environ: Mapping[str, str]) -> int | None:
@@ -115,7 +113,7 @@ def _mpi_types(machine: Machine, done: Completed) -> Finding:
     vendor = str(machine.probe("mpi_library").facts.get("vendor", ""))
     wanted = _TYPES.get(vendor, ())
     fitting = [kind for kind in offered if kind.startswith(wanted)]
-    default = machine.environment.get("SLURM_MPI_TYPE") or _configured(machine, "MpiDefault")
+    default = machine.environment.get("SLURM_MPI_TYPE") or _default_type(machine)
     if not wanted or default in fitting:
         return ok(
             subject, f"{listed}, by default {default or 'none'}; mpi4py loads {vendor or 'an unknown MPI'}"
@@ -130,15 +128,13 @@ def _mpi_types(machine: Machine, done: Completed) -> Finding:
 
 
 def _types_in(output: str) -> list[str]:
-    names = [line.strip().removeprefix("srun:").strip() for line in output.splitlines()]
-    found = [name for name in names if re.fullmatch(r"(none|cray_shasta|openmpi|pmi\w*|mpi\w*)", name)]
-    return [name for name in dict.fromkeys(found) if name != "none"]
+    names = re.findall(r"^\s*(?:srun:)?[ \t]*(\w+)[ \t]*$", output, re.MULTILINE)  # one a line, below a title
+    return [name for name in dict.fromkeys(names) if name != "none"]
 
 
-def _configured(machine: Machine, name: str) -> str:
-    """Return a setting of this Slurm, the empty string if it is not known."""
+def _default_type(machine: Machine) -> str:
     shown = machine.run(["scontrol", "show", "config"], _ASK).output
-    found = re.search(rf"^{name}\s*=\s*(\S+)", shown, re.MULTILINE)
+    found = re.search(r"^MpiDefault\s*=\s*(\S+)", shown, re.MULTILINE)
     return found[1] if found else ""
 
 
@@ -153,11 +149,10 @@ def _time(machine: Machine, job: str) -> Finding:
     script = machine.run(["scontrol", "write", "batch_script", job, "-"], _ASK).output
     name, seconds = _signal(script, machine.environment)
     if name is None:
-        later = _configured(machine, "KillWait") or "30"
         return warning(
             subject,
             f"{limit[1]}, and no --signal in the batch script: unless sbatch was given one, the tasks get SIGTERM at"
-            f" the limit and SIGKILL {later} s later, the only time for a checkpoint; the job is not requeued",
+            " the limit and SIGKILL soon after (KillWait), the only time for a checkpoint; the job is not requeued",
             f"{fix}   # StopTogether then saves, and the job is requeued",
         )
     evidence = f"{limit[1]}, with --signal={name}"

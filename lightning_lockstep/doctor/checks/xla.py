@@ -7,29 +7,16 @@ from collections.abc import Iterator
 from lightning_lockstep.doctor.machine import Machine, pci_devices, short
 from lightning_lockstep.doctor.registry import CheckOptions, Finding, not_applicable, ok, problem, warning
 
+_BF16, _DOWNCAST = "use precision=bf16-true", "use precision=bf16-true and the strategy's downcast_bf16=true"
 _DEPRECATED = {
-    "XLA_USE_BF16": "use precision=bf16-true",
-    "XLA_DOWNCAST_BF16": "use precision=bf16-true and the strategy's downcast_bf16=true",
-    "XLA_USE_FP16": "use precision=bf16-true",
-    "XLA_USE_F16": "use precision=bf16-true",
-    "XLA_DOWNCAST_FP16": "use precision=bf16-true and the strategy's downcast_bf16=true",
-    "XLA_DOWNCAST_F16": "use precision=bf16-true and the strategy's downcast_bf16=true",
+    **dict.fromkeys(("XLA_USE_BF16", "XLA_USE_FP16", "XLA_USE_F16"), _BF16),
+    **dict.fromkeys(("XLA_DOWNCAST_BF16", "XLA_DOWNCAST_FP16", "XLA_DOWNCAST_F16"), _DOWNCAST),
 }
 _NO = ("", "0", "false")
 _NOT_LOADED = ("undefined symbol", "cannot open shared object")
 # Google's other devices on the bus, such as the network card of its virtual machines, have the vendor too.
 _GOOGLE = "0x1ae0"
-_TPUS = {
-    "0x0027": "TPU v2 or v3",
-    "0x0056": "TPU",
-    "0x005e": "TPU v4",
-    "0x0062": "TPU v5p",
-    "0x0063": "TPU v5e",
-    "0x006f": "TPU v6e",
-    "0x0076": "TPU7x",
-    "0x007c": "TPU8t",
-    "0x0083": "TPU8i",
-}
+_TPUS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076", "0x007c", "0x0083")
 
 
 def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
@@ -39,33 +26,27 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
         if value.lower() not in _NO:
             evidence = f"Set to {value!r}, which torch-xla has deprecated: {instead}."
             yield warning(name, evidence, f"unset {name}")
-    tpu = _tpu(machine)
+    # Device files are no proof, because NPUs and VFIO have them too.
+    devices = [machine.read_text(f"{folder}/device") or "" for folder in pci_devices(machine, _GOOGLE)]
+    has_tpu = any(number.strip() in _TPUS for number in devices)
     if "torch-xla" in machine.python.packages:
-        yield from _device(machine, tpu)
-    elif tpu:
-        evidence = f"This host has a {tpu}, and torch-xla is not installed for this Python."
+        yield from _device(machine, has_tpu=has_tpu)
+    elif has_tpu:
+        evidence = "This host has a TPU, and torch-xla is not installed for this Python."
         fix = f"pip install 'lightning-lockstep[xla]' 'torch==2.9.*' {_with_libtpu('2.9')}"
         yield problem("torch-xla", evidence, fix)
     else:
         yield not_applicable("torch-xla", "It is not installed, and this host has no TPU.")
 
 
-def _tpu(machine: Machine) -> str:
-    """Return which TPU is plugged in, or nothing: device files are no proof, since NPUs and VFIO have them too."""
-    numbers = [
-        (machine.read_text(f"{folder}/device") or "").strip() for folder in pci_devices(machine, _GOOGLE)
-    ]
-    return next((_TPUS[number] for number in numbers if number in _TPUS), "")
-
-
-def _device(machine: Machine, tpu: str) -> Iterator[Finding]:
+def _device(machine: Machine, *, has_tpu: bool) -> Iterator[Finding]:
     asked, given = machine.environment.get("PJRT_DEVICE", ""), machine.python.packages
-    if tpu and "libtpu" not in given and "libtpu-nightly" not in given:
-        evidence = f"This host has a {tpu}, and its library libtpu is not installed."
+    if has_tpu and "libtpu" not in given and "libtpu-nightly" not in given:
+        evidence = "This host has a TPU, and its library libtpu is not installed."
         yield problem("libtpu", evidence, f"pip install {_with_libtpu(given['torch-xla'])}")
         return
-    if tpu and asked.upper() != "TPU":
-        evidence = f"This host has a {tpu}, and PJRT_DEVICE is {repr(asked) if asked else 'not set'}:"
+    if has_tpu and asked.upper() != "TPU":
+        evidence = f"This host has a TPU, and PJRT_DEVICE is {repr(asked) if asked else 'not set'}:"
         yield warning(
             "PJRT device", f"{evidence} torch-xla may take another device.", "export PJRT_DEVICE=TPU"
         )
@@ -80,7 +61,7 @@ def _device(machine: Machine, tpu: str) -> Iterator[Finding]:
         )
     elif probed.error:
         evidence = f"torch-xla finds no device (PJRT_DEVICE={asked!r}): {probed.error}"
-        yield problem("PJRT device", evidence, f"export PJRT_DEVICE={'TPU' if tpu else 'CPU'}")
+        yield problem("PJRT device", evidence, f"export PJRT_DEVICE={'TPU' if has_tpu else 'CPU'}")
     else:
         number, kind = probed.facts.get("devices"), probed.facts.get("device_type")
         yield ok("PJRT device", f"{number} of type {kind}; torch-xla {given['torch-xla']}")

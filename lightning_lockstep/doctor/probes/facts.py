@@ -101,20 +101,9 @@ def xla_devices() -> dict[str, Any]:
 
 # -- Whether DeepSpeed can be imported, and which of its operations are installed --
 
-# The operations that training uses, and what DeepSpeed calls their builders.
-_BUILDERS = {
-    "async_io": "AsyncIOBuilder",
-    "cpu_adagrad": "CPUAdagradBuilder",
-    "cpu_adam": "CPUAdamBuilder",
-    "cpu_lion": "CPULionBuilder",
-    "deepspeed_shm_comm": "ShareMemCommBuilder",
-    "fused_adam": "FusedAdamBuilder",
-    "fused_lamb": "FusedLambBuilder",
-    "fused_lion": "FusedLionBuilder",
-    "pin_memory": "PinMemoryBuilder",
-    "quantizer": "QuantizerBuilder",
-    "utils": "UtilsBuilder",
-}
+# The operations that training uses.
+_CPU_OPERATIONS = ("async_io", "cpu_adagrad", "cpu_adam", "cpu_lion", "deepspeed_shm_comm", "pin_memory")
+_OPERATIONS = (*_CPU_OPERATIONS, "fused_adam", "fused_lamb", "fused_lion", "quantizer", "utils")
 
 
 def deepspeed_import() -> dict[str, Any]:
@@ -128,15 +117,14 @@ def deepspeed_import() -> dict[str, Any]:
         sys.exit(f"{error}")
     from deepspeed.accelerator import get_accelerator
     from deepspeed.git_version_info import installed_ops  # those that were built ahead of time
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS  # the builders that this accelerator has
 
-    builders = {name: get_accelerator().create_op_builder(builder) for name, builder in _BUILDERS.items()}
-    # Where an accelerator lacks an operation, that of the CPU gives a builder of nothing.
-    known = [name for name, builder in builders.items() if builder is not None and builder.name == name]
+    known = sorted(name for name in _OPERATIONS if name in ALL_OPS)
     return {
         "accelerator": get_accelerator().device_name(),
         "operations": known,
         "built": [name for name in known if installed_ops.get(name)],
-        "buildable": [name for name in known if _can_be_built(builders[name])],
+        "buildable": [name for name in known if _can_be_built(ALL_OPS[name])],
     }
 
 

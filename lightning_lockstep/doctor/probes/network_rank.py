@@ -1,10 +1,9 @@
 """One rank that tests one backend, step by step: a line of JSON for each step, up to the first that fails.
 
     python network_rank.py gloo|nccl RANK WORLD_SIZE LOCAL_RANK ADDRESS PORT PREFIX TIMEOUT
-    mpirun -n WORLD_SIZE python network_rank.py mpi4py WORLD_SIZE
 
 Ranks of torch meet over the store at ADDRESS and PORT, under keys that begin with PREFIX. Nothing of this package is
-imported, so that only the network is tested.
+imported, so that only the network is tested. A rank of MPI takes its steps in the process that mpirun or srun starts.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 
 Answer = dict[str, Any]
 
-LARGE = 4_000_000  # numbers of float32 in the large all-reduce
+_LARGE = 4_000_000  # numbers of float32 in the large all-reduce: 16 MB
 _CPU_MEMORY, _DEVICE_MEMORY = 64, 256  # allocated for a try [MiB]
 _LOOK_EVERY = 0.02  # [s]
 
@@ -99,7 +98,7 @@ class TorchRank:
 
     def large(self) -> None:
         """Add up more numbers than a packet holds."""
-        self.dist.all_reduce(self.torch.zeros(LARGE, device=self.device))
+        self.dist.all_reduce(self.torch.zeros(_LARGE, device=self.device))
         self._wait()
 
     def _wait(self) -> None:
@@ -114,10 +113,8 @@ class MPIRank:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        ranks = (os.environ.get(name) for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK"))
-        self.rank = int(next(filter(None, ranks), "0"))
 
-    def start(self) -> Answer:
+    def start(self) -> None:
         """Start MPI if it has not been, and make sure that it sees all ranks."""
         from mpi4py import MPI
 
@@ -128,7 +125,6 @@ class MPIRank:
                 f"{self.size} ranks were started, but MPI sees {size}: mpi4py loads another MPI ({library}) than"
                 " the one that starts the ranks"
             )
-        return {"library": library}
 
     def barrier(self) -> None:
         self.world.Barrier()
@@ -139,7 +135,7 @@ class MPIRank:
 
     def large(self) -> None:
         """Add up more numbers than a packet holds."""
-        self.world.Allreduce([bytearray(4 * LARGE), self.MPI.FLOAT], [bytearray(4 * LARGE), self.MPI.FLOAT])
+        self.world.Allreduce([bytearray(4 * _LARGE), self.MPI.FLOAT], [bytearray(4 * _LARGE), self.MPI.FLOAT])
 
 
 def check_sum(found: list[float], size: int) -> None:
@@ -152,7 +148,8 @@ def take(rank: TorchRank | MPIRank, step: str) -> Answer:
     """Take a step; return what it answers and how long it took, or its error."""
     began = time.perf_counter()
     try:
-        answer = {"ok": True, **(getattr(rank, step)() or {})}
+        getattr(rank, step)()
+        answer: Answer = {"ok": True}
     except Exception as error:
         lines = str(error).strip().splitlines()
         answer = {"ok": False, "error": f"{type(error).__name__}: {lines[0] if lines else ''}"}
@@ -161,20 +158,18 @@ def take(rank: TorchRank | MPIRank, step: str) -> Answer:
 
 def main() -> None:
     """Take each step, and answer for it."""
-    name, *arguments = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no answer
-    rank = MPIRank(int(arguments[0])) if name == "mpi4py" else TorchRank(name, *arguments)
-    if isinstance(rank, TorchRank) and sys.platform == "linux":
+    rank = TorchRank(*sys.argv[1:])
+    if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a step that hangs ends with the doctor
     for step in rank.steps:
         answer = take(rank, step)
-        answers.write(json.dumps({"rank": rank.rank, "step": step, **answer}) + "\n")
+        answers.write(json.dumps({"step": step, **answer}) + "\n")
         if not answer["ok"]:
             break
-    if isinstance(rank, TorchRank):
-        sys.stdin.read()  # the other ranks may still need this one
-        os._exit(0)  # destroying the group could wait for a rank that has ended
+    sys.stdin.read()  # the other ranks may still need this one
+    os._exit(0)  # destroying the group could wait for a rank that has ended
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import importlib
 import posixpath
 import shlex
 import time
@@ -15,7 +14,7 @@ import yaml
 
 from lightning_lockstep._system import NOT_FOUND, Completed
 from lightning_lockstep.doctor.machine import Limits, Machine, Probed, Python
-from lightning_lockstep.doctor.registry import CHECKS, CheckOptions, CheckResult
+from lightning_lockstep.doctor.registry import CheckOptions, CheckResult, function_of
 
 _GIB = 2**30
 _MOST_LINKS = 20
@@ -26,7 +25,6 @@ _KEYS = {
     "environment",
     "expected",
     "files",
-    "host",
     "limits",
     "links",
     "options",
@@ -43,9 +41,7 @@ class ImitatedMachine(Machine):
         # In the record, each of which may be missing: ``files`` (text by path), ``links`` (target by path),
         # ``commands`` (by command line: what it prints, or ``output``, ``error`` and ``exit``), ``packages``
         # (version by name), ``ages`` (of files [s], by path; 0 of others), ``probes`` (facts by name,
-        # or ``error``), ``environment``, ``python``, ``limits``
-        # and ``host``.
-        self.host = str(record.get("host", "imitated"))
+        # or ``error``), ``environment``, ``python`` and ``limits``.
         self.environment = {
             "PATH": "/usr/local/bin:/usr/bin:/bin",
             **{name: str(value) for name, value in _mapping(record, "environment").items()},
@@ -141,8 +137,7 @@ def read_record(path: Path) -> dict[str, Any]:
 def run_check(name: str, machine: Machine, options: CheckOptions) -> CheckResult:
     """Run a check in this process and return its result."""
     began = time.monotonic()
-    findings = tuple(importlib.import_module(CHECKS[name].module).check(machine, options))
-    return CheckResult(name, findings, time.monotonic() - began)
+    return CheckResult(name, tuple(function_of(name)(machine, options)), time.monotonic() - began)
 
 
 def _mapping(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:

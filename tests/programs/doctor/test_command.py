@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,8 @@ import pytest
 
 import lightning_lockstep
 from lightning_lockstep.doctor import command
-from lightning_lockstep.doctor.check_runner import Checks
-from lightning_lockstep.doctor.command import main, select
-from lightning_lockstep.doctor.registry import CheckOptions, CheckResult
-from lightning_lockstep.errors import ConfigurationError
-from tests.common.doctor.imitated_machine import read_machine, run_check
+from lightning_lockstep.doctor.command import main
+from tests.common.doctor.imitated_machine import read_machine
 from tests.common.doctor.machines import FOLDER
 
 OLD_KERNEL, HANGING_KERNEL = FOLDER / "kernel_old_ubuntu.yaml", FOLDER / "kernel_old_and_hangs.yaml"
@@ -38,11 +36,7 @@ def on_machine(
     """Run the command in this process as if on an imitated machine; return its exit code and what it prints."""
 
     def run(path: Path, *arguments: str) -> tuple[int, str]:
-        class ChecksThere(Checks):
-            def results(self, tick: Callable[[], None] = lambda: None) -> Iterator[CheckResult]:
-                yield from (run_check(name, read_machine(path), CheckOptions()) for name in self.names)
-
-        monkeypatch.setattr(command, "Checks", ChecksThere)
+        monkeypatch.setattr(command, "Machine", lambda: read_machine(path))
         with pytest.raises(SystemExit) as ended:
             command.main(arguments)
         return int(str(ended.value.code)), capsys.readouterr().out
@@ -79,16 +73,6 @@ def test_an_unknown_check_is_refused() -> None:
     done = doctor("kernal")
     assert done.returncode == 2
     assert "check 'kernal': expected one of" in done.stderr and "Did you mean 'kernel'?" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("given", "meant"), [("gpus", "devices"), ("nccl", "network"), ("SSH", "mpi"), ("driver", "cuda")]
-)
-def test_what_a_check_looks_at_names_it(given: str, meant: str) -> None:
-    with pytest.raises(
-        ConfigurationError, match=f"check '{given}': expected one of .* Did you mean '{meant}'"
-    ):
-        select([given])
 
 
 @pytest.mark.parametrize(
@@ -132,21 +116,31 @@ def test_a_terminal_gets_a_progress_line() -> None:
             shown += part
     os.close(main)
     assert process.wait(60) in (0, 1)
-    assert b"of 2 checks ended; running: " in shown and b"Linux kernel" in shown
-    assert "checks ended" not in doctor("kernel").stdout
+    assert b"waiting for " in shown and b"Linux kernel" in shown
+    assert "waiting for" not in doctor("kernel").stdout
 
 
-def test_killed_it_leaves_nothing_behind(tmp_path: Path) -> None:
-    """A check that waits for a program ends with the doctor, and so does the program, even if that is killed."""
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "its time is over"])
+def test_no_program_outlives_the_doctor(how: str, tmp_path: Path) -> None:
     pid, program = tmp_path / "pid", tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\necho $$ > {pid}.part; mv {pid}.part {pid}; exec sleep 600\n")
     program.chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     command = [sys.executable, "-m", "lightning_lockstep.doctor", "cuda"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "PATH": path})
+    command += ["--timeout", "2"] if how == "its time is over" else []
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PATH": path},
+    )
     _wait_until(pid.exists)
-    process.kill()
-    process.wait(60)
+    if how != "its time is over":
+        process.send_signal(signal.Signals[how])
+    told = process.communicate(timeout=60)[0]
+    assert process.returncode == {"SIGTERM": 143, "SIGINT": 130}.get(how, 1), told
+    assert "Traceback" not in told
     child = Path("/proc", pid.read_text().strip(), "cmdline")
     _wait_until(lambda: not child.exists() or child.read_bytes() == b"")
 
@@ -165,7 +159,7 @@ def test_the_doctor_imports_no_engine(tmp_path: Path) -> None:
     program = tmp_path / "lockstep-doctor"  # the name of the console script
     program.write_text(
         "import sys, importlib\n"
-        "for module in ('command', 'check_runner', 'machine', 'checks.packages'):\n"
+        "for module in ('command', 'checks.packages'):\n"
         "    importlib.import_module(f'lightning_lockstep.doctor.{module}')\n"
         f"print([name for name in {HEAVY} if name in sys.modules])\n"
     )

@@ -18,26 +18,30 @@ def test_lines_to_paste_are_printed_once_for_all_findings_that_need_them(
             (
                 problem("interfaces", "on a", "export A=1"),
                 problem("interfaces", "on b", "export B=2"),
-                problem("second try", "it works", "export A=1", "export B=2"),
+                problem("interfaces", "on c", "export A=1"),
                 problem("ranks", "late", "wait"),
                 Finding(Status.OK, "build", "may be done before", ("make",)),
             ),
             0.1,
         ),
     ]
-    print_fixes(console(), results)
+    print_fixes(console(of_a_rank=False), results)
     assert capsys.readouterr().out.split("\n\n") == [
         "\nTo fix, paste:",
-        "# 1. network: interfaces, network: second try\nexport A=1\nexport B=2",
-        "# 2. network: ranks\nwait",
-        "# 3. mpi: prted\nmpirun --prefix /v",
-        "# 4. network: build (optional)\nmake\n",
+        "# 1. network: interfaces\nexport A=1",
+        "# 2. network: interfaces\nexport B=2",
+        "# 3. network: ranks\nwait",
+        "# 4. mpi: prted\nmpirun --prefix /v",
+        "# 5. network: build (optional)\nmake\n",
     ]
 
 
 def test_a_table_in_a_row_is_as_wide_as_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
     block = "  " + "x" * 150 + "\n  y"
-    print_result(console(), CheckResult("deepspeed", (ok("memory", f"of 8 ranks:\n{block}"), ok("b", "c"))))
+    print_result(
+        console(of_a_rank=False),
+        CheckResult("deepspeed", (ok("memory", f"of 8 ranks:\n{block}"), ok("b", "c"))),
+    )
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["deepspeed", "ok", "memory", "of", "8", "ranks:"]
     assert lines[1:3] == block.splitlines() and lines[3].split() == ["ok", "b", "c"]

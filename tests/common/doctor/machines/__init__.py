@@ -39,7 +39,7 @@ class Case:
         return read_machine(self.path)
 
     def options(self) -> CheckOptions:
-        return CheckOptions.from_json(self.record.get("options", {}))
+        return CheckOptions(**self.record.get("options", {}))
 
     def result(self, check: str) -> CheckResult:
         return run_check(check, self.machine, self.options())
