@@ -23,6 +23,9 @@ _ROOTED = ("broadcast", "gather", "reduce", "scatter")
 _OPERATION = re.compile(
     r"(#(?P<number>\d+) )?(?P<name>\w+)(\(\w+\))?( (?:to|from) (?P<root>\d+))?( in '(?P<group>[^']*)')?"
 )
+# Before the programs, the ranks gather their guards: two collectives of the default group, which torch counts and
+# `verify`, which begins after them, does not.
+_EARLIER: Mapping[Guard, int] = {"watch": 2, "verify": 0}
 _MESSAGE = re.compile(r"(send to|receive from) ")
 
 
@@ -164,11 +167,13 @@ def _row_faults(
     title = found["group"] or (headline and headline["group"])
     if not number or not title:  # all have the same number, in different groups, which tells little
         return
-    calls = calls_of(program, rank, _group(program, title), guard)
-    if int(number) > len(calls):
+    group = _group(program, title)
+    calls = calls_of(program, rank, group, guard)
+    index = int(number) - 1 - (0 if group else _EARLIER[guard])
+    if index not in range(len(calls)):
         yield f"rank {rank} has no call #{number} of {title!r}"
         return
-    call = calls[int(number) - 1]
+    call = calls[index]
     if found["name"] != call.operation or not _tells(row, call, guard):
         yield f"rank {rank} called {call}"
     if found["root"] is not None and int(found["root"]) != call.root:
