@@ -26,7 +26,7 @@ import torch.distributed as dist
 from lightning_lockstep._text import first_line
 from lightning_lockstep.distributed.failure.process_exit import flush_everything, outcome
 from lightning_lockstep.distributed.guard.rank_state import WORLD, group_title
-from lightning_lockstep.distributed.mpi.worker import ANY_TIME, Body, MPIWork, Worker, wait_for_callbacks
+from lightning_lockstep.distributed.mpi.worker import Body, MPIWork, Worker, wait_for_callbacks
 from lightning_lockstep.distributed.side_channel.opening import close_side_channel
 from lightning_lockstep.errors import LaunchError, MissingExtraError
 
@@ -109,7 +109,7 @@ class MPIRuntime:
         if self._finalises and not self.MPI.Is_finalized():
             # Finalize holds Python's lock until all ranks are there. Other threads of this one may still have to send
             # what a rank waits for that is not, so they meet before it.
-            meeting = MPIWork("exit", self._meet(), [], timeout=ANY_TIME)
+            meeting = MPIWork("exit", self._meet(), [])
             self.worker.submit(meeting)
             with suppress(Exception):  # a failure elsewhere, after which that rank ends MPI
                 meeting.wait()

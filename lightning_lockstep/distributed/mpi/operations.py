@@ -14,7 +14,7 @@ This module is imported once MPI is up, never before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -220,6 +220,15 @@ def _gather_to(group: Any, outputs: Any, tensor: Tensor, root: int) -> Body:
 def _scatter(group: Any, target: Tensor, inputs: Any, root: int) -> Body:
     parts = _parts(group, _one(inputs), target) if root == group.rank() else {}
     return _exchanged(group, {root: target}, parts)
+
+
+def gathered(group: Any, data: bytes) -> Generator[list[Callable[[], bool]], None, list[bytes]]:
+    """Gather data of each rank, and return them in the order of the group."""
+    lengths = torch.zeros(group.size(), dtype=torch.int64)
+    yield from _gather(group, lengths, torch.tensor([len(data)]))
+    places = [torch.empty(length, dtype=torch.uint8) for length in lengths.tolist()]
+    yield from _gather(group, places, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return [bytes(place.tolist()) for place in places]
 
 
 def _reduce_scatter(group: Any, target: Tensor, given: Any, opts: Arguments) -> Body:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import functools
+import json
 import threading
 import time
 from collections import deque
@@ -33,7 +34,14 @@ from lightning_lockstep.distributed.guard.collective_call import (
 )
 from lightning_lockstep.distributed.guard.rank_state import Outstanding, RecordedCall
 from lightning_lockstep.distributed.local_collectives import answer
-from lightning_lockstep.distributed.mpi.operations import COLLECTIVES, Arguments, Receive, moved, pieces
+from lightning_lockstep.distributed.mpi.operations import (
+    COLLECTIVES,
+    Arguments,
+    Receive,
+    gathered,
+    moved,
+    pieces,
+)
 from lightning_lockstep.distributed.mpi.worker import Body, MPIWork, Worker
 from lightning_lockstep.errors import CollectiveMismatchError, RankFailedError
 
@@ -112,7 +120,7 @@ class MPIProcessGroup(dist.ProcessGroup):
                 self._agreed(call, number, _copied_back(body, copies)),
                 outputs,
                 timeout or getattr(opts, "timeout", None),
-                lambda work: self._ended(work, call.number),
+                functools.partial(self._ended, call.number),
                 self._last,
             )
             self._count = call.number
@@ -132,20 +140,22 @@ class MPIProcessGroup(dist.ProcessGroup):
             memory = array.array("q", [number, -number])
             yield [self.comm.Iallreduce(MPI.IN_PLACE, [memory, 2, MPI.INT64_T], MPI.MAX).Test]
             if memory[0] != -memory[1]:
-                own = replace(call, where=own_place()).to_data()
-                calls = [CollectiveCall.from_data(data) for data in self.comm.allgather(own)]
+                own = json.dumps(replace(call, where=own_place()).to_data())
+                texts = yield from gathered(self, own.encode())
+                calls = [CollectiveCall.from_data(json.loads(text)) for text in texts]
                 raise CollectiveMismatchError(mismatch_report(dict(zip(self._ranks, calls, strict=True))))
         yield from body
 
-    def _ended(self, work: MPIWork, number: int) -> None:
+    def _ended(self, number: int, work: MPIWork, error: BaseException | None) -> BaseException | None:
         self._ended_calls = number
-        self._named(work)
         with self._lock:
             if self._last is work:
                 self._last = None
+        named = _named(work, error)
         # After a comparison all ranks have come equally far; otherwise nobody knows how far the others are.
-        if work.given_up or not isinstance(work.error, CollectiveMismatchError):
-            self._broken = self._broken or work.error
+        if work.given_up or not isinstance(named, CollectiveMismatchError):
+            self._broken = self._broken or named
+        return named
 
     # -- what the guard asks of a CallRecorder: torch's own sees no process group that is written in Python ----
 
@@ -197,7 +207,7 @@ class MPIProcessGroup(dist.ProcessGroup):
             senders.append(message.status.source)
 
         body = send() if title.startswith("send") else _copied_back(receive(), copies)
-        work = self._submitted(title, body, tensors, None, self._named)
+        work = self._submitted(title, body, tensors, None, _named)
         work.senders = senders
         return work
 
@@ -209,7 +219,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         body: Body,
         outputs: list[Tensor],
         timeout: timedelta | None,
-        ended: Callable[[MPIWork], None],
+        ended: Callable[[MPIWork, BaseException | None], BaseException | None],
         after: MPIWork | None = None,
     ) -> MPIWork:
         work = MPIWork(
@@ -223,13 +233,6 @@ class MPIProcessGroup(dist.ProcessGroup):
         )
         self._worker.submit(work)
         return work
-
-    def _named(self, work: MPIWork) -> None:
-        if isinstance(work.error, MPI.Exception):
-            text = f"MPI reported an error in {work.title}: {work.error}."
-            if work.error.Get_error_class() == MPI.ERR_TRUNCATE:
-                text += " A rank has sent more than this one expects: make the sizes at both ends equal."
-            work.error = dist.DistBackendError(text)
 
     # -- the rest of torch's contract --------------------------------------------------------------------
 
@@ -278,6 +281,16 @@ for _name in COLLECTIVES:
 
 def _operator(name: str) -> str:
     return name if name == "barrier" else f"{name}_"
+
+
+def _named(work: MPIWork, error: BaseException | None) -> BaseException | None:
+    """Return the error of an operation as its caller gets it: one of MPI names the operation."""
+    if not isinstance(error, MPI.Exception):
+        return error
+    text = f"MPI reported an error in {work.title}: {error}."
+    if error.Get_error_class() == MPI.ERR_TRUNCATE:
+        text += " A rank has sent more than this one expects: make the sizes at both ends equal."
+    return dist.DistBackendError(text)
 
 
 # -- The tensors of a caller --
