@@ -40,6 +40,7 @@ from lightning_lockstep.distributed.mpi.operations import (
     Receive,
     gathered,
     moved,
+    need,
     pieces,
 )
 from lightning_lockstep.distributed.mpi.worker import Body, MPIWork, Worker
@@ -49,7 +50,7 @@ _RECORDED = 512  # calls of a group
 
 
 class MPIProcessGroup(dist.ProcessGroup):
-    """A group of ranks as two MPI communicators: one for collectives, one for sends and receives."""
+    """A group of ranks as an MPI communicator."""
 
     supports_coalescing = False  # torch then waits for several operations by itself
     _device_types = [torch.device("cpu")]  # noqa: RUF012 - a property of torch's class
@@ -60,7 +61,6 @@ class MPIProcessGroup(dist.ProcessGroup):
         size: int,
         worker: Worker,
         comm: Any,
-        messages: Any,
         *,
         title: str,  # in messages
         ranks: Sequence[int],  # by their numbers in the default group
@@ -68,8 +68,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     ) -> None:
         # Torch 2.13 takes no store here from a subclass in Python.
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self.comm, self._messages, self._worker = comm, messages, worker
-        self._size, self._name = size, title
+        self.comm, self._worker, self._name = comm, worker, title
         self._title, self._ranks = title, ranks
         self.options = SimpleNamespace(_timeout=timeout)  # as backends in C++ have it
         self._calls: deque[tuple[CollectiveCall, float]] = deque(maxlen=_RECORDED)
@@ -136,7 +135,7 @@ class MPIProcessGroup(dist.ProcessGroup):
                 f"Group {self._title!r} of the backend 'mpi4py' cannot be used any more, because an earlier operation"
                 f" failed: {self._broken}"
             )
-        if self._size > 1:
+        if self.size() > 1:
             memory = array.array("q", [number, -number])
             yield [self.comm.Iallreduce(MPI.IN_PLACE, [memory, 2, MPI.INT64_T], MPI.MAX).Test]
             if memory[0] != -memory[1]:
@@ -190,19 +189,20 @@ class MPIProcessGroup(dist.ProcessGroup):
         copies: list[tuple[Tensor, Tensor]] = []
         (tensor,) = _contiguous(tensors, copies)
         senders: list[int] = []
+        tag += 1  # that of messages inside collectives is 0
 
         def send() -> Body:
-            yield [self._messages.Isend(moved(piece), other, tag).Test for piece in pieces(tensor)]
+            yield [self.comm.Isend(moved(piece), other, tag).Test for piece in pieces(tensor)]
 
         def receive() -> Body:
             first, *more = pieces(tensor)
-            message, source = Receive(self._messages, first, other, tag), other
+            message, source = Receive(self.comm, first, other, tag), other
             tests: list[Callable[[], bool]] = [message]
             if other == MPI.ANY_SOURCE:
                 yield tests
                 tests, source = [], message.status.source
             # Receives of one rank take its messages in the order in which they are started.
-            tests += [Receive(self._messages, piece, source, tag) for piece in more]
+            tests += [Receive(self.comm, piece, source, tag) for piece in more]
             yield tests
             senders.append(message.status.source)
 
@@ -259,11 +259,10 @@ class MPIProcessGroup(dist.ProcessGroup):
         self._broken = self._broken or dist.DistBackendError("the group was aborted")
 
     def shutdown(self) -> None:
-        """Give the communicators back to MPI, unless something went wrong on them."""
+        """Give the communicator back to MPI, unless something went wrong on it."""
         if self._broken is None and not MPI.Is_finalized():
             self._broken = dist.DistBackendError("the group was destroyed")
-            for comm in (self._messages, self.comm):
-                self._worker.call(comm.Free)
+            self._worker.call(self.comm.Free)
 
 
 # Torch 2.13 has other names for some.
@@ -302,19 +301,10 @@ def _flat(given: Any) -> list[Tensor]:
 
 def _check(tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
-        if tensor.layout is not torch.strided:
-            raise ValueError(
-                f"The backend 'mpi4py' cannot send a {tensor.layout} tensor: call to_dense() first, or give Embedding"
-                " sparse=False."
-            )
-        if not tensor.is_cpu:
-            raise ValueError(
-                f"The backend 'mpi4py' cannot send a tensor on device {tensor.device}: expected cpu."
-            )
-        if tensor.dtype != tensors[0].dtype:
-            raise ValueError(
-                f"Tensors of {tensors[0].dtype} and {tensor.dtype} were given: expected one dtype."
-            )
+        dense, dtype = tensor.layout is torch.strided, tensors[0].dtype
+        need(dense, f"{tensor.layout} was given: call to_dense() first, or give Embedding sparse=False")
+        need(tensor.is_cpu, f"a tensor on device {tensor.device} was given, expected cpu")
+        need(tensor.dtype == dtype, f"{dtype} and {tensor.dtype} were given, expected one dtype")
 
 
 def _contiguous(given: Any, copies: list[tuple[Tensor, Tensor]]) -> Any:

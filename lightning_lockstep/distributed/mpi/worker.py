@@ -109,7 +109,7 @@ class MPIWork(dist.Work):
             _given_up.append(self)
         try:
             self.error = self._ended(self, error)
-        except Exception as failed:  # the worker goes on with the other operations
+        except BaseException as failed:  # the worker goes on with the other operations
             self.error = failed
         self._done = True
         self._gate.release()
@@ -200,8 +200,8 @@ class Worker:
 
     def __init__(self) -> None:
         self._inbox: queue.SimpleQueue[MPIWork] = queue.SimpleQueue()
-        # Asked while the worker waits for another rank: an error to end with, if there is one.
-        self.interruption: Callable[[], BaseException | None] = lambda: None
+        # Called while the worker waits for another rank: the operations end with what it raises.
+        self.check: Callable[[], None] = lambda: None
         threading.Thread(target=self._loop, name="lockstep-mpi", daemon=True).start()
 
     def submit(self, work: MPIWork) -> None:
@@ -244,10 +244,11 @@ class Worker:
                 os.sched_yield()
             if now - looked > _LOOKS:
                 looked = now
+                error: BaseException | None = None
                 try:
-                    error = self.interruption()
-                except Exception as failed:
-                    error = failed
+                    self.check()
+                except BaseException as raised:  # a KeyboardInterrupt, if another rank was interrupted
+                    error = raised
                 for work in running:
                     work.end_if_late(error)
                 running = [work for work in running if not work.is_completed()]

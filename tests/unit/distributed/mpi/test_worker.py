@@ -19,22 +19,22 @@ def waits(is_complete: Callable[[], bool] = lambda: False) -> Body:
     yield [is_complete]
 
 
-def fails(*_: Any) -> BaseException | None:
-    raise ValueError("on purpose")
+def fails(*_: Any) -> Any:
+    raise KeyboardInterrupt("on purpose")  # as if another rank was interrupted
 
 
 def test_an_error_of_what_the_worker_asks_or_tells_ends_the_operation_and_not_the_worker() -> None:
     worker = Worker()
     ended = MPIWork("told", waits(lambda: True), [], timeout=60.0, ended=fails)
     worker.submit(ended)
-    with pytest.raises(ValueError, match="on purpose"):
+    with pytest.raises(KeyboardInterrupt, match="on purpose"):
         ended.wait(LIMIT)
-    worker.interruption = fails
+    worker.check = fails
     asked = MPIWork("asked", waits(), [], timeout=60.0)
     worker.submit(asked)
-    with pytest.raises(ValueError, match="on purpose"):
+    with pytest.raises(KeyboardInterrupt, match="on purpose"):
         asked.wait(LIMIT)
-    worker.interruption = lambda: None
+    worker.check = lambda: None
     goes_on = MPIWork("goes on", waits(lambda: True), [], timeout=60.0)
     worker.submit(goes_on)
     assert goes_on.wait(LIMIT)
