@@ -95,7 +95,8 @@ def expected(program: Program, guard: Guard = "watch") -> Expected:
     if one is None:
         return Expected(ends=("completes",))
     others = [rank for rank in range(program.world_size) if rank != one.rank]
-    if one.kind in ("kill", "raise"):
+    # Nobody diagnoses anything if rank 0 is stopped, until it counts as lost after the silence limit.
+    if one.kind in ("kill", "raise") or (one.kind == "stop" and one.rank == 0):
         return Expected(ends=("failed",), rank=one.rank, unfinished=others)
     if one.kind in ("sleep", "poll", "stop"):
         return Expected(ends=("stall",), rank=one.rank, unfinished=others)
