@@ -10,7 +10,7 @@ from typing import Literal
 
 from tests.common.distributed.guard.program_model import DTYPES, Program, Step
 
-__all__ = ["Call", "Expected", "Guard", "calls_of", "expected", "waits_unseen"]
+__all__ = ["Call", "Expected", "Guard", "calls_of", "expected"]
 
 End = Literal["completes", "mismatch", "stall", "failed"]
 Guard = Literal["watch", "verify"]
@@ -125,16 +125,6 @@ def expected(program: Program, guard: Guard = "watch") -> Expected:
     return Expected(
         ends=("mismatch",) if seen else ("mismatch", "stall"), rank=one.rank, unfinished=unfinished
     )
-
-
-def waits_unseen(program: Program, guard: Guard) -> bool:
-    """Return whether a rank stands still and the others wait for it in sends and receives alone."""
-    # The guard does not see these: they wait for the timeout of their group.
-    one = program.divergence
-    if one is None or one.kind not in ("sleep", "poll", "stop"):
-        return False
-    others = (event for rank, event in _Run(program, guard).stuck().items() if rank != one.rank)
-    return not any(isinstance(event, _Wait) for event in others)
 
 
 def calls_of(program: Program, rank: int, group: int, guard: Guard = "watch") -> list[Call]:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from lightning_lockstep._text import plain_table
-from tests.common.distributed.guard.program_expectation import Guard, expected, waits_unseen
+from tests.common.distributed.guard.program_expectation import Guard, expected
 from tests.common.distributed.guard.program_model import DIVERGENCES, Kind, Program, random_program
 from tests.common.distributed.guard.program_rank import run_programs
 from tests.common.distributed.guard.program_verdict import faults_of, kind_of
@@ -59,10 +59,9 @@ def check(programs: Sequence[Program], guard: Guard = "watch") -> list[Result]:
     return results
 
 
-def launches(seeds: Sequence[int], kind: Kind | None, guard: Guard) -> Iterator[list[Program]]:
+def launches(seeds: Sequence[int], kind: Kind | None) -> Iterator[list[Program]]:
     """Return the programs of some numbers, those together that one launch can run."""
     programs = [random_program(seed, kind) for seed in seeds]
-    programs = [program for program in programs if not waits_unseen(program, guard)]
     if kind is not None:
         yield from ([program] for program in programs)
         return
@@ -71,14 +70,14 @@ def launches(seeds: Sequence[int], kind: Kind | None, guard: Guard) -> Iterator[
         yield from (alike[start : start + _AT_ONCE] for start in range(0, len(alike), _AT_ONCE))
 
 
-def _all_launches(count: int, seed: int, kinds: Sequence[Kind | None], guard: Guard) -> list[list[Program]]:
-    """Return launches of about so many programs: a third without divergence, the others of each kind alike."""
+def _all_launches(count: int, seed: int, kinds: Sequence[Kind | None]) -> list[list[Program]]:
+    """Return launches of so many programs: a third without divergence, the others of each kind alike."""
     clean = (count // 3 if len(kinds) > 1 else count) if None in kinds else 0
-    found = list(launches(range(seed, seed + clean), None, guard)) if clean else []
+    found = list(launches(range(seed, seed + clean), None)) if clean else []
     diverging = [kind for kind in kinds if kind is not None]
     for index in range(count - clean):
         kind = diverging[index % len(diverging)]
-        found += launches([seed + index // len(diverging)], kind, guard)
+        found += launches([seed + index // len(diverging)], kind)
     return found
 
 
@@ -92,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kind", choices=("none", *DIVERGENCES), nargs="*", help="these divergences alone")
     given = parser.parse_args(arguments)
     kinds = [None if kind == "none" else kind for kind in given.kind or ("none", *DIVERGENCES)]
-    todo = _all_launches(given.programs, given.seed, kinds, given.guard)
+    todo = _all_launches(given.programs, given.seed, kinds)
     results: list[Result] = []
     with ThreadPoolExecutor(given.jobs) as pool:
         for several in pool.map(lambda programs: check(programs, given.guard), todo):

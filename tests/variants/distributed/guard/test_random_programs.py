@@ -16,7 +16,7 @@ from tests.common.distributed.guard.random_programs import MODES, check, launche
 
 @pytest.mark.parametrize("guard", MODES)
 def test_programs_without_divergence_raise_nothing(guard: Guard) -> None:
-    results = [result for programs in launches(range(4), None, guard) for result in check(programs, guard)]
+    results = [result for programs in launches(range(4), None) for result in check(programs, guard)]
     assert len(results) == 4
     assert [result for result in results if result.faults] == []
 
