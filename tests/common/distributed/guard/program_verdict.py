@@ -26,8 +26,7 @@ _OPERATION = re.compile(
 # Before the programs, the ranks gather their guards: two collectives of the default group, which torch counts and
 # `verify`, which begins after them, does not.
 _EARLIER: Mapping[Guard, int] = {"watch": 2, "verify": 0}
-_CLOSED = re.compile(r"^RuntimeError: .*Connection (closed|reset) by peer")
-_MESSAGE = re.compile(r"(send to|receive from) ")
+_CLOSED = re.compile(r"^\w+Error: .*Connection (closed by peer|reset by peer|was likely closed)")
 
 
 def faults_of(
@@ -156,8 +155,7 @@ def _text_faults(program: Program, end: str, text: str, guard: Guard) -> Iterato
     if headline is not None and len(rows) > 2 and marked != [one.rank] and not unsure:
         yield f"rank {one.rank} is not the one that differs"
     for rank, row in rows.items():
-        if not _MESSAGE.match(row):
-            yield from _row_faults(program, guard, rank, row, headline)
+        yield from _row_faults(program, guard, rank, row, headline)
 
 
 def _row_faults(
