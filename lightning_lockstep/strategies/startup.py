@@ -18,7 +18,7 @@ from lightning_lockstep.distributed.process_group import (
     process_group_exists,
     start_process_group,
 )
-from lightning_lockstep.errors import ConfigurationError, LaunchError, LockstepError, MissingExtraError
+from lightning_lockstep.errors import ConfigurationError, LaunchError, MissingExtraError
 from lightning_lockstep.launchers.environments import LockstepEnvironment, MPIEnvironment
 from lightning_lockstep.launchers.mpirun import MPIRunLauncher
 from lightning_lockstep.launchers.mpirun_command import MPIRunSettings, find_mpirun
@@ -139,17 +139,9 @@ class MPIStartup(RankStartup):
         propagation = supervisor.propagation
         if propagation is None:
             return
-
-        def failed_elsewhere() -> BaseException | None:
-            try:
-                propagation.check()
-            except LockstepError as error:
-                return error
-            return None
-
         # mpirun ends all ranks once one has failed: let the one that prints the report end first.
         delay = 0.0 if propagation.prints_report else supervisor.settings.grace_period + 2.0
-        follow_failures(failed_elsewhere, delay)
+        follow_failures(propagation.check, delay)
 
     def _choose_backend(self, strategy: Any) -> str:
         chosen = self._given_backend

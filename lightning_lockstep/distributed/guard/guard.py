@@ -7,7 +7,6 @@ import logging
 import os
 import queue
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from lightning_lockstep._settings import Faults
 from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed.failure.propagation import FailurePropagation
 from lightning_lockstep.distributed.guard.diagnosis import ANSWERS_WITHIN, StallDiagnosis
-from lightning_lockstep.distributed.guard.observer import RankObserver
+from lightning_lockstep.distributed.guard.observer import RankObserver, deals_with_errors
 from lightning_lockstep.distributed.guard.rank_state import (
     DiagnosisRequest,
     FlightRecorder,
@@ -66,8 +65,9 @@ _PART, _OFTEN, _SELDOM = 0.1, 0.05, 1.0
 _MOVEMENT = 10.0
 # If a sleep of the guard takes this much longer than planned [s], the process was stopped meanwhile.
 _STOPPED = 2.0
-# How long this rank waits for an answer of rank 0 after a collective has failed here [s].
-_EXPLAIN_FOR = 15.0
+# How long this rank waits for an answer of rank 0 after a collective has failed here [s]: rank 0 may still be looking
+# for another reason, and then looks twice because of the error.
+_EXPLAIN_FOR = 3 * ANSWERS_WITHIN + 2.0
 # How long the guard's thread may take to end [s].
 _ENDS_WITHIN = 2.0
 
@@ -314,47 +314,26 @@ class MainThreadErrors:
 
     def raise_soon(self, error: BaseException) -> None:
         """Raise ``error`` in the thread that trains; another thread calls this, and it returns at once."""
-        self._pending = error
         ident = ctypes.c_ulong(self._thread.ident or 0)
         if self._by_signal and self._thread is threading.main_thread():
+            self._pending = error
             signal.pthread_kill(ident.value, _SIGNAL)
-        elif not _deals_with_errors(sys._current_frames().get(ident.value)):
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(self._class_that_makes(error)))
-
-    def take(self) -> BaseException | None:
-        """Return the error that is still to be raised, if any, and forget it."""
-        error, self._pending = self._pending, None
-        return error
-
-    def _class_that_makes(self, error: BaseException) -> type[BaseException]:
-        """Return a class whose instance is ``error``, because Python raises only a class in another thread."""
-
-        def make(cls: type[BaseException]) -> BaseException:
-            self.take()
-            return error
-
-        kind = type(error)
-        return type(kind.__name__, (kind,), {"__new__": make, "__module__": kind.__module__})
+        elif not deals_with_errors(self._thread):
+            # Python raises only a class in another thread: the instance of this one is ``error``.
+            kind = type(error)
+            members = {"__new__": lambda cls: error, "__module__": kind.__module__}
+            raised = type(kind.__name__, (kind,), members)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(raised))
 
     def _woken(self, number: int, frame: FrameType | None) -> None:
         if callable(self._before):
             self._before(number, frame)
-        if self._pending is None or os.getpid() != self._process:
+        error, self._pending = self._pending, None
+        # The failure protocol raises the error of a diagnosis by itself.
+        if error is None or os.getpid() != self._process or deals_with_errors(self._thread):
             return
-        if _deals_with_errors(frame) or _is_of_the_end(frame):
-            return
-        error = self.take()
-        if error is not None:
+        if not _is_of_the_end(frame):
             raise error
-
-
-def _deals_with_errors(frame: FrameType | None) -> bool:
-    """Return whether a frame is inside the failure protocol, which raises the error of a diagnosis by itself."""
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("lightning_lockstep.distributed.failure"):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _is_of_the_end(frame: FrameType | None) -> bool:

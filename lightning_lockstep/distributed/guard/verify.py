@@ -113,7 +113,6 @@ def _dtype(tensor: Tensor) -> str:
 # of the backend, and the guard ends them together with those once it has found out why a rank does not come.
 
 _PREFIX = "lightning_lockstep/verify"
-_ARRIVED = "arrived"
 
 
 class ComparisonGroup:
@@ -122,7 +121,9 @@ class ComparisonGroup:
     def __init__(self, store: dist.Store, rank: int, size: int, *, timeout: float) -> None:
         # A separate connection, so that other users of the store do not wait for this one.
         own = dist.PrefixStore(_PREFIX, store.clone() if hasattr(store, "clone") else store)
-        number = _wait_for_all(own, size, timeout)  # raises DistStoreError if not all ranks come in time
+        number = _wait_for_all(
+            own, rank, size, timeout
+        )  # raises DistStoreError if not all ranks come in time
         self._rank, self._size = rank, size
         self._timeout = 0.0  # the one in the options [s]
         # Torch has no type hints for its methods.
@@ -158,24 +159,25 @@ class ComparisonGroup:
         return list(map(bytes, rows))
 
 
-def _wait_for_all(store: dist.Store, size: int, timeout: float) -> int:
-    """Wait until all ranks have arrived, and return how many such groups were made over this store before."""
-    # Arrivals are only counted, because a group that is made anew may have the name and the store of an earlier one. No
-    # rank can arrive for the next group before all have arrived for this one. The loop waits in Python, so that
-    # signals are handled.
-    arrived = store.add(_ARRIVED, 1)
-    number = (arrived - 1) // size
+def _wait_for_all(store: dist.Store, rank: int, size: int, timeout: float) -> int:
+    """Wait until all ranks have arrived, and return for how many such groups they did so before over this store."""
+    # Each rank counts its groups, because one that is made anew may have the name and the store of an earlier one. A
+    # rank that comes again after a timeout arrives for the same group. The loop waits in Python, so that signals are
+    # handled.
+    number = store.add(f"groups/{rank}", 0)
+    arrivals = [f"arrived/{number}/{one}" for one in range(size)]
+    store.set(arrivals[rank], "")
     deadline, pause = time.monotonic() + timeout, 0.001
-    while arrived < (number + 1) * size:
+    while not store.check(arrivals):
         if time.monotonic() > deadline:
-            missing = (number + 1) * size - arrived
+            missing = sum(not store.check([one]) for one in arrivals)
             raise dist.DistStoreError(
                 f"Timed out after {timeout:g} s: {missing} of {size} ranks have not called the first collective of"
                 " their process group."
             )
         time.sleep(pause)
         pause = min(pause * 1.5, 0.05)
-        arrived = store.add(_ARRIVED, 0)
+    store.add(f"groups/{rank}", 1)
     return number
 
 

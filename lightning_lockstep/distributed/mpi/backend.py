@@ -26,7 +26,7 @@ import torch.distributed as dist
 from lightning_lockstep._text import first_line
 from lightning_lockstep.distributed.failure.process_exit import flush_everything, outcome
 from lightning_lockstep.distributed.guard.rank_state import WORLD, group_title
-from lightning_lockstep.distributed.mpi.worker import ANY_TIME, Body, MPIWork, Worker, wait_for_callbacks
+from lightning_lockstep.distributed.mpi.worker import Body, MPIWork, Worker, wait_for_callbacks
 from lightning_lockstep.distributed.side_channel.opening import close_side_channel
 from lightning_lockstep.errors import LaunchError, MissingExtraError
 
@@ -55,10 +55,10 @@ def _create(given: Any, options: Any = None) -> dist.ProcessGroup:
     ranks = list(given.global_ranks_in_group) or list(range(size))
     check_ranks(runtime, rank, ranks)
     title = group_title(name, ranks) if given.global_ranks_in_group else WORLD
-    comm, messages = runtime.worker.call(_communicators, runtime, ranks, name)
-    return MPIProcessGroup(
-        rank, size, runtime.worker, comm, messages, title=title, ranks=ranks, timeout=given.timeout
-    )
+    world, tag = runtime.MPI.COMM_WORLD, zlib.crc32(name.encode()) % 32_000
+    # Only members take part, and ranks may make several groups at once: the tag keeps them apart.
+    comm = runtime.worker.call(lambda: world.Create_group(world.Get_group().Incl(ranks), tag))
+    return MPIProcessGroup(rank, size, runtime.worker, comm, title=title, ranks=ranks, timeout=given.timeout)
 
 
 def check_ranks(runtime: MPIRuntime, rank: int, ranks: Sequence[int]) -> None:
@@ -70,13 +70,6 @@ def check_ranks(runtime: MPIRuntime, rank: int, ranks: Sequence[int]) -> None:
             " the MPI library that mpi4py loads, and do not set their ranks yourself. With `srun`, give --mpi=pmix"
             " (Open MPI) or --mpi=pmi2 (MPICH)."
         )
-
-
-def _communicators(runtime: MPIRuntime, ranks: list[int], name: str) -> tuple[Any, Any]:
-    world = runtime.MPI.COMM_WORLD
-    # Only members take part, and ranks may make several groups at once: the tag keeps them apart.
-    comm = world.Create_group(world.Get_group().Incl(ranks), zlib.crc32(name.encode()) % 32_000)
-    return comm, comm.Dup()
 
 
 # -- MPI in this process: started by its worker when first needed, and finalised in order --
@@ -109,7 +102,7 @@ class MPIRuntime:
         if self._finalises and not self.MPI.Is_finalized():
             # Finalize holds Python's lock until all ranks are there. Other threads of this one may still have to send
             # what a rank waits for that is not, so they meet before it.
-            meeting = MPIWork("exit", self._meet(), [], timeout=ANY_TIME)
+            meeting = MPIWork("exit", self._meet(), [])
             self.worker.submit(meeting)
             with suppress(Exception):  # a failure elsewhere, after which that rank ends MPI
                 meeting.wait()
@@ -144,11 +137,11 @@ def start_runtime() -> MPIRuntime:
         return _runtime
 
 
-def follow_failures(question: Callable[[], BaseException | None], delay: float) -> None:
-    """Let operations end with the error that ``question`` returns, and this rank wait before it aborts the job [s]."""
+def follow_failures(check: Callable[[], None], delay: float) -> None:
+    """Let operations end with what ``check`` raises, and this rank wait before it aborts the job [s]."""
     # In that time the rank that prints the report does so; on that rank it is 0.
     if _runtime is not None:
-        _runtime.worker.interruption, _runtime.delay = question, delay
+        _runtime.worker.check, _runtime.delay = check, delay
 
 
 def _import_mpi() -> Any:

@@ -14,7 +14,7 @@ This module is imported once MPI is up, never before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from lightning_lockstep.errors import CollectiveMismatchError
 PIECE = 8 * 2**20  # of a reduction [bytes]
 COUNT = 2**30  # of one call of MPI [elements]
 _WINDOW = 64  # messages to one rank under way at once
-_TAG = 7  # of messages inside collectives, which have a communicator to themselves
+_TAG = 0  # of messages inside collectives; those of a caller have higher ones
 
 _TYPES: dict[torch.dtype, Any] = {
     torch.float32: MPI.FLOAT,
@@ -165,13 +165,14 @@ def _all(bodies: Iterable[Body]) -> Body:
 # -- torch's operations: what they are given must fit, because MPI gets addresses --
 
 
-def _need(condition: bool, what: str) -> None:
+def need(condition: bool, what: str) -> None:
+    """Raise unless a condition holds; otherwise ``what`` says why not."""
     if not condition:
         raise ValueError(f"The backend 'mpi4py' cannot do this: {what}.")
 
 
 def _one(given: Sequence[Any]) -> Any:
-    _need(
+    need(
         len(given) == 1,
         f"one tensor, or one list of tensors, is expected for each rank; {len(given)} were given",
     )
@@ -183,16 +184,16 @@ def _parts(group: Any, given: Any, own: Tensor | None = None, rows: Sequence[int
     size = group.size()
     if isinstance(given, Tensor) and rows:
         fits = len(rows) == size and given.shape[:1] == (sum(rows),)
-        _need(fits, f"the split sizes are {list(rows)} for a tensor of {tuple(given.shape)} and {size} ranks")
+        need(fits, f"the split sizes are {list(rows)} for a tensor of {tuple(given.shape)} and {size} ranks")
         given = torch.split(given, list(rows))
     elif isinstance(given, Tensor):
-        _need(given.numel() % size == 0, f"{tuple(given.shape)}: it must hold {size} parts of one size")
+        need(given.numel() % size == 0, f"{tuple(given.shape)}: it must hold {size} parts of one size")
         given = given.view(size, given.numel() // size).unbind()
-    _need(len(given) == size, f"a list of {len(given)} tensors was given for {size} ranks")
+    need(len(given) == size, f"a list of {len(given)} tensors was given for {size} ranks")
     if own is not None:
         part = given[group.rank()]
         shapes = f"{tuple(part.shape)} and {tuple(own.shape)}"
-        _need(part.numel() == own.numel(), f"the two tensors for this rank have the shapes {shapes}")
+        need(part.numel() == own.numel(), f"the two tensors for this rank have the shapes {shapes}")
     return dict(enumerate(given))
 
 
@@ -201,7 +202,7 @@ def _reduction(group: Any, tensor: Tensor, opts: Arguments, root: int | None = N
     known = name in _REDUCTIONS and (dtype in _TYPES or dtype in _HALF)
     bits = name in ("band", "bor", "bxor") and dtype.is_floating_point
     average = name == "avg" and dtype is torch.bool
-    _need(
+    need(
         known and not bits and not average, f"{dtype} cannot be reduced with {name}; convert the tensor first"
     )
     return _reduced(group, tensor, name, root)
@@ -220,6 +221,15 @@ def _gather_to(group: Any, outputs: Any, tensor: Tensor, root: int) -> Body:
 def _scatter(group: Any, target: Tensor, inputs: Any, root: int) -> Body:
     parts = _parts(group, _one(inputs), target) if root == group.rank() else {}
     return _exchanged(group, {root: target}, parts)
+
+
+def gathered(group: Any, data: bytes) -> Generator[list[Callable[[], bool]], None, list[bytes]]:
+    """Gather data of each rank, and return them in the order of the group."""
+    lengths = torch.zeros(group.size(), dtype=torch.int64)
+    yield from _gather(group, lengths, torch.tensor([len(data)]))
+    places = [torch.empty(length, dtype=torch.uint8) for length in lengths.tolist()]
+    yield from _gather(group, places, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return [bytes(place.tolist()) for place in places]
 
 
 def _reduce_scatter(group: Any, target: Tensor, given: Any, opts: Arguments) -> Body:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import functools
+import json
 import threading
 import time
 from collections import deque
@@ -33,7 +34,15 @@ from lightning_lockstep.distributed.guard.collective_call import (
 )
 from lightning_lockstep.distributed.guard.rank_state import Outstanding, RecordedCall
 from lightning_lockstep.distributed.local_collectives import answer
-from lightning_lockstep.distributed.mpi.operations import COLLECTIVES, Arguments, Receive, moved, pieces
+from lightning_lockstep.distributed.mpi.operations import (
+    COLLECTIVES,
+    Arguments,
+    Receive,
+    gathered,
+    moved,
+    need,
+    pieces,
+)
 from lightning_lockstep.distributed.mpi.worker import Body, MPIWork, Worker
 from lightning_lockstep.errors import CollectiveMismatchError, RankFailedError
 
@@ -41,7 +50,7 @@ _RECORDED = 512  # calls of a group
 
 
 class MPIProcessGroup(dist.ProcessGroup):
-    """A group of ranks as two MPI communicators: one for collectives, one for sends and receives."""
+    """A group of ranks as an MPI communicator."""
 
     supports_coalescing = False  # torch then waits for several operations by itself
     _device_types = [torch.device("cpu")]  # noqa: RUF012 - a property of torch's class
@@ -52,7 +61,6 @@ class MPIProcessGroup(dist.ProcessGroup):
         size: int,
         worker: Worker,
         comm: Any,
-        messages: Any,
         *,
         title: str,  # in messages
         ranks: Sequence[int],  # by their numbers in the default group
@@ -60,8 +68,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     ) -> None:
         # Torch 2.13 takes no store here from a subclass in Python.
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self.comm, self._messages, self._worker = comm, messages, worker
-        self._size, self._name = size, title
+        self.comm, self._worker, self._name = comm, worker, title
         self._title, self._ranks = title, ranks
         self.options = SimpleNamespace(_timeout=timeout)  # as backends in C++ have it
         self._calls: deque[tuple[CollectiveCall, float]] = deque(maxlen=_RECORDED)
@@ -112,7 +119,7 @@ class MPIProcessGroup(dist.ProcessGroup):
                 self._agreed(call, number, _copied_back(body, copies)),
                 outputs,
                 timeout or getattr(opts, "timeout", None),
-                lambda work: self._ended(work, call.number),
+                functools.partial(self._ended, call.number),
                 self._last,
             )
             self._count = call.number
@@ -128,24 +135,26 @@ class MPIProcessGroup(dist.ProcessGroup):
                 f"Group {self._title!r} of the backend 'mpi4py' cannot be used any more, because an earlier operation"
                 f" failed: {self._broken}"
             )
-        if self._size > 1:
+        if self.size() > 1:
             memory = array.array("q", [number, -number])
             yield [self.comm.Iallreduce(MPI.IN_PLACE, [memory, 2, MPI.INT64_T], MPI.MAX).Test]
             if memory[0] != -memory[1]:
-                own = replace(call, where=own_place()).to_data()
-                calls = [CollectiveCall.from_data(data) for data in self.comm.allgather(own)]
+                own = json.dumps(replace(call, where=own_place()).to_data())
+                texts = yield from gathered(self, own.encode())
+                calls = [CollectiveCall.from_data(json.loads(text)) for text in texts]
                 raise CollectiveMismatchError(mismatch_report(dict(zip(self._ranks, calls, strict=True))))
         yield from body
 
-    def _ended(self, work: MPIWork, number: int) -> None:
+    def _ended(self, number: int, work: MPIWork, error: BaseException | None) -> BaseException | None:
         self._ended_calls = number
-        self._named(work)
         with self._lock:
             if self._last is work:
                 self._last = None
+        named = _named(work, error)
         # After a comparison all ranks have come equally far; otherwise nobody knows how far the others are.
-        if work.given_up or not isinstance(work.error, CollectiveMismatchError):
-            self._broken = self._broken or work.error
+        if work.given_up or not isinstance(named, CollectiveMismatchError):
+            self._broken = self._broken or named
+        return named
 
     # -- what the guard asks of a CallRecorder: torch's own sees no process group that is written in Python ----
 
@@ -180,24 +189,25 @@ class MPIProcessGroup(dist.ProcessGroup):
         copies: list[tuple[Tensor, Tensor]] = []
         (tensor,) = _contiguous(tensors, copies)
         senders: list[int] = []
+        tag += 1  # that of messages inside collectives is 0
 
         def send() -> Body:
-            yield [self._messages.Isend(moved(piece), other, tag).Test for piece in pieces(tensor)]
+            yield [self.comm.Isend(moved(piece), other, tag).Test for piece in pieces(tensor)]
 
         def receive() -> Body:
             first, *more = pieces(tensor)
-            message, source = Receive(self._messages, first, other, tag), other
+            message, source = Receive(self.comm, first, other, tag), other
             tests: list[Callable[[], bool]] = [message]
             if other == MPI.ANY_SOURCE:
                 yield tests
                 tests, source = [], message.status.source
             # Receives of one rank take its messages in the order in which they are started.
-            tests += [Receive(self._messages, piece, source, tag) for piece in more]
+            tests += [Receive(self.comm, piece, source, tag) for piece in more]
             yield tests
             senders.append(message.status.source)
 
         body = send() if title.startswith("send") else _copied_back(receive(), copies)
-        work = self._submitted(title, body, tensors, None, self._named)
+        work = self._submitted(title, body, tensors, None, _named)
         work.senders = senders
         return work
 
@@ -209,7 +219,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         body: Body,
         outputs: list[Tensor],
         timeout: timedelta | None,
-        ended: Callable[[MPIWork], None],
+        ended: Callable[[MPIWork, BaseException | None], BaseException | None],
         after: MPIWork | None = None,
     ) -> MPIWork:
         work = MPIWork(
@@ -223,13 +233,6 @@ class MPIProcessGroup(dist.ProcessGroup):
         )
         self._worker.submit(work)
         return work
-
-    def _named(self, work: MPIWork) -> None:
-        if isinstance(work.error, MPI.Exception):
-            text = f"MPI reported an error in {work.title}: {work.error}."
-            if work.error.Get_error_class() == MPI.ERR_TRUNCATE:
-                text += " A rank has sent more than this one expects: make the sizes at both ends equal."
-            work.error = dist.DistBackendError(text)
 
     # -- the rest of torch's contract --------------------------------------------------------------------
 
@@ -256,11 +259,10 @@ class MPIProcessGroup(dist.ProcessGroup):
         self._broken = self._broken or dist.DistBackendError("the group was aborted")
 
     def shutdown(self) -> None:
-        """Give the communicators back to MPI, unless something went wrong on them."""
+        """Give the communicator back to MPI, unless something went wrong on it."""
         if self._broken is None and not MPI.Is_finalized():
             self._broken = dist.DistBackendError("the group was destroyed")
-            for comm in (self._messages, self.comm):
-                self._worker.call(comm.Free)
+            self._worker.call(self.comm.Free)
 
 
 # Torch 2.13 has other names for some.
@@ -280,6 +282,16 @@ def _operator(name: str) -> str:
     return name if name == "barrier" else f"{name}_"
 
 
+def _named(work: MPIWork, error: BaseException | None) -> BaseException | None:
+    """Return the error of an operation as its caller gets it: one of MPI names the operation."""
+    if not isinstance(error, MPI.Exception):
+        return error
+    text = f"MPI reported an error in {work.title}: {error}."
+    if error.Get_error_class() == MPI.ERR_TRUNCATE:
+        text += " A rank has sent more than this one expects: make the sizes at both ends equal."
+    return dist.DistBackendError(text)
+
+
 # -- The tensors of a caller --
 
 
@@ -289,19 +301,10 @@ def _flat(given: Any) -> list[Tensor]:
 
 def _check(tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
-        if tensor.layout is not torch.strided:
-            raise ValueError(
-                f"The backend 'mpi4py' cannot send a {tensor.layout} tensor: call to_dense() first, or give Embedding"
-                " sparse=False."
-            )
-        if not tensor.is_cpu:
-            raise ValueError(
-                f"The backend 'mpi4py' cannot send a tensor on device {tensor.device}: expected cpu."
-            )
-        if tensor.dtype != tensors[0].dtype:
-            raise ValueError(
-                f"Tensors of {tensors[0].dtype} and {tensor.dtype} were given: expected one dtype."
-            )
+        dense, dtype = tensor.layout is torch.strided, tensors[0].dtype
+        need(dense, f"{tensor.layout} was given: call to_dense() first, or give Embedding sparse=False")
+        need(tensor.is_cpu, f"a tensor on device {tensor.device} was given, expected cpu")
+        need(tensor.dtype == dtype, f"{dtype} and {tensor.dtype} were given, expected one dtype")
 
 
 def _contiguous(given: Any, copies: list[tuple[Tensor, Tensor]]) -> Any:

@@ -20,6 +20,7 @@ before it is over.
 from __future__ import annotations
 
 import _thread
+import math
 import os
 import queue
 import threading
@@ -40,13 +41,10 @@ T = TypeVar("T")
 Body = Iterator[list[Callable[[], bool]]]
 
 _FUTURES = "lockstep-mpi-future"
-# A waiter gives the worker, which ends an operation itself at its deadline, so much longer [s].
-_EXTRA = 5.0
 _LOOKS = 0.02  # how often deadlines and failures are looked at [s]
 # Tests before the core is given away: few while a backward may want it, many if a thread only waits.
 _SPINS, _SPINS_IF_AWAITED = 5, 400
 _YIELDS = 0.002  # time until the worker sleeps between tests [s]
-ANY_TIME = 1e9  # [s]
 
 
 class MPIWork(dist.Work):
@@ -58,14 +56,15 @@ class MPIWork(dist.Work):
         body: Body,
         tensors: list[Any],  # what its future gives
         *,
-        timeout: float,  # longest wait for the other ranks [s]
+        timeout: float = math.inf,  # longest wait for the other ranks, once it has begun [s]
         after: MPIWork | None = None,  # the operation that has to be over before this one begins
-        ended: Callable[[MPIWork], None] = lambda work: None,  # called in the worker when it is over
+        # Called in the worker when it is over, with its error, if any; returns the error that the caller gets.
+        ended: Callable[[MPIWork, BaseException | None], BaseException | None] = lambda work, error: error,
     ) -> None:
         super().__init__()
         self.title = title
-        self._timeout, self._deadline = timeout, time.monotonic() + timeout
-        self._after, self._ended = after, ended
+        self._timeout, self._after, self._ended = timeout, after, ended
+        self._deadline: float | None = None  # set when it begins
         self.error: BaseException | None = None
         self.awaited = False  # by a thread that does nothing else meanwhile
         self.senders: list[int] = []  # of a receive, once it is complete
@@ -81,10 +80,10 @@ class MPIWork(dist.Work):
 
     def step(self) -> bool:
         """Go on if MPI's calls are complete; return whether anything moved."""
-        if self._after is not None:
-            if not self._after.is_completed():
+        if self._deadline is None:
+            if self._after is not None and not self._after.is_completed():
                 return False
-            self._after = None
+            self._after, self._deadline = None, time.monotonic() + self._timeout
         try:
             while self._tests:
                 if not self._tests[-1]():
@@ -106,17 +105,19 @@ class MPIWork(dist.Work):
 
     def finish(self, error: BaseException | None = None) -> None:
         """End the operation, and wake the threads that wait for it."""
-        self.error = error
         if self.given_up:  # MPI may still write to the memory, so all of it is kept
             _given_up.append(self)
-        self._ended(self)
+        try:
+            self.error = self._ended(self, error)
+        except BaseException as failed:  # the worker goes on with the other operations
+            self.error = failed
         self._done = True
         self._gate.release()
 
     def end_if_late(self, error: BaseException | None) -> None:
         """End with an error that ends all, or because the time is over."""
-        if self._after is not None:
-            return  # that one ends, and this one then says why it cannot begin
+        if self._deadline is None:
+            return  # the operation before it ends, and this one then says why it cannot begin
         if error is None and time.monotonic() > self._deadline:
             error = self._stalled(self._timeout)
         if error is not None:
@@ -133,9 +134,10 @@ class MPIWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the operation is over."""
         self.awaited = True
-        given = timeout.total_seconds() if timeout is not None else 0.0
-        if not self._gate.acquire(timeout=given if given > 0 else self._timeout + _EXTRA):
-            raise self._stalled(given if given > 0 else self._timeout)
+        seconds = timeout.total_seconds() if timeout is not None else 0.0
+        # Without a limit of the caller: the worker ends it at its deadline.
+        if not self._gate.acquire(timeout=seconds if seconds > 0 else -1):
+            raise self._stalled(seconds)
         self._gate.release()
         if self.error is not None:
             raise self.error
@@ -198,8 +200,8 @@ class Worker:
 
     def __init__(self) -> None:
         self._inbox: queue.SimpleQueue[MPIWork] = queue.SimpleQueue()
-        # Asked while the worker waits for another rank: an error to end with, if there is one.
-        self.interruption: Callable[[], BaseException | None] = lambda: None
+        # Called while the worker waits for another rank: the operations end with what it raises.
+        self.check: Callable[[], None] = lambda: None
         threading.Thread(target=self._loop, name="lockstep-mpi", daemon=True).start()
 
     def submit(self, work: MPIWork) -> None:
@@ -214,7 +216,7 @@ class Worker:
             returned.append(function(*args))
             yield []
 
-        work = MPIWork("a call", body(), [], timeout=ANY_TIME)
+        work = MPIWork("a call", body(), [])
         self.submit(work)
         work.wait()
         return returned[0]
@@ -242,7 +244,11 @@ class Worker:
                 os.sched_yield()
             if now - looked > _LOOKS:
                 looked = now
-                error = self.interruption()
+                error: BaseException | None = None
+                try:
+                    self.check()
+                except BaseException as raised:  # a KeyboardInterrupt, if another rank was interrupted
+                    error = raised
                 for work in running:
                     work.end_if_late(error)
                 running = [work for work in running if not work.is_completed()]

@@ -24,9 +24,10 @@ class UserError(Exception):
 
 def run_programs(programs: list[Program], guard: Any, stall_timeout: float, grace_period: float) -> int:
     """Run programs one after the other under the guard, as the strategies set it up; return how many were run."""
-    supervisor = RankSupervisor(
-        SupervisorSettings(guard=guard, stall_timeout=stall_timeout, grace_period=grace_period)
+    settings = SupervisorSettings(
+        guard=guard, stall_timeout=stall_timeout, grace_period=grace_period, silence_limit=10.0
     )
+    supervisor = RankSupervisor(settings)
     supervisor.ranks_have_met(prints_report=dist.get_rank() == 0)
     # Each has opened its side channel; in a group of its own, since programs count the calls of the default group.
     everyone = dist.new_group(list(range(dist.get_world_size())))

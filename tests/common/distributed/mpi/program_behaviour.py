@@ -306,6 +306,32 @@ def impatient_wait(rank, size):
     return caught(work.wait, timedelta(milliseconds=200)) if rank != 1 else None
 
 
+def queued(rank, size):
+    """Each of three operations is given 1 s, and the other rank comes to one after the other within 0.7 s."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if rank == 0:
+        works = [dist.all_reduce(torch.ones(2), group=group, async_op=True) for _ in range(3)]
+        return [caught(work.wait) for work in works]
+    for _ in range(3):
+        time.sleep(0.7)
+        dist.all_reduce(torch.ones(2), group=group)
+    return []
+
+
+def late_after_a_mismatch(rank, size):
+    """One rank is held up between a comparison and its own part of the report."""
+    group, other = dist.new_group(timeout=timedelta(seconds=0.6)), dist.new_group()
+    place = process_group.own_place
+    if rank == 1:
+        process_group.own_place = lambda: time.sleep(1.5) or place()
+    work = dist.all_reduce(torch.ones(2 + rank), group=group, async_op=True)
+    began = time.monotonic()
+    found = [caught(work.wait), time.monotonic() - began]
+    process_group.own_place = place
+    dist.all_reduce(torch.ones(2), group=other)
+    return found
+
+
 def inference(rank, size):
     """Large tensors that were made in inference mode, as in a validation, are written by the worker."""
     with torch.inference_mode():
@@ -357,6 +383,8 @@ ASKED = [
     inference,
     local,
     too_late,
+    queued,
+    late_after_a_mismatch,
     guarded,
 ]
 #: Other waits for a rank that is late.
@@ -391,7 +419,10 @@ def main():
         import mpi4py
 
         mpi4py.rc.thread_level = "funneled"
+    global process_group
     rank, size = meet(seconds=30)
+    from lightning_lockstep.distributed.mpi import process_group
+
     for function in [*ASKED, *(LATE if "--late" in sys.argv else [])]:
         try:
             SEEN[function.__name__] = function(rank, size)

@@ -106,6 +106,10 @@ BEHAVIOUR: dict[str, Holds] = {
         and zero[1] < 30
         and is_error(zero[2], "DistBackendError", "cannot be used any more")
     ),
+    "queued": lambda zero, one: zero == [None] * 3,
+    "late_after_a_mismatch": lambda zero, one: (
+        is_error(zero[0], "CollectiveStallError", "timed out after 0.6 s") and zero[1] < 1.3
+    ),
 }
 
 #: Of program_behaviour.py with --late.

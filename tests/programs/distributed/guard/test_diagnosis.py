@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from lightning_lockstep.distributed.guard import diagnosis
+from lightning_lockstep.distributed.guard import diagnosis, guard
 from lightning_lockstep.distributed.guard.collective_call import CollectiveCall
 from lightning_lockstep.distributed.guard.diagnosis import StallDiagnosis
 from lightning_lockstep.distributed.guard.observer import Activity
@@ -180,6 +180,29 @@ def test_a_remark_is_made_again_once_the_wait_is_twice_as_long(caplog: pytest.Lo
     assert channel.asked == 10
     remarks = [record.getMessage().partition(" in ")[0] for record in caplog.records]
     assert remarks == [f"rank 0 has waited {seconds} s" for seconds in (60, 120, 240)]
+
+
+def test_a_rank_waits_for_an_explanation_as_long_as_rank_0_looks_for_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 2 never answers, and its process moves; rank 0 is in another look when rank 1 asks about an error."""
+    now, whole = [100.0], state(1, called=True)
+    differs = replace(whole.calls[0], call=replace(whole.calls[0].call, shapes=((5,),)))
+    channel = OtherRank(iter([replace(whole, calls=(differs,))] * 3), process=os.getpid())
+    channel.world_size = 3
+    monkeypatch.setattr(diagnosis, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    stall = diagnosis_of(channel, lambda: WAITS)
+    stall.request(DiagnosisRequest(rank=0, outstanding=Outstanding("other", 1), seconds=60.0))
+    stall.work()
+    asked_at = now[0]
+    stall.request(DiagnosisRequest(rank=1, outstanding=None, seconds=0.0, raised="data size"))
+    while not TOLD.failed and now[0] < asked_at + 100.0:
+        while not TO_DO.empty():
+            TO_DO.get()()
+        stall.work()
+        now[0] += 0.1
+    assert "ranks disagree" in str(TOLD.error) and "(5,)" in str(TOLD.error)
+    assert 20.0 < now[0] - asked_at < guard._EXPLAIN_FOR
 
 
 def test_the_end_of_a_wait_is_not_taken_for_the_answer_about_an_error() -> None:

@@ -90,6 +90,27 @@ def test_a_wait_ends_when_the_other_rank_is_late_is_gone_or_the_guard_ends_it() 
     assert re.search("Connection (closed|reset) by peer", killed)
 
 
+def comes_again() -> list[object]:
+    """Rank 0 comes too early, catches the timeout and comes again; rank 1 comes for the second time only."""
+    said: list[object] = []
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        try:
+            made(0.3)
+        except dist.DistStoreError as error:
+            said.append("1 of 2 ranks have not called" in str(error))
+        store.set("timed out", "")
+    store.wait(["timed out"])
+    for late in (0, 1):
+        time.sleep(0.3 * (dist.get_rank() == late))
+        said.append(made(5.0).all_equal(7, 5.0))
+    return said
+
+
+def test_a_rank_that_has_timed_out_and_comes_again_counts_once() -> None:
+    assert run_ranks(2, comes_again, timeout=60) == [[True, True, True], [True, True]]
+
+
 def test_nobody_waits_for_ever_for_a_rank_that_makes_none() -> None:
     with pytest.raises(dist.DistStoreError, match=r"Timed out after 0\.2 s: 1 of 2 ranks have not called"):
         ComparisonGroup(dist.HashStore(), 0, 2, timeout=0.2)

@@ -39,13 +39,6 @@ def skipped(rank: int) -> None:
     dist.barrier()
 
 
-def other_operation(rank: int) -> None:
-    if rank == 0:
-        dist.all_reduce(torch.ones(3))
-    else:
-        dist.broadcast(torch.ones(3), 0)
-
-
 def other_dtype(rank: int) -> None:
     dist.all_reduce(torch.ones(3, dtype=torch.bfloat16 if rank else torch.float32))
 
@@ -56,10 +49,6 @@ def other_reduction(rank: int) -> None:
 
 def other_source(rank: int) -> None:
     dist.broadcast(torch.ones(3), src=rank)
-
-
-def other_destination(rank: int) -> None:
-    dist.gather(torch.ones(3), empty(3), dst=rank)
 
 
 def one_of_many(rank: int) -> None:
@@ -111,11 +100,6 @@ CASES: dict[str, tuple[Case, list[list[str]], str]] = {
         [["all_reduce(sum)", "float32", "(3,)"], ["barrier"]],
         EQUAL_CALLS,
     ),
-    "operation": (
-        other_operation,
-        [["all_reduce(sum)", "float32", "(3,)"], ["broadcast from 0", "float32", "(3,)"]],
-        EQUAL_CALLS,
-    ),
     "dtype": (
         other_dtype,
         [["all_reduce(sum)", "float32", "(3,)"], ["all_reduce(sum)", "bfloat16", "(3,)"]],
@@ -129,11 +113,6 @@ CASES: dict[str, tuple[Case, list[list[str]], str]] = {
     "source": (
         other_source,
         [["broadcast from 0", "float32", "(3,)"], ["broadcast from 1", "float32", "(3,)"]],
-        EQUAL_CALLS,
-    ),
-    "destination": (
-        other_destination,
-        [["gather to 0", "float32", "(3,)"], ["gather to 1", "float32", "(3,)"]],
         EQUAL_CALLS,
     ),
     "one of many": (

@@ -18,7 +18,7 @@ from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.guard import guard
 from lightning_lockstep.distributed.guard.guard import CollectiveGuard, GuardSettings, MainThreadErrors
 from lightning_lockstep.distributed.guard.observer import Activity, RankObserver
-from lightning_lockstep.distributed.guard.rank_state import FlightRecorder, Outstanding, position
+from lightning_lockstep.distributed.guard.rank_state import FlightRecorder, Outstanding, Position, position
 from lightning_lockstep.distributed.side_channel.channel import SideChannel
 from lightning_lockstep.errors import CollectiveStallError
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
@@ -48,21 +48,43 @@ def test_an_error_reaches_a_main_thread_that_sleeps_or_waits(waits: Any) -> None
     finally:
         errors.remove()
     assert signal.getsignal(signal.SIGURG) == before
-    assert errors.take() is None
 
 
-def test_an_error_is_left_to_code_that_deals_with_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "__name__", "lightning_lockstep.distributed.failure.test")
-    errors = MainThreadErrors()
+def test_an_error_is_left_to_code_that_deals_with_errors_and_is_not_raised_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    errors, error = MainThreadErrors(), CollectiveStallError("of an earlier fit")
     errors.install()
     try:
-        errors_thread = threading.Thread(target=errors.raise_soon, args=[CollectiveStallError("later")])
-        errors_thread.start()
-        errors_thread.join()
+        with monkeypatch.context() as patch:
+            patch.setitem(globals(), "__name__", "lightning_lockstep.distributed.failure.test")
+            on_own_thread(lambda: errors.raise_soon(error))
+            time.sleep(0.05)
+        ended = threading.Thread(target=lambda: None)
+        ended.start()
+        ended.join()
+        monkeypatch.setattr(errors, "_thread", ended)
+        errors.raise_soon(error)  # nobody gets it
+        monkeypatch.setattr(errors, "_thread", threading.main_thread())
+        signal.raise_signal(signal.SIGURG)  # as the system does for urgent data of a socket
         time.sleep(0.05)
-        assert str(errors.take()) == "later"
     finally:
         errors.remove()
+
+
+def test_a_rank_has_raised_as_long_as_it_deals_with_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that has caught the error and does not come to its next collective is the cause of a stall."""
+    observer, raised = (
+        RankObserver(SideChannel(), FlightRecorder(), window=60.0),
+        Position("train.py", ()),
+    )
+    observer.raised_at = raised
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "__name__", "lightning_lockstep.distributed.failure.test")
+        state = on_own_thread(observer.state)
+        assert state.raised and state.position == raised
+    state = on_own_thread(observer.state)
+    assert not state.raised and state.position != raised
 
 
 def on_own_thread(function: Any) -> Any:
@@ -138,8 +160,6 @@ def test_an_error_reaches_a_thread_that_trains_with_its_text() -> None:
     errors.raise_soon(error)
     thread.join()
     assert raised == [error], "the very error, and not in the main thread"
-    assert errors.take() is None
-    errors.raise_soon(error)  # that thread has ended; nobody else gets it
 
 
 def test_the_place_and_the_movements_are_those_of_the_thread_that_trains() -> None:
