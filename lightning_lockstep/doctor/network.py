@@ -43,7 +43,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
@@ -75,7 +74,10 @@ def backends_of(strategy: str, accelerator: str) -> tuple[str, ...]:
 # -- The ranks of a job, as one of its processes sees them --
 
 _ARRIVAL = 60.0  # longest wait for ranks that another program starts [s]
-_IDLE = 400.0  # longest wait of a rank for what rank 0 asks next: longer than all steps, and than other checks [s]
+_IDLE = 450.0  # longest wait of a rank for what rank 0 asks next: longer than all steps, and than other checks [s]
+_REPLY = (
+    30.0  # longest wait for the store, which answers at once unless its host is gone or a link is cut [s]
+)
 _MARGIN = 5.0  # for answers to arrive, beyond the time that they may take [s]
 _LOOK_EVERY = 0.02
 # What rank 0 may set in the environment of another rank's process.
@@ -118,20 +120,25 @@ class Ranks:
         self.facts = self._answers("facts", range(self.size), _ARRIVAL)
 
     def ask(self, limit: float, **request: Any) -> dict[int, Answer]:
-        """Have every rank do something, on rank 0; return what each has answered within the limit [s]."""
+        """Have every rank do something, on rank 0; return what each has answered."""
+        # limit: how long other ranks may take once those of this process have ended [s].
         self._number += 1
         self._put(f"{self._number}/asked", request)
         own, others = self._do(request), [rank for rank in range(self.size) if rank not in self.mine]
         return own | self._answers(f"{self._number}/answered", others, limit + _MARGIN)
 
     def serve(self) -> int:
-        """Do what rank 0 asks, on any other rank; return the exit code of all, or 1 if rank 0 has not given it."""
-        code = 1
-        with suppress(RuntimeError):  # of torch's store: rank 0 is gone, or asks nothing for too long
+        """Do what rank 0 asks, on any other rank; return the exit code of all."""
+        try:
             while (request := self._next())["do"] != "end":
                 for rank, answer in self._do(request).items():
                     self._put(f"{self._number}/answered/{rank}", answer)
-            code = request["code"]
+        except (RuntimeError, TimeoutError) as error:  # of torch's store: rank 0 is gone
+            here, at = socket.gethostname(), f"{self.address}:{self.port}"
+            text = f"rank {self.mine[0]} on {here} no longer reaches rank 0 at {at}: {first_line(error)}"
+            raise LaunchError(text) from error
+        code = int(request["code"])
+        with suppress(RuntimeError):
             self._put(f"{self._number}/answered/{self.mine[0]}", {})
         self._close(code)
         return code
@@ -146,8 +153,12 @@ class Ranks:
 
     def _next(self) -> Answer:
         self._number += 1
-        key = f"{self._number}/asked"
-        self._store.wait([f"{self._prefix}/{key}"], timedelta(seconds=_IDLE))
+        key, deadline = f"{self._number}/asked", time.monotonic() + _IDLE
+        is_asked = functools.partial(self._store.check, [f"{self._prefix}/{key}"])
+        while not within(_REPLY, is_asked):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"nothing was asked within {_IDLE:.0f} s")
+            time.sleep(_LOOK_EVERY)
         return self._get(key)
 
     def _put(self, key: str, value: Answer) -> None:

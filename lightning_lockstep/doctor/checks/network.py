@@ -140,7 +140,8 @@ def _backend(ranks: Ranks, backend: str, paths: Paths) -> Iterator[Finding]:
         yield not_applicable(backend, f"it needs one device per rank: {errors[0].partition(': ')[2]}")
         return
     first = found.finding()
-    for variable in _CURES.get(backend, ()) if found.step not in ("", "start", "meet") else ():
+    is_curable = found.step not in ("", "start", "meet") and all(found.answers.values())
+    for variable in _CURES.get(backend, ()) if is_curable else ():
         values = dict.fromkeys(ranks.hosts, "1") if variable == _P2P else _interfaces(ranks, paths)
         if not values or (variable == _NCCL_INTERFACE and len(ranks.hosts) < 2):
             continue
@@ -182,7 +183,8 @@ def _try(ranks: Ranks, backend: str, variable: str = "", values: Mapping[str, st
     local_ranks = {rank: place for of_host in hosts.values() for place, rank in enumerate(of_host)}
     variables = {rank: {variable: value} for host, value in (values or {}).items() for rank in hosts[host]}
     asked = json.loads(json.dumps({"local_ranks": local_ranks, "variables": variables}))
-    answers = ranks.ask(sum(STEPS.values()), do="try", backend=backend, **asked)
+    # Those of other processes may still start; later steps are shorter, and of one that fails all are told.
+    answers = ranks.ask(STEPS["start"], do="try", backend=backend, **asked)
     return Trial(backend, hosts, {rank: answers.get(rank, {}) for rank in range(ranks.size)})
 
 
