@@ -171,6 +171,7 @@ class Job:
                 continue
             if self.config is not None and new not in self.config:
                 line = _line(override)
+                self._right.remove(override)
                 self.faults.append(
                     f"{line}: there is no key {new!r} in the configuration. Did you mean {near!r}? A new key with such"
                     f" a name is added with +{line}"
