@@ -133,7 +133,7 @@ def test_a_cut_link_is_a_rank_that_does_not_answer(cluster: Cluster, cut: str) -
             for host in (0, 1)
         ]
         if cut != "at first":
-            assert wait_until(lambda: any(map(tests_a_backend, cluster.pids_on(0))), patience(60))
+            assert wait_until(lambda: any(map(is_rank_of_a_test, cluster.pids_on(0))), patience(60))
             cluster.cut()
         outputs = [process.communicate(timeout=patience(300))[0] for process in started]
     finally:
@@ -149,7 +149,7 @@ def test_a_cut_link_is_a_rank_that_does_not_answer(cluster: Cluster, cut: str) -
         assert f"rank 1 on beta no longer reaches rank 0 at {place}: " in outputs[1]
 
 
-def tests_a_backend(pid: int) -> bool:
+def is_rank_of_a_test(pid: int) -> bool:
     """Whether this is the process in which a rank of the doctor tests a backend."""
     with suppress(OSError):
         return b"network_rank.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
