@@ -45,10 +45,14 @@ class Job:
     steps: int
     callbacks: tuple[str, ...] = ()
     """Callbacks of ours, by name, with their defaults."""
+    items: bool = False
+    """Whether the step returns ``num_items``."""
 
 
 class Net(pl.LightningModule):
     """Linear layers with ReLU between them."""
+
+    items = False  # whether the step returns the number of them
 
     def __init__(self, widths: list[int]) -> None:
         super().__init__()
@@ -59,7 +63,8 @@ class Net(pl.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Any:
         inputs, targets = batch
-        return nn.functional.mse_loss(self.layers(inputs), targets)
+        loss = nn.functional.mse_loss(self.layers(inputs), targets)
+        return {"loss": loss, "num_items": len(inputs)} if self.items else loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
@@ -128,7 +133,9 @@ def fit(job: Job) -> dict[str, float]:
         callbacks=[*(getattr(lightning_lockstep, name)() for name in job.callbacks), times],
     )
     loader = torch.utils.data.DataLoader(batches(widths, _RANKS * job.steps), batch_size=None)  # type: ignore[arg-type]
-    trainer.fit(Net(widths), loader)
+    net = Net(widths)
+    net.items = job.items
+    trainer.fit(net, loader)
     return {"median": statistics.median(times.gaps()), "mean": statistics.fmean(times.gaps())}
 
 

@@ -53,7 +53,7 @@ def main_rank(world_size: int, token: str) -> None:
         elif command == "propagate":
             propagation = FailurePropagation(channel)
             propagation.grace_period = _GRACE
-            propagation.join()
+            propagation.enter()
             say(listens=True)
         elif command == "failed":
             assert propagation is not None
@@ -71,7 +71,7 @@ def failing_rank(rank: int, world_size: int, token: str, address: str) -> None:
     channel = ZeroMQSideChannel(rank, world_size, host=HOST, keys=channel_keys(token), main_address=address)
     propagation = FailurePropagation(channel)
     propagation.grace_period = _GRACE
-    propagation.join()
+    propagation.enter()
     say(connected=channel.wait_for_main(_LIMIT))
     for line in sys.stdin:
         (command,) = json.loads(line)

@@ -23,7 +23,7 @@ AT_MOST = {"1 M": 1.02, "10 M": 1.01}
 
 def supervise(guard: Any) -> None:
     supervisor = RankSupervisor(SupervisorSettings(guard=guard, grace_period=6.0))
-    supervisor.ranks_have_met(prints_report=dist.get_rank() == 0)
+    supervisor.ranks_have_met(60.0, prints_report=dist.get_rank() == 0)
 
 
 def step(widths: list[int]) -> Callable[[], None]:

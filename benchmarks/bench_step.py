@@ -1,11 +1,13 @@
-"""Step time of lockstep_ddp over ddp, 2 ranks, CPU, MLPs of 1 M and 10 M parameters."""
+"""Step time of lockstep_ddp over ddp, and with num_items, 2 ranks, CPU, MLPs of 1 M and 10 M parameters."""
 
 from __future__ import annotations
 
-from benchmarks._fit import Job, in_ranks
-from benchmarks.engine import Comparison, Report, interleave
+from benchmarks._fit import Job, fit, in_ranks
+from benchmarks.engine import Comparison, Report, Samples, interleave
+from tests.helpers import run_ranks
 
 PEER, OURS = "ddp", "lockstep_ddp"
+MEAN, ITEMS = "a loss", "with num_items"
 
 
 def compare(model: str, steps: int, rounds: int) -> Comparison:
@@ -19,6 +21,13 @@ def compare(model: str, steps: int, rounds: int) -> Comparison:
     return Comparison(title, samples, peer=PEER, at_most={OURS: 1.0})
 
 
+def with_items(steps: int, rounds: int) -> Samples:
+    """Both kinds of step in turn, in one group of ranks."""
+    jobs = {MEAN: Job(OURS, "1 M", steps), ITEMS: Job(OURS, "1 M", steps, items=True)}
+    variants = {name: lambda job=job: fit(job)["median"] for name, job in jobs.items()}  # type: ignore[misc]
+    return interleave(variants, rounds=rounds, warmup=1)
+
+
 def run(quick: bool) -> Report:
     rounds = 2 if quick else 7
     notes = [
@@ -27,4 +36,7 @@ def run(quick: bool) -> Report:
         " does not broadcast before every batch.",
     ]
     tables = [compare("1 M", 150, rounds), compare("10 M", 30, rounds)]
+    samples = run_ranks(2, with_items, 150, 2 * rounds, backend=None, timeout=600)[0]
+    title = "num_items, 1 M parameters, batch 32 per rank, 1 thread per rank"
+    tables.append(Comparison(title, samples, peer=MEAN, at_most={ITEMS: 1.02}))
     return Report("Step time of lockstep_ddp over ddp, 2 ranks", tables, notes)

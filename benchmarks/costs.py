@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.engine import Spread
+from benchmarks.engine import MIDDLE_HALF, Spread
 
 RESULTS = Path(__file__).with_name("results")
 
@@ -21,17 +21,20 @@ class Cost:
     variant: str
 
 
-def measured(cost: Cost) -> Spread:
-    """Median and middle half of the ratio, as the page of results has them."""
+def measured(cost: Cost) -> tuple[Spread, str]:
+    """The ratio as the page of results has it, and what stands there of the rounds, such as ``middle half``."""
     page = (RESULTS / f"{cost.topic}.md").read_text()
     head, _, rest = page.partition(f"\n## {cost.table}\n")
     if not rest or not head:
         raise LookupError(f"results/{cost.topic}.md has no table {cost.table!r}")
+    shown = ""
     for line in rest.split("\n## ")[0].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0] == "variant":
+            shown = cells[3]
         if cells[0] == cost.variant and len(cells) == 6:
             low, high = cells[3].split(" to ")
-            return Spread(float(cells[2]), float(low), float(high))
+            return Spread(float(cells[2]), float(low), float(high)), shown
     raise LookupError(f"results/{cost.topic}.md, table {cost.table!r}: no ratio of {cost.variant!r}")
 
 
@@ -42,8 +45,9 @@ def ratio(value: float) -> str:
 
 def line(cost: Cost) -> str:
     """The row of the README's table."""
-    spread = measured(cost)
+    spread, shown = measured(cost)
     figures = f"{ratio(spread.median)} | {ratio(spread.low)} to {ratio(spread.high)}"
+    figures += "" if shown == MIDDLE_HALF else f" ({shown})"
     return f"| {cost.what} | {cost.peer} | {figures} | [{cost.topic}](benchmarks/results/{cost.topic}.md) |"
 
 

@@ -15,6 +15,8 @@ from typing import Literal
 #: One measurement of a variant; returns what was measured (seconds, bytes, ...).
 Measure = Callable[[], float]
 Samples = dict[str, list[float]]
+MIDDLE_HALF = "middle half"
+_FOR_QUARTILES = 4  # rounds
 
 
 def interleave(
@@ -51,7 +53,7 @@ class Spread:
         """Median and quartiles; with fewer than four values, the whole range instead of quartiles."""
         if not values:
             raise ValueError("no values to summarise")
-        if len(values) < 4:
+        if len(values) < _FOR_QUARTILES:
             return cls(statistics.median(values), min(values), max(values))
         low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
         return cls(middle, low, high)
@@ -88,7 +90,15 @@ class Comparison:
     def header(self) -> list[str]:
         """Column names."""
         what = "ratio to" if self.by == "ratio" else f"{self.unit} more than"
-        return ["variant", f"median [{self.unit}]", f"{what} {self.peer}", "middle half", "goal", "verdict"]
+        return ["variant", f"median [{self.unit}]", f"{what} {self.peer}", self.spread, "goal", "verdict"]
+
+    @property
+    def spread(self) -> str:
+        """What is shown of the rounds beside their median: the quartiles, or of a few the lowest and the highest."""
+        rounds = len(self.samples[self.peer])
+        return (
+            MIDDLE_HALF if rounds >= _FOR_QUARTILES else "one round" if rounds == 1 else f"range of {rounds}"
+        )
 
     def rows(self) -> list[list[str]]:
         """One row a variant."""

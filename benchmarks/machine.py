@@ -6,10 +6,35 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import subprocess
 from pathlib import Path
 
 import psutil
 
+ROOT = Path(__file__).parents[1]
+#: What each page in `results/` measures, below the package.
+MEASURED = {
+    "batch_size": ("batch_size", "callbacks/auto_batch_size.py"),
+    "cuda": ("",),
+    "deepspeed": ("deepspeed", "strategies"),
+    "early_stopping": ("callbacks/early_stopping.py", "distributed/coordination"),
+    "failures": ("distributed/failure", "distributed/guard", "launchers", "replicas", "overflow"),
+    "fsdp": ("distributed/sharding.py", "strategies"),
+    "gather_uneven": ("distributed/coordination/gather_uneven.py",),
+    "guard": ("distributed/guard",),
+    "logging": ("logs",),
+    "mpi": ("distributed/mpi",),
+    "overflow": ("overflow", "steps", "callbacks/overflow_detector.py"),
+    "replica_check": ("replicas", "callbacks/replica_check.py"),
+    "same_run": ("loaders", "strategies"),
+    "scale": ("distributed/side_channel", "distributed/failure"),
+    "soak": ("distributed/failure", "distributed/guard", "distributed/side_channel", "launchers"),
+    "step": ("strategies", "distributed/c10d_operators.py"),
+    "stopping": ("callbacks/stop_together.py", "distributed/coordination", "stopping"),
+    "stragglers": ("stragglers",),
+    "verify": ("distributed/guard",),
+    "xla": ("xla", "strategies"),
+}
 _PACKAGES = ("torch", "lightning", "numpy", "mpi4py", "accelerate", "transformers", "torch-xla")
 
 
@@ -20,6 +45,7 @@ def facts(quick: bool) -> dict[str, str]:
     return {
         "measured": datetime.date.today().isoformat()
         + (" (quick: too few rounds to quote)" if quick else ""),
+        "commit": commit(),
         "processor": f"{_processor()}, {usable} usable cores",
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
         "accelerator": _accelerator(),
@@ -27,6 +53,23 @@ def facts(quick: bool) -> dict[str, str]:
         "versions": ", ".join(f"{name} {version}" for name, version in _versions()),
         "load at the end (1, 5, 15 min)": load,
     }
+
+
+def commit() -> str:
+    """The commit that is measured; what was not committed counts as a change since."""
+    return _git("rev-parse", "--short=8", "HEAD").stdout.strip() or "unknown"
+
+
+def has_changed(topic: str, since: str) -> bool | None:
+    """Whether what a page measures is other than at a commit; ``None`` if this checkout does not have that commit."""
+    code = _git(
+        "diff", "--quiet", since, "--", *(f"lightning_lockstep/{part}" for part in MEASURED[topic])
+    ).returncode
+    return bool(code) if code in (0, 1) else None
+
+
+def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True, check=False)
 
 
 def _processor() -> str:

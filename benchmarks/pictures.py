@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
@@ -150,28 +151,65 @@ def doctor(folder: Path) -> None:
     (folder / "doctor.svg").write_text(draw(lines, "lockstep-doctor", "doctor"))
 
 
+RANKS = range(1, 7)
+
+
+def by_ranks(script: str, *, all_at_once: bool = False) -> dict[str, list[list[float]]]:
+    """Return the figures that a script of examples/same_run prints on 1 to 6 ranks, by strategy."""
+    found: dict[str, list[list[float]]] = {}
+    for strategy in ("ddp", "lockstep_ddp"):
+        for numbers in [[*RANKS]] if all_at_once else [[number] for number in RANKS]:
+            command = [
+                sys.executable,
+                Path(script).name,
+                "--strategy",
+                strategy,
+                "--ranks",
+                *map(str, numbers),
+            ]
+            shown = in_folder(command, script=f"examples/same_run/{script}")[0]
+            for number in numbers:
+                (line,) = from_line(shown.lines, f"{strategy} on {number}: ")[:1]
+                figures = [float(one) for one in re.findall(r"\d+\.\d+", without_colours(line))]
+                found.setdefault(strategy, []).append(figures)
+    return found
+
+
+def draw_by_ranks(panel: Any, found: dict[str, list[list[float]]], index: int, what: str) -> None:
+    """Draw one of those figures over the ranks."""
+    for (strategy, values), colour, marker in zip(found.items(), ("tab:red", "tab:blue"), "so", strict=True):
+        figures = [one[index] for one in values]
+        panel.plot(RANKS, figures, color=colour, marker=marker, label=strategy, linewidth=2)
+    panel.set(xlabel="ranks", ylabel=what, xticks=RANKS)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.margins(y=0.15)
+
+
 def any_ranks(folder: Path) -> None:
     """A test of 13 samples on 1 to 6 ranks: Lightning's ddp, and ours."""
     from matplotlib.figure import Figure
 
-    ranks, script = range(1, 7), "examples/same_run/any_ranks.py"
-    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    figure, found = Figure(figsize=(8, 3.2), layout="constrained"), by_ranks("any_ranks.py")
     figure.suptitle("One model, 13 test samples in batches of 4", fontsize=11)
     panels = figure.subplots(1, 2)
-    for strategy, colour, marker in (("ddp", "tab:red", "s"), ("lockstep_ddp", "tab:blue", "o")):
-        found = []
-        for number in ranks:
-            command = [sys.executable, Path(script).name, "--strategy", strategy, "--ranks", str(number)]
-            (line,) = from_line(in_folder(command, script=script)[0].lines, f"{strategy} on {number}: ")[:1]
-            found.append([float(one) for one in re.findall(r"\d+\.\d+", without_colours(line))])
-        for panel, values in zip(panels, zip(*found, strict=True), strict=False):
-            panel.plot(ranks, values, color=colour, marker=marker, label=strategy, linewidth=2)
-    for panel, what in zip(panels, ("test accuracy", "test loss"), strict=True):
-        panel.set(xlabel="ranks", ylabel=what, xticks=ranks)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.margins(y=0.15)
+    for index, what in enumerate(("test accuracy", "test loss")):
+        draw_by_ranks(panels[index], found, index, what)
     panels[0].legend(frameon=False, loc="upper right")
     figure.savefig(folder / "any-ranks.png", dpi=130)
+
+
+def real_model(folder: Path) -> None:
+    """A residual network with augmentation, batch norm and dropout on 1 to 6 ranks: Lightning's ddp, and ours."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    figure.suptitle(
+        "A residual network with augmentation, batch norm and dropout, global batch 60", fontsize=11
+    )
+    panel = figure.subplots()
+    draw_by_ranks(panel, by_ranks("real_model.py", all_at_once=True), 0, "test accuracy")
+    panel.legend(frameon=False, loc="best")
+    figure.savefig(folder / "real-model.png", dpi=130)
 
 
 PICTURES: dict[str, Callable[[Path], None]] = {
@@ -181,6 +219,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "overflow-plot": overflow_plot,
     "doctor": doctor,
     "any-ranks": any_ranks,
+    "real-model": real_model,
 }
 
 

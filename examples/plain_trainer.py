@@ -41,8 +41,8 @@ def main() -> None:
     seed_everything(1)
     digits = load_digits()
     data = TensorDataset(torch.tensor(digits.images, dtype=torch.float32) / 16, torch.tensor(digits.target))
-    # 1792 = 2 ranks x 28 batches x 32 images, so that the ranks have equally many batches.
-    loader = DataLoader(torch.utils.data.Subset(data, range(1792)), batch_size=32, shuffle=True)
+    # 1,797 images: each is used once in an epoch, though the ranks cannot have as many of the last batch.
+    loader = DataLoader(data, batch_size=32, shuffle=True)
     trainer = Trainer(
         accelerator="cpu",
         devices=2,

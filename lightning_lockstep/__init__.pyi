@@ -9,6 +9,8 @@ from lightning_lockstep.logs import get_logger as get_logger
 from lightning_lockstep.notebook import notebook_launcher as notebook_launcher
 from lightning_lockstep.numerics.precision import run_in_fp32 as run_in_fp32
 from lightning_lockstep.overflow.frames import detect_overflow as detect_overflow
+from lightning_lockstep.steps.sample_numbers import by_sample as by_sample
+from lightning_lockstep.steps.sample_numbers import shared as shared
 from lightning_lockstep.stopping.stop_requests import check_breakpoint as check_breakpoint
 from lightning_lockstep.stopping.stop_requests import set_breakpoint as set_breakpoint
 from lightning_lockstep.strategies import LockstepDDPStrategy as LockstepDDPStrategy

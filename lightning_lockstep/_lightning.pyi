@@ -17,6 +17,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import (
     _basic_subprocess_cmd as _basic_subprocess_cmd,
 )
 from lightning.fabric.utilities import move_data_to_device as move_data_to_device
+from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars as convert_tensors_to_scalars
 from lightning.fabric.utilities.data import _set_sampler_epoch as _set_sampler_epoch
 from lightning.fabric.utilities.distributed import _destroy_dist_connection as _destroy_dist_connection
 from lightning.fabric.utilities.rank_zero import rank_zero_only as rank_zero_only
@@ -32,6 +33,7 @@ from lightning.pytorch.accelerators import XLAAccelerator as XLAAccelerator
 from lightning.pytorch.callbacks import BatchSizeFinder as BatchSizeFinder
 from lightning.pytorch.callbacks import Checkpoint as Checkpoint
 from lightning.pytorch.callbacks import EarlyStopping as EarlyStopping
+from lightning.pytorch.callbacks import GradientAccumulationScheduler as GradientAccumulationScheduler
 from lightning.pytorch.callbacks import LearningRateMonitor as LearningRateMonitor
 from lightning.pytorch.callbacks import ModelCheckpoint as ModelCheckpoint
 from lightning.pytorch.callbacks import ModelPruning as ModelPruning
@@ -73,6 +75,7 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import (
 )
 from lightning.pytorch.trainer.states import RunningStage as RunningStage
 from lightning.pytorch.trainer.states import TrainerFn as TrainerFn
+from lightning.pytorch.trainer.states import TrainerStatus as TrainerStatus
 from lightning.pytorch.utilities import CombinedLoader as CombinedLoader
 from lightning.pytorch.utilities import find_shared_parameters as find_shared_parameters
 from lightning.pytorch.utilities import set_shared_parameters as set_shared_parameters

@@ -1,23 +1,28 @@
-"""The folder of a run: its records, its checkpoints, the one to go on from, and the command that does so."""
+"""The folder of a run: made for it alone, its records, its checkpoints, and the one to go on from."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import os
 import re
 import shlex
 import time
 import zipfile
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
 
-from lightning_lockstep.deepspeed.checkpoints.file_names import is_state_file
+from lightning_lockstep._system import write_whole
+from lightning_lockstep.deepspeed.checkpoints.file_names import CONSOLIDATED, is_state_file
 from lightning_lockstep.distributed.checkpoint_folder import BEFORE, saved_at
 from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.launchers.rank_variables import find_slurm_step, slurm_job
 
 # No torch here: the doctor reads run folders even if torch cannot be imported.
 
@@ -26,6 +31,7 @@ _MARKS = (
     ".hydra",
     "summary.json",
     "failure.json",
+    "lost.json",
     "batch_size.json",
     "overflow",
     "checkpoints",
@@ -36,7 +42,6 @@ _MARKS = (
 _STARTED = ".hydra/overrides.yaml"  # rewritten at the start of each attempt
 _BEGUN = ".begun"
 _LAST = Path("checkpoints", "last.ckpt")
-_WITHOUT_OPTIMIZER = ".consolidated.ckpt"
 _UNQUOTED = re.compile(r"[\w./:@%+-]+")
 
 
@@ -167,7 +172,7 @@ def find_checkpoint(
 
 def can_be_resumed(path: Path) -> bool:
     """Return whether a checkpoint was written to its end, and has more than the weights."""
-    if path.name.endswith(_WITHOUT_OPTIMIZER):
+    if path.name.endswith(CONSOLIDATED):
         return False
     if path.is_dir():
         return _is_checkpoint_folder(path)
@@ -216,3 +221,110 @@ def _newest_beside(run_folder: Path) -> Path:
             f"ckpt_path=last: no run under {run_folder.parent} has a {_LAST} yet; name a file or a run folder"
         )
     return max(found, key=lambda path: path.stat().st_mtime)
+
+
+# -- The folder of a run: made for this run alone, and found again by a later attempt of the same run --
+# Jobs that start in the same second would share a folder that is named by the time, and a job that Slurm requeues or
+# torchrun restarts would begin another one. So a run claims its folder by making it, and leaves a note in it, by which
+# its next attempt finds it.
+
+_NOTE = ".attempt"
+
+_claimed: dict[str, str] = {}
+_only_looking: ContextVar[bool] = ContextVar("only_looking", default=False)
+
+
+def run_names(environ: Mapping[str, str] | None = None) -> list[tuple[str, int]]:
+    """Return the names by which the attempts of this run find each other, and how many came before."""
+    # torchrun may run in a job of Slurm: after a requeue it counts its restarts anew, and with ``--standalone`` it has
+    # another run id.
+    environ = os.environ if environ is None else environ
+    names, restarts = [], int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    if run := environ.get("TORCHELASTIC_RUN_ID"):
+        if run == "none":  # without --rdzv-id all jobs have this one, but each has its own agents
+            run = f"{run}-{environ.get('MASTER_ADDR', '')}-{os.getppid()}"
+        names.append((f"torchrun-{run}", restarts))
+    if "SLURM_JOB_ID" in environ:
+        requeues = int(environ.get("SLURM_RESTART_COUNT", 0))
+        step = find_slurm_step(environ)
+        name = slurm_job(environ) + (f"-{environ.get('SLURM_STEP_ID')}" if step is not None else "")
+        names.append((f"slurm-{name}", requeues + restarts))
+    return names
+
+
+def run_folder(wanted: str) -> str:
+    """Return the folder of this run: the one of its former attempt, or a new one called ``wanted``."""
+    # If that is taken, ``wanted-1``, ``wanted-2`` and so on are tried. Rank 0 calls this, for all ranks.
+    if _only_looking.get():
+        return _claimed.get(wanted, wanted)
+    if wanted not in _claimed:
+        _claimed[wanted] = _former(Path(wanted)) or _claim(wanted)
+        _leave_note(Path(_claimed[wanted]))
+    return _claimed[wanted]
+
+
+def new_version(folder: str) -> str:
+    """Return a name for what this attempt of a run logs below ``folder``: empty if nothing is there yet."""
+    # Lightning's CSV logger deletes the rows that an earlier attempt has written to the same file.
+    if not Path(folder, "metrics.csv").exists():
+        return ""
+    return next(name for n in itertools.count(1) if not Path(folder, name := f"attempt-{n}").exists())
+
+
+#: What OmegaConf resolves, by name.
+RESOLVERS = {"lockstep.run_folder": run_folder, "lockstep.new_version": new_version}
+
+
+@contextmanager
+def without_claiming() -> Iterator[None]:
+    """In this context :func:`run_folder` returns what is wanted, and makes nothing."""
+    token = _only_looking.set(True)
+    try:
+        yield
+    finally:
+        _only_looking.reset(token)
+
+
+def forget_run_folders() -> None:
+    """Let the next run of this process have its own folders."""
+    _claimed.clear()
+
+
+def _claim(wanted: str) -> str:
+    numbers = itertools.count(1)
+    path = wanted
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            with suppress(FileExistsError):
+                Path(path).mkdir()
+                return path
+            path = f"{wanted}-{next(numbers)}"
+    except OSError as error:
+        raise ConfigurationError(
+            f"hydra.run.dir={wanted}: no folder can be made there ({error.strerror}). Expected a place where you may"
+            " write, such as hydra.run.dir='${lockstep.run_folder:/scratch/me/run}'."
+        ) from error
+
+
+def _former(wanted: Path) -> str | None:
+    """Return the folder of the attempt before this one."""
+    for name, earlier in run_names():
+        notes = wanted.parent.glob(f"*/{_NOTE}") if earlier else ()
+        if found := [note for note in notes if _is_of(note, name)]:
+            return str(max(found, key=lambda note: note.stat().st_mtime).parent)
+    return None
+
+
+def _is_of(note: Path, run: str) -> bool:
+    # Checkpoints of that folder may be loaded, and other users may be able to make a folder next to it.
+    with suppress(OSError, ValueError):
+        own = note.stat().st_uid == note.parent.stat().st_uid == os.geteuid()
+        return own and run in note.read_text(encoding="utf-8").splitlines()
+    return False
+
+
+def _leave_note(folder: Path) -> None:
+    if names := run_names():
+        # If it cannot be written, a later attempt has its own folder.
+        write_whole(folder / _NOTE, "".join(f"{name}\n" for name, _ in names))

@@ -38,6 +38,8 @@ HAS_MET = "LOCKSTEP_RANK_HAS_MET"
 NOTES_FOLDER = "LOCKSTEP_RANK_NOTES_FOLDER"
 #: Set by our launchers for ranks of a Hydra job: its configuration. Gone once a rank has it.
 RANK_CONFIG = "LOCKSTEP_RANK_CONFIG"
+#: Set for ranks that may be outlived: which member of the run this process is.
+MEMBER = "LOCKSTEP_RANK_MEMBER"
 
 
 def log_level() -> str | None:
@@ -236,7 +238,8 @@ _CALLED_ELSEWHERE = {
     "fp64 float64 double": ("64-true",),
     "none null false auto cpu": ("none", "default", "single"),
     "deepspeed zero zero2 zero_2": ("deepspeed_stage_2",),
-    "fsdp zero3 zero_3": ("deepspeed_stage_3",),
+    "zero3 zero_3": ("deepspeed_stage_3",),
+    "full_shard": ("fsdp",),
     "zero1 zero_1": ("deepspeed_stage_1",),
     "horovod": ("mpi",),
     "tpu": ("xla",),
@@ -248,6 +251,7 @@ _CALLED_ELSEWHERE = {
     "resume resume_from_checkpoint checkpoint_path": ("ckpt_path",),
     "gradient_accumulation_steps grad_accum": ("accumulate_grad_batches",),
     "grad_clip max_grad_norm clip_grad_norm": ("gradient_clip_val",),
+    "lr": ("learning_rate",),
     "monitor": ("metric",),
     "direction": ("mode",),
     "train do_train": ("fit",),
@@ -266,15 +270,14 @@ def _near(given: str, known: Iterable[str], most: int) -> list[str]:
     found = [name for name, its in names.items() if its == words]
     # `train` is nearer to trainer than to what others call so, but `epochs` not to min_epochs.
     found = found or (close if difflib.get_close_matches(plain, joined, n=1, cutoff=0.8) else [])
+    meant = [those for called, those in _CALLED_ELSEWHERE.items() if plain in called.split()]
+    found = found or [name for those in meant for name in those if name in names]
+    # wd, bs, whichever of the two it is; what is called so elsewhere means nothing else
     found = found or [
         name
-        for called, meant in _CALLED_ELSEWHERE.items()
-        if plain in called.split()
-        for name in meant
-        if name in names
+        for name, its in names.items()
+        if (plain == _initials(its) and not meant) or (len(words) > 1 and "_".join(its) == _initials(words))
     ]
-    # lr, wd, bs
-    found = found or [name for name, its in names.items() if plain == "".join(word[0] for word in its)]
     found = found or close or [name for name in names if name.lower().startswith(given.lower())]
     # `ddp_spawn` for ddp, `gpt` for byte_gpt: all words of one are words of the other.
     return (
@@ -288,6 +291,10 @@ def _words(name: str) -> list[str]:
     parted = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
     words = re.split(r"[\W_]+", parted.lower())
     return [word for word in words if word and word != "lockstep"]
+
+
+def _initials(words: Iterable[str]) -> str:
+    return "".join(word[0] for word in words)
 
 
 def _with_example(expected: str, such_as: object, optional: bool) -> str:

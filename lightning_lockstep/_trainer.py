@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,10 +57,19 @@ def asks_for_training_loader(trainer: Any) -> bool:
 
 
 def divides_data(trainer: Any) -> bool:
-    """Return whether Lightning gives loaders a sampler with which each rank gets its share."""
+    """Return whether each rank gets its share of a loader: by Lightning's sampler, or by a strategy of this package."""
     # The Trainer itself does not keep use_distributed_sampler.
     connector = trainer._accelerator_connector
-    return bool(connector.use_distributed_sampler and connector.is_distributed)
+    by_lightning = connector.use_distributed_sampler and connector.is_distributed
+    return bool(by_lightning or getattr(trainer.strategy, "divides_loaders", False))
+
+
+def limited_batches(trainer: Any, length: float) -> float:
+    """Return how many training batches of a loader of that length an epoch has."""
+    limit = trainer.limit_train_batches  # fast_dev_run and overfit_batches set it
+    if isinstance(limit, int):
+        return min(length, limit)
+    return int(length * limit) if length < math.inf else length
 
 
 class DropInConfigurationError(ConfigurationError, MisconfigurationException):

@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+from lightning_lockstep._text import install_command
+
 __all__ = [
     "BatchSizeError",
     "CollectiveError",
@@ -86,7 +88,7 @@ class MissingExtraError(LockstepError, ImportError):
         self.package, self.extra, self.needed_for = package, extra, needed_for
         super().__init__(
             f"{needed_for} needs the package {package!r}, which is not installed here."
-            f" Install it with: pip install 'lightning-lockstep[{extra}]'"
+            f" Install it with: {install_command(extra)}"
         )
 
     def __reduce__(self) -> tuple[object, ...]:

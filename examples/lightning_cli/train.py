@@ -1,6 +1,6 @@
 """LightningCLI: model, data, strategy and callbacks are all in digits.yaml, by the paths of their classes.
 
-pip install 'lightning-lockstep[demo]' 'jsonargparse[signatures]'
+pip install '.[demo]' 'jsonargparse[signatures]'
 python train.py fit --config digits.yaml                                                    # in this folder
 python train.py fit --config digits.yaml --trainer.strategy.init_args.uneven_inputs join
 python train.py fit --config digits.yaml --trainer.callbacks+=lightning_lockstep.StragglerMonitor

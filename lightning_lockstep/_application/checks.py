@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Collection
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_lockstep._application.build import component_faults, component_keys
-from lightning_lockstep._application.values import mismatch, shown, target_of
+from lightning_lockstep._application.build import component_keys, refusals
+from lightning_lockstep._application.signatures import (
+    mismatch,
+    parts_of,
+    setting_faults,
+    shown,
+    target_of,
+    typed_lines,
+)
 from lightning_lockstep._run_folder import find_checkpoint, note_begin
-from lightning_lockstep._settings import is_whole
+from lightning_lockstep._settings import did_you_mean, is_whole
 from lightning_lockstep._text import counted
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.external_ranks import external_ranks
@@ -68,10 +75,8 @@ def _ranks_here(devices: Any, accelerator: str) -> int:
     """Return how many ranks the run starts on this host: one for each device that the configuration names."""
     if OmegaConf.is_list(devices):
         return len(devices)
-    if str(devices).isdecimal():
-        return int(devices)
-    if str(devices) not in ("auto", "-1"):
-        return str(devices).strip(",").count(",") + 1
+    if (text := str(devices).strip(",")) not in ("auto", "-1"):
+        return int(text) if text.isdecimal() else text.count(",") + 1
     if accelerator in _WITHOUT_GPUS:
         return 1
     import torch
@@ -102,7 +107,9 @@ _SWITCHES: dict[str, Any] = {
 
 def check_training(config: DictConfig, only: Collection[str] | None) -> list[str]:
     """Look for what is wrong with the configuration of one training run: on rank 0, before others start."""
-    faults = [*_resumed(config), *_not_fitting(config)]
+    faults = [*_resumed(config), *_read_by_nothing(config)]
+    is_whole_line = only is None  # else a default may stand in place of an option that is not there
+    faults += _not_fitting(config) if is_whole_line else []
     for name, hint in _SWITCHES.items():
         if (expected := mismatch(_select(config, name), hint)) is not None:
             faults.append(f"{shown(config, name)}: {expected}")
@@ -114,11 +121,17 @@ def check_training(config: DictConfig, only: Collection[str] | None) -> list[str
     ]
     devices, nodes = _devices_and_nodes(config)
     faults += [*_single_device(config), *_global_batch(config, devices, nodes)]
-    # The jobs of a sweep are built one after the other: what the last would refuse is to be known before the first.
-    is_of_sweep = _select(config, "hydra.mode") == RunMode.MULTIRUN
-    faults += component_faults(config, only, construct=only is not None or is_of_sweep or bool(faults))
+    # only: the keys that are given, of which others than those of components may reach any component.
+    keys = component_keys(config)
+    if only is not None and {key.partition(".")[0] for key in keys}.issuperset(only):
+        keys = [key for key in keys if key.partition(".")[0] in only]
+    wrong = {key: setting_faults(config, key, references=is_whole_line) for key in keys}
+    faults += [fault for found in wrong.values() for fault in found.values()]
+    for key in keys:
+        if f"{key}._target_" not in wrong[key] and OmegaConf.is_dict(_select(config, key)):
+            faults += refusals(config, key, wrong[key])
     # Takes seconds, and starts ranks: not for a configuration that cannot run anyway.
-    return preflight_faults(config) if only is None and not faults else faults
+    return preflight_faults(config) if is_whole_line and not faults else faults
 
 
 def prepare_training(config: DictConfig) -> None:
@@ -174,6 +187,29 @@ def _not_fitting(config: DictConfig) -> list[str]:
         return []
     both = [config.hydra.runtime.choices.get(group) or config[group]._target_ for group in ("model", "data")]
     return [f"model={both[0]} does not fit data={both[1]}: the model takes {takes}; the data are {yields}."]
+
+
+def _read_by_nothing(config: DictConfig) -> list[str]:
+    """Keys on the first level that only `+` brings and that nothing refers to, such as `+optimzer.lr=1`."""
+    choices = config.hydra.runtime.choices
+    read = {"data", "model", "strategy", "callbacks", "checkpoint", "logger", "trainer", "unmask", "hydra"}
+    read |= {name.partition(".")[0] for name in _SWITCHES} | {str(group) for group in choices}
+    added = {line[1:].partition("=")[0]: line for line in typed_lines(config) if re.match(r"\+\w", line)}
+    typed = {tuple(parts_of(key)[:2]) for key in added}
+    faults: dict[str, str] = {}
+    for key, line in added.items():
+        new = parts_of(key)[0]
+        node = config.get(new)
+        is_in_files = (
+            OmegaConf.is_dict(node) and new not in added and any((new, str(one)) not in typed for one in node)
+        )
+        if new in read or key in choices or is_in_files:
+            continue
+        if not re.search(rf"\$\{{[^}}]*\b{re.escape(new)}\b", OmegaConf.to_yaml(config)):
+            near = did_you_mean(new, sorted(name for name in read if not name.startswith("hydra")))
+            text = f"{line}: there is no key {new!r} in the configuration, and nothing refers to it.{near}"
+            faults.setdefault(new, f"{text} A key that only your own code reads is added with +{line}")
+    return list(faults.values())
 
 
 def _single_device(config: DictConfig) -> list[str]:

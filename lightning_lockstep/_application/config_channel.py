@@ -67,7 +67,8 @@ class ConfigChannel:
         if self.ranks is None:
             return
         unsigned = not on_one_host() and known_job_token() is None
-        if unsigned and message.config is not None and self._number == 0:
+        is_alone = self.ranks.count is None and self.nodes == 1
+        if unsigned and not is_alone and message.config is not None and self._number == 0:
             say(
                 "lightning-lockstep: the configuration is sent to the other hosts without a signature, so they accept"
                 f" the first one that anyone writes to {self.ranks.address}:{self.ranks.port}. On a shared network"
@@ -90,9 +91,8 @@ class ConfigChannel:
                 self.send(Message(exit_code=exit_code))
         if not wait:
             return
-        # A configuration of one node does not say how many were started by hand: then whoever comes in time is served.
-        nodes = self.nodes if isinstance(self.nodes, int) and self.nodes > 1 else None
-        started = self.ranks.count or nodes
+        # Without a number of nodes in the configuration, whoever comes in time is served.
+        started = self.ranks.count or (self.nodes if isinstance(self.nodes, int) else None)
         deadline = time.monotonic() + _LAST_MESSAGE
         while time.monotonic() < deadline:
             received = self._store().add(f"{self._prefix}/received", 0)
@@ -106,9 +106,8 @@ class ConfigChannel:
         key = f"{self._prefix}/{self._number}"
         if patience is None:
             patience = NEXT_WAIT if self._number else FIRST_WAIT
-        deadline = time.monotonic() + patience
-        store = None
-        while time.monotonic() < deadline:
+        began, store = time.monotonic(), None
+        while time.monotonic() - began < patience:
             try:
                 store = store or self._store(timeout=patience)
                 # Asked again and again: a wait inside the store would let no signal through.
@@ -124,8 +123,10 @@ class ConfigChannel:
             self._number += 1
             store.add(f"{self._prefix}/received", 1)
             return message
+        waited = f"{time.monotonic() - began:.0f} s"
+        how = f"within {waited}" if store is None else f"in {waited}, and then lost its connection,"
         raise LaunchError(
-            f"Rank {self.ranks.rank} received no configuration from rank 0 within {patience:.0f} s, at"
+            f"Rank {self.ranks.rank} received no configuration from rank 0 {how} at"
             f" {self.ranks.address}:{self.ranks.port}. Look at what rank 0 has printed, and check that"
             " all ranks were given the same address and port."
         )

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import string
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -29,10 +27,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 from yaml import YAMLError
 
-from lightning_lockstep._application.values import entries
+from lightning_lockstep._application.signatures import entries, parts_of, unset_settings
 from lightning_lockstep._settings import did_you_mean, nearest
 from lightning_lockstep._text import listed
-from lightning_lockstep.launchers.hydra import inner_container
 
 
 def search_path_of(
@@ -93,100 +90,94 @@ class Loader:
         choices = {group: self.choices(group) for group in self.groups() if group != "hydra"}
         groups, files = [f"{group}: {', '.join(names)}" for group, names in choices.items() if names], []
         for part in self._loader.compute_defaults_list(self.config_name, overrides, RunMode.RUN).defaults:
-            path = part.config_path
-            loaded = None if path is None or path.startswith("hydra/") else self._repository.load_config(path)
-            if loaded is None:
-                continue
-            source = loaded.path
-            folder: Any = resources.files(source[6:]) if source.startswith("pkg://") else Path(source[7:])
-            file = folder.joinpath(f"{path}.yaml")
-            if file.is_file():  # not so what a program has put into Hydra's ConfigStore
-                files.append(
-                    f"## {path}.yaml, below {part.package or 'no key'}\n{_keys_of(file.read_text('utf-8'))}"
-                )
+            if part.config_path is not None and not part.config_path.startswith("hydra/"):
+                files += self._file(part.config_path, f", below {part.package or 'no key'}")
         template = string.Template(str(config.hydra.help.template))
         return template.safe_substitute(APP_CONFIG_GROUPS="\n".join(groups), CONFIG="\n\n".join(files)) + "\n"
 
-    # -- What could be meant by a name that is not there --
+    def help_of(self, group: str) -> str:
+        """Return what `--help GROUP` prints: the file of each option of a group."""
+        if not self.choices(group):
+            known = [name for name in self.groups() if name != "hydra" and self.choices(name)]
+            there_are = f"{did_you_mean(group, known)} There are: {', '.join(known)}."
+            raise ValueError(f"--help {group}: there is no such group.{there_are}")
+        return (
+            "\n\n".join(text for name in self.choices(group) for text in self._file(f"{group}/{name}")) + "\n"
+        )
 
-    @cached_property
-    def _brought(self) -> dict[str, str]:
-        """Each key that an option of a group would bring below the key of that group, with the option."""
-        found: dict[str, str] = {}
-        for group in self.groups():
-            for choice in self.choices(group) if group != "hydra" else ():
-                loaded = None
-                with suppress(YAMLError):  # an error only if it is used
-                    loaded = self._repository.load_config(f"{group}/{choice}")
-                if loaded is not None and (loaded.header.get("package") or group) == group:
-                    content: Any = loaded.config
-                    for key in _names_in(content):
-                        found.setdefault(f"{group}.{key}", f"{group}={choice}")
-        return found
+    def _file(self, path: str, below: str = "") -> list[str]:
+        """The keys of a config with their comments; nothing of what a program has put into Hydra's ConfigStore."""
+        loaded = self._repository.load_config(path)
+        if loaded is None or "://" not in loaded.path:
+            return []
+        source = loaded.path
+        folder: Any = resources.files(source[6:]) if source.startswith("pkg://") else Path(source[7:])
+        file = folder.joinpath(f"{path}.yaml")
+        return [f"## {path}.yaml{below}\n{_keys_of(file.read_text('utf-8'))}"] if file.is_file() else []
+
+    # -- What could be meant by a key that is not there --
 
     def missing(self, override: Override, config: DictConfig) -> str | None:
-        """Which part of the key of an override is not there and what is near, or `None` if it is there."""
+        """Which part of the key of an override is not there and what can be meant, or `None` if it is there."""
         parts = parts_of(override.key_or_group)
-        node: object = config
         for depth, part in enumerate(parts):
+            node = (
+                OmegaConf.select(config, ".".join(parts[:depth]), throw_on_missing=False) if depth else config
+            )
             if isinstance(node, DictConfig) and part not in node:
                 where = f"in {'.'.join(parts[:depth])!r}" if depth else "in the configuration"
                 text = f"there is no key {part!r} {where}."
-                if override.is_delete():
-                    return text
-                names = [
-                    str(key) for key in node if not str(key).startswith("_") and (depth or key != "hydra")
-                ]
-                there = f" It has: {listed(names, 12)}." if depth == len(parts) - 1 > 0 else ""
-                hint = self._near(parts, names if depth else [*names, *self.groups()], config)
-                return text + (hint or f"{there} A new key is added with +{override.input_line}")
-            node = OmegaConf.select(config, ".".join(parts[: depth + 1]), throw_on_missing=False)
+                return text if override.is_delete() else text + self._meant(override, depth, node, config)
         return None
 
-    def nearly_named(self, new: str, config: DictConfig) -> str | None:
-        """A group, or a key on the first level with others below it, whose name is nearly that of a new key."""
-        names = {str(key) for key in config if inner_container(config, key) is not None}
-        near = difflib.get_close_matches(new, (names | set(self.groups())) - {new}, n=1, cutoff=0.8)
-        return next(iter(near), None)
+    def _meant(self, override: Override, depth: int, node: DictConfig, config: DictConfig) -> str:
+        """What can be meant by a key whose part at `depth` is not in `node`, as the end of a sentence."""
+        parts = parts_of(override.key_or_group)
+        last = parts[-1].rpartition("/")[2]
+        beside = [str(key) for key in node if not str(key).startswith("_") and (depth or key != "hydra")]
+        beside += [] if depth else self.groups()
+        unset = unset_settings(node)
+        # With the option that brings a key, empty for those that are there, which come first.
+        there = dict.fromkeys(sorted(_keys_in(config), key=lambda key: key.count(".")), "")
+        known = {**there, **self._brought(), **there}
 
-    def _near(self, typed: list[str], names: list[str], config: DictConfig) -> str:
-        """What a key can mean that is not there, as the end of a sentence; names: those beside the wrong part."""
-        group, last = f"{typed[0]}.", typed[-1].rpartition("/")[2]
-        known = dict.fromkeys(_names_in(config), "")
-        # A typing error in one of the keys beside it: the files of other options are not read for that.
-        if difflib.get_close_matches(last, names, n=1, cutoff=0.8) and not any(
-            parts_of(key)[-1] == last for key in known
-        ):
-            return did_you_mean(last, names)
-        # A class of the user has its own settings, whatever the options of the group bring.
-        if OmegaConf.select(config, f"hydra.runtime.choices.{typed[0]}") != "own":
-            known = self._brought | known
-        # The very key first; those that are there before those that an option brings; those of the same group.
-        order = sorted(
-            known,
-            key=lambda key: (
-                key != ".".join(typed),
-                bool(known[key]),
-                not key.startswith(group),
-                key.count("."),
-            ),
-        )
-        found = [key for key in order if parts_of(key)[-1] == last]
-        if not found and (near := did_you_mean(last, names)):
-            return near
+        def called(name: str | None) -> list[str]:
+            return [key for key in known if parts_of(key)[-1] == name]
+
+        found = [key for key in known if parts_of(key) == parts] or called(last)
+        if last in unset:
+            found = []
+        elif not found and (near := nearest(last, [*beside, *unset])):
+            if near in beside:
+                return did_you_mean(last, beside)
+            whole = ".".join([*parts[:-1], near])
+            return f" Did you mean {near!r}? It is added with +{whole}={override.get_value_string()}"
+        elif not found:
+            found = called(nearest(last, [parts_of(key)[-1] for key in there]))
         if not found:
-            likely = [key for key in order if not known[key] or key.startswith(group)]
-            end = nearest(last, [parts_of(key)[-1] for key in likely])
-            found = [key for key in likely if parts_of(key)[-1] == end]
-        if not found:
-            return ""
-        if option := known[found[0]]:
-            meant = "" if found[0] == ".".join(typed) else f" Did you mean {found[0]!r}?"
-            return f"{meant} It comes with the option {option}: give that too."
-        return " Did you mean " + " or ".join(map(repr, [key for key in found if not known[key]][:2])) + "?"
+            has = f" It has: {listed([*beside, *unset], 12)}." if depth == len(parts) - 1 > 0 else ""
+            return f"{has} A new key is added with {'+' if depth else '++'}{override.input_line}"
+        first = [key for key in found if bool(known[key]) == bool(known[found[0]])][:2]
+        meant = "" if parts_of(first[0]) == parts else " Did you mean " + " or ".join(map(repr, first)) + "?"
+        if not known[first[0]]:
+            return meant
+        return f"{meant} It comes with the option {' or '.join(known[key] for key in first)}: give that too."
+
+    def _brought(self) -> dict[str, str]:
+        """Each key that an option would bring, with the option: of the groups of which a run takes several options."""
+        found: dict[str, str] = {}
+        for group in ("callbacks", "checkpoint", "logger"):
+            for choice in self.choices(group) if self.is_group(group) else ():
+                with suppress(YAMLError):  # an error only if it is used
+                    loaded = self._repository.load_config(f"{group}/{choice}")
+                    if loaded is not None and (loaded.header.get("package") or group) == group:
+                        content: Any = loaded.config
+                        for key in _keys_in(content):
+                            found.setdefault(f"{group}.{key}", f"{group}={choice}")
+        return found
 
 
-def _names_in(config: DictConfig) -> list[str]:
+def _keys_in(config: DictConfig) -> list[str]:
     """The whole keys in a configuration, those of lists left out."""
     return [key for key, where, _ in entries(config) if isinstance(where, DictConfig)]
 
@@ -195,7 +186,3 @@ def _keys_of(text: str) -> str:
     """The keys of a config file with their comments, without Hydra's part and the list of defaults."""
     text = re.sub(r"^(defaults|hydra):.*\n((?: .*)?\n)*", "", f"{text}\n", flags=re.MULTILINE)
     return re.sub(r"^# @package.*\n", "", text).strip()
-
-
-def parts_of(key: str) -> list[str]:
-    return [part for part in re.split(r"[.\[\]]", key) if part]

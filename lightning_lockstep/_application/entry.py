@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import functools
 import os
-import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +21,8 @@ from hydra.core.utils import _flush_loggers, configure_log, env_override, setup_
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from rich.syntax import Syntax
 
 import lightning_lockstep
 from lightning_lockstep._application.config_channel import ConfigChannel, Message
@@ -35,9 +36,17 @@ from lightning_lockstep._application.overrides import (
     run_requested,
     whole_message,
 )
-from lightning_lockstep._application.values import is_left_out, show_faults, trace
+from lightning_lockstep._application.signatures import is_left_out, show_faults, trace
+from lightning_lockstep._application.sweep import Sweep
+from lightning_lockstep._run_folder import forget_run_folders, without_claiming
 from lightning_lockstep._text import first_line, say
-from lightning_lockstep.distributed.failure.process_exit import error_from_bytes, error_to_bytes, outcome
+from lightning_lockstep.distributed.failure.process_exit import (
+    ending_of,
+    error_from_bytes,
+    error_to_bytes,
+    outcome,
+    set_ending,
+)
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 from lightning_lockstep.launchers.external_ranks import external_ranks
 from lightning_lockstep.launchers.hydra import (
@@ -45,11 +54,10 @@ from lightning_lockstep.launchers.hydra import (
     config_to_text,
     current_hydra_config,
     for_other_ranks,
-    forget_run_folders,
     freeze,
     program_arguments,
+    received_config,
     sent_by,
-    without_claiming,
     without_hydra,
 )
 
@@ -60,10 +68,9 @@ from lightning_lockstep.launchers.hydra import (
 class Stop(BaseException):
     """Carries an error past Hydra, which would print it in its own way and lose its exit code."""
 
-    def __init__(self, error: BaseException, *, running: bool) -> None:
+    def __init__(self, error: BaseException) -> None:
         super().__init__(error)
         self.error = error
-        self.running = running  # ranks were, when it was raised
 
 
 class StopElsewhere(Exception):  # noqa: N818
@@ -72,16 +79,11 @@ class StopElsewhere(Exception):  # noqa: N818
     def __reduce__(self) -> tuple[Any, ...]:
         (error,) = self.args
         error = error.error if isinstance(error, Stop) else error
-        return _stop, (error_to_bytes(error), ranks_run())
+        return _stop, (error_to_bytes(error),)
 
 
-def _stop(sent: bytes, running: bool) -> Stop:
-    return Stop(error_from_bytes(sent), running=running)
-
-
-def ranks_run() -> bool:
-    """Return whether ranks of this program run, or have run and failed."""
-    return outcome.forced_exit is not None or _process_group_exists()
+def _stop(sent: bytes) -> Stop:
+    return Stop(error_from_bytes(sent))
 
 
 def _process_group_exists() -> bool:
@@ -141,7 +143,7 @@ def hydra_main(
                 return None
             arguments = read_arguments(sys.argv[1:])
             if arguments.experimental_rerun is not None:
-                return _run_child(Path(arguments.experimental_rerun), program)
+                return _run_child(program)
             ranks = external_ranks()
             channel = ConfigChannel(ranks)
             if ranks is not None and ranks.rank > 0:
@@ -152,9 +154,13 @@ def hydra_main(
             try:
                 return application.run()
             except Stop as stop:
-                error, running = stop.error, stop.running
+                error = stop.error
             # Outside of the handler, in which nothing of Hydra is shown.
-            _end_if_about_settings(error, running=running)
+            report = application.sweep.report()
+            _end_if_about_settings(error, below=report)
+            if report:
+                text = "\n".join(filter(None, [ending_of(error).text, report]))
+                set_ending(error, replace(ending_of(error), text=text))
             raise error
 
         return decorated
@@ -176,6 +182,7 @@ class _Application:
     channel: ConfigChannel
     sent: bool = False  # to another process, by a launcher of sweeps
     command: Any = None  # of this program, in that process
+    sweep: Sweep = field(default_factory=Sweep)
 
     def __getstate__(self) -> dict[str, Any]:
         command = None
@@ -192,13 +199,18 @@ class _Application:
                 return
             if run_requested(self.arguments):
                 self._check()
-            hydra.main(self.config_path, self.config_name, self.version_base)(self._job())()
+            try:
+                hydra.main(self.config_path, self.config_name, self.version_base)(self._job())()
+            finally:
+                report = self.sweep.report()
+                if report and not isinstance(sys.exc_info()[1], Stop):  # below whose error it is shown
+                    say(report)
 
     def _check(self) -> None:
         search_path = search_path_of(self.program, self.config_path, self.arguments)
         before, alone = list(sys.path), self.channel.ranks is None
         _import_from(str(Path.cwd()))
-        faults, config = check_command_line(
+        faults, config, values = check_command_line(
             self.arguments, search_path, self.config_name, self.check, alone=alone
         )
         sys.path[:] = before  # which the processes of a sweep get, before they look for Hydra's plugins
@@ -206,14 +218,28 @@ class _Application:
             self.channel.nodes = None if config is None else OmegaConf.select(config, "trainer.num_nodes")
         if faults:
             _refuse(faults)
+        if config is not None and config.hydra.runtime.choices["hydra/sweeper"] == "basic":
+            left_out, name = (*self.arguments.overrides, "-m", "--multirun"), program_name()
+            command = ["python", sys.argv[0]] if name.endswith(".py") else [name]
+            self.sweep.plan(values, command + [word for word in sys.argv[1:] if word not in left_out])
 
     def _help(self) -> None:
         search_path = search_path_of(self.program, self.config_path, self.arguments)
         name = self.arguments.config_name or self.config_name
         setup_globals()
+        groups = [word for word in self.arguments.overrides if "=" not in word and word[0] not in "-~"]
+        overrides = [word for word in self.arguments.overrides if word not in groups]
         try:
-            loader = Loader(search_path, name, self.arguments.overrides)
-            sys.stdout.write(loader.help(program_name(), self.arguments.overrides))
+            loader = Loader(search_path, name, overrides)
+            if not groups:
+                sys.stdout.write(loader.help(program_name(), overrides))
+            for text in map(loader.help_of, groups):
+                if sys.stdout.isatty():
+                    Console().print(
+                        Syntax(text, "yaml", theme="ansi_dark", background_color="default", word_wrap=True)
+                    )
+                else:
+                    sys.stdout.write(text)
         except REFUSED as error:
             _refuse([whole_message(error)])
 
@@ -243,14 +269,27 @@ class _Application:
         if channel.ranks is not None:
             channel.send(Message(for_other_ranks(config), last=last))
         try:
-            return self.program(task)
-        except Exception as error:
-            # A sweep of one process goes on after a job that failed; ranks that failed cannot.
-            if last or outcome.forced_exit or isinstance(error, ConfigurationError):
-                raise Stop(error, running=ranks_run()) from None
+            objective = self.program(task)
+            if not last:
+                self.sweep.note(config, objective, None)
+            return objective
+        except BaseException as error:
+            if not last:
+                self.sweep.note(config, None, error)
+            if not isinstance(error, Exception):
+                raise
+            # A sweep goes on after a job that failed, unless its ranks exist already and have come to their end.
+            stays = outcome.forced_exit is not None and channel.ranks is not None
+            if last or stays or isinstance(error, ConfigurationError):
+                raise Stop(error) from None
             say(
                 f"lightning-lockstep: job {config.hydra.job.num} failed: {type(error).__name__}: {first_line(error)}"
             )
+            # Not above: it imports torch and Lightning, which a look at the command line does without.
+            from lightning_lockstep.launchers.subprocess_script import forget_earlier_job
+
+            forget_earlier_job()  # the next one starts ranks of its own
+            outcome.cancel_forced_exit()
             raise
 
     def _run_job_elsewhere(self) -> Any:
@@ -353,14 +392,14 @@ def _end_beside_rank_0(error: ConfigurationError, channel: ConfigChannel | None)
             if channel is not None:
                 channel.receive(patience=_SAME_FAULT)
                 sys.exit(UNUSABLE)
-        _end_if_about_settings(error, running=ranks_run())
+        _end_if_about_settings(error)
     sys.exit(UNUSABLE)
 
 
-def _run_child(file: Path, program: Program) -> None:
-    """Run the job whose configuration rank 0 has written to `file`, on a rank that it has started."""
-    # Written by the rank that has started this process, readable for its user only.
-    config = pickle.loads(file.read_bytes())
+def _run_child(program: Program) -> None:
+    """Run the job whose configuration rank 0 has given to this rank, which it has started."""
+    config = received_config()
+    assert config is not None
     try:
         # Not returned, as Hydra does not on rank 0: a console command exits with what its function returns.
         _run_frozen(config, program)
@@ -385,18 +424,18 @@ def _run_frozen(config: DictConfig, program: Program) -> Any:
         _flush_loggers()
 
 
-def _end_if_about_settings(error: BaseException, *, running: bool) -> None:
+def _end_if_about_settings(error: BaseException, *, below: str = "") -> None:
     """End this process with a message if `error` is about settings; else return."""
     if isinstance(error, ConfigurationError):
         trace(error)
-        if running:
-            outcome.expected_exit_code = UNUSABLE  # every rank raises it, and ends so
-        started = "all ranks were stopped" if running else "nothing was started"
-        _refuse(error.faults, started)
+        outcome.expected_exit_code = UNUSABLE  # every rank raises it, and ends so
+        _refuse(error.faults, "the run has ended", below)
 
 
-def _refuse(faults: Sequence[str], outcome: str = "nothing was started") -> NoReturn:
+def _refuse(faults: Sequence[str], outcome: str = "nothing was started", below: str = "") -> NoReturn:
     show_faults(program_name(), faults, outcome=outcome)
+    if below:
+        say(below)
     sys.exit(UNUSABLE)
 
 

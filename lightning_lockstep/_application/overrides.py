@@ -18,15 +18,16 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
-from hydra.types import RunMode
 from omegaconf import DictConfig, flag_override
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from lightning_lockstep._application.configs import Loader, parts_of
-from lightning_lockstep._settings import did_you_mean, nearest
-from lightning_lockstep._text import first_line, say
-from lightning_lockstep.launchers.hydra import without_claiming
+from lightning_lockstep._application.configs import Loader
+from lightning_lockstep._application.signatures import parts_of
+from lightning_lockstep._application.sweep import swept_values, variants
+from lightning_lockstep._run_folder import without_claiming
+from lightning_lockstep._settings import did_you_mean
+from lightning_lockstep._text import first_line, install_command, say
 
 # What comes of options and files that make no configuration.
 REFUSED = (HydraException, OmegaConfBaseException, OSError, ValueError, YAMLError)
@@ -75,9 +76,7 @@ def parse(lines: Sequence[str]) -> tuple[list[Override], list[str]]:
 # already and nothing will run, only of the keys on the first level that are given and right.
 JobCheck = Callable[[DictConfig, set[str] | None], list[str]]
 # What to add if an option of these groups is missing: they come from other packages.
-_PLUGINS = (
-    " More come with plugins: pip install 'lightning-lockstep[sweeps]' brings joblib, submitit and optuna."
-)
+_PLUGINS = f" More (joblib, submitit, optuna) come with: {install_command('sweeps')}"
 
 
 class Job:
@@ -92,24 +91,21 @@ class Job:
             overrides,
             key=lambda one: (one.key_or_group != "hydra.searchpath", not self._is_choice_of_group(one)),
         )
-        if (error := self._try(self._right)) is not None:
-            self._compose(error)
-        self._refuse_near_names()
+        if self._try(self._right) is not None:
+            self._compose()
 
     def _is_choice_of_group(self, override: Override) -> bool:
         return self._loader.is_group(override.key_or_group) and not isinstance(override.value(), dict)
 
-    def _compose(self, of_all: BaseException) -> None:
+    def _compose(self) -> None:
         """Compose with one override after the other, without those that are wrong, because all together fail."""
         typed, self._right = self._right, []
-        meant: list[Override] = []  # options that exist in place of those that do not
         unknown: list[str] = []  # groups with a wrong option, whose keys cannot be judged
         error = self._try([])  # the program's own config may lack what an override gives
         for override in typed:
             if override.key_or_group.startswith(tuple(unknown)):
                 continue
-            tried = [*self._right, *meant, override]
-            failed = of_all if tried == typed else self._try(tried)
+            failed = self._try([*self._right, override])
             text = None if failed is None else self._why(override, failed)
             if failed is None or (error is not None and text is None):
                 self._right.append(override)
@@ -117,12 +113,7 @@ class Job:
                 continue
             self.faults.append(f"{_line(override)}: {text or whole_message(failed)}")
             if self._is_choice_of_group(override):
-                # With the option that is probably meant the others can be judged, and else those that are not below it.
-                line = self._probably_meant(override)
-                if line is not None and self._try([*self._right, *meant, *parse([line])[0]]) is None:
-                    meant += parse([line])[0]
-                else:
-                    unknown.append(f"{override.key_or_group.replace('/', '.')}.")
+                unknown.append(f"{override.key_or_group.replace('/', '.')}.")
         if error is not None:
             self.config = None
             self.faults.append(whole_message(error))
@@ -145,52 +136,29 @@ class Job:
         known = self._loader.choices(group)
         texts = [
             f"group {group!r} has no option {one!r}.{did_you_mean(one, known)}"
-            for one in _several(value)
+            for one in map(str, value if isinstance(value, list) else [value])
             if not (override.is_delete() or self._loader.is_choice(group, one))
         ]
+        chosen = None if self.config is None else self.config.hydra.runtime.choices
+        if (
+            not texts
+            and override.is_add()
+            and chosen is not None
+            and override.get_key_element()[1:] in chosen
+        ):
+            return f"the group {group!r} is in the configuration already: write {_line(override)[1:]}"
         plugins = _PLUGINS if group.startswith("hydra/") else ""
         return f"{'; '.join(texts)} It has: {', '.join(known)}.{plugins}" if texts else None
 
-    def _probably_meant(self, override: Override) -> str | None:
-        """The override with the nearest options, if each has one."""
-        group, value = override.key_or_group, override.value()
-        known = self._loader.choices(group)
-        near = [one if self._loader.is_choice(group, one) else nearest(one, known) for one in _several(value)]
-        if None in near:
-            return None
-        options = ",".join(map(str, near))
-        return f"{_line(override).split('=')[0]}={f'[{options}]' if isinstance(value, list) else options}"
-
-    def _refuse_near_names(self) -> None:
-        """Refuse `+modle.width=3`, which would add a key that nothing reads; `++` adds such a key all the same."""
-        composed = self.config
-        for override in [one for one in self._right if one.is_add() and not self._is_choice_of_group(one)]:
-            new = parts_of(override.key_or_group)[0]
-            near = None if composed is None else self._loader.nearly_named(new, composed)
-            if near is None or self._try([one for one in self._right if not one.is_add()]) is not None:
-                continue
-            if self.config is not None and new not in self.config:
-                line = _line(override)
-                self._right.remove(override)
-                self.faults.append(
-                    f"{line}: there is no key {new!r} in the configuration. Did you mean {near!r}? A new key with such"
-                    f" a name is added with +{line}"
-                )
-        self.config = composed
-
-    def check(self, number: int, check: JobCheck, *, of_sweep: bool, is_wrong: bool) -> None:
+    def check(self, number: int, check: JobCheck, *, is_wrong: bool) -> None:
         """Check the values, unless nothing of what was typed is left to be checked."""
         if self.config is None or (is_wrong and not self._right):
             return
         if is_wrong and "torch" not in sys.modules:
             say("lightning-lockstep: found an error; importing torch and Lightning to check the rest ...")
-        with as_current_job(self.config, number, of_sweep=of_sweep):
+        with as_current_job(self.config, number):
             given = {parts_of(one.package or one.key_or_group)[0] for one in self._right}
             self.faults += check(self.config, given if is_wrong else None)
-
-
-def _several(value: Any) -> list[str]:
-    return list(map(str, value)) if isinstance(value, list) else [str(value)]
 
 
 def _line(override: Override) -> str:
@@ -208,14 +176,13 @@ def whole_message(error: BaseException) -> str:
 
 
 @contextmanager
-def as_current_job(config: DictConfig, number: int, *, of_sweep: bool = False) -> Iterator[None]:
+def as_current_job(config: DictConfig, number: int) -> Iterator[None]:
     """Let interpolations of Hydra's own values (`${hydra:...}`) be resolved as they will be in the job."""
     before = HydraConfig.instance().cfg
     hydra = config.hydra
     # Hydra's own part is read-only, and becomes so again with `set_config`.
     with flag_override(hydra, ["readonly", "struct"], [False, False]):
         hydra.job.id, hydra.job.num, hydra.runtime.output_dir = str(number), number, "."
-        hydra.mode = RunMode.MULTIRUN if of_sweep else RunMode.RUN
     HydraConfig.instance().set_config(config)
     with suppress(OmegaConfBaseException):  # Hydra itself reports a run folder that cannot be named
         folder = str(hydra.run.dir)
@@ -246,8 +213,8 @@ def check_command_line(
     check: JobCheck | None,
     *,
     alone: bool = True,  # no other rank has been started yet
-) -> tuple[list[str], DictConfig | None]:
-    """Return what is wrong with a command line, and the configuration of its first job as far as that is right."""
+) -> tuple[list[str], DictConfig | None, list[list[str]]]:
+    """Return what is wrong, the configuration of the first job as far as that is right, and the lines of a sweep."""
     setup_globals()
     overrides, faults = parse(arguments.overrides)
     if arguments.config_dir is not None and not Path(arguments.config_dir).is_dir():
@@ -256,56 +223,25 @@ def check_command_line(
     try:
         loader = Loader(search_path, name, list(map(_line, overrides)))
     except (HydraException, OSError) as error:
-        return [*faults, first_line(error)], None
+        return [*faults, first_line(error)], None, []
     if name is not None and not loader.is_choice("", name):
         known = loader.choices("")
         there_is = f"{did_you_mean(name, known)} There is: {', '.join(known)}."
-        return [*faults, f"--config-name {name}: there is no such config.{there_is}"], None
+        return [*faults, f"--config-name {name}: there is no such config.{there_is}"], None, []
     values, more = swept_values(overrides, multirun=arguments.multirun)
     faults += more
     first: DictConfig | None = None
-    total = sum(len(options) for options in values if len(options) > 1)
-    began, checked = time.monotonic(), 0
+    began = time.monotonic()
     for number, lines in enumerate(variants(values)):
         job = Job(loader, OverridesParser.create().parse_overrides(lines))
         if check is not None:
-            job.check(number, check, of_sweep=arguments.multirun, is_wrong=bool(faults or job.faults))
+            job.check(number, check, is_wrong=bool(faults or job.faults))
         faults += job.faults
         if first is None:
             first, began = job.config, time.monotonic()
-            checked = sum(len(options) > 1 for options in values)
             launcher = None if alone or first is None else first.hydra.runtime.choices["hydra/launcher"]
             if launcher not in (None, "basic"):
                 faults.append(_OTHER_LAUNCHER.format(launcher))
-        else:
-            checked += 1
         if time.monotonic() - began > LONGEST_CHECK:
             break
-    if total and not faults:
-        say(f"lightning-lockstep: checked {checked} of the {total} values of the sweep.")
-    return list(dict.fromkeys(faults)), first
-
-
-def swept_values(overrides: list[Override], *, multirun: bool) -> tuple[list[list[str]], list[str]]:
-    """Return each override as one line for each value that a sweep gives it."""
-    faults = []
-    values: list[list[str]] = []
-    for override in overrides:
-        line = _line(override)
-        if not override.is_sweep_override():
-            values.append([line])
-        elif not multirun:
-            how = f"write a list as {override.key_or_group}=[{override.get_value_string()}]"
-            faults.append(f"{line}: several values. Add -m to run a job for each, or {how}.")
-        elif override.is_discrete_sweep():  # of an interval only the sweeper knows the values
-            prefix = line.split("=", 1)[0]
-            values.append([f"{prefix}={value}" for value in override.sweep_string_iterator()])
-    return values, faults
-
-
-def variants(values: list[list[str]]) -> Iterator[list[str]]:
-    """Divide a sweep into jobs, one at least, in which every value occurs once."""
-    first = [options[0] for options in values]
-    yield first
-    for place, options in enumerate(values):
-        yield from ([*first[:place], option, *first[place + 1 :]] for option in options[1:])
+    return list(dict.fromkeys(faults)), first, values

@@ -141,7 +141,7 @@ def read_metrics(folder: Path) -> dict[str, float]:
 
 
 def show(summary: Summary) -> None:
-    """Print the result as a table."""
+    """Print the result as a table, and below it where things are: a line each, so that a path can be copied."""
     table = Table(title="lightning-lockstep: run finished", show_header=False, title_justify="left")
     for name in sorted(summary.metrics, key=_order):
         table.add_row(name, f"{summary.metrics[name]:.4f}")
@@ -152,12 +152,11 @@ def show(summary: Summary) -> None:
     if summary.samples_per_second is not None:
         table.add_row("samples/s", f"{summary.samples_per_second:,.0f}")
     table.add_row("wall time", f"{summary.wall_time:.1f} s")
-    table.add_section()
-    here = Path.cwd()
+    console, here = Console(), Path.cwd()
+    console.print(table)
     for name, path in summary.files.items():
         shown = Path(path).relative_to(here) if Path(path).is_relative_to(here) else Path(path)
-        table.add_row(name, Text(str(shown), overflow="fold"))
-    Console(width=None).print(table)
+        console.print(Text(f"{name}: {shown}"), soft_wrap=True)
 
 
 def _order(name: str) -> tuple[int, str]:

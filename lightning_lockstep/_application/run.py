@@ -43,9 +43,14 @@ from lightning_lockstep._lightning import (
 from lightning_lockstep._registry import register_strategies
 from lightning_lockstep._run_folder import RunFolder
 from lightning_lockstep._text import say
-from lightning_lockstep._trainer import restore_data_classes, weights_as_they_are
+from lightning_lockstep._trainer import (
+    asks_for_training_loader,
+    restore_data_classes,
+    weights_as_they_are,
+)
 from lightning_lockstep.distributed.failure.exit_notes import remove_earlier_report
-from lightning_lockstep.launchers.mpirun import MPIRunLauncher, ran_under_mpirun
+from lightning_lockstep.launchers.mpirun import MPIRunLauncher
+from lightning_lockstep.launchers.rank_supervisor import ran_elsewhere
 from lightning_lockstep.loaders.global_order import in_global_order
 from lightning_lockstep.steps.patching import put_in_place
 from lightning_lockstep.stopping.loader_position import LoaderPosition
@@ -91,14 +96,17 @@ def leave_out_noise() -> None:
 # -- One training run: build, fit, validate, test, report --
 
 
-def _order_samples(strategy: Any, seed: int) -> None:
+def _order_samples(trainer: Any) -> None:
     """Let a single process under Lightning's own strategy have the order of several ranks."""
+    strategy = trainer.strategy
     if isinstance(strategy, LockstepStrategy):
         return  # the strategy does
     process = strategy.process_dataloader
 
     def process_dataloader(loader: object) -> Any:
-        return in_global_order(process(loader), seed)
+        made = process(loader)
+        trains = asks_for_training_loader(trainer)
+        return in_global_order(made, trainer.accumulate_grad_batches) if trains else made
 
     put_in_place(strategy, "process_dataloader", process_dataloader)
 
@@ -115,7 +123,7 @@ def run(config: DictConfig) -> float | None:
     model, data, trainer = build(config, own_callbacks=[record, LogConfiguration(config), LoaderPosition()])
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         record.share()
-    _order_samples(trainer.strategy, config.seed)
+    _order_samples(trainer)
     left_out = _left_out(config, model, data)
     if trainer.is_global_zero:
         remove_earlier_report(Path(trainer.default_root_dir))
@@ -142,7 +150,7 @@ def run(config: DictConfig) -> float | None:
         raise
     places = logger_places(loggers) if trainer.is_global_zero else {}
     finish(loggers, failed=False)
-    if ran_under_mpirun():
+    if ran_elsewhere():
         # The ranks have done it all, and rank 0 has reported it.
         metrics = read_metrics(Path(trainer.default_root_dir))
     elif trainer.is_global_zero:
@@ -191,13 +199,10 @@ def _left_out(config: DictConfig, model: Any, data: Any) -> dict[str, str]:
         ("validate", "validation_step", "val_dataloader"),
         ("test", "test_step", "test_dataloader"),
     ):
-        if config.get(stage) and not is_overridden(step, model, LightningModule):
-            missing[stage] = f"{type(model).__name__} has no {step}."
-        elif config.get(stage) and not any(
-            is_overridden(loader, part, LightningModule) for part in (data, model)
-        ):
-            both = " and ".join(type(part).__name__ for part in (model, data) if part is not None)
-            missing[stage] = f"no {loader} in {both}."
+        has_loader = any(is_overridden(loader, part, LightningModule) for part in (data, model))
+        lacking = loader if is_overridden(step, model, LightningModule) else step
+        if config.get(stage) and (lacking == step or not has_loader):
+            missing[stage] = f"{type(model).__name__} has no {lacking}."
     return missing
 
 

@@ -92,7 +92,7 @@ def find_executable_batch_size(
             if size < 1:
                 size = starting_batch_size
                 raise BatchSizeError(
-                    f"no batch size fits: memory ran out with {tried} too, the last one to try"
+                    f"no batch size fits: memory ran out even with {tried}, the last size to try"
                 )
 
     return call

@@ -59,8 +59,9 @@ class BatchLoaders:
         self.size = int(self.loaders[0].batch_size or 1)  # as configured now [samples per rank]
         if self.in_attribute and self.size not in self._values():
             self._check_effect()
-        # The samples of this rank in an epoch; another rank may have fewer.
-        self.samples = max(1, min(_whole_share(trainer, loader) for loader in self.loaders))
+        # The samples of this rank in an epoch; another rank may have one more.
+        self.samples = max(1, min(_share(trainer, loader)[0] for loader in self.loaders))
+        self.samples_of_all = max(1, min(_share(trainer, loader)[1] for loader in self.loaders))
 
     @property
     def can_differ(self) -> bool:
@@ -194,14 +195,14 @@ def with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
     return loader_with(loader, batch_sampler=batches, batch_size=size)
 
 
-def _whole_share(trainer: Trainer, loader: DataLoader[Any]) -> int:
-    """Return how many different samples every rank gets at least."""
+def _share(trainer: Trainer, loader: DataLoader[Any]) -> tuple[int, int]:
+    """Return how many different samples every rank gets at least, and all ranks together."""
     dataset: Any = loader.dataset
-    sampler = loader.sampler
+    sampler, ranks = loader.sampler, trainer.world_size
     if isinstance(sampler, DistributedSampler):
-        return len(dataset) // sampler.num_replicas
+        return len(dataset) // sampler.num_replicas, len(dataset)
     given = min(len(dataset), len(sampler if isinstance(sampler, Sized) else dataset))
-    return given // (trainer.world_size if divides_data(trainer) else 1)
+    return (given // ranks, given) if divides_data(trainer) else (given, given * ranks)
 
 
 def _flattened(given: Any) -> list[DataLoader[Any]]:
@@ -219,7 +220,7 @@ def _checked(loader: object) -> DataLoader[Any]:
             " for a trial, and where the run would go on, cannot be known. Set the batch size yourself."
         )
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
-        kind = type(loader.batch_sampler or loader.sampler).__name__
+        kind = type(loader.sampler if loader.batch_sampler is None else loader.batch_sampler).__name__
         raise SearchRefusedError(
             f"the loader has its own batch sampler ({kind}), and only that knows how to change its size."
             " Pass batch_size= and sampler= to the DataLoader instead, or set the size yourself."

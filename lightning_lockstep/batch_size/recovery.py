@@ -36,7 +36,7 @@ from lightning_lockstep.steps.snapshot import BufferCopies, ModuleAttributes, Pa
 class _GuardedClosure(Closure):
     """Forward and backward of one batch, which a :class:`Recovery` runs."""
 
-    # It is in no reference cycle, which would keep every batch alive until the next garbage collection.
+    # A reference cycle would keep every batch alive until the next garbage collection, so this is not in one.
 
     def __init__(
         self,
@@ -78,6 +78,10 @@ class Recovery:
             reason = (
                 "with uneven_inputs='join' other ranks may wait in a step for this rank's count of samples"
             )
+        if getattr(trainer.strategy, "sample_numbers", None) is not None:
+            reason = (
+                "with random_numbers='of_sample' or batch_norm='of_batch' its parts would have other numbers"
+            )
         if reason:
             raise BatchSizeError(f"on_oom='split' is not possible here: {reason}")
         self._trainer, self._module = trainer, module
@@ -90,6 +94,8 @@ class Recovery:
         self._marks: GradientMarks | None = None
         self._logged = LogRecord()
         self._undo = self._guard_closures()
+        if (weights := getattr(trainer.strategy, "weights", None)) is not None:
+            weights.splits = True
 
     def close(self) -> None:
         """Give the loop its own closures back."""
@@ -138,7 +144,7 @@ class Recovery:
         try:
             return whole(), None
         except Exception as error:
-            # The error of another rank may also say that memory ran out, but there.
+            # The error of another rank may also say that memory ran out, but it ran out on that rank.
             if isinstance(error, (RankFailedError, CollectiveError)) or not is_out_of_memory(error):
                 raise
             return None, Failure.of(error).summary[:200]

@@ -114,10 +114,8 @@ def refuse_strategy(trainer: Trainer) -> None:
 
 def refuse_fixed_sizes(trainer: Trainer, what: str, *, accumulates: bool = False) -> None:
     """Raise if the configuration of an engine fixes a size that is to be changed."""
-    if (trials := _engine_trials(trainer)) is None:
-        return
-    why = trials.why_size_is_fixed() or (trials.why_accumulation_is_fixed() if accumulates else "")
-    if why:
+    trials = _engine_trials(trainer)
+    if trials is not None and (why := trials.why_fixed(accumulates=accumulates)):
         raise SearchRefusedError(f"{what}, and {why}.")
 
 

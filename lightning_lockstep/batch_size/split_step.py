@@ -107,11 +107,11 @@ class LogRecord:
     # Each value is logged once, because one with ``sync_dist=True`` is a collective, which the other ranks call once.
 
     def __init__(self, log: Callable[..., None] | None = None) -> None:
-        self._log = log  # is called at once, too
+        self._log = log  # it is called at once, too
         # The key is the name, and how often the part has logged that name before; the order is that of the calls.
         self._calls: dict[tuple[str, int], list[_Call]] = {}
         self._in_part: dict[str, int] = {}
-        self._part = (1.0, 1)  # its weight and samples
+        self._part = (1.0, 1)  # weight and samples of the part that runs
 
     def begin_part(self, weight: float = 1.0, samples: int = 1) -> None:
         self._in_part, self._part = {}, (weight, samples)
@@ -155,7 +155,7 @@ def _together(calls: Sequence[_Call]) -> tuple[Any, dict[str, Any]]:
         options["batch_size"] = sizes[0] if fixed else sum(sizes)
         weights = weights if fixed or not sum(sizes) else sizes
     first, values = calls[0].value, [call.value for call in calls]
-    if isinstance(first, Metric):  # updated with all parts, but its value for the batch is the last part's
+    if isinstance(first, Metric):  # it has all parts, but its value for the batch is that of the last part
         if all(_is_number(call.of_metric) for call in calls):
             first._forward_cache = _weighted_mean([call.of_metric for call in calls], weights)
         return first, options

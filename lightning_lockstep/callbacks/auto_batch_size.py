@@ -7,8 +7,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal, cast
 
-import torch
-
 from lightning_lockstep._lightning import BatchSizeFinder, LightningModule, Trainer
 from lightning_lockstep._settings import settings_of
 from lightning_lockstep._trainer import faults_as_lightnings
@@ -28,7 +26,6 @@ from lightning_lockstep.batch_size.search_run import (
 from lightning_lockstep.callbacks.effective_batch_size import (
     EffectiveBatchSize,
     keeper_of_global_batch,
-    unaccumulated,
 )
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.launchers.rank_supervisor import current_job, folder_of_run
@@ -133,6 +130,9 @@ class AutoBatchSize(BatchSizeFinder):
         ):
             what = f"AutoBatchSize(global_batch_size={settings.global_batch_size}) sets the accumulation"
             refuse_fixed_sizes(trainer, what, accumulates=True)
+        if stage == "fit" and self._keeper is not None:
+            self._keeper.plan = None  # of an earlier fit
+            self._keeper.divide_for_optimizers(trainer, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search, and guard the steps to come. Ranks: all, together."""
@@ -140,8 +140,7 @@ class AutoBatchSize(BatchSizeFinder):
         if self.settings.mode == "off" and self._keeper is not None:
             keeper = keeper_of_global_batch(trainer, self._keeper, self.settings.global_batch_size)
             assert keeper is not None
-            place = unaccumulated(trainer, pl_module, self.settings.batch_arg_name)
-            keeper.divide(trainer, place, largest=place.size)
+            keeper.on_fit_start(trainer, pl_module)
         if self.settings.on_oom != "raise":
             refuse_strategy(trainer)
             self.batches_split = 0
@@ -238,8 +237,7 @@ class AutoBatchSize(BatchSizeFinder):
         self._as_configured = ExitStack()
         self._as_configured.enter_context(place.former_size())
         if in_fit(trainer):
-            per_rank = torch.tensor(min(place.size, place.samples))
-            total = int(current_communicator().all_reduce(per_rank)) * accumulate
+            total = min(place.size * trainer.world_size, place.samples_of_all) * accumulate
             keeper = self._keeper = EffectiveBatchSize(total, batch_arg_name=settings.batch_arg_name)
             self._as_configured.enter_context(replaced(trainer, accumulate_grad_batches=accumulate))
         return place, keeper

@@ -11,8 +11,8 @@ from typing import Literal
 from lightning_lockstep._lightning import Callback, LightningModule, ModelCheckpoint, Trainer
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.deepspeed.checkpoints.consolidation import consolidate
+from lightning_lockstep.deepspeed.checkpoints.file_names import consolidated_name
 from lightning_lockstep.deepspeed.checkpoints.files import is_checkpoint_folder
-from lightning_lockstep.deepspeed.checkpoints.resuming import consolidated_name
 from lightning_lockstep.errors import ConfigurationError
 
 _log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class ConsolidateCheckpoints(Callback):
         except ConfigurationError as error:
             _log.warning(f"{error} Once that is mended, run: lockstep-consolidate {folder}")
         else:
-            _log.info(f"{folder.name} is also in {written}, without DeepSpeed")
+            _log.info(f"{folder.name} is also in {written}, which loads without DeepSpeed")
 
 
 def _folders(trainer: Trainer) -> Iterator[Path]:

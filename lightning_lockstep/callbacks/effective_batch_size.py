@@ -15,7 +15,7 @@ from lightning_lockstep.batch_size.search_run import refuse_fixed_sizes, say_onc
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import BatchSizeError
 from lightning_lockstep.loaders.global_order import micro_batches
-from lightning_lockstep.steps.patching import replaced
+from lightning_lockstep.steps.patching import put_in_place, replaced
 
 # -- Micro-batch x accumulation x ranks = the global batch that was asked for --
 
@@ -143,18 +143,39 @@ class EffectiveBatchSize(Callback):
         self.lr_scaling = lr_scaling
         self.reference_batch_size = reference_batch_size or global_batch_size
         self.plan: EffectiveBatch | None = None
+        self._scaled = False  # whether the learning rates are those of the plan
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget the plan of an earlier fit, and refuse an engine whose sizes are fixed. Ranks: all ranks."""
+        """Forget the plan of an earlier fit, and divide the global batch before the optimizers are made.
+
+        Ranks: all ranks; nothing is sent.
+        """
         if stage == "fit":
             self.plan = None
             refuse_fixed_sizes(trainer, f"EffectiveBatchSize({self.global_batch_size})", accumulates=True)
+            self.divide_for_optimizers(trainer, pl_module)
+
+    def divide_for_optimizers(self, trainer: Trainer, module: LightningModule) -> None:
+        """Divide when the module is asked for its optimizers, whose schedules count the steps. Ranks: all ranks."""
+        if hasattr(trainer.strategy, "engine_trials"):  # an engine is told when it is there
+            return
+        configure = module.configure_optimizers
+
+        def configure_optimizers() -> Any:
+            put_back()
+            place = unaccumulated(trainer, module, self.batch_arg_name)
+            self.divide(trainer, place, largest=place.size)
+            return configure()
+
+        put_back = put_in_place(module, "configure_optimizers", configure_optimizers)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Divide the global batch, unless a search has just done that. Ranks: all ranks; nothing is sent."""
+        """Scale the learning rates, unless a search has just done that. Ranks: all ranks; nothing is sent."""
         if self.plan is None:
             place = unaccumulated(trainer, pl_module, self.batch_arg_name)
             self.divide(trainer, place, largest=place.size)
+        elif not self._scaled:
+            self._scale_learning_rates(trainer, self.plan.total, self.reference_batch_size)
 
     def divide(self, trainer: Trainer, place: BatchLoaders, *, largest: int) -> None:
         """Divide the global batch, or divide it again after a search for another micro-batch.
@@ -175,7 +196,13 @@ class EffectiveBatchSize(Callback):
                 f"a global batch of {requested} cannot be divided among {trainer.world_size} ranks: expected at least"
                 " one sample for each"
             )
-        reference = self.reference_batch_size if self.plan is None else self.plan.total
+        reference = self.plan.total if self.plan is not None and self._scaled else self.reference_batch_size
+        sizes = [str(loader.batch_size) for loader in place.loaders]
+        if len(set(sizes)) > 1:
+            raise BatchSizeError(
+                f"a global batch of {requested} cannot be divided among training loaders with batch sizes of"
+                f" {' and '.join(sizes)}: expected one size. Set the sizes yourself, without this callback"
+            )
         largest = min(largest, place.samples)
         any_size = place.can_differ and trainer.lightning_module.automatic_optimization
         plan = plan_effective_batch(requested, ranks=trainer.world_size, largest=largest, any_size=any_size)
@@ -196,11 +223,13 @@ class EffectiveBatchSize(Callback):
             trainer.strategy.micro_batches = self.plan.sizes  # type: ignore[attr-defined]
         trainer.accumulate_grad_batches = self.plan.accumulate
         place.apply(self.plan.micro_batch)
-        if self.lr_scaling is not None and self.plan.total != reference:
-            self._scale_learning_rates(trainer, self.plan.total, reference)
+        self._scale_learning_rates(trainer, self.plan.total, reference)
 
     def _scale_learning_rates(self, trainer: Trainer, total: int, reference: int) -> None:
         """Scale the learning rate of every parameter group, and what its schedulers start from."""
+        self._scaled = bool(trainer.strategy.optimizers)
+        if self.lr_scaling is None or total == reference:
+            return
 
         def scaled(rate: Any) -> float:
             return scaled_learning_rate(

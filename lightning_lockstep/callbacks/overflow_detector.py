@@ -47,7 +47,7 @@ class OverflowDetector(Callback):
 
     Attributes:
         skipped_steps: Optimizer steps skipped so far.
-        scaler_skips: Ordinary skips of an fp16 loss scaler so far; they are no alarms.
+        scaler_skips: Ordinary skips of an fp16 loss scaler so far; they are not alarms.
         reports: Reports of this rank so far.
 
     Raises:

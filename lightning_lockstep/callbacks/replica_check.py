@@ -212,7 +212,7 @@ class _Run:
 
     def end(self) -> None:
         if self._count != self._checked:
-            self._check()
+            self._check(was_due=False)
         for question in self._communicator.broadcast(self._checks.finish(_AT_THE_END)):
             finding = self._checks.meet(question)
             if finding is not None:
@@ -230,14 +230,14 @@ class _Run:
         left = self._settings.every_n_steps - self._count % self._settings.every_n_steps
         return min(left, PROBED - self._count) if self._count < PROBED else left
 
-    def _check(self) -> None:
+    def _check(self, *, was_due: bool = True) -> None:
         self._checked = self._count
         row = self._batches.row() if self._batches is not None and self._count >= PROBED else []
         check = Check(
             self._count,
             self._contents.sections(),
             hyperparameters(self._trainer.optimizers),
-            self._evidence(),
+            self._evidence(was_due),
             [*self._gradients.values()],
             self._contents.held,
             row,
@@ -245,15 +245,17 @@ class _Run:
         self._gradients = {}
         self._checks.add(check)
 
-    def _evidence(self) -> dict[str, Any]:
+    def _evidence(self, was_due: bool) -> dict[str, Any]:
         ddp = ddp_of(self._trainer.strategy.model)
         ignored = set(ddp.parameters_to_ignore) if ddp is not None else set()
         return {
             "steps": list(self._steps),
             "statistics": self._contents.may_be_statistics(),
             "automatic": self._module.automatic_optimization,
-            "sees_gradients": self._contents.sees_gradients,
+            # Nobody looks at the gradients of a batch that turns out to be the last.
+            "sees_gradients": self._contents.sees_gradients and was_due,
             "divided": self._contents.divided,
+            "padding": bool(self._count) and getattr(self._trainer.strategy, "is_padding_batch", bool)(),
             "wrapped": ddp is not None,
             "synchronizes": ddp is None or ddp.require_backward_grad_sync,
             "outside": sorted(self._contents.trained() - self._trained | ignored),

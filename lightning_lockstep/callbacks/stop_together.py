@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 from collections.abc import Sequence
@@ -10,7 +11,9 @@ from typing import Any
 
 from lightning_lockstep._lightning import Callback
 from lightning_lockstep._settings import Faults
+from lightning_lockstep._system import write_report
 from lightning_lockstep.distributed import Communicator, current_communicator
+from lightning_lockstep.distributed.checkpoint_folder import PREEMPTED_FILE
 from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement, StopDecision
 from lightning_lockstep.distributed.failure.process_exit import outcome
 from lightning_lockstep.errors import Preempted
@@ -172,6 +175,9 @@ class StopTogether(Callback):
         requeues = requeue_signal(trainer._accelerator_connector.cluster_environment)
         asks_slurm = requeues is not None and f"received {requeues.name}" in reason
         path = self._save(trainer, asks_slurm)
+        if trainer.is_global_zero and "://" not in path:
+            content = {"checkpoint": Path(path).name, "reason": reason}
+            write_report(Path(path).with_name(PREEMPTED_FILE), json.dumps(content))
         if self._file is not None:
             self._file.remove()
         goes_on = f"resume from {path}"

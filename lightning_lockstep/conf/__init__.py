@@ -23,7 +23,7 @@ from typing import Any
 from hydra.core.config_store import ConfigNode, ConfigStore
 from omegaconf import OmegaConf
 
-from lightning_lockstep.launchers.hydra import RESOLVERS
+from lightning_lockstep._run_folder import RESOLVERS
 
 
 class _Group(dict[str, Any]):

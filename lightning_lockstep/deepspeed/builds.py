@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_lockstep._text import say
-from lightning_lockstep.deepspeed.config import section
-from lightning_lockstep.deepspeed.importing import cuda_trouble
+from lightning_lockstep.deepspeed.config_parsing import section
+from lightning_lockstep.deepspeed.importing import DOCTOR
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.coordination.rank_order import in_rank_order
 from lightning_lockstep.errors import LaunchError
@@ -69,8 +69,7 @@ def _load(builder: str) -> None:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         telling = [line for line in lines if "error" in line.lower() or "undefined reference" in line]
         shown = "\n  ".join((telling or lines)[:_SHOWN])
-        remedy = cuda_trouble(error) or "lockstep-doctor deepspeed"
         what = f"could not build DeepSpeed's op {op.name} ({type(error).__name__})"
-        raise LaunchError(f"{who} {what}:\n  {shown}\nFix it with: {remedy}") from error
+        raise LaunchError(f"{who} {what}:\n  {shown}\nFix it with: {DOCTOR}") from error
     finally:
         announcement.cancel()

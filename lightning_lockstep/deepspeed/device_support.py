@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_lockstep._settings import is_number, is_whole
-from lightning_lockstep.deepspeed.config import is_given, section
+from lightning_lockstep.deepspeed.config_parsing import is_given, section
 from lightning_lockstep.errors import ConfigurationError
 
 _FLOAT16 = ("fp16", "float16", "half", "torch.float16", "torch.half")
@@ -74,14 +74,18 @@ def _under_lightning(config: Mapping[str, Any]) -> Iterator[Limit]:
     if section(config, "pipeline"):
         why = "DeepSpeed divides only its own PipelineModule in stages, which Lightning cannot train"
         yield Limit("pipeline", config["pipeline"], why)
-    for path, size in (
-        ("tensor_parallel.autotp_size", section(config, "tensor_parallel").get("autotp_size")),
-        ("sequence_parallel_size", config.get("sequence_parallel_size")),
+    same_batch = "several ranks would need the same batch, and Lightning gives each rank its own"
+    for path, size, least, why in (
+        ("tensor_parallel.autotp_size", section(config, "tensor_parallel").get("autotp_size"), 2, same_batch),
+        ("sequence_parallel_size", config.get("sequence_parallel_size"), 2, same_batch),
+        (
+            "zero_optimization.mics_shard_size",  # DeepSpeed 0.19.8 refuses it itself
+            *(section(config, "zero_optimization").get("mics_shard_size"), 1),
+            "a fit that goes on would have zeros for the weights of some ranks",
+        ),
     ):
-        if is_whole(size) and size > 1:
-            yield Limit(
-                path, size, "several ranks would need the same batch, and Lightning gives each rank its own"
-            )
+        if is_whole(size) and size >= least:
+            yield Limit(path, size, why)
     if writer := section(config, "checkpoint").get("writer"):
         why = "DeepSpeed's writers need its own launcher, and may still write when the checkpoint counts as complete"
         yield Limit("checkpoint.writer", writer, why)

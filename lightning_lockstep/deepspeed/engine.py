@@ -6,7 +6,6 @@ import argparse
 import io
 import logging
 import os
-import socket
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from datetime import timedelta
@@ -17,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_lockstep._settings import restore_variables
-from lightning_lockstep.deepspeed.config import for_evaluation
+from lightning_lockstep.deepspeed.config_parsing import for_evaluation
 from lightning_lockstep.distributed import Communicator, at_shut_down
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.patching import replaced
@@ -35,18 +34,12 @@ def agreed(communicator: Communicator, work: Callable[[], _Result]) -> _Result:
         result = work()
     except ConfigurationError as error:
         faults = error.faults
-    failed = communicator.agree(bool(faults), "\n".join((socket.gethostname(), *faults)))
+    failed = communicator.agree(bool(faults), "\n".join(faults))
     if not failed:
         return result  # type: ignore[return-value]  # it has returned
-    said = {reason.partition("\n")[2] for reason in failed.values()}
-    if len(said) == 1 and len(failed) == communicator.world_size:
+    if len(failed) == communicator.world_size and len(set(failed.values())) == 1:
         raise ConfigurationError(faults)
-    raise ConfigurationError(
-        [
-            f"rank {rank} on {host}: {' '.join(lines)}"
-            for rank, (host, *lines) in ((rank, text.splitlines()) for rank, text in failed.items())
-        ]
-    )
+    raise ConfigurationError([f"rank {rank}: {text}" for rank, text in failed.items()])
 
 
 # -- DeepSpeed's engine, made from what Lightning and this package know of the run --

@@ -6,10 +6,9 @@ all ranks, and none for its loss scale, for a skipped step or for the state that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +16,9 @@ from torch import Tensor
 
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.capabilities import EngineGradients
+
+#: Part of a layout: the names of parameters, by groups, as their values follow each other.
+ORDER = "order of parameters in the optimizer"
 
 
 @dataclass(frozen=True)
@@ -32,17 +34,16 @@ class EngineAdapter(EngineGradients):
     """An engine whose optimizer is none that is known here: one that does not train, for example."""
 
     mark = ""  # the attribute by which an optimizer is known
-    keeps_gradients = False  # whether it is known where
+    groups_name = ""  # the one that has the trained parameters in their order, by groups
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.optimizer = engine, engine.optimizer
         self.history: Any = None  # of the loss scale, if somebody keeps it
 
-    def set_counters(self, *, steps: int, skipped: int, samples: int | None, ranks: int) -> None:
-        """Go on counting from a checkpoint that so many ranks have written."""
-        self.engine.global_steps, self.engine.skipped_steps = steps, skipped
-        self.engine.global_samples = steps * self.engine.train_batch_size() if samples is None else samples
-        self.engine.loaded_checkpoint_dp_world_size = ranks
+    @property
+    def torch_optimizer(self) -> Any:
+        """The optimizer that DeepSpeed's own has inside, or that is there without one."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
 
     # the loss scale
 
@@ -55,13 +56,13 @@ class EngineAdapter(EngineGradients):
             return StepOutcome(True if overflow else None, float(scaler.get_scale()))
         if overflow is None:
             return None
-        if getattr(self.optimizer, "custom_loss_scaler", False):
-            return StepOutcome(bool(overflow), float(self.optimizer.external_loss_scale))
-        return StepOutcome(bool(overflow), *self.scale_and_floor())
+        if not self.engine.fp16_enabled():
+            return StepOutcome(bool(overflow))  # a scaler that is there does nothing
+        return StepOutcome(bool(overflow), float(self.optimizer.loss_scale), self.floor())
 
-    def scale_and_floor(self) -> tuple[float | None, float | None]:
-        """Return the loss scale and the smallest that it falls to; ``None`` if there is none."""
-        return None, None
+    def floor(self) -> float | None:
+        """Return the smallest loss scale, if it adapts itself."""
+        return None
 
     # gradients of this rank, and steps that are skipped, as OverflowDetector needs them
 
@@ -71,10 +72,8 @@ class EngineAdapter(EngineGradients):
 
     def gradients(self) -> list[Tensor]:
         """Return what this rank holds of the gradients accumulated so far; the same tensors at every step if it can."""
-        return list(self.own_gradients())
-
-    def own_gradients(self) -> Iterable[Tensor]:
-        return ()
+        parameters = [parameter for group in self.parameter_groups() for parameter in group]
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
     def skip_step(self, optimizer: Any = None) -> None:
         """Have the engine skip its next optimizer step as after an overflow that it found itself."""
@@ -97,32 +96,14 @@ class EngineAdapter(EngineGradients):
 
     # the sizes of a batch, and trials of others
 
-    @contextmanager
-    def accumulating(self, passes: int) -> Iterator[None]:
-        """Let the engine accumulate so many batches for a step in the body."""
-        engine, samples = self.engine, self.engine.train_batch_size()
-        engine.set_train_batch_size(engine.train_micro_batch_size_per_gpu() * passes * engine.dp_world_size)
-        try:
-            yield
-        finally:
-            engine.set_train_batch_size(samples)
-
     def set_sizes(self, *, batch_size: int, accumulate: int) -> None:
         self.engine.set_train_micro_batch_size(batch_size)
         self.engine.set_train_batch_size(batch_size * accumulate * self.engine.dp_world_size)
 
-    def values_of_trial(
-        self, passes: int, largest_bucket: int | None
-    ) -> list[tuple[Any, dict[str, Any]]]:  # objects and attributes of theirs
-        """Return what the engine needs for steps on this rank alone, with as many batches in each."""
-        from deepspeed.runtime.zero import utils
-
-        # DeepSpeed compares the order of the modules with rank 0's, which does not take part.
-        alone = SimpleNamespace(get_rank=lambda: 0, broadcast=lambda *a, **k: None)
-        return [
-            (utils, {"dist": alone}),
-            (self.engine, {"micro_steps": 0}),
-        ]
+    def set_for_trial(self, passes: int, largest_bucket: int | None) -> None:
+        """Set what steps on this rank alone need, with as many batches in each."""
+        self.engine.micro_steps = 0
+        self.set_sizes(batch_size=self.engine.train_micro_batch_size_per_gpu(), accumulate=passes)
 
     # what a checkpoint has
 
@@ -132,22 +113,56 @@ class EngineAdapter(EngineGradients):
         if refresh is not None:
             refresh()
 
+    def layout(self) -> dict[str, Any]:
+        """Return what the places of values in the files of a checkpoint depend on."""
+        engine = self.engine
+        stage, names = engine.zero_optimization_stage(), engine.param_names
+        groups = [[names[parameter] for parameter in group] for group in self.parameter_groups()]
+        halves = {"bf16": engine.bfloat16_enabled(), "fp16": engine.fp16_enabled()}
+        layout = {"stage": stage, "precision": next((name for name, on in halves.items() if on), "float32")}
+        ranks = {"number of ranks": engine.dp_world_size} if stage or engine.has_moe_layers else {}
+        return {**layout, **ranks, ORDER: groups}
+
+    def parameter_groups(self) -> list[list[Any]]:
+        """Return the parameters that are trained, by groups, in their order in the files."""
+        return list(getattr(self.optimizer, self.groups_name, []))
+
+    def set_counters(self, saved: Mapping[str, Any]) -> None:
+        """Go on counting from the model states of a checkpoint."""
+        engine, steps = self.engine, saved["global_steps"]
+        engine.global_steps, engine.skipped_steps = steps, saved["skipped_steps"]
+        engine.global_samples = saved.get("global_samples", steps * engine.train_batch_size())
+        engine.loaded_checkpoint_dp_world_size = saved["dp_world_size"]
+        if engine.random_ltd_enabled() and saved.get("random_ltd"):
+            engine.random_ltd_scheduler.load_state_dict(saved["random_ltd"])
+
     def set_flags(self, overflow: bool, scaler_state: Mapping[str, Any]) -> None:
-        """Take the last step for one that was skipped or not, and a loss scale as it was."""
+        """Take the last step for one that was skipped or not, and go on with a loss scale that adapts itself."""
         self.optimizer.overflow = overflow
         scaler = getattr(self.optimizer, "loss_scaler", None)
-        for name, value in scaler_state.items():
-            if hasattr(scaler, name):
-                setattr(scaler, name, value)
+        if getattr(scaler, "dynamic", False) and scaler_state.get("dynamic"):  # float16 in both runs
+            for name in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"):
+                setattr(scaler, name, scaler_state[name])
+
+    @contextmanager
+    def own_settings(self) -> Iterator[None]:
+        """Let DeepSpeed load a checkpoint in the body, and keep the clipping and the kind of loss scale of this run."""
+        optimizer = self.optimizer
+        names = [one for one in ("clip_grad", "loss_scaler", "dynamic_loss_scale") if one in vars(optimizer)]
+        kept = {name: getattr(optimizer, name) for name in names}
+        yield
+        loaded = getattr(optimizer, "loss_scaler", None)
+        for name, value in kept.items():
+            setattr(optimizer, name, value)
+        if loaded is not None:
+            self.set_flags(optimizer.overflow, vars(loaded))
 
 
 class WholeFloat32(EngineAdapter):
     """Stage 0 in float32: the optimizer is one of torch's."""
 
-    keeps_gradients = True
-
-    def own_gradients(self) -> Iterable[Tensor]:
-        return _gradients_of(group["params"] for group in self.optimizer.param_groups)
+    def parameter_groups(self) -> list[list[Any]]:
+        return [group["params"] for group in self.optimizer.param_groups]
 
     def skip_once(self) -> None:
         """Take the gradients away, without which nothing changes; torch's loss scaler needs to see bad ones."""
@@ -164,16 +179,11 @@ class Whole16(EngineAdapter):
     """Stage 0 in 16 bits."""
 
     mark = "overflow_checker"
-    keeps_gradients = True
+    groups_name = "fp16_groups"
 
-    def scale_and_floor(self) -> tuple[float | None, float | None]:
+    def floor(self) -> float | None:
         config = self.optimizer.loss_scale_config
-        if not config.use_grad_scaling:
-            return None, None
-        return float(config.cur_scale), float(config.min_loss_scale) if config.dynamic_loss_scale else None
-
-    def own_gradients(self) -> Iterable[Tensor]:
-        return _gradients_of(self.optimizer.fp16_groups)
+        return float(config.min_loss_scale) if config.dynamic_loss_scale else None
 
     def skip_once(self) -> None:
         _find_overflow_once(self.optimizer.overflow_checker, "has_overflow", "check", "check_using_norm")
@@ -184,62 +194,50 @@ class Zero(EngineAdapter):
 
     mark = "loss_scaler"
 
-    def scale_and_floor(self) -> tuple[float | None, float | None]:
+    def floor(self) -> float | None:
         scaler = self.optimizer.loss_scaler
-        if self.optimizer.dtype != torch.float16:
-            return None, None  # the scaler that is there does nothing
-        return float(scaler.cur_scale), float(scaler.min_scale) if scaler.dynamic else None
+        return float(scaler.min_scale) if scaler.dynamic else None
 
     def set_sizes(self, *, batch_size: int, accumulate: int) -> None:
         super().set_sizes(batch_size=batch_size, accumulate=accumulate)
         self.optimizer.gradient_accumulation_steps = accumulate
 
-    def values_of_trial(self, passes: int, largest_bucket: int | None) -> list[tuple[Any, dict[str, Any]]]:
-        values = {"gradient_accumulation_steps": passes}
+    def set_for_trial(self, passes: int, largest_bucket: int | None) -> None:
+        super().set_for_trial(passes, largest_bucket)
         if largest_bucket is not None:
-            values["reduce_bucket_size"] = min(int(self.optimizer.reduce_bucket_size), largest_bucket)
+            self.optimizer.reduce_bucket_size = min(int(self.optimizer.reduce_bucket_size), largest_bucket)
         # A step that is skipped for an overflow would not show what the optimizer needs.
-        unscaled = {"cur_scale": 1.0}
-        return [
-            *super().values_of_trial(passes, largest_bucket),
-            (self.optimizer, values),
-            (self.optimizer.loss_scaler, unscaled),
-        ]
+        self.optimizer.loss_scaler.cur_scale = 1.0
+
+
+#: A vector that torch's optimizer has, with the parameters that it holds: of each where its piece begins in the
+#: parameter and in the vector, and how long it is.
+Pieces = tuple[Tensor, list[tuple[Any, int, int, int]]]
 
 
 class FlatGroups(EngineAdapter):
     """Each group of parameters is one vector, of which every rank has a part."""
 
-    groups_name = ""  # the attribute that has the parameters, by groups
-
-    def parameter_groups(self) -> list[list[Any]]:
-        return list(getattr(self.optimizer, self.groups_name))
-
-    def vectors(self) -> list[list[Tensor]]:
-        """Return the vectors of each group, which torch's optimizer has for parameters."""
-        return [list(group["params"]) for group in self.optimizer.optimizer.param_groups]
+    def pieces(self, rank: int) -> list[list[Pieces]]:
+        """Return what is in the vectors of this rank, by groups."""
+        found: list[list[Pieces]] = []
+        gaps = getattr(
+            self.optimizer, "round_robin_bit16_padding", None
+        )  # after each parameter, if it is aligned
+        for number, group in enumerate(self.parameter_groups()):
+            (vector,) = self.torch_optimizer.param_groups[number]["params"]
+            found.append([(vector, [])])
+            start = -rank * vector.numel()  # of the parameter, in the vector
+            for parameter, gap in zip(group, gaps[number] if gaps else [0] * len(group), strict=True):
+                first, end = max(start, 0), min(start + parameter.numel(), vector.numel())
+                if first < end:
+                    found[-1][0][1].append((parameter, first - start, first, end - first))
+                start += parameter.numel() + gap
+        return found
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Load the state of torch's optimizer, and let each parameter find its own, as after a first step."""
-        from deepspeed.utils import lazy_init_hp_params_optimizer_state as link
-
-        optimizer = self.optimizer.optimizer
-        optimizer.load_state_dict(state)
-        for parameters, (vector,) in zip(self.parameter_groups(), self.vectors(), strict=True):
-            link(parameters, vector, optimizer.state)
-
-    def range_of(self, parameter: Any, rank: int) -> tuple[int, int]:
-        """Return start and length of the values of a parameter that `write` takes: all, or none without a part here."""
-        return 0, parameter.numel() if parameter._hp_mapping is not None else 0
-
-    def write(self, parameter: Any, key: str | None, values: Tensor) -> None:
-        """Write this rank's part of a float32 weight, or of the state of that key."""
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
-        if key is None:
-            safe_set_full_fp32_param(parameter, values)
-        else:
-            safe_set_full_optimizer_state(parameter, values, key)
+        """Load the state of torch's optimizer."""
+        self.torch_optimizer.load_state_dict(state)
 
 
 class Bf16(FlatGroups):
@@ -247,10 +245,9 @@ class Bf16(FlatGroups):
 
     mark = "fp32_groups_gradients"
     groups_name = "bf16_groups"
-    keeps_gradients = True
 
-    def own_gradients(self) -> Iterable[Tensor]:
-        return (gradient for group in self.optimizer.fp32_groups_gradients for gradient in group)
+    def gradients(self) -> list[Tensor]:
+        return [gradient for group in self.optimizer.fp32_groups_gradients for gradient in group]
 
     def skip_once(self) -> None:
         optimizer = self.optimizer
@@ -269,25 +266,22 @@ class Stages1And2(FlatGroups, Zero):
     """Stages 1 and 2."""
 
     mark = "averaged_gradients"
-    groups_name = "bit16_groups"
-    keeps_gradients = True
+    groups_name = "round_robin_bit16_groups"
 
-    def own_gradients(self) -> Iterator[Tensor]:
-        """Yield the gradients as reduced before a step, else as accumulated so far."""
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients as reduced before a step, else as accumulated so far."""
         # With offload the optimizer looks at them itself before a step, on their way to the host.
         if self.optimizer.cpu_offload:
-            return
-        reduced = [group for group in self.optimizer.averaged_gradients.values() if group]
-        for group in reduced:
+            return []
+        found: list[Tensor | None] = []
+        for group in self.optimizer.averaged_gradients.values():
             flat = getattr(group, "flat_partition", None)
-            yield from (g for g in ([flat] if flat is not None else group) if g is not None)
-        if reduced:
-            return
-        for kept in self.optimizer.all_grad_tensors.values():
-            yield from (g for g in kept or [] if g is not None)
-        for parameter in (parameter for group in self.optimizer.bit16_groups for parameter in group):
-            gradients = (getattr(parameter, name, None) for name in ("grad", "grad_accum"))
-            yield from (g for g in gradients if g is not None)
+            found += group or [] if flat is None else [flat]
+        if not found:
+            found = [one for kept in self.optimizer.all_grad_tensors.values() for one in kept or []]
+            for parameter in (parameter for group in self.optimizer.bit16_groups for parameter in group):
+                found += [getattr(parameter, name, None) for name in ("grad", "grad_accum")]
+        return [gradient for gradient in found if gradient is not None]
 
     def known_bad(self) -> bool:
         return bool(getattr(self.optimizer, "local_overflow", False))  # only with offload
@@ -297,27 +291,13 @@ class Stages1And2(FlatGroups, Zero):
         self.optimizer.check_grad_overflow = True
         _find_overflow_once(self.optimizer, "check_overflow", overflow=True, check_grad_overflow=looks)
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """As for others; with ``round_robin_gradients`` a vector has another order than its group."""
-        optimizer = self.optimizer
-        if optimizer.round_robin_gradients:
-            # DeepSpeed 0.19.8 links parameters with the places that the vector really has only if it is padded.
-            padding = optimizer.round_robin_bit16_padding
-            optimizer.round_robin_bit16_padding = [[1]] * len(optimizer.bit16_groups)
-            try:
-                optimizer._link_all_hp_params()
-            finally:
-                optimizer.round_robin_bit16_padding = padding
-        super().load_state(state)
-
 
 class Stage3(Zero):
     """Stage 3: each parameter is divided among the ranks."""
 
     mark = "grad_partitions_flat_buffer"
-    keeps_gradients = True
 
-    def own_gradients(self) -> Iterable[Tensor]:
+    def gradients(self) -> list[Tensor]:
         return [self.optimizer.grad_partitions_flat_buffer]
 
     def skip_once(self) -> None:
@@ -329,11 +309,17 @@ class Stage3(Zero):
             found[self.optimizer.sub_group_to_group_id[number]] += parameters
         return found
 
-    def vectors(self) -> list[list[Tensor]]:
-        """Return the vectors of each group, which torch's optimizer has for parameters while it steps."""
-        self.optimizer._set_fp32_optimizer_param_groups()
-        found = [list(group["params"]) for group in self.optimizer.optimizer.param_groups]
-        self.optimizer._clear_fp32_optimizer_param_groups()
+    def pieces(self, rank: int) -> list[list[Pieces]]:
+        """Return what is in the vectors of this rank, by groups."""
+        optimizer = self.optimizer
+        found: list[list[Pieces]] = [[] for _ in optimizer.optimizer.param_groups]
+        for number, vector in enumerate(optimizer.fp32_partitioned_groups_flat):
+            place, pieces = 0, []
+            for parameter in optimizer.fp16_groups[number]:
+                length = parameter.ds_tensor.numel()
+                pieces.append((parameter, rank * length, place, length))
+                place += length
+            found[optimizer.sub_group_to_group_id[number]].append((vector, pieces))
         return found
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -343,20 +329,6 @@ class Stage3(Zero):
             self.optimizer.optimizer.load_state_dict(state)
         finally:
             self.optimizer._clear_fp32_optimizer_param_groups()
-
-    def range_of(self, parameter: Any, rank: int) -> tuple[int, int]:
-        """Return start and length of the values of a parameter that `write` takes: those of this rank."""
-        length = parameter.ds_tensor.numel()
-        return rank * length, length
-
-    def write(self, parameter: Any, key: str | None, values: Tensor) -> None:
-        """Write this rank's part of a float32 weight, or of the state of that key."""
-        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
-
-        if key is None:
-            safe_set_local_fp32_param(parameter, values)
-        else:
-            safe_set_local_optimizer_state(parameter, values, key)
 
 
 def adapter_of(engine: Any) -> EngineAdapter:
@@ -371,16 +343,12 @@ def gradients_of(engine: Any, history: Any = None) -> EngineAdapter:
     """Return what an engine is seen through by OverflowDetector, with the history of its loss scale."""
     adapter = adapter_of(engine)
     adapter.history = history
-    if not adapter.keeps_gradients:
+    if type(adapter) in (EngineAdapter, Zero):
         raise ConfigurationError(
             f"OverflowDetector does not know where {type(engine.optimizer).__name__} of this DeepSpeed keeps gradients."
             " Use DeepSpeed 0.19, another stage of ZeRO, or strategy='lockstep_ddp' to find the overflow."
         )
     return adapter
-
-
-def _gradients_of(groups: Iterable[Iterable[Any]]) -> Iterator[Tensor]:
-    return (parameter.grad for group in groups for parameter in group if parameter.grad is not None)
 
 
 def _find_overflow_once(owner: Any, *methods: str, **then: Any) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_lockstep._lightning import LightningModule, Precision
-from lightning_lockstep.deepspeed.config import is_given, section
+from lightning_lockstep.deepspeed.config_parsing import is_given, section
 from lightning_lockstep.deepspeed.engine_adapters import adapter_of
 from lightning_lockstep.deepspeed.precision import LossScaleHistory
 from lightning_lockstep.steps.isolated import gradients_apart
@@ -130,12 +131,6 @@ class EngineState:
         self.restore_structure()
         self._values.restore()
 
-    def __enter__(self) -> EngineState:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.restore()
-
     def _keep(self, value: Any) -> Iterator[Any]:
         """Remember one object, and return what it leads to."""
         if id(value) in self._seen:
@@ -199,13 +194,7 @@ def _reattach(
 # The parameters that it gathers are then not the model's, which memory does not notice; see
 # :class:`~lightning_lockstep.deepspeed.engine_trials.EngineState` for how everything becomes what it was.
 
-_NOT_TRIED = {
-    "flops_profiler": "it profiles steps, also those of a trial",
-    "autotuning": "it searches for a batch size itself",
-    "hybrid_engine": "its engine is another one",
-    "zenflow": "its optimizer runs in a separate process",
-    "data_efficiency": "it changes batches from step to step",
-}
+_NOT_TRIED = ("flops_profiler", "autotuning", "hybrid_engine", "zenflow", "data_efficiency")
 
 
 class EngineTrials:
@@ -218,31 +207,23 @@ class EngineTrials:
     def _engine(self) -> Any:
         return self._strategy.model
 
-    def why_size_is_fixed(self) -> str:
-        """Return why the batch size of a run cannot be changed, or nothing."""
-        return self._fixed("train_micro_batch_size_per_gpu") or self._fixed("train_batch_size")
-
-    def why_accumulation_is_fixed(self) -> str:
-        """Return why the accumulation of a run cannot be changed, or nothing."""
-        return self._fixed("gradient_accumulation_steps")
-
-    def _fixed(self, key: str) -> str:
-        value = self._given.get(key)
-        if not is_given(value):
-            return ""
-        return (
-            f"{key}={value!r} in the config of DeepSpeed fixes it. Write {key}: 'auto' there, or leave it out"
-        )
+    def why_fixed(self, *, accumulates: bool) -> str:
+        """Return why the batch size of a run, or its accumulation if that counts, cannot be changed, or nothing."""
+        names = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps")
+        for key in names if accumulates else names[:2]:
+            if is_given(value := self._given.get(key)):
+                fixed = f"{key}={value!r} in the config of DeepSpeed fixes it."
+                return f"{fixed} Write {key}: 'auto' there, or leave it out"
+        return ""
 
     def why_not_possible(self) -> str:
         """Return why the engine cannot make a step on one rank alone, or nothing."""
-        for name, why in _NOT_TRIED.items():
-            if section(self._given, name).get("enabled") is True:
-                return f"{name} of the config of DeepSpeed: {why}"
-        zero = section(self._given, "zero_optimization")
+        used = [name for name in _NOT_TRIED if section(self._given, name).get("enabled") is True]
         for name in ("offload_optimizer", "offload_param"):
-            if (zero.get(name) or {}).get("device") == "nvme":
-                return f"{name} to NVMe: a step writes to files of the run, which cannot be put back"
+            is_on_disk = section(self._given, "zero_optimization", name).get("device") == "nvme"
+            used += [f"{name} to NVMe"] if is_on_disk else []
+        if used:
+            return f"{used[0]} of the config of DeepSpeed: its state cannot be put back after a trial"
         if getattr(self._strategy.precision_plugin, "has_accumulated", False):
             return "batches have been accumulated already, and the optimizer has not stepped"
         return ""
@@ -260,16 +241,16 @@ class EngineTrials:
         # Yields the batches of an optimizer step. Gradients of two are accumulated if the run accumulates:
         # more of them need no more memory.
         from deepspeed import checkpointing
+        from deepspeed.runtime.zero import utils
 
         engine, plugin = self._engine, self._strategy.precision_plugin
-        adapter = adapter_of(engine)
         passes = 2 if accumulates or engine.gradient_accumulation_steps() > 1 else 1
-        with ExitStack() as stack:
-            if hasattr(plugin, "history"):
-                stack.enter_context(replaced(plugin, history=LossScaleHistory(), has_accumulated=False))
-            for holder, values in adapter.values_of_trial(passes, self._largest_bucket()):
-                stack.enter_context(replaced(holder, **values))
-            stack.enter_context(adapter.accumulating(passes))
+        adapter_of(engine).set_for_trial(
+            passes, self._largest_bucket()
+        )  # the engine's state is put back later
+        # DeepSpeed compares the order of the modules with rank 0's, which does not take part.
+        alone = SimpleNamespace(get_rank=lambda: 0, broadcast=lambda *a, **k: None)
+        with replaced(utils, dist=alone), replaced(plugin, history=LossScaleHistory(), has_accumulated=False):
             try:
                 yield passes
             finally:

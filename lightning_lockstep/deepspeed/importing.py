@@ -6,7 +6,6 @@ import importlib
 import os
 import sys
 import warnings
-from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -17,6 +16,8 @@ from lightning_lockstep.errors import ConfigurationError, LaunchError, MissingEx
 _VARIABLE = "DS_ACCELERATOR"
 # Operations of torch.distributed that DeepSpeed 0.19 calls, and torch 2.13 has renamed.
 _EARLIER_NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor")
+#: The command that says what of CUDA, its compiler or ninja is missing, and how to install it.
+DOCTOR = "lockstep-doctor cuda deepspeed"
 _REINSTALL = "pip install --force-reinstall --no-cache-dir --no-deps deepspeed"
 
 
@@ -47,22 +48,6 @@ def import_deepspeed(device_type: str | None) -> ModuleType:  # None: DeepSpeed 
     return deepspeed
 
 
-def cuda_trouble(error: BaseException) -> str | None:
-    """Return the command that fixes CUDA, ninja or a shared library; ``None`` for any other error."""
-    text, kind = str(error), type(error).__name__  # by its name: the import of its class may have failed
-    if text.startswith("Error building extension"):
-        return None  # what the compiler said, with its command
-    if kind == "CUDAMismatchException" and Path(f"/usr/local/cuda-{torch.version.cuda}/bin/nvcc").exists():
-        return f"export CUDA_HOME=/usr/local/cuda-{torch.version.cuda}"
-    if kind in ("MissingCUDAException", "CUDAMismatchException") or "nvcc" in text or "CUDA_HOME" in text:
-        return _toolkit()
-    if "ninja" in text.lower():
-        return "pip install --force-reinstall ninja"
-    if isinstance(error, ImportError) and ("shared object" in text or "undefined symbol" in text):
-        return _REINSTALL
-    return None
-
-
 def _explained(error: Exception) -> Exception:
     """Return what is raised instead of an error of the import."""
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
@@ -73,18 +58,8 @@ def _explained(error: Exception) -> Exception:
     text = " ".join(str(error).split())
     if isinstance(error, ValueError) and _VARIABLE in text:
         return ConfigurationError(f"DeepSpeed cannot use its accelerator: {text}")
-    remedy = cuda_trouble(error) or (
-        _REINSTALL if isinstance(error, ImportError) else "lockstep-doctor deepspeed"
-    )
+    remedy = _REINSTALL if isinstance(error, ImportError) else DOCTOR
     shown = text.rstrip(".") if len(text) <= 300 else f"{text[:300]} ..."
     return LaunchError(
         f"DeepSpeed is installed but cannot be imported: {type(error).__name__}: {shown}. Fix it with: {remedy}"
     )
-
-
-def _toolkit() -> str:
-    """Return what installs CUDA's compiler in the version that torch was built with."""
-    version = torch.version.cuda
-    if version is None:
-        return f"export {_VARIABLE}=cpu  # this torch is built without CUDA"
-    return f"apt-get install cuda-toolkit-{version.replace('.', '-')} && export CUDA_HOME=/usr/local/cuda-{version}"

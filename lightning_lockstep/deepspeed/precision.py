@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_lockstep._lightning import DeepSpeedPrecision, Precision
-from lightning_lockstep._text import say
-from lightning_lockstep.deepspeed.config import PRECISIONS, precision_of, section
+from lightning_lockstep._text import counted, say
+from lightning_lockstep.deepspeed.config_parsing import PRECISIONS, precision_of, section
 from lightning_lockstep.deepspeed.engine_adapters import StepOutcome, adapter_of
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.patching import replaced
@@ -47,20 +47,16 @@ class LossScaleHistory:
         if self._last is None or not self.skips_in_a_row:
             return None
         scale, floor = self._last.scale, self._last.floor
-        if scale is None:
-            return (
-                "An optimizer step was skipped though the loss is not scaled: a gradient is nan or infinite. Look for"
-                " the loss or the batch that causes it."
-            )
-        if floor is not None and scale <= floor:
+        if scale is not None and floor is not None and scale <= floor:
             return (
                 f"The loss scale has reached its floor, min_loss_scale={floor:g}, and steps are still skipped: the"
                 " model is diverging or producing nan. Lower the learning rate, clip gradients, or train in bf16."
             )
-        if self.skips_in_a_row >= _IN_A_ROW:
+        if scale is None or self.skips_in_a_row >= _IN_A_ROW:
+            of_loss = "the loss is not scaled" if scale is None else f"the loss scale is {scale:g}"
             return (
-                f"{_IN_A_ROW} optimizer steps in a row were skipped, at a loss scale of {scale:g} now: the loss or a"
-                " gradient is nan or infinite at any scale. Look for the batch or the layer that causes it."
+                f"DeepSpeed has just skipped {counted(self.skips_in_a_row, 'optimizer step')}, and {of_loss}: the"
+                " loss or a gradient is nan or infinite. Look for the batch or the layer that causes it."
             )
         return None
 

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from typing import Any
+import gzip
+import random
+from importlib import resources
+from typing import Literal
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_lockstep._settings import Faults, is_number, is_whole
 from lightning_lockstep.demo.data import LABELLED_IMAGES, ClassifierModule, GlobalBatchDataModule
-from lightning_lockstep.errors import MissingExtraError
 
-# -- Scikit-learn's handwritten digits: 1797 grey images of 8 x 8 pixels, inside the wheel of scikit-learn
+# -- 1797 grey images of 8 x 8 pixels, in the same order as scikit-learn's `load_digits` has them
 
 
 class DigitsData(GlobalBatchDataModule):
-    """The digits 0 to 9, scanned from 43 writers (UCI optdigits, test part).
+    """The digits 0 to 9, scanned from 13 writers.
 
     Args:
         batch_size: Images per rank and micro-batch.
@@ -27,14 +26,17 @@ class DigitsData(GlobalBatchDataModule):
         val_fraction: Share of the images kept for validation (0 to 1).
         test_fraction: Share of the images kept for the test (0 to 1).
         split_seed: Seed of the division into the three parts; the same on every run unless changed.
+        augment: Whether training images are moved by up to one pixel, and get noise.
         num_workers: Loader processes per rank.
 
     Raises:
         ConfigurationError: A setting is out of range; the message lists every error.
-        MissingExtraError: scikit-learn, which has the images, is not installed.
+
+    Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository,
+        1998, https://doi.org/10.24432/C50P49, CC BY 4.0; here its test part, `digits.gz`.
 
     Ranks:
-        Every rank reads the whole set (0.9 MB) and takes its share of each global batch.
+        Every rank reads the whole set (0.5 MB) and takes its share of each global batch.
     """
 
     yields = LABELLED_IMAGES
@@ -47,10 +49,9 @@ class DigitsData(GlobalBatchDataModule):
         val_fraction: float = 0.125,
         test_fraction: float = 0.125,
         split_seed: int = 0,
+        augment: bool = False,
         num_workers: int = 0,
     ) -> None:
-        if importlib.util.find_spec("sklearn") is None:
-            raise MissingExtraError("scikit-learn", extra="demo", needed_for="data=digits")
         faults = Faults()
         shares = {"val_fraction": val_fraction, "test_fraction": test_fraction}
         for name, value in shares.items():
@@ -60,6 +61,7 @@ class DigitsData(GlobalBatchDataModule):
             faults.check(
                 held_out < 1, "val_fraction + test_fraction", held_out, "less than 1: the rest trains"
             )
+        faults.flag("augment", augment)
         super().__init__(
             faults,
             batch_size=batch_size,
@@ -69,6 +71,7 @@ class DigitsData(GlobalBatchDataModule):
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
         self.split_seed = split_seed
+        self.augment = augment
 
     def setup(self, stage: str | None = None) -> None:
         """Read the images and divide them into `"train"`, `"val"` and `"test"`."""
@@ -84,41 +87,43 @@ class DigitsData(GlobalBatchDataModule):
         self._splits = {
             name: TensorDataset(images[start:end], labels[start:end]) for name, (start, end) in bounds.items()
         }
+        if self.augment:
+            self._splits["train"] = _Augmented(images[:train], labels[:train])
+
+
+class _Augmented(TensorDataset):
+    """Images that are moved by up to one pixel, with noise: other ones each time."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        image, label = (one[index] for one in self.tensors)
+        left, top = random.randrange(3), random.randrange(3)
+        moved = nn.functional.pad(image, (1, 1, 1, 1))[:, top : top + 8, left : left + 8]
+        return moved + 0.1 * torch.randn(image.shape), label
 
 
 def _read_digits() -> tuple[torch.Tensor, torch.Tensor]:
     """Images as `(sample, 1, 8, 8)` float32 in 0 to 1, and labels as `(sample,)` int64."""
-    table = _table_of_scikit_learn()
+    packed = resources.files("lightning_lockstep.demo").joinpath("digits.gz").read_bytes()
+    # A row for each image: 64 pixels from 0 to 16, and the label.
+    table = torch.frombuffer(bytearray(gzip.decompress(packed)), dtype=torch.uint8).reshape(-1, 65)
     images, labels = table[:, :64].reshape(-1, 1, 8, 8), table[:, 64]
     return images.to(torch.float32).div_(16.0), labels.to(torch.int64)
-
-
-def _table_of_scikit_learn() -> torch.Tensor:
-    """The 64 pixels and the label of each image, a row each, read from the file in scikit-learn's wheel."""
-    # Importing scikit-learn takes two seconds of CPU per rank, so it is imported only where the file has
-    # moved.
-    spec = importlib.util.find_spec("sklearn")
-    folders = spec.submodule_search_locations or () if spec else ()
-    for file in (Path(folder, "datasets", "data", "digits.csv.gz") for folder in folders):
-        if file.is_file():
-            return torch.from_numpy(numpy.loadtxt(file, delimiter=","))
-    from sklearn.datasets import load_digits
-
-    bunch: Any = load_digits()
-    return torch.from_numpy(numpy.column_stack([bunch.data, bunch.target]))
 
 
 # -- A small convolutional network for small grey images --
 
 
 class ConvNet(ClassifierModule):
-    """Three convolutions with group normalisation, then one linear layer.
+    """Three convolutions with normalisation, then one linear layer.
 
     Group normalisation keeps no statistics of the batch, so that the network computes the same function of
-    the global batch on any number of ranks.
+    the global batch on any number of ranks. With batch normalisation or dropout it does so under
+    ``batch_norm="of_batch"`` and ``random_numbers="of_sample"`` of the strategy.
 
     Args:
         width: Channels of the first convolution; a multiple of 8.
+        norm: The normalisation after each convolution, ``group`` or ``batch``.
+        dropout: Share of the features that are left out in front of the linear layer (0 to 1).
         num_classes: Number of classes.
         in_channels: Channels of an image.
         learning_rate: Step size of AdamW.
@@ -139,6 +144,8 @@ class ConvNet(ClassifierModule):
         self,
         *,
         width: int = 32,
+        norm: Literal["group", "batch"] = "group",
+        dropout: float = 0.0,
         num_classes: int = 10,
         in_channels: int = 1,
         learning_rate: float = 3e-3,
@@ -149,6 +156,8 @@ class ConvNet(ClassifierModule):
         faults = Faults()
         in_groups = is_whole(width) and width > 0 and width % 8 == 0
         faults.check(in_groups, "width", width, "a multiple of 8 (channels in 8 groups)")
+        faults.choice("norm", norm, ("group", "batch"))
+        faults.number("dropout", dropout, what="a share of the features", least=0, below=1)
         faults.whole("num_classes", num_classes, least=2)
         faults.whole("in_channels", in_channels)
         super().__init__(
@@ -160,12 +169,13 @@ class ConvNet(ClassifierModule):
         )
         self.save_hyperparameters()
         self.body = nn.Sequential(
-            _block(in_channels, width),
-            _block(width, 2 * width),
+            _block(in_channels, width, norm),
+            _block(width, 2 * width, norm),
             nn.MaxPool2d(2),
-            _block(2 * width, 2 * width),
+            _block(2 * width, 2 * width, norm),
             nn.AdaptiveAvgPool2d(2),
             nn.Flatten(),
+            nn.Dropout(dropout),
         )
         self.head = nn.Linear(8 * width, num_classes)
 
@@ -175,7 +185,7 @@ class ConvNet(ClassifierModule):
         return logits
 
 
-def _block(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False), nn.GroupNorm(8, outputs), nn.GELU()
-    )
+def _block(inputs: int, outputs: int, norm: str) -> nn.Sequential:
+    convolution = nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False)
+    normalisation = nn.GroupNorm(8, outputs) if norm == "group" else nn.BatchNorm2d(outputs)
+    return nn.Sequential(convolution, normalisation, nn.GELU())

@@ -12,6 +12,8 @@ from lightning_lockstep._text import say
 
 #: What is added to the name of a checkpoint while another one takes its place.
 BEFORE = ".before"
+#: What StopTogether leaves beside its checkpoint: that all ranks have left together, and why.
+PREEMPTED_FILE = "preempted.json"
 _Path = TypeVar("_Path", str, Path)
 
 

@@ -40,6 +40,7 @@ class RankGroup:
     store: Store
     communicator: Any = None  # of these ranks, once one is made
     layout: tuple[int, int] | None = None  # ranks of each node, and nodes, if a Trainer has connected them
+    options: tuple[float, float] | None = None  # of that Trainer's strategy: timeout and silence limit [s]
 
 
 _AVAILABLE = dist.is_available()
@@ -68,7 +69,7 @@ def forget_group() -> None:
 
 # ------------------------------------------------------------------ the store at which ranks meet
 
-_stores: dict[tuple[str, int], TCPStore] = {}
+_stores: dict[tuple[str, int], Store] = {}
 _made: Counter[tuple[str, int]] = Counter()  # process groups made on each of them
 _place_before: dict[str, str | None] = {}  # variables of the place as they were before this package set them
 _NAME = "lockstep/name"
@@ -113,6 +114,14 @@ def rendezvous_store(
     if rank == 0 and name is not None:  # also in a store that it has hosted before (host_rendezvous)
         _stores[address, port].set(_NAME, name)
     return _stores[address, port]
+
+
+def use_store(address: str, port: int, store: Store) -> None:
+    """Let the ranks meet next at this store, in which nothing of earlier meetings is found."""
+    _stores[address, port] = store
+    _made[address, port] = 0
+    # A process group that could not be made has been counted, and torch names the next one by that number.
+    dist.distributed_c10d._world.group_count = 0
 
 
 def _check_name(store: Store, rank: int, name: str, place: str) -> None:
@@ -194,13 +203,14 @@ def start_process_group(
     timeout: timedelta,  # longest wait for another rank, now and in each collective
     device: torch.device,
     name: str | None = None,  # as for rendezvous_store
+    connect_within: timedelta | None = None,  # if not the timeout: longest wait for another rank now
 ) -> None:
     """Make the default process group, unless this process has one already."""
     if process_group_exists():
         return
     here = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
     # In the first process of a node: nothing that it starts is a rank of this job.
-    if "LOCAL_RANK" not in os.environ:
+    if "LOCAL_RANK" not in os.environ and world_size > 1:
         here[HAS_MET] = str(os.getpid())
     for variable, value in here.items():
         _place_before.setdefault(variable, os.environ.get(variable))
@@ -219,9 +229,11 @@ def start_process_group(
                 store=dist.PrefixStore(f"attempt/{attempt}", store),
                 rank=rank,
                 world_size=world_size,
-                timeout=timeout,
+                timeout=connect_within or timeout,
                 device_id=device if device.type != "cpu" and device.type in served else None,
             )
+            if connect_within is not None:
+                dist.distributed_c10d._set_pg_timeout(timeout)
     except dist.DistError as error:
         raise LaunchError(
             f"The ranks did not meet: rank {rank} of {world_size} waited at MASTER_ADDR={address}, MASTER_PORT={port}"
@@ -245,12 +257,12 @@ def _ended_by_ctrl_c() -> Iterator[None]:
             signal.signal(signal.SIGINT, usual)
 
 
-def broadcast_tensors(tensors: Iterable[Tensor], group: Any = None) -> None:
-    """Give tensors, of equal shapes and dtypes on all ranks, the values of the first, in place; each is a broadcast."""
+def broadcast_tensors(tensors: Iterable[Tensor], group: Any = None, source: int = 0) -> None:
+    """Give tensors, of equal shapes and dtypes on all ranks, the values of one, in place; each is a broadcast."""
     for tensor in tensors:
         own = tensor.detach().contiguous()
         row = own.cpu() if own.device.type == "xla" else own
         if row.numel():
             # They are sent as bytes, because the backend may not know the dtype.
-            dist.broadcast(row.view(-1).view(torch.uint8), group=group, group_src=0)
+            dist.broadcast(row.view(-1).view(torch.uint8), group=group, group_src=source)
             tensor.detach().copy_(row)

@@ -98,9 +98,7 @@ class _Running:
             self._found.append(problem(_ITSELF, str(error)))
         except Exception:
             raised = traceback.format_exc(limit=-2).rstrip()
-            self._found.append(
-                problem(_ITSELF, f"It raised an error, which is a fault of the doctor.\n{raised}")
-            )
+            self._found.append(problem(_ITSELF, f"It raised an error, a fault of the doctor.\n{raised}"))
 
     def is_over(self) -> bool:
         """Return whether it has ended, or its time has."""
@@ -129,14 +127,14 @@ and --strict"""
 
 def _parser() -> argparse.ArgumentParser:
     wide = max(map(len, CHECKS)) + 4
-    told = [
+    listed = [
         textwrap.fill(f"  {name:{wide}}{check.summary}", 78, subsequent_indent=" " * (wide + 2))
         for name, check in CHECKS.items()
     ]
     made = argparse.ArgumentParser(
         prog=_PROGRAM,
         description=_ABOUT,
-        epilog="\n".join(["checks:", *told, "", _EXIT_CODES]),
+        epilog="\n".join(["checks:", *listed, "", _EXIT_CODES]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -149,22 +147,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--nproc", type=_number(1, int), help="ranks that `network` starts on this host (default: 2)")
     add("--hosts", metavar="A,B", default="", help="hosts that `mpi` checks, by ssh without a password")
     add("--hostfile", metavar="FILE", help="an mpirun hostfile with such hosts")
-    add(
-        "--ssh-args",
-        type=shlex.split,
-        metavar="ARGS",
-        default=(),
-        help="arguments passed to ssh, such as '-p 2222 -i key'",
-    )
-    add(
-        "--model-parameters",
-        "--model-params",
-        type=_number(1),
-        help="parameters of your model, such as 7e9; adds memory estimates",
-    )
-    add(
-        "--gpus", type=_number(1, int), help="GPUs per node for these estimates (default: those of this host)"
-    )
+    add("--ssh-args", type=shlex.split, metavar="ARGS", default=(), help="for ssh, such as '-p 2222 -i key'")
+    told = "parameters of your model, such as 7e9; adds memory estimates"
+    add("--model-parameters", "--model-params", type=_number(1), help=told)
+    add("--gpus", type=_number(1, int), help="GPUs per node for these estimates (default: of this host)")
     add("--version", action="version", version=f"lightning-lockstep {lightning_lockstep.__version__}")
     return made
 
@@ -208,7 +194,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         say(f"{_PROGRAM}: {error}")
         raise SystemExit(_USAGE) from None
     least = Status(given.only) if given.only else Status.NOT_APPLICABLE
-    if "network" not in names:  # its ranks end by the signal itself, also while torch waits for others
+    if "network" in names:
+        # Else torch prints stacks in C++ for each lost connection.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    else:  # ranks of `network` end by the signal itself, also while torch waits for others
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         raise SystemExit(run_checks(names, options, least, as_json=given.json, strict=given.strict))
@@ -231,7 +220,7 @@ def run_checks(
         say(f"{_PROGRAM}: {error}")
         os._exit(_PROBLEM)  # MPI may hang, or wait for this rank
     options = replace(options, ranks=ranks)
-    results = _print_json(names, options, began) if as_json else _print_table(names, options, least, began)
+    results = _as_json(names, options, began) if as_json else _as_table(names, options, least, began)
     status = worst(result.status for result in results)
     code = _ONLY_WARNINGS if strict and status is Status.WARNING else _NO_PROBLEM
     code = _PROBLEM if status is Status.PROBLEM else code
@@ -241,7 +230,7 @@ def run_checks(
     return code
 
 
-def _print_json(names: Sequence[str], options: CheckOptions, began: float) -> list[CheckResult]:
+def _as_json(names: Sequence[str], options: CheckOptions, began: float) -> list[CheckResult]:
     results = sorted(results_of(names, options), key=lambda result: names.index(result.check))
     report = {
         "host": socket.gethostname(),
@@ -253,9 +242,7 @@ def _print_json(names: Sequence[str], options: CheckOptions, began: float) -> li
     return results
 
 
-def _print_table(
-    names: Sequence[str], options: CheckOptions, least: Status, began: float
-) -> list[CheckResult]:
+def _as_table(names: Sequence[str], options: CheckOptions, least: Status, began: float) -> list[CheckResult]:
     results: list[CheckResult] = []
     to = table.console(of_a_rank=options.ranks is not None)
     has_rows, remaining = False, list(names)

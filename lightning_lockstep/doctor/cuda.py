@@ -242,9 +242,8 @@ def lines_for_gcc(machine: Machine, toolkit: Toolkit, newest: int) -> tuple[str,
         again = f"gcc-toolset-{newest}-gcc-c++, then lockstep-doctor cuda again"
         lines.append(system_install(f"gcc-{newest} g++-{newest}", again))
     gxx = re.sub(r"gcc(-\d+)?$", r"g++\1", gcc)
-    if toolkit.root == "/usr" or machine.environment.get(
-        "CC"
-    ):  # where the system's own gcc is, or what counts more
+    # There is the system's own gcc; and CC counts more than what lies beside nvcc.
+    if toolkit.root == "/usr" or machine.environment.get("CC"):
         return (*lines, f"export CC={gcc} CXX={gxx}")
     for name, path in (("gcc", gcc), ("g++", gxx)):
         link = f"{toolkit.root}/bin/{name}"

@@ -116,10 +116,7 @@ class Machine:
 
     def exists(self, path: str) -> bool:
         """Return whether there is such a file or folder."""
-        try:
-            return Path(path).exists()
-        except (OSError, ValueError):
-            return False
+        return os.path.exists(path)  # noqa: PTH110 - that of Path raises without permission
 
     def age(self, path: str) -> float | None:
         """Return how long ago a file was written [s], ``None`` if there is none."""
@@ -167,7 +164,6 @@ def _packages(search_path: Sequence[str]) -> tuple[dict[str, str], dict[str, str
 
 # -- What several checks read and advise --
 
-
 #: Lines that bring more shared memory.
 MORE_SHARED_MEMORY = (
     "ls -lS /dev/shm  # what fills it: programs that were killed leave files there",
@@ -207,7 +203,5 @@ def system_install(debian: str, red_hat: str) -> str:
 
 def pci_devices(machine: Machine, vendor: str) -> list[str]:  # vendor: such as ``0x10de``
     """Return the folders in which the kernel describes the devices of a vendor."""
-    files = machine.glob("/sys/bus/pci/devices/*/vendor")
-    return [
-        path.removesuffix("/vendor") for path in files if (machine.read_text(path) or "").strip() == vendor
-    ]
+    folders = map(os.path.dirname, machine.glob("/sys/bus/pci/devices/*/vendor"))
+    return [path for path in folders if (machine.read_text(f"{path}/vendor") or "").strip() == vendor]

@@ -75,9 +75,7 @@ def backends_of(strategy: str, accelerator: str) -> tuple[str, ...]:
 
 _ARRIVAL = 60.0  # longest wait for ranks that another program starts [s]
 _IDLE = 450.0  # longest wait of a rank for what rank 0 asks next: longer than all steps, and than other checks [s]
-_REPLY = (
-    30.0  # longest wait for the store, which answers at once unless its host is gone or a link is cut [s]
-)
+_REPLY = 30.0  # longest wait for the store, which answers at once unless its host or a link is gone [s]
 _MARGIN = 5.0  # for answers to arrive, beyond the time that they may take [s]
 _LOOK_EVERY = 0.02
 # What rank 0 may set in the environment of another rank's process.
@@ -243,11 +241,8 @@ def join() -> Ranks | None:
     if not started_from_outside():
         return None
     here = socket.gethostname()
-    # Else torch prints stacks in C++ for each lost connection.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    importlib.import_module(
-        "lightning_lockstep.launchers.environments"
-    )  # torch: long on a busy host, and no hang
+    # This imports torch, which takes long on a busy host, and is no hang.
+    importlib.import_module("lightning_lockstep.launchers.environments")
     try:
         found = within(_ARRIVAL, external_ranks)  # under mpirun it starts MPI, which may hang
     except TimeoutError as error:

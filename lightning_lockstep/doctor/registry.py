@@ -54,17 +54,12 @@ class CheckResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return it in types that JSON has."""
-        return {
-            "check": self.check,
-            "status": self.status.value,
-            "seconds": round(self.seconds, 3),
-            "findings": [asdict(finding) for finding in self.findings],
-        }
+        return {**asdict(self), "status": self.status.value, "seconds": round(self.seconds, 3)}
 
 
-def ok(subject: str, evidence: str) -> Finding:
-    """Return a finding that needs nothing done."""
-    return Finding(Status.OK, subject, evidence)
+def ok(subject: str, evidence: str, *may: str) -> Finding:
+    """Return a finding that needs nothing done; ``may``: lines to paste that are optional."""
+    return Finding(Status.OK, subject, evidence, may)
 
 
 def warning(subject: str, evidence: str, *fix: str) -> Finding:
@@ -120,9 +115,7 @@ def hosts_of(options: CheckOptions) -> list[str]:
         except LaunchError as error:
             raise ConfigurationError(str(error)) from error
         if not listed:
-            raise ConfigurationError(
-                f"--hostfile {options.hostfile}: it names no host. Expected one per line."
-            )
+            raise ConfigurationError(f"--hostfile {options.hostfile}: expected a host on each line.")
     return [*options.hosts, *listed]
 
 
@@ -140,23 +133,15 @@ class Check:
 
 #: The checks, quick ones first.
 CHECKS = {
-    "packages": Check(
-        "versions that do not go together, limits of memory, CPU, open files and shared memory"
-    ),
+    "packages": Check("versions that do not go together; limits of memory, CPU, open files, shared memory"),
     "kernel": Check("Linux before 5.5, on which ranks may hang"),
-    "cuda": Check(
-        "driver, torch's CUDA, toolkits of the system and which one is found, host compiler, architectures"
-    ),
+    "cuda": Check("driver, torch's CUDA, toolkits and which one is found, host compiler, architectures"),
     "xla": Check("PJRT device, runtime against torch, deprecated variables"),
     "deepspeed": Check("importable, operations built or buildable, stale build locks, memory per stage"),
-    "devices": Check(
-        "unequal GPUs: memory, capability, measured speed; all ranks on device 0", runs_alone=True
-    ),
+    "devices": Check("GPUs that differ in memory, capability, speed; all ranks on device 0", runs_alone=True),
     "mpi": Check("mpirun and mpi4py of one MPI; ssh to the hosts, and mpirun on them", timeout=150.0),
     "slurm": Check("allocation, tasks per node, srun, MPI types, time limit and signal", timeout=90.0),
-    "network": Check(
-        "ranks connect and communicate: gloo, nccl, mpi4py, stage by stage", timeout=600.0, runs_alone=True
-    ),
+    "network": Check("ranks connect over gloo, nccl, mpi4py, step by step", timeout=600.0, runs_alone=True),
     "run": Check("run folders: what happened, and what to do next"),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from textwrap import indent
 
 from rich.console import Console
 from rich.table import Table
@@ -41,16 +42,15 @@ def print_result(
         _print_row(to, *(Text(name, style="bold") for name in ("check", "status", "looked at", "found")))
     for number, finding in enumerate(shown):
         evidence, _, block = finding.evidence.partition("\n")
-        is_table = bool(block) and all(line.startswith("  ") for line in block.splitlines())
         _print_row(
             to,
             Text("" if number else result.check),
             Text(finding.status.value, style=_STYLES[finding.status]),
             Text(finding.subject),
-            Text(evidence if is_table else finding.evidence),
+            Text(evidence),
         )
-        if is_table:  # the last column is too narrow for the columns of another table
-            to.print(Text(block), soft_wrap=True)
+        if block:  # of a table or a traceback; the last column is too narrow for its lines
+            to.print(Text(indent(block, "  ")), soft_wrap=True)
     return bool(shown)
 
 
@@ -65,7 +65,7 @@ def print_fixes(
     for entry in found:
         groups.setdefault(entry[1].fix, []).append(entry)
     if groups:
-        to.print("\nTo fix, paste:", style="bold")
+        to.print("\nOptional:" if found[0][1].status is Status.OK else "\nTo fix, paste:", style="bold")
     for number, (fix, entries) in enumerate(groups.items(), 1):
         names = ", ".join(dict.fromkeys(f"{check}: {finding.subject}" for check, finding in entries))
         status = entries[0][1].status

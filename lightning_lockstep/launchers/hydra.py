@@ -1,26 +1,22 @@
-"""A Hydra program started again as further ranks: its frozen configuration, and the one run folder of all."""
+"""A Hydra program started again as further ranks, with the frozen configuration of rank 0."""
 
 from __future__ import annotations
 
 import base64
 import copy
-import itertools
+import enum
+import importlib
 import json
-import os
-import pickle
+import operator
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_lockstep._settings import RANK_CONFIG
-from lightning_lockstep._system import write_whole
-from lightning_lockstep.errors import ConfigurationError, LaunchError
-from lightning_lockstep.launchers.rank_variables import find_slurm_step, slurm_job
+from lightning_lockstep.errors import LaunchError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig, ListConfig
@@ -29,22 +25,74 @@ if TYPE_CHECKING:
 # -- A frozen configuration as text, for ranks that do not read the command line --
 
 
-def config_to_text(config: DictConfig | None) -> str:
-    """Return a configuration, or none, as text."""
+def config_to_text(config: DictConfig | None, *, with_classes: bool = False) -> str:
+    """Return a configuration, or none, as text; with the names of its dataclasses, but for Hydra's own, if wanted."""
     from omegaconf import OmegaConf
 
-    return "" if config is None else json.dumps([OmegaConf.to_yaml(config), OmegaConf.is_struct(config)])
+    if config is None:
+        return ""
+    classes = _classes_in(config) if with_classes else []
+    return json.dumps([OmegaConf.to_yaml(config), OmegaConf.is_struct(config), classes, _enums_in(config)])
+
+
+def _enums_in(container: Any, key: str = "") -> list[tuple[str, str, str, str]]:
+    """Key, module, class and name of each member of an enumeration in a configuration; YAML has the name alone."""
+    from omegaconf import OmegaConf
+
+    found = []
+    for name in container if OmegaConf.is_dict(container) else range(len(container)):
+        place = f"{key}[{name}]"
+        if (inner := inner_container(container, name)) is not None:
+            found += _enums_in(inner, place) if key or name != "hydra" else []
+            continue
+        is_plain = not OmegaConf.is_missing(container, name) and not OmegaConf.is_interpolation(
+            container, name
+        )
+        if is_plain and isinstance(value := container[name], enum.Enum):
+            found.append((place, type(value).__module__, type(value).__qualname__, value.name))
+    return found
+
+
+def _classes_in(container: Any, key: str = "") -> list[tuple[str, str, str]]:
+    """Key, module and name of each dataclass that a part of a configuration is made of, outermost first."""
+    from omegaconf import OmegaConf
+
+    kind = OmegaConf.get_type(container)
+    found = [] if kind is None or kind in (dict, list) else [(key, kind.__module__, kind.__qualname__)]
+    for name in container if OmegaConf.is_dict(container) else range(len(container)):
+        inner = None if not key and name == "hydra" else inner_container(container, name)
+        found += [] if inner is None else _classes_in(inner, f"{key}[{name}]")
+    return found
 
 
 def config_from_text(text: str) -> DictConfig | None:
-    """Return what :func:`config_to_text` was given, its dataclasses but for Hydra's own as plain dictionaries."""
+    """Return what :func:`config_to_text` was given; dataclasses that the text does not name become dictionaries."""
     from hydra.conf import HydraConf
     from omegaconf import OmegaConf
 
     if not text:
         return None
-    values, is_struct = json.loads(text)
+    values, is_struct, classes, enums = json.loads(text)
     config: DictConfig = OmegaConf.create(values)
+    for key, module, name in classes:
+        given = OmegaConf.select(OmegaConf.create(values), key)
+        typed: Any = OmegaConf.structured(operator.attrgetter(name)(importlib.import_module(module)))
+        for inner, *_ in classes:  # which `++` may have given keys that the class does not have
+            node = OmegaConf.select(typed, inner.removeprefix(key)) if inner.startswith(key) else None
+            if node is not None:
+                OmegaConf.set_struct(node, False)
+        typed = OmegaConf.merge(typed, given)
+        for missing in [one for one in given if OmegaConf.is_missing(given, one)]:
+            typed[missing] = "???"
+        if key:
+            OmegaConf.update(config, key, typed, merge=False)
+        else:
+            config = typed
+    for key, module, name, member in enums:
+        kind: Any = operator.attrgetter(name)(importlib.import_module(module))
+        OmegaConf.update(config, key, kind[member])
+    for key, *_ in classes:
+        OmegaConf.set_struct(OmegaConf.select(config, key), None)
     if "hydra" in config:  # Hydra accepts only its own dataclass
         own = OmegaConf.structured(HydraConf)
         OmegaConf.set_struct(own, False)
@@ -104,21 +152,30 @@ def program_file(started_in: str) -> Path:
 # of the jobs it belongs to. So the configuration is resolved once, on rank 0, and handed on in an environment
 # variable, which mpirun carries to other hosts too: a file would have to lie in a folder that all hosts share, where
 # others may replace it, and a forced end would leave it behind. Every `@hydra.main` program accepts
-# `--experimental-rerun FILE`, which runs the program on a finished configuration and creates no folder.
+# `--experimental-rerun FILE`, which runs the program on a finished configuration and creates no folder. Hydra unpickles
+# that file, so it begins with a pickle of one call, which is the same for all jobs: the rest of the file is text.
 
 # Hydra warns at each use that the option is experimental; Python compares the start of the message.
 _QUIET = ("-W", "ignore:Experimental rerun CLI option:UserWarning")
 _LONGEST = 120_000  # Linux takes variables of up to 128 KiB
 
+# `received_config()`, as a pickle.
+_CALL = f"c{__name__}\nreceived_config\n)R.".encode()
 # Hydra's option wants a path: that of a file without a name, in the process that runs the program.
 _RECEIVE = f"""
 import base64, os, sys, tempfile, zlib
 file = tempfile.TemporaryFile(buffering=0)
-file.write(zlib.decompress(base64.b64decode(os.environ.pop({RANK_CONFIG!r}))))
+file.write({_CALL!r} + zlib.decompress(base64.b64decode(os.environ.pop({RANK_CONFIG!r}))))
 file.seek(0)
 os.set_inheritable(file.fileno(), True)
 os.execv(sys.argv[1], [*sys.argv[1:], "--experimental-rerun", "/dev/fd/%d" % file.fileno()])
 """
+
+
+def received_config() -> DictConfig | None:
+    """Return the configuration that rank 0 has given this rank, in the file that the command line names."""
+    file = Path(sys.argv[sys.argv.index("--experimental-rerun") + 1])
+    return config_from_text(file.read_bytes().removeprefix(_CALL).decode())
 
 
 def current_hydra_config() -> DictConfig | None:
@@ -194,7 +251,8 @@ def hydra_child_command() -> tuple[list[str], str | None, dict[str, str]] | None
     if config is None:
         return None
     program, folder = program_arguments(str(config.hydra.runtime.cwd))
-    packed = base64.b64encode(zlib.compress(pickle.dumps(for_other_ranks(config)))).decode()
+    text = config_to_text(for_other_ranks(config), with_classes=True)
+    packed = base64.b64encode(zlib.compress(text.encode())).decode()
     if len(packed) > _LONGEST:
         raise LaunchError(
             f"The configuration of this job takes {len(packed):,} bytes when packed: expected at most {_LONGEST:,}, the"
@@ -204,110 +262,3 @@ def hydra_child_command() -> tuple[list[str], str | None, dict[str, str]] | None
     interpreter = [sys.executable, *subprocess._args_from_interpreter_flags(), *_QUIET]  # type: ignore[attr-defined]
     command = [sys.executable, "-I", "-c", _RECEIVE, *interpreter, *program]
     return command, folder, {RANK_CONFIG: packed}
-
-
-# -- The folder of a run: made for this run alone, and found again by a later attempt of the same run --
-# Jobs that start in the same second would share a folder that is named by the time, and a job that Slurm requeues or
-# torchrun restarts would begin another one. So a run claims its folder by making it, and leaves a note in it, by which
-# its next attempt finds it.
-
-_NOTE = ".attempt"
-
-_claimed: dict[str, str] = {}
-_only_looking: ContextVar[bool] = ContextVar("only_looking", default=False)
-
-
-def run_names(environ: Mapping[str, str] | None = None) -> list[tuple[str, int]]:
-    """Return the names by which the attempts of this run find each other, and how many came before."""
-    # torchrun may run in a job of Slurm: after a requeue it counts its restarts anew, and with ``--standalone`` it has
-    # another run id.
-    environ = os.environ if environ is None else environ
-    names, restarts = [], int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    if run := environ.get("TORCHELASTIC_RUN_ID"):
-        if run == "none":  # without --rdzv-id all jobs have this one, but each has its own agents
-            run = f"{run}-{environ.get('MASTER_ADDR', '')}-{os.getppid()}"
-        names.append((f"torchrun-{run}", restarts))
-    if "SLURM_JOB_ID" in environ:
-        requeues = int(environ.get("SLURM_RESTART_COUNT", 0))
-        step = find_slurm_step(environ)
-        name = slurm_job(environ) + (f"-{environ.get('SLURM_STEP_ID')}" if step is not None else "")
-        names.append((f"slurm-{name}", requeues + restarts))
-    return names
-
-
-def run_folder(wanted: str) -> str:
-    """Return the folder of this run: the one of its former attempt, or a new one called ``wanted``."""
-    # If that is taken, ``wanted-1``, ``wanted-2`` and so on are tried. Rank 0 calls this, for all ranks.
-    if _only_looking.get():
-        return _claimed.get(wanted, wanted)
-    if wanted not in _claimed:
-        _claimed[wanted] = _former(Path(wanted)) or _claim(wanted)
-        _leave_note(Path(_claimed[wanted]))
-    return _claimed[wanted]
-
-
-def new_version(folder: str) -> str:
-    """Return a name for what this attempt of a run logs below ``folder``: empty if nothing is there yet."""
-    # Lightning's CSV logger deletes the rows that an earlier attempt has written to the same file.
-    if not Path(folder, "metrics.csv").exists():
-        return ""
-    return next(name for n in itertools.count(1) if not Path(folder, name := f"attempt-{n}").exists())
-
-
-#: What OmegaConf resolves, by name.
-RESOLVERS = {"lockstep.run_folder": run_folder, "lockstep.new_version": new_version}
-
-
-@contextmanager
-def without_claiming() -> Iterator[None]:
-    """In this context :func:`run_folder` returns what is wanted, and makes nothing."""
-    token = _only_looking.set(True)
-    try:
-        yield
-    finally:
-        _only_looking.reset(token)
-
-
-def forget_run_folders() -> None:
-    """Let the next run of this process have its own folders."""
-    _claimed.clear()
-
-
-def _claim(wanted: str) -> str:
-    numbers = itertools.count(1)
-    path = wanted
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            with suppress(FileExistsError):
-                Path(path).mkdir()
-                return path
-            path = f"{wanted}-{next(numbers)}"
-    except OSError as error:
-        raise ConfigurationError(
-            f"hydra.run.dir={wanted}: no folder can be made there ({error.strerror}). Expected a place where you may"
-            " write, such as hydra.run.dir='${lockstep.run_folder:/scratch/me/run}'."
-        ) from error
-
-
-def _former(wanted: Path) -> str | None:
-    """Return the folder of the attempt before this one."""
-    for name, earlier in run_names():
-        notes = wanted.parent.glob(f"*/{_NOTE}") if earlier else ()
-        if found := [note for note in notes if _is_of(note, name)]:
-            return str(max(found, key=lambda note: note.stat().st_mtime).parent)
-    return None
-
-
-def _is_of(note: Path, run: str) -> bool:
-    # Checkpoints of that folder may be loaded, and other users may be able to make a folder next to it.
-    with suppress(OSError, ValueError):
-        own = note.stat().st_uid == note.parent.stat().st_uid == os.geteuid()
-        return own and run in note.read_text(encoding="utf-8").splitlines()
-    return False
-
-
-def _leave_note(folder: Path) -> None:
-    if names := run_names():
-        # If it cannot be written, a later attempt has its own folder.
-        write_whole(folder / _NOTE, "".join(f"{name}\n" for name, _ in names))

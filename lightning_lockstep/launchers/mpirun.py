@@ -32,7 +32,7 @@ from lightning_lockstep.launchers.mpirun_command import (
     mpirun_environ,
 )
 from lightning_lockstep.launchers.rank_processes import ASKS_TO_END, SignalForwarding
-from lightning_lockstep.launchers.rank_supervisor import current_job
+from lightning_lockstep.launchers.rank_supervisor import current_job, note_ran_elsewhere, ran_elsewhere
 from lightning_lockstep.launchers.subprocess_script import rank_command
 
 # -- Starts the ranks of this program with mpirun --
@@ -52,15 +52,8 @@ _LOST = (
 )
 
 
-def ran_under_mpirun() -> bool:
-    """Return whether the ranks of this Hydra job have run, and ended, under an mpirun of ours."""
-    return MPIRunLauncher._done is not None and MPIRunLauncher._done == current_job()
-
-
 class MPIRunLauncher(_SubprocessScriptLauncher):
     """Runs this program under mpirun and waits for it."""
-
-    _done: object = None
 
     def __init__(
         self, settings: MPIRunSettings, mpirun: MPIRun, *, num_processes: int, num_nodes: int
@@ -73,7 +66,7 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
         # In a Hydra job it returns, so that a sweep goes on; further calls of a Trainer in that job do
         # nothing, because the ranks have made them already.
         job = current_job()
-        if ran_under_mpirun():
+        if ran_elsewhere():
             return None
         hosts = check_hosts(self.settings, self.mpirun, num_nodes=self.num_nodes)
         has_ranks_here = any(map(is_this_host, hosts))  # asked now, because an interface may go down
@@ -104,7 +97,7 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
                 say(_LOST)  # Open MPI 5 calls it a success
                 code = 1
         if job is not None and code == 0:
-            MPIRunLauncher._done = job
+            note_ran_elsewhere()
             return None
         end_now(code, by_force=False)
 

@@ -16,6 +16,8 @@ ASKS_TO_END = (signal.SIGTERM, signal.SIGHUP)
 _PASSED_ON = (*ASKS_TO_END, signal.SIGUSR1, signal.SIGUSR2)
 # `timeout` and schedulers send a signal to a process and at the same time to its group [s].
 _SAME = 1.0
+# How often a rank looks whether the process that has started it lives [s].
+_LOOK_EVERY = 0.25
 
 
 class SignalForwarding:
@@ -51,14 +53,14 @@ class SignalForwarding:
             self._force()
 
 
-def end_with_parent(parent_lives: Callable[[], bool], until: Callable[[], bool] = lambda: False) -> None:
-    """End this rank when the process that has started it has ended, ``until`` others watch that."""
+def end_with_parent(parent_lives: Callable[[], bool], unless: Callable[[], bool] = lambda: False) -> None:
+    """End this rank when the process that has started it has ended, ``unless`` it is dealt with otherwise."""
 
     def watch() -> None:
-        while not until():
-            if not parent_lives():
-                text = "the process that started this rank has exited; this rank exits too."
-                end_now(1, f"\nlightning-lockstep: {text}\n")
-            time.sleep(1.0)
+        while parent_lives():
+            time.sleep(_LOOK_EVERY)
+        if not unless():
+            text = "the process that started this rank has exited; this rank exits too."
+            end_now(1, f"\nlightning-lockstep: {text}\n")
 
     threading.Thread(target=watch, name="lockstep-parent", daemon=True).start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,16 +23,18 @@ from lightning_lockstep._lightning import (
 )
 from lightning_lockstep._settings import Faults, is_whole, settings_of
 from lightning_lockstep._system import usable_cores
-from lightning_lockstep.distributed import Communicator, FailurePropagation, current_communicator
+from lightning_lockstep._text import say
+from lightning_lockstep.distributed import Communicator, FailurePropagation, current_communicator, shut_down
 from lightning_lockstep.distributed.failure.exit_notes import (
     keep_failure,
     remove_earlier_report,
 )
 from lightning_lockstep.distributed.failure.process_exit import Ending, outcome, set_ending
 from lightning_lockstep.distributed.failure.propagation import propagation_on
-from lightning_lockstep.distributed.failure.record import describe_error, tell_place_by
+from lightning_lockstep.distributed.failure.record import describe_error, place_in_words, tell_place_by
 from lightning_lockstep.distributed.guard.collective_call import tell_batch_by
 from lightning_lockstep.distributed.guard.guard import CollectiveGuard, GuardSettings, guard_on
+from lightning_lockstep.distributed.process_group import current_group
 from lightning_lockstep.distributed.side_channel.channel import SideChannel
 from lightning_lockstep.distributed.side_channel.opening import side_channel_if_open, use_silence_limit
 from lightning_lockstep.errors import LockstepError
@@ -76,6 +79,20 @@ def folder_of_run(trainer: Any, job_folder: str | None) -> Path | None:
         return root
     # The version of a logger is that of rank 0.
     return Path(folder) if trainer.is_global_zero or Path(folder).is_dir() else root
+
+
+_elsewhere: object = None
+
+
+def note_ran_elsewhere() -> None:
+    """Note that processes which this one has started were the ranks of this Hydra job, and have ended."""
+    global _elsewhere
+    _elsewhere = current_job()
+
+
+def ran_elsewhere() -> bool:
+    """Return whether the ranks of this Hydra job have run, and ended, in processes that this one has started."""
+    return _elsewhere is not None and _elsewhere == current_job()
 
 
 # -- Per-rank life cycle: CPU threads, failure handling, exit report --
@@ -131,58 +148,106 @@ class RankSupervisor:
     def apply_threads(self, *, ranks_here: int) -> None:
         self.threads = apply_threads(self.settings.threads_per_rank, ranks_here=ranks_here)
 
-    def ranks_have_met(self, *, prints_report: bool) -> Communicator:
+    def meet_again(self, timeout: float) -> bool:
+        """Begin a further attempt of connected ranks; return whether they connect anew: after a failure, or options."""
+        # `timeout`: longest wait for another rank, now and in each collective [s].
+        group, options = current_group(), (timeout, self.settings.silence_limit)
+        if self.propagation is None or group is None:
+            return False
+        connects_anew = self.propagation.meet(timeout, renews=group.options != options)
+        if connects_anew:
+            self.forget_group()
+        return connects_anew
+
+    def ranks_have_met(self, timeout: float, *, prints_report: bool) -> Communicator:
         """Open the side channel and begin to listen for failures."""
         # All ranks come here together, right after they have met; each waits until rank 0 has come too.
         use_silence_limit(self.settings.silence_limit)
-        communicator = current_communicator()
-        if communicator.is_main and (folder := self._folder()) is not None:
+        communicator, group = current_communicator(), current_group()
+        if communicator.is_main and (folder := self.folder()) is not None:
             remove_earlier_report(folder)
-        if communicator.world_size > 1:
-            propagation = self._take_part(communicator.side_channel)
+        if communicator.world_size > 1 and group is not None:
+            group.options = timeout, self.settings.silence_limit
+            propagation = self.propagation or self._take_part(communicator.side_channel)
             # Without the other settings, so that a next run with the same settings of the guard keeps the same guard.
             settings = settings_of(GuardSettings, vars(self.settings))
             propagation.prints_report = prints_report  # of another rank's failure
-            propagation.begin_fit()
-            guards = communicator.gather(settings.guard)
+            of_ranks = communicator.gather((settings.guard, socket.gethostname(), os.getpid()))
+            guards = [guard for guard, *_ in of_ranks]
             self.guard = guard_on(communicator.side_channel, propagation, settings, of_ranks=guards)
+            if not propagation.members:
+                members = [(host, pid) for _, host, pid in of_ranks]
+                propagation.know_members(members, int(os.environ.get("MASTER_PORT") or 0))
             tell_batch_by(self._batch)
         return communicator
 
     def _take_part(self, channel: SideChannel) -> FailurePropagation:
-        """Set how failures end this rank, before one can arrive."""
+        """Enter the next attempt, with what the user has set about failures before one can arrive."""
         self.propagation = propagation = propagation_on(channel)
         propagation.grace_period = self.settings.grace_period
-        propagation.folder = self._folder
+        propagation.folder = self.folder
+        propagation.enter()
+        channel.ends_wait = self._ends_wait
         return propagation
 
     def refuse(self, error: LockstepError) -> NoReturn:
         """Raise an error that every rank raises, before the ranks meet for this Trainer: rank 0 prints it."""
-        # Ranks that are connected already take part in failures from here on; they may never meet for this Trainer.
-        channel = side_channel_if_open(open_if_easy=True)
-        if channel is not None:
-            self._take_part(channel).join()
+        group = current_group()
+        if not self._rejoin() and group is not None and group.rank:
+            set_ending(error, Ending(replaces=True))
         raise error if self.propagation is None else self.propagation.error_to_raise(error)
+
+    def _rejoin(self) -> bool:
+        """Enter the next attempt of ranks that an earlier Trainer has connected; return whether one has."""
+        # They may fail before they meet again, or may never meet for this Trainer.
+        self.propagation, group, channel = None, current_group(), side_channel_if_open()
+        if group is not None and group.options is not None and channel is not None:
+            self._take_part(channel)
+        return self.propagation is not None
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function``; when it raises, inform the other ranks, or report which of them failed first."""
         try:
-            if self.propagation is not None:
-                self.propagation.join()
-                self.propagation.check()
-            return function(*args, **kwargs)
+            return self.attempt(function, *args, **kwargs)
         except _TunerExitException:
             raise  # no failure: all ranks leave a run that was only to find something, and Lightning goes on
         except BaseException as error:
-            if isinstance(error, SIGTERMException) and error.code is None:
-                error.code = 128 + signal.SIGTERM  # Lightning's has none, and Python would exit with 0
-            if self.propagation is None:
-                self._keep_alone(error)
-                raise
-            raised = self.propagation.error_to_raise(error)
+            raised = self.error_to_raise(error)
             if raised is error:
                 raise
             raise raised from None
+
+    def attempt(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``function`` as an attempt of all ranks."""
+        self._rejoin()
+        try:
+            answer = function(*args, **kwargs)
+        except _TunerExitException:
+            self._leave()
+            raise
+        self._leave()
+        return answer
+
+    def error_to_raise(self, error: BaseException) -> BaseException:
+        """Inform the other ranks of an error, or return that of the rank that failed first."""
+        if isinstance(error, SIGTERMException) and error.code is None:
+            error.code = 128 + signal.SIGTERM  # Lightning's has none, and Python would exit with 0
+        if self.propagation is None:
+            self._keep_alone(error)
+            return error
+        raised = self.propagation.error_to_raise(error)
+        if isinstance(raised, KeyboardInterrupt):
+            self._say_interrupted()
+        return raised
+
+    def forget_group(self) -> None:
+        """Leave a group that is broken, without waiting for a rank of it."""
+        self.propagation = self.guard = None
+        shut_down(0.0, destroy_process_group=True)
+
+    def _leave(self) -> None:
+        if self.propagation is not None:
+            self.propagation.leave()
 
     def _keep_alone(self, error: BaseException) -> None:
         """Keep the failure of a run of one rank, or of rank 0 before the ranks have met."""
@@ -194,15 +259,38 @@ class RankSupervisor:
         if code in (None, 0, outcome.expected_exit_code):
             return
         record = describe_error(error, trainer.global_rank, trainer.world_size)
-        set_ending(error, Ending(keep_failure(record.in_folder(self._folder())).saved_to()))
+        set_ending(error, Ending(keep_failure(record.in_folder(self.folder())).saved_to()))
+
+    def _say_interrupted(self) -> None:
+        """Say where Ctrl-C has ended a script, and which checkpoint there is; a Hydra job says that itself."""
+        trainer = self._trainer()
+        if trainer is None or not trainer.is_global_zero or self._job_folder is not None:
+            return
+        names = ("last_model_path", "best_model_path")
+        saved = (getattr(one, name, "") for name in names for one in trainer.checkpoint_callbacks)
+        kept = next(filter(None, saved), "")
+        goes_on = f"to go on: ckpt_path={kept!r}" if kept else "no checkpoint was saved"
+        say(f"\nlightning-lockstep: interrupted at {place_in_words(self._where())}; {goes_on}.")
 
     def at_step_boundary(self) -> None:
         """Stop here if another rank has failed or this one was told to end; costs a few attribute reads."""
         if self.propagation is not None:
             self.propagation.check()
+        self._check_sigterm()
+
+    def _check_sigterm(self) -> None:
         trainer = self._trainer()
         if trainer is not None and trainer.received_sigterm:
             raise SIGTERMException(128 + signal.SIGTERM)
+
+    def _ends_wait(self) -> bool:
+        """End a wait for messages of other ranks if the run is to stop."""
+        propagation = self.propagation
+        if propagation is None or propagation.ends_wait():
+            return propagation is not None
+        if propagation.state != "over":
+            self._check_sigterm()
+        return False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "propagation": None, "guard": None, "_trainer": _no_trainer}
@@ -212,7 +300,7 @@ class RankSupervisor:
         if trainer is not None:
             trainer._signal_connector.received_sigterm = True  # trainer.received_sigterm can only be read
 
-    def _folder(self) -> Path | None:
+    def folder(self) -> Path | None:
         trainer = self._trainer()
         with suppress(Exception):  # whatever a logger of the user says of its folder
             return None if trainer is None else folder_of_run(trainer, self._job_folder)

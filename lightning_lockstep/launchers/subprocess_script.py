@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -21,9 +20,7 @@ from lightning_lockstep._lightning import (
     _SubprocessScriptLauncher,
 )
 from lightning_lockstep._settings import LAUNCHER_PID, launcher_pid
-from lightning_lockstep._text import exit_in_words, ranks_in_words
 from lightning_lockstep.distributed import shut_down
-from lightning_lockstep.distributed.failure.connections import connections, end_connections
 from lightning_lockstep.distributed.failure.exit_notes import keep_failure
 from lightning_lockstep.distributed.failure.process_exit import (
     end_now,
@@ -37,7 +34,7 @@ from lightning_lockstep.distributed.process_group import (
     host_rendezvous,
 )
 from lightning_lockstep.distributed.rendezvous import token_for_children
-from lightning_lockstep.distributed.side_channel.opening import side_channel_if_open
+from lightning_lockstep.distributed.side_channel.opening import close_side_channel
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.environments import LockstepEnvironment, check_has_device
 from lightning_lockstep.launchers.hydra import hydra_child_command, program_file
@@ -68,10 +65,9 @@ _TOO_LATE = (
 class _StartedRanks:
     """The child ranks of one job of this process, and the supervisor of the Trainer that they work for now."""
 
-    def __init__(self, job: object, supervisor: RankSupervisor) -> None:
-        self.job = job
+    def __init__(self, job: object, supervisor: RankSupervisor, first_rank: int = 0) -> None:
+        self.job, self.first_rank = job, first_rank  # that of this process
         self.processes: list[subprocess.Popen[bytes]] = []  # of the ranks 1, 2, ... of this node
-        self._store_port = 0  # of the store at which they meet
         self.have_met = False  # True: each has been connected with this rank
         self._stopping = False  # True: a rank that ends badly from then on was stopped
         self.supervisor = supervisor  # of the Trainer that they work for now: it learns when a child exits
@@ -82,7 +78,6 @@ class _StartedRanks:
         if not number:
             return
         command, folder, variables = rank_command()
-        self._store_port = int(environ["MASTER_PORT"])
         try:
             for local_rank in range(1, number + 1):
                 of_rank = {**environ, **variables, "LOCAL_RANK": str(local_rank)}
@@ -97,27 +92,26 @@ class _StartedRanks:
 
     def ended_badly(self) -> dict[int, subprocess.Popen[bytes]]:
         """Return the ranks that have failed by themselves, as far as is known now."""
-        codes = {rank: process.poll() for rank, process in enumerate(self.processes, 1)}
         orderly = None, outcome.expected_exit_code, *((0, _NOT_FLUSHED) if self.have_met else ())
-        bad = [rank for rank, code in codes.items() if code not in orderly]
-        return {} if self._stopping else {rank: self.processes[rank - 1] for rank in bad}
+        return {
+            rank: process
+            for rank, process in enumerate(self.processes, 1)
+            if not self._stopping and (process.poll() not in orderly or self._has_gone(rank))
+        }
+
+    def _has_gone(self, local_rank: int) -> bool:
+        """Return whether a child has ended in the middle of a fit without an error, as by `os._exit(0)`."""
+        propagation = self.supervisor.propagation
+        if propagation is None or propagation.state != "running":
+            return False
+        has_ended = self.processes[local_rank - 1].poll() is not None
+        return has_ended and not propagation.channel.has_closed(self.first_rank + local_rank)
 
     def wait(self, seconds: float = float("inf")) -> None:
         """Wait until all have ended, or for so long."""
         deadline = time.monotonic() + seconds
         while self.running() and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY)
-
-    def end_waits(self) -> None:
-        """Shut down this rank's connections with the ranks of this host: they may wait for it in a collective."""
-        channel = side_channel_if_open()
-        if channel is None:
-            return
-        kept = {self._store_port, channel.port}
-        ranks = map(channel.process_of, range(1, channel.world_size))
-        theirs = {end for host, pid in ranks if host == socket.gethostname() for end in connections(pid)}
-        ends = [(here, there) for here, there in connections() if (there, here) in theirs]
-        end_connections([end for end in ends if not kept & {int(one.rpartition(":")[2]) for one in end}])
 
     def kill(self) -> None:
         """End all that still run, at once."""
@@ -183,9 +177,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             self._start_ranks()
         # Of a process that still runs and is not the parent, the variable is left over from another job.
         elif (parent := launcher_pid()) == os.getppid() or (parent and not psutil.pid_exists(parent)):
-            supervisor = self._supervisor
-            # Once the ranks have met, the side channel watches the others.
-            end_with_parent(lambda: os.getppid() == parent, until=lambda: supervisor.propagation is not None)
+            _watch_parent(parent, self._supervisor)
         self._supervisor.attach(trainer)
         return self._supervisor.run(function, *args, **kwargs)
 
@@ -201,7 +193,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             return
         forget_earlier_job()
         self._check_can_spawn_children()
-        ranks = _StartedRanks(job, self._supervisor)
+        first_rank = self.cluster_environment.node_rank() * self.num_processes
+        ranks = _StartedRanks(job, self._supervisor, first_rank)
         ranks.start(self.num_processes - 1, self._rank_environment())
         _started, self.procs = ranks, ranks.processes
         threading.Thread(target=self._watch, args=(ranks,), name="lockstep-watch", daemon=True).start()
@@ -229,8 +222,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         while running and _started is ranks:
             # Before the question who has failed: one that fails after it is found by the next look.
             running = ranks.running()
-            if bad := ranks.ended_badly():
+            if ranks.ended_badly():
                 time.sleep(_REPORT_DELAY)
+            if bad := ranks.ended_badly():
                 # A rank that was killed comes before those that have failed because of it.
                 first = min(bad, key=lambda rank: bad[rank].returncode >= 0)
                 self._child_ended(ranks, first, bad[first])
@@ -238,20 +232,37 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             time.sleep(_LOOK_EVERY)
 
     def _child_ended(self, ranks: _StartedRanks, local_rank: int, process: subprocess.Popen[bytes]) -> None:
-        rank = self.cluster_environment.node_rank() * self.num_processes + local_rank
-        propagation = ranks.supervisor.propagation
+        rank, propagation = ranks.first_rank + local_rank, ranks.supervisor.propagation
         if propagation is not None:
             propagation.report_child_exit(rank, process.returncode, process.pid)
             return
         # The ranks have not met yet, so the main thread waits for a rank that will not come.
         ended = describe_exit(rank, self.num_processes * self.num_nodes, process.pid, process.returncode)
-        hint = "" if ended.exit_code else " Every rank has to make the same Trainer and start it."
+        hint = "" if process.returncode else " Every rank has to make the same Trainer and start it."
         ranks.kill()
         end_now(
-            ended.exit_code or 1,
+            ended.exit_code,
             f"\nlightning-lockstep: rank {rank} (process {process.pid}) ended before all ranks had met:"
             f" {ended.summary}. What it printed is above. The other ranks were stopped.{hint}\n",
         )
+
+
+_works_for: RankSupervisor | None = None  # in a child: of the Trainer that it works for now
+
+
+def _watch_parent(parent: int | None, supervisor: RankSupervisor) -> None:
+    """Watch, in a child, whether its parent lives; this tells the end of rank 0 sooner than its connections do."""
+    global _works_for
+    is_watched, _works_for = _works_for is not None, supervisor
+
+    def has_lost_it() -> bool:
+        propagation = _works_for and _works_for.propagation
+        if propagation:
+            propagation.report_lost_parent()
+        return bool(propagation)
+
+    if not is_watched:
+        end_with_parent(lambda: os.getppid() == parent, unless=has_lost_it)
 
 
 def forget_earlier_job() -> None:
@@ -282,17 +293,20 @@ def _end_children() -> None:
     ranks = _started
     if ranks is None:
         return
+    propagation = ranks.supervisor.propagation
     if outcome.forced_exit or outcome.ends_with_error:  # the others may wait for this rank forever
-        ranks.end_waits()
+        if propagation is not None:
+            propagation.end_connections()
+        close_side_channel(0.0)
         ranks.wait(ranks.supervisor.settings.grace_period)
         ranks.kill()
         return
+    if propagation is not None:
+        propagation.come_to_end()
     ranks.wait()
-    bad = ranks.ended_badly()
-    if failed := {rank: exit_in_words(process.returncode) for rank, process in bad.items()}:
-        propagation = ranks.supervisor.propagation
-        # It came when this rank was at its end.
-        if propagation is not None and propagation.record is not None:
-            end_now(1, keep_failure(propagation.record).printed())
-        who, codes = ranks_in_words(list(failed)), ", ".join(failed.values())
-        end_now(1, f"\nlightning-lockstep: {who} of this host failed: {codes}.\n")
+    if (bad := ranks.ended_badly()) and propagation is not None:
+        local_rank, process = min(bad.items(), key=lambda one: one[1].returncode >= 0)
+        propagation.report_child_exit(ranks.first_rank + local_rank, process.returncode, process.pid)
+        record = propagation.end_of_others()
+        assert record is not None
+        end_now(record.exit_code, keep_failure(record).printed())

@@ -1,48 +1,74 @@
 """One order of samples for all ranks: each epoch is cut into global batches, and each of those divided among the ranks.
 
-Lightning gives a loader a sampler that draws the order by seed and epoch, and repeats samples until all ranks have
-equally many. Here that sampler gives the whole order. Rank ``r`` gets ``batch[r::ranks]`` of each global batch, so that
-a step sees the same samples on any number of ranks, and the parts differ by one sample at most. Every rank has the same
-number of batches. A rank without a sample in a global batch gets a padding sample, which must not count.
+The loader of the program is divided as it is: its own sampler, or its own batch sampler, is drawn whole, by seed and
+epoch, and what was drawn is cut. What it gives is of one of three kinds:
+
+- samples (``batch_size=4``): rank ``r`` gets ``batch[r::ranks]`` of each global batch, so that a step sees the same
+  samples on any number of ranks, and the parts differ by one sample at most;
+- batches (a batch sampler of the program's own) and items (``batch_size=None``): the ranks take them in turn, whole.
+
+Every rank has the same number of batches. A rank without a sample in a global batch gets a padding sample, which must
+not count. Whatever is of another kind is left alone.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any
+import os
+import zlib
+from collections.abc import Iterator, Sequence, Sized
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import Any, Literal
 
 import numpy
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+)
 
-from lightning_lockstep._lightning import _IndexBatchSamplerWrapper, isolate_rng
+from lightning_lockstep._lightning import _IndexBatchSamplerWrapper
 from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.loaders.sample_numbers import PlacedBatch, seeded_by_sample
+from lightning_lockstep.steps.generators import kept_generators, seed_generators
 from lightning_lockstep.steps.patching import loader_with
+from lightning_lockstep.steps.sample_numbers import BatchPlace
+
+# -- What kind a loader is --
+
+Kind = Literal["samples", "batches", "items"]
 
 
-@dataclass(frozen=True)
-class Division:
-    """How the samples of an epoch are cut into global micro-batches."""
+def kind_of(loader: Any) -> Kind | None:
+    """Return what the sampler of a loader gives; ``None`` if the loader is left alone."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    batches = asked_sampler(loader.batch_sampler)
+    samplers = loader.sampler, batches, getattr(batches, "sampler", None)
+    # A sampler that knows the number of ranks gives each its own samples, as a DistributedSampler does.
+    if any(isinstance(one, GlobalBatches) or hasattr(one, "num_replicas") for one in samplers):
+        return None
+    return "items" if batches is None else "samples" if type(batches) is BatchSampler else "batches"
 
-    samples: int  # of the epoch
-    sizes: tuple[int, ...]  # of the micro-batches of an optimizer step, counting all ranks
-    drop_last: bool = False  # leaves out the samples at the end that do not fill an optimizer step
-    least: int = 1  # if fewer samples than this are left at the end, the last micro-batch takes them too
 
-    def bounds(self) -> NDArray[Any]:
-        """Return where in the order each micro-batch begins, and where the last one ends."""
-        steps, rest = divmod(self.samples, sum(self.sizes))
-        if self.drop_last or (steps and rest < self.least):
-            rest = 0
-        last = micro_batches(rest, -(-rest // max(self.sizes)))  # of a last optimizer step with fewer samples
-        found = numpy.concatenate([[0], numpy.tile(self.sizes, steps), last]).astype(numpy.int64).cumsum()
-        if not self.drop_last:
-            found[-1] = self.samples
-        return found
+def asked_sampler(batches: Any) -> Any:
+    """Return the batch sampler that Lightning's for predictions asks; any other one itself."""
+    return batches._batch_sampler if type(batches) is _IndexBatchSamplerWrapper else batches
+
+
+def parts_of(loader: Any) -> Any:
+    """Return the sampler whose ``sizes`` tells the sizes of a loader's batches; ``None`` if there is none."""
+    batches = getattr(loader, "batch_sampler", None)
+    for one in (batches, asked_sampler(batches), getattr(loader, "sampler", None)):
+        if callable(getattr(one, "sizes", None)):
+            return one
+    return None
 
 
 def micro_batches(size: int, count: int) -> tuple[int, ...]:
@@ -50,164 +76,319 @@ def micro_batches(size: int, count: int) -> tuple[int, ...]:
     return tuple(size // count + (number < size % count) for number in range(count))
 
 
+# -- What a sampler gives in an epoch --
+
+Order = list[Any] | NDArray[Any]  # an array if it holds numbers alone: 8 bytes for each
+_TOO_MANY = 100  # a sampler without a length that gives so many times the data set is taken for endless
+
+
+def seed_of_run() -> int:
+    """Return the seed of the run, as Lightning's samplers take it."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+
+def drawn(sampler: Any, most: int) -> Order:
+    """Return all that a sampler gives in an epoch."""
+    # `most`: more than that a sampler gives only if it is endless.
+    if type(sampler) is SequentialSampler:
+        return numpy.arange(len(sampler))
+    if type(sampler) is RandomSampler and sampler.generator is None and not sampler.replacement:
+        return _permutations(len(sampler.data_source), len(sampler))
+    items, chunks = iter(sampler), list[Any]()
+    declared = length_in(sampler)
+    while chunk := list(islice(items, 65_536)):
+        chunks.append(numpy.array(chunk) if set(map(type, chunk)) == {int} else chunk)
+        if declared is None and sum(map(len, chunks)) > most:
+            raise ConfigurationError(
+                f"{type(sampler).__name__} has no length and gave more than {most:,} batches or samples for one epoch:"
+                " expected one that ends. Give it a length, or divide the data yourself and set"
+                " Trainer(use_distributed_sampler=False)."
+            )
+    if chunks and all(isinstance(chunk, numpy.ndarray) for chunk in chunks):
+        order: Order = numpy.concatenate(chunks)
+    else:
+        order = [item for chunk in chunks for item in _listed(chunk)]
+    return (
+        order if declared is None else order[:declared]
+    )  # a DataLoader is not asked for more than its length
+
+
+def _permutations(samples: int, count: int) -> Order:
+    """Return what a ``RandomSampler`` without a generator gives, without a list of Python's numbers."""
+    generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+    rounds = range(-(-count // samples)) if samples else ()
+    found = [torch.randperm(samples, generator=generator).numpy() for _ in rounds]
+    return found[0][:count] if len(found) == 1 else numpy.concatenate([*found, numpy.arange(0)])[:count]
+
+
+def length_in(sampler: Any) -> int | None:
+    """Return how much a sampler says that it gives, or ``None``."""
+    try:
+        return len(sampler) if isinstance(sampler, Sized) else None
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _listed(part: Order) -> list[Any]:
+    return part.tolist() if isinstance(part, numpy.ndarray) else list(part)
+
+
+def checksum(values: Order) -> int:
+    """Return a checksum of an order."""
+    if isinstance(values, numpy.ndarray):
+        return zlib.crc32(numpy.ascontiguousarray(values).data)
+    return zlib.crc32(repr(values).encode())
+
+
+# -- A rank's part of it --
+
+
 class GlobalBatches(Sampler[Any]):
-    """A batch sampler that gives a rank its part of each global batch."""
+    """Gives a rank its part of each global batch of an epoch."""
+
+    # A unit is what `source` gives: a sample, or a batch or an item that stays whole.
 
     def __init__(
         self,
-        inner: Any,  # the batch sampler that Lightning has made; None: the loader makes no batches
-        sampler: Any,  # gives the whole order
-        division: Division | None,  # None: `inner` makes batches of its own, which are divided as they are
-        rank: int,
-        ranks: int,
+        loader: DataLoader[Any],
+        source: Any,
+        kind: Kind,
+        sizes: tuple[int, ...],  # of the micro-batches of an optimizer step [units of all ranks]
+        *,
+        multiple: int,  # so many samples are used, or a multiple; those left at the end are dropped
+        share: Share,
     ) -> None:
-        self.sampler, self._inner, self._division = sampler, inner, division
-        self._rank, self._ranks = rank, ranks
-        self.batch_size = None if division is None else -(-max(division.sizes) // ranks)
-        self.drop_last = bool(getattr(inner, "drop_last", False))
-        self._sizes: list[tuple[int, int]] = []
-        self._whole = None if division is None else division.bounds()
-        self._resumed: tuple[int, Any] = (-1, None)  # the epoch that is resumed, and its bounds
+        self.kind, self.source, self.epoch = kind, source, 0
+        self.batch_size = -(-max(sizes) // share.ranks) if kind == "samples" else None
+        self.drop_last = False
+        self._own, self._dataset = loader.sampler, loader.dataset
+        self._sizes, self._multiple, self._rank, self._ranks = sizes, multiple, share.rank, share.ranks
+        self._by_sample, self._accumulated = share.by_sample, max(len(sizes), share.accumulated)
+        self._seed = seed_of_run()
+        self._order: Order = []
+        self._bounds: NDArray[Any] = numpy.zeros(1, numpy.int64)  # where each micro-batch begins, and the end
+        self.drawn_for = -1  # the epoch of the order
+        self._is_new = False  # whether it was drawn, and not given yet
+        # States of the sampler's generators when the order was drawn, and of one to resume: (epoch, states, unit seen
+        # and batches seen).
+        self.drawn_from: list[Any] = []
+        self._resumed: tuple[int, list[Any] | None, int, int] | None = None
 
-    def __len__(self) -> int:
-        """Return the number of batches of every rank."""
-        if self._whole is not None:
-            return len(self._whole) - 1
-        whole, rest = divmod(len(self._inner), self._ranks)
-        return whole + bool(rest and not self.drop_last)
+    @property
+    def sampler(self) -> GlobalBatches:
+        """This object, whose ``set_epoch`` Lightning calls."""
+        return self
 
     def set_epoch(self, epoch: int) -> None:
         """Draw the order of this epoch next."""
-        self.sampler.set_epoch(epoch)
+        inner = self.source if self.kind == "samples" else getattr(self.source, "sampler", None)
+        set_epoch = getattr(inner, "set_epoch", None)
+        self._is_new = self._is_new and epoch == self.epoch and set_epoch is None
+        self.epoch = epoch
+        if inner is not self._own and set_epoch is not None:
+            set_epoch(epoch)  # Lightning calls that of the loader's own sampler
+
+    def draw(self) -> None:
+        """Draw the order of the epoch, unless that is done."""
+        if self._is_new:
+            return
+        resumed = self._resumed if self._resumed and self._resumed[0] == self.epoch else None
+        generators = generators_of(self.source)
+        for generator, state in zip(generators, (resumed and resumed[1]) or (), strict=False):
+            generator.set_state(state)
+        self.drawn_from = [generator.get_state() for generator in generators]
+        most = _TOO_MANY * (length_in(self._dataset) or 0) + 1_000_000
+        with kept_generators():  # all ranks draw the same
+            seed_generators(self._seed + self.epoch)
+            self._order = drawn(self.source, most)
+        self._order = self._order[: len(self._order) // self._multiple * self._multiple]
+        self._is_new, self.drawn_for = True, self.epoch
+        self._divide(*(resumed[2:] if resumed else (0, 0)))
+
+    def _divide(self, seen: int, batches: int) -> None:
+        """Divide the order after ``seen`` units into the batches that come after so many."""
+        rest = bounds(len(self._order) - seen, self._sizes) + seen
+        self._bounds = numpy.concatenate([numpy.zeros(batches, numpy.int64), rest])
+
+    def __len__(self) -> int:
+        """Return the number of batches of every rank in this epoch."""
+        return len(self._bounds) - 1
+
+    def __iter__(self) -> Iterator[Any]:
+        self.draw()
+        first = self._resumed[3] if self._resumed and self._resumed[0] == self.epoch else 0
+        return self._parts(self._order, self._bounds.tolist(), first)
+
+    def _parts(self, order: Order, bounds: list[int], first: int) -> Iterator[Any]:
+        # From the first batch on: a DataLoader with workers asks for an iterator that it does not use. A shorter loader
+        # beside a longer one begins again within an epoch, and then from its start.
+        self._is_new, self._resumed = False, None
+        for number, (start, stop) in enumerate(pairwise(bounds[first:]), first):
+            part = _listed(order[start + self._rank : stop : self._ranks]) or _listed(
+                order[start : start + 1]
+            )
+            part = part if self.kind == "samples" else part[0]
+            if self._by_sample:
+                part = PlacedBatch([part] if self.kind == "items" else part, self.place(number))
+            yield part
+
+    def place(self, number: int) -> BatchPlace:
+        """Return which samples of the epoch batch ``number`` has on this rank."""
+        first, samples = self.position(number) + self._rank, self.sizes(number)[0]
+        if self.kind == "samples":
+            return BatchPlace(self.epoch, number // self._accumulated, first, self._ranks, samples or 1)
+        # A batch that stays whole is one place in the order, and its samples have positions of their own.
+        return BatchPlace(self.epoch, first, first << 32, 1, samples)
 
     def sizes(self, number: int) -> tuple[int, int]:
         """Return how many samples of batch ``number`` of the epoch are this rank's, and all ranks'."""
-        if self._whole is None:
-            return self._sizes[number]
         start, stop = self._bounds[number : number + 2].tolist()
-        return len(range(start + self._rank, stop, self._ranks)), stop - start
+        if self.kind == "samples":
+            return len(range(start + self._rank, stop, self._ranks)), stop - start
+        units = [len(unit) if isinstance(unit, Sized) else 1 for unit in self._order[start:stop]]
+        return sum(units[self._rank :: self._ranks]), sum(units)
 
     @property
-    def _bounds(self) -> Any:
-        epoch, bounds = self._resumed
-        return bounds if epoch == self.sampler.epoch else self._whole
+    def sizes_known(self) -> bool:
+        """Whether ``sizes`` counts samples; an item may be a batch, which only its loading shows."""
+        return self.kind != "items" or any(isinstance(unit, Sized) for unit in self._order[:1])
 
-    def samples_before(self, number: int) -> int | None:
-        """Return how many samples come before a batch of the epoch; ``None`` if ``inner`` makes the batches."""
-        return None if self._whole is None else int(self._bounds[number])
+    @property
+    def uneven(self) -> tuple[int, int] | None:
+        """Sizes of the parts of the first global batch whose parts differ, or ``None``."""
+        sizes = numpy.diff(self._bounds)
+        uneven = sizes[sizes % self._ranks != 0]
+        return (-(-int(uneven[0]) // self._ranks), int(uneven[0]) // self._ranks) if len(uneven) else None
 
-    def go_on_at(self, sample: int, epoch: int) -> int:
-        """Resume an epoch of which ``sample`` samples were seen, and return the number of its next batch."""
-        assert self._division is not None and self._whole is not None
-        rest = replace(self._division, samples=self._division.samples - sample).bounds()
-        batch = len(self._whole) - len(rest)
-        self._resumed = epoch, numpy.concatenate([self._whole[:batch], rest + sample])
-        return batch
+    def smallest(self) -> int | None:
+        """Return how many units the smallest global batch of the epoch has."""
+        sizes = numpy.diff(self._bounds)
+        # In a resumed epoch the batches before its position have no unit.
+        return int(sizes[sizes > 0].min()) if sizes.any() else None
 
-    def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's batches; each one in which it has no sample has a single padding sample."""
-        if self._whole is None:
-            yield from self._of_batches()
-            return
-        order = self._drawn(self.sampler)
-        for start, stop in pairwise(self._bounds.tolist()):
-            part = order[start + self._rank : stop : self._ranks] or order[start : start + 1]
-            yield part if self._inner is not None else part[0]
+    # -- resuming --
 
-    def _of_batches(self) -> Iterator[Any]:
-        """Yield this rank's of the batches, which the ranks take in turn; those left at the end are cut by samples."""
-        batches, ranks = self._drawn(self._inner), self._ranks
-        whole = len(batches) // ranks * ranks
-        rest = [] if self.drop_last else [sample for batch in batches[whole:] for sample in batch]
-        groups = [batches[i : i + ranks] for i in range(0, whole, ranks)]
-        groups += [[rest[rank::ranks] for rank in range(ranks)]] if rest else []
-        self._sizes = [(len(group[self._rank]), sum(map(len, group))) for group in groups]
-        for group in groups:
-            yield list(group[self._rank]) or list(group[0][:1])
+    def position(self, number: int) -> int:
+        """Return how many units come before a batch of the epoch."""
+        return int(self._bounds[number])
 
-    def _drawn(self, source: Any) -> list[Any]:
-        """Return all that a sampler gives in an epoch, with global random numbers that are the same on all ranks."""
-        seed = (self.sampler.seed + self.sampler.epoch) % 2**32
-        with isolate_rng(include_cuda=False):
-            torch.default_generator.manual_seed(seed)
-            random.seed(seed)
-            numpy.random.seed(seed)
-            return list(source)
+    def order_checksum(self) -> int:
+        """Return a checksum of the order of this epoch."""
+        return checksum(self._order)
 
+    def go_on_at(self, unit: int, epoch: int, drawn_from: list[Any] | None, accumulated: int) -> int:
+        """Resume an epoch of which ``unit`` units were seen, and return the number of its next batch."""
+        # It begins an optimizer step.
+        self.set_epoch(epoch)
+        self._resumed = epoch, drawn_from, 0, 0
+        # A sampler that counts how often it was asked is asked once for an epoch.
+        self._is_new = self._is_new and not drawn_from
+        self.draw()
+        rest = len(bounds(len(self._order) - unit, self._sizes)) - 1
+        batches = max(len(self) - rest, 0) // accumulated * accumulated
+        self._resumed = epoch, self.drawn_from, unit, batches
+        self._divide(unit, batches)
+        return batches
 
-class _Replicas(int):
-    """The number of ranks that Lightning gives its samplers, by which they are recognized."""
-
-    def __gt__(self, other: object) -> bool:
-        # If it is above 1, Lightning advises to test on one device, because its sampler repeats samples.
-        return False
-
-
-def marked(sampler_kwargs: Mapping[str, int], *, predicts: bool) -> dict[str, int]:
-    """Return arguments for Lightning's samplers, by which these can be told from samplers of the user."""
-    # Lightning's sampler for predictions refuses fewer samples than ranks.
-    ranks, rank = (1, 0) if predicts else (sampler_kwargs["num_replicas"], sampler_kwargs["rank"])
-    return {**sampler_kwargs, "num_replicas": _Replicas(ranks), "rank": rank}
+    def compared(self) -> dict[str, Any]:
+        """Return what all ranks must have alike, by what it is called."""
+        return {
+            "kind": {"samples": "a DataLoader", "batches": "a batch sampler", "items": "batch_size=None"}[
+                self.kind
+            ],
+            {"samples": "samples", "batches": "batches", "items": "items"}[self.kind]: len(self._order),
+            "batch_size": self.batch_size,
+            "batches of an epoch": len(self),
+            "order of the first epoch": f"{self.order_checksum():08x}",
+            "indices of the Subset": _subset_checksum(self._dataset),
+        }
 
 
-def divided(
-    loader: Any, *, rank: int, ranks: int, trains: bool, micro_batches: Sequence[int] | None = None
-) -> Any:
-    """Return a loader that gives this rank its part, if Lightning has given it a sampler; else the loader itself."""
-    # `micro_batches`: samples of all ranks in each micro-batch of an optimizer step; None: what the loader says.
-    batches: Any = getattr(loader, "batch_sampler", None)
-    predicts = type(batches) is _IndexBatchSamplerWrapper
-    inner = _asked_sampler(batches)
-    sampler: Any = getattr(inner, "sampler", None) if inner is not None else getattr(loader, "sampler", None)
-    if not isinstance(loader, DataLoader) or type(getattr(sampler, "num_replicas", None)) is not _Replicas:
+def bounds(units: int, sizes: tuple[int, ...]) -> NDArray[Any]:
+    """Return where each micro-batch of an epoch begins, and where the last one ends."""
+    steps, rest = divmod(units, sum(sizes))
+    last = micro_batches(rest, -(-rest // max(sizes)))  # of a last optimizer step that has fewer
+    return numpy.concatenate([[0], numpy.tile(sizes, steps), last]).astype(numpy.int64).cumsum()
+
+
+def _subset_checksum(dataset: Any) -> str | None:
+    sums = []
+    while isinstance(dataset, Subset):
+        sums.append(checksum(numpy.asarray(dataset.indices)))
+        dataset = dataset.dataset
+    return " of ".join(f"{one:08x}" for one in sums) or None
+
+
+def generators_of(*holders: Any) -> list[torch.Generator]:
+    """Return the generators of loaders and samplers, and of what they ask."""
+    found, seen = list[torch.Generator](), list(holders)
+    for holder in seen:  # the list grows during the loop
+        for name, value in getattr(holder, "__dict__", {}).items():
+            into: list[Any] | None = found if isinstance(value, torch.Generator) else None
+            into = seen if isinstance(value, Sampler) or name in ("source", "_loader") else into
+            if into is not None and not any(value is one for one in into):
+                into.append(value)
+    return found
+
+
+# -- Dividing a loader --
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of a loader is wanted, and for what."""
+
+    rank: int
+    ranks: int
+    trains: bool
+    accumulated: int = 1  # micro-batches of an optimizer step
+    micro_batches: tuple[int, ...] | None = None  # their samples on all ranks; None: what the loader says
+    epoch: int = 0
+    by_sample: bool = False  # whether random numbers of a sample are its own
+
+
+def divided(loader: Any, share: Share) -> Any:
+    """Return a loader that gives this rank its part, or the loader itself if it is left alone."""
+    kind = kind_of(loader)
+    if kind is None:
         return loader
-    samples = len(sampler.dataset)
-    sampler.num_replicas, sampler.rank, sampler.num_samples, sampler.total_size = 1, 0, samples, samples
-    own = None
-    if inner is None or type(inner) is BatchSampler:
-        size = ranks if inner is None else inner.batch_size * ranks
-        drops = inner is not None and inner.drop_last
-        own = Division(samples, tuple(micro_batches or (size,)), drops, 1 if trains else ranks)
-    parts = GlobalBatches(inner, sampler, own, rank, ranks)
-    name = "sampler" if inner is None else "batch_sampler"
-    return loader_with(loader, **{name: _IndexBatchSamplerWrapper(parts) if predicts else parts})
+    batches, ranks = asked_sampler(loader.batch_sampler), share.ranks
+    source, multiple = loader.sampler if batches is None else batches, 1
+    sizes: tuple[int, ...] = share.micro_batches or (ranks,)
+    if kind == "samples":
+        source, sizes = batches.sampler, share.micro_batches or (batches.batch_size * ranks,)
+        if batches.drop_last:
+            # A training epoch has whole optimizer steps, an evaluation the batches of one process, and so has a batch
+            # sampler that the program has made.
+            steps = sizes if share.micro_batches else sizes * share.accumulated
+            by_steps = share.trains and loader.batch_size is not None
+            multiple = sum(steps) if by_steps else batches.batch_size
+    parts = GlobalBatches(loader, source, kind, sizes, multiple=multiple, share=share)
+    parts.epoch = share.epoch
+    parts.draw()
+    name = "sampler" if kind == "items" else "batch_sampler"
+    predicts = type(loader.batch_sampler) is _IndexBatchSamplerWrapper
+    made = loader_with(loader, **{name: _IndexBatchSamplerWrapper(parts) if predicts else parts})
+    return seeded_by_sample(made, seed_of_run()) if share.by_sample else made
 
 
-def in_global_order(loader: Any, seed: int) -> Any:
-    """Return a loader of a single process that gives its samples in the order that several ranks would have."""
-    batches = getattr(loader, "batch_sampler", None)
-    if not isinstance(getattr(loader, "sampler", None), RandomSampler) or type(batches) is not BatchSampler:
-        return loader
-    sampler: Any = DistributedSampler(loader.dataset, num_replicas=1, rank=0, seed=seed)
-    own = Division(len(loader.dataset), (batches.batch_size,), batches.drop_last)
-    return loader_with(loader, sampler=sampler, batch_sampler=GlobalBatches(batches, sampler, own, 0, 1))
+def in_global_order(loader: Any, accumulated: int) -> Any:
+    """Return a training loader of a single process that gives its samples in the order of several ranks."""
+    return divided(loader, Share(0, 1, True, accumulated))
 
 
-def parts_of(loader: Any) -> Any:
-    """Return the sampler whose ``sizes`` tells the sizes of a loader's batches; ``None`` if there is none."""
-    batches = getattr(loader, "batch_sampler", None)
-    for one in (batches, _asked_sampler(batches), getattr(loader, "sampler", None)):
-        if callable(getattr(one, "sizes", None)):
-            return one
-    return None
-
-
-def samples_in(loader: Any) -> int:
-    """Return how many samples a divided loader has on all ranks together."""
-    sampler = parts_of(loader).sampler
-    return len(sampler.dataset)
-
-
-def check_samples(counts: Sequence[int | None]) -> None:
-    """Raise unless a loader has the same number of samples on all ranks; ``counts`` has that of each."""
-    if len(set(counts)) > 1:
-        told = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
-        raise ConfigurationError(
-            f"The ranks have loaders of different numbers of samples ({told}): expected the same data set on all ranks,"
-            " which is divided among them. If each rank has its own part, set Trainer(use_distributed_sampler=False)."
+def check_the_same(found: Sequence[dict[str, Any]]) -> None:
+    """Raise unless the loaders of all ranks are the same in what each says of its own."""
+    names = dict.fromkeys(name for one in found for name in one)
+    wrong = [name for name in names if len({one.get(name) for one in found}) > 1]
+    if wrong:
+        told = "; ".join(
+            f"{name}: " + ", ".join(f"{one.get(name)} on rank {rank}" for rank, one in enumerate(found))
+            for name in wrong
         )
-
-
-def _asked_sampler(batches: Any) -> Any:
-    """Return the batch sampler that Lightning's for predictions asks; any other one itself."""
-    return batches._batch_sampler if type(batches) is _IndexBatchSamplerWrapper else batches
+        raise ConfigurationError(
+            f"The ranks have different loaders ({told}): expected the same data set, sampler and batch size on all"
+            " ranks, because one order of samples is divided among them. Seed what is drawn at random, such as"
+            " random_split (lightning.seed_everything before it). If each rank has its own part, set"
+            " Trainer(use_distributed_sampler=False)."
+        )

@@ -24,8 +24,6 @@ import numpy
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_lockstep.distributed import Communicator
-from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.patching import LoaderAround, loader_with
 
 # Classes and functions that divide samples among the ranks themselves: data sets, data pipes, a stage of webdataset.
@@ -36,27 +34,15 @@ _DIVIDERS = {
 
 
 def shared_stream(
-    loader: Any,
-    communicator: Communicator,
-    *,
-    rank: int,
-    ranks: int,
-    ahead: Callable[[], int] = lambda: 1,
+    loader: Any, rank: int, ranks: int, *, trains: bool = True, ahead: Callable[[], int] = lambda: 1
 ) -> Any:
-    """Return a loader that gives this rank its part of a stream, or the loader itself. Ranks: all; a gather."""
+    """Return a loader that gives this rank its part of a stream, or the loader itself."""
     # `ahead`: how many batches are read before the first of them is given, so that the sizes of all these are known.
-    parts = None
     reads = getattr(type(loader), "__iter__", None) is DataLoader.__iter__
-    if reads and isinstance(loader.dataset, IterableDataset) and not divides_itself(loader.dataset):
-        parts = StreamParts(loader, rank, ranks)
-    found = communicator.gather(None if parts is None else parts.whole)
-    if len(set(found)) > 1:
-        told = ", ".join(f"rank {i}: {one or 'not divided'}" for i, one in enumerate(found))
-        raise ConfigurationError(
-            f"The ranks divide a stream into global batches of different sizes ({told}): expected a DataLoader with the"
-            " same data set and batch_size on all ranks."
-        )
-    return loader if parts is None else SharedStream(_reading(loader, parts), loader, parts, ahead)
+    if not reads or not isinstance(loader.dataset, IterableDataset) or divides_itself(loader.dataset):
+        return loader
+    parts = StreamParts(loader, rank, ranks, trains=trains)
+    return SharedStream(_reading(loader, parts), loader, parts, ahead)
 
 
 def divides_itself(dataset: Any) -> bool:
@@ -87,7 +73,12 @@ class SharedStream(LoaderAround):
         super().__init__(made, batch_sampler=parts, sampler=parts, _ahead=ahead, **shown)
 
     def __len__(self) -> int:
-        return int(self.batch_sampler.batches_of(len(self.dataset)))
+        count = int(self.batch_sampler.batches_of(len(self.dataset)))
+        return count - self._surplus(count)
+
+    def _surplus(self, count: int) -> int:
+        """Return how many of so many batches fill no optimizer step and are dropped, if the loader drops any."""
+        return count % max(self._ahead(), 1) if self.drop_last else 0
 
     def __iter__(self) -> Iterator[Any]:
         parts, read = self.batch_sampler, deque[Any]()
@@ -98,7 +89,7 @@ class SharedStream(LoaderAround):
             while len(read) >= max(self._ahead(), 1):
                 yield read.popleft()
         parts.ended = True
-        yield from read
+        yield from itertools.islice(read, len(read) - self._surplus(len(parts.totals)))
 
 
 class StreamParts(IterableDataset[Any]):
@@ -107,9 +98,12 @@ class StreamParts(IterableDataset[Any]):
     # Each reader has a copy. In the rank's own process this object also stands for the loader's sampler and batch
     # sampler. The size of a batch is exact once it was read; until then it counts as full, or as empty after the end.
 
-    def __init__(self, loader: DataLoader[Any], rank: int, ranks: int) -> None:
+    def __init__(self, loader: DataLoader[Any], rank: int, ranks: int, *, trains: bool) -> None:
         self.dataset, self.whole = loader.dataset, (loader.batch_size or 1) * ranks
-        self._rank, self._ranks, self._drop_last = rank, ranks, loader.drop_last
+        self._rank, self._ranks = rank, ranks
+        # What does not fill a global batch is dropped, in an evaluation what fills no batch of one process.
+        size = self.whole if trains else loader.batch_size or 1
+        self._multiple = size if loader.drop_last else 1
         self._collate, self._makes_batches = loader.collate_fn, loader.batch_size is not None
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # as in Lightning's DistributedSampler
         self._epoch = torch.zeros(1, dtype=torch.int64)
@@ -132,9 +126,22 @@ class StreamParts(IterableDataset[Any]):
         total = self.totals[number] if number < len(self.totals) else unread
         return len(range(self._rank, total, self._ranks)), total
 
+    @property
+    def sizes_known(self) -> bool:
+        """Whether ``sizes`` counts samples; what the stream gives may be batches."""
+        return self._makes_batches
+
+    def smallest(self) -> int | None:
+        """Return nothing: a stream does not know its end."""
+        return None
+
+    def compared(self) -> dict[str, Any]:
+        """Return what all ranks must have alike, by what it is called."""
+        return {"kind": "a stream", "samples of a global batch": self.whole}
+
     def batches_of(self, samples: int) -> int:
         """Return how many batches there are of so many samples."""
-        return samples // self.whole if self._drop_last else -(-samples // self.whole)
+        return -(-(samples // self._multiple * self._multiple) // self.whole)
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         """Yield the parts that are this worker's turn."""
@@ -143,7 +150,8 @@ class StreamParts(IterableDataset[Any]):
         stream = _WholeStream(self.dataset, epoch, (self.seed + epoch) % 2**32)
         for number in itertools.count():
             batch = stream.read(self.whole)
-            if not batch or (self._drop_last and len(batch) < self.whole):
+            batch = batch[: len(batch) // self._multiple * self._multiple]
+            if not batch:
                 return
             if number % turns == turn:
                 part = batch[self._rank :: self._ranks] or batch[:1]

@@ -192,6 +192,6 @@ def _write_above_bar(text: str) -> None:
     if tqdm is not None and getattr(tqdm, "_instances", None):
         tqdm.write(text, file=sys.stderr)
         return
-    # One write, so that lines of other processes do not get between the text and its end.
+    # There is one write, so that lines of other processes do not get between the text and its end.
     sys.stderr.write(text + "\n")
     sys.stderr.flush()

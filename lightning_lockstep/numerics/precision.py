@@ -159,7 +159,7 @@ def resolve_precision(
             " Lightning's warning that it uses bf16-mixed instead does not apply to this strategy."
         )
         return MixedPrecision("16-mixed", "cpu")
-    # For a device that it does not know, Lightning makes autocast that of CUDA, which casts nothing there.
+    # For a device that Lightning does not know it takes CUDA's autocast, which casts nothing there.
     if type(plugin) is MixedPrecision and plugin.device != device_type and device_type not in ("cpu", "cuda"):
         mixed: Any = plugin.precision
         return MixedPrecision(mixed, device_type)

@@ -24,11 +24,12 @@ from lightning_lockstep.overflow.replay import Occasion, StepRecord
 from lightning_lockstep.overflow.report import COLUMNS, ReportPublisher
 from lightning_lockstep.overflow.settings import OverflowSettings, refuse_compiled
 from lightning_lockstep.steps.capabilities import capabilities_of
+from lightning_lockstep.steps.isolated import place_of
 from lightning_lockstep.steps.patching import put_in_place, replaced
 from lightning_lockstep.steps.snapshot import BufferCopies, RandomState
 
 _log = logging.getLogger(__name__)
-# Optimizer steps between two looks on devices that run operations later: each look makes them stop.
+# Optimizer steps between two checks on devices that run operations later: each check makes the host wait for them.
 _LATER = 10
 
 
@@ -58,12 +59,12 @@ class Detection:
         folder = Path(settings.report_dir or Path(trainer.log_dir or trainer.default_root_dir) / "overflow")
         self._publisher = ReportPublisher(self._communicator, folder, settings)
         self._buffers = BufferCopies(module)
-        self._tracing: FrameRecorder | None = None  # of the batch under way, if it is traced
+        self._tracing: FrameRecorder | None = None  # the frames of the current batch, if it is traced
         self.record: StepRecord | None = None
-        self._suspect: StepRecord | None = None  # a micro-batch that made the gradients bad
-        self._unread: list[StepRecord] = []  # since the last look
-        self._last: StepRecord | None = None  # if some steps may not have been looked at when the fit ends
-        self._steps = 0  # of the optimizer
+        self._suspect: StepRecord | None = None  # the micro-batch that made the gradients bad
+        self._unread: list[StepRecord] = []  # the steps since the last check
+        self._last: StepRecord | None = None  # set if some steps may be unchecked when the fit ends
+        self._steps = 0  # of the optimizer, so far
         self._watch = _ActivationWatch(module, settings) if settings.mode == "hooks" else None
         self._response = Response(
             trainer, module, settings, self._communicator, self._publisher, counters, self._engine
@@ -87,6 +88,10 @@ class Detection:
         """Keep the loss, and let a bad one reach every gradient and so every rank."""
         record = self.record
         if record is None:
+            return
+        weights = getattr(self._trainer.strategy, "weights", None)
+        record.weight = 1.0 if weights is None else weights.weight
+        if record.weight == 0.0:  # whatever the loss is, its gradients are zero
             return
         record.loss = loss.detach().clone()
         flags = [] if self._settings.allowed.match("loss") else [record.loss]
@@ -112,6 +117,7 @@ class Detection:
         self._buffers.refresh()
         random = RandomState.capture(self._module.device)
         self.record = StepRecord(step, args, kwargs, random, self._buffers, occasion)
+        self.record.place = place_of(trainer.strategy, [*args, *kwargs.values()][0])
         if self._seeded is not None:
             self.record.device_seed = self._seeded.device_seed()
         if self._watch is not None:
@@ -146,7 +152,7 @@ class Detection:
         if record is None or self._tracing is not None:
             return
         if self._engine is not None and not self._engine.steps_now():
-            return  # an accumulated batch, at whose end it is looked at
+            return  # the batch is accumulated, and is checked at its end
         record.optimizer_steps += 1
         record.stepped = True
         self._unread.append(record)
@@ -205,7 +211,7 @@ class Detection:
         self._unread, self._suspect = [], None
         others = self._losses(steps) + [flag for step in steps if (flag := step.activation_flag) is not None]
         given = None if parameters is None else list(parameters)
-        # All at once first: each look makes the host wait for a GPU, and nearly always nothing is bad.
+        # All are checked at once first: each check makes the host wait for a GPU, and nearly always nothing is bad.
         if any_bad(others) if given is None else self._gradients_are_bad(given, others):
             here = given is not None and self._gradients_are_bad(given)
             origin = origin or next((step for step in steps if self._is_bad(step)), None)

@@ -211,9 +211,9 @@ class Response:
         """Return a report of what is known without a replay."""
         report = RankReport(self.communicator.rank, self.communicator.host, record.occasion)
         scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
-        report.loss = None if record.loss is None else float(record.loss.sum()) / scale
+        report.loss = None if record.loss is None else float(record.loss.sum()) / (scale * record.weight)
         if record.made_nan:
-            report.gradients = ["not shown: this detector has made all of them nan, to tell all ranks"]
+            report.gradients = ["not shown: this detector has made all of them nan, to tell the other ranks"]
         else:
             report.gradients = self._bad_gradients()
         report.notes += record.notes

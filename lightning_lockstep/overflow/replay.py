@@ -15,7 +15,7 @@ from lightning_lockstep.numerics.precision import run_in_fp32, runs_in_fp32, und
 from lightning_lockstep.numerics.statistics import module_names
 from lightning_lockstep.overflow.frames import FrameRecorder, Producer
 from lightning_lockstep.steps.isolated import from_a_state, run_forward_backward
-from lightning_lockstep.steps.patching import put_in_place
+from lightning_lockstep.steps.patching import put_in_place, replaced
 from lightning_lockstep.steps.snapshot import BufferCopies, RandomState
 
 # -- Which modules have to run in float32, found by trying them on the batch that failed --
@@ -143,7 +143,7 @@ class Occasion:
     epoch: int  # from 0
     step: int  # ``trainer.global_step``
     batch_number: int  # from 0, over all epochs
-    batch_idx: int  # from 0, of the epoch
+    batch_idx: int  # from 0, in the epoch
 
     def __str__(self) -> str:
         return f"epoch {self.epoch}, batch {self.batch_idx}, step {self.step}"
@@ -156,17 +156,21 @@ class StepRecord:
     function: Callable[..., Any]  # the ``training_step`` itself
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    random: RandomState  # at its start
-    buffers: BufferCopies  # at its start
+    random: RandomState  # at the start of the step
+    buffers: BufferCopies  # at the start of the step
     occasion: Occasion
-    loss: Tensor | None = None  # detached, as it went into the backward; None: before that
-    optimizer_steps: int = 0  # begun inside it so far (manual optimization)
+    loss: Tensor | None = (
+        None  # detached, as it went into the backward; None before that, or if it does not count
+    )
+    weight: float = 1.0  # the loss was multiplied by it
+    optimizer_steps: int = 0  # that the step has begun so far (manual optimization)
     activation_flag: Tensor | None = None  # on the device: 0, or nan if one was bad; None: unchecked
     stepped: bool = False  # an optimizer was about to step
-    skipped: bool = False  # such a step was skipped
+    skipped: bool = False  # the optimizer's step was skipped
     notes: list[str] = field(default_factory=list)  # for the report
-    device_seed: int | None = None  # of random numbers that a strategy keeps for its devices
-    made_nan: bool = False  # its gradients were, by the detector, to tell all ranks
+    place: Any = None  # what its random numbers and norms follow; None: the rank's own
+    device_seed: int | None = None  # of the random numbers that a strategy keeps for its devices
+    made_nan: bool = False  # the detector made the gradients nan, to tell all ranks
 
 
 def replay(
@@ -185,6 +189,8 @@ def replay(
     step = partial(_called_by, module, record.function) if recorder.divided else record.function
     with ExitStack() as stack:
         strategy: Any = trainer.strategy
+        if hasattr(strategy, "weights"):
+            stack.enter_context(replaced(strategy.weights, weight=record.weight))
         if record.device_seed is not None:
             stack.callback(strategy.set_device_seed, strategy.device_seed())
             strategy.set_device_seed(record.device_seed)
@@ -201,6 +207,7 @@ def replay(
             partial(step, *record.args, **record.kwargs),
             optimizer_steps=record.optimizer_steps,
             around_backward=recorder.backward,
+            place=record.place,
         )
         recorder.finish()
     recorder.answered = answers.count

@@ -31,7 +31,7 @@ _NAMED = 12
 # What a report without a producer says first, by whether its replay was clean.
 _WITHOUT_PRODUCER = {
     True: "clean; the bad value did not originate here",
-    False: "bad in training_step or in the module's own backward, outside of its modules",
+    False: "code of training_step or of the LightningModule's own backward made it; no submodule did",
     None: "the batch was not replayed here",
 }
 
@@ -83,7 +83,7 @@ class RankReport:
         if self.clean:
             lines.append("Clean: replaying the batch on this rank produced no nan or inf.")
         elif self.clean is False and self.producer is None and self.backward_producer is None:
-            lines.append(f"No module: {_WITHOUT_PRODUCER[False]}.")
+            lines.append(f"Producer: {_WITHOUT_PRODUCER[False]}.")
         lines += _listed("Passed on by", self.propagators)
         if self.rank == 0:  # they are the same on every rank
             lines += _listed("Bad gradients (as reduced over all ranks)", self.gradients)

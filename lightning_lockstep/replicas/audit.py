@@ -34,7 +34,7 @@ from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.replicas.checksums import Checksums, can_be_read, folded
 from lightning_lockstep.steps.capabilities import missing_capabilities
-from lightning_lockstep.steps.isolated import from_a_state, run_forward_backward, step_arguments
+from lightning_lockstep.steps.isolated import from_a_state, place_of, run_forward_backward, step_arguments
 from lightning_lockstep.steps.patching import replaced
 from lightning_lockstep.steps.snapshot import RandomState
 
@@ -49,7 +49,9 @@ def refuse_audit(trainer: Trainer) -> None:
     name = type(trainer.strategy).__name__
     missing = missing_capabilities(trainer.strategy, "whole_gradients", "step_alone", "runs_at_once")
     if getattr(trainer.strategy, "_model_averaging_period", None):
-        missing.append("it averages the models only now and then, so the weights of ranks differ in between")
+        missing.append(
+            "it averages the models only from time to time, so the weights of ranks differ in between"
+        )
     if missing:
         raise ConfigurationError(
             f"ReplicaCheck(audit_every_n_steps=...) does not work with {name}: {missing[0]}. Use lockstep_ddp or"
@@ -133,13 +135,14 @@ class Audit:
         module = self._module
         buffers = [buffer for buffer in module.buffers() if can_be_read(buffer)]
         random = RandomState.capture(self._trainer.strategy.root_device)
-        return packed((step_arguments(module.training_step, batch, index), buffers, random))
+        place = place_of(self._trainer.strategy, batch)
+        return packed((step_arguments(module.training_step, batch, index), buffers, random, place))
 
     def _computed(self, data: bytes) -> Result:
         """Run a micro-batch forward and backward, and leave no trace of it."""
         trainer, module = self._trainer, self._module
         device = trainer.strategy.root_device
-        arguments, values, random = unpacked(data, device)
+        arguments, values, random, place = unpacked(data, device)
         if device.type == "cuda":
             own = torch.cuda.current_device() if device.index is None else device.index
             random = replace(random, torch_cuda=dict(zip([own], random.torch_cuda.values(), strict=True)))
@@ -161,7 +164,7 @@ class Audit:
         as_it_is = nullcontext() if weights is None else replaced(weights, weight=1.0)
         with as_it_is, _no_timed_kernels(), from_a_state(trainer, module, random, restore_buffers):
             step = partial(module.training_step, *arguments)
-            run_forward_backward(trainer, module, step, around_backward=keep)
+            run_forward_backward(trainer, module, step, around_backward=keep, place=place)
             named = {f"loss {number}": loss for number, loss in enumerate(losses)}
             for name, parameter in module.named_parameters():
                 if parameter.grad is not None and can_be_read(parameter.grad):
@@ -221,8 +224,8 @@ _NOT_DETERMINISTIC = (
     " operation it is, or chooses another one"
 )
 _EACH_ITS_OWN = (
-    "no two ranks get the same from one batch with the same weights, buffers and random numbers, so the step depends on"
-    " what each rank alone holds, such as an attribute made from its earlier batches"
+    "no two ranks get the same results from one batch with the same weights, buffers and random numbers, so the step"
+    " depends on what each rank alone holds, such as an attribute made from its earlier batches"
 )
 
 
@@ -244,7 +247,7 @@ def _report(verdict: Verdict, owner: int, rows: Sequence[tuple[str, str, str]]) 
     else:
         who = listed([ranks_in_words(group) for group in verdict.groups], 4)
         first, device = (
-            f"{who} compute different values, and nothing says which are right",
+            f"{who} compute different values, and no majority agrees",
             "A device of theirs",
         )
     return (

@@ -22,7 +22,7 @@ Buffers = Literal["auto", "all", "none"]
 #: Kinds of tensors, in the order in which differences are told.
 SECTIONS = ("parameters", "buffers", "optimizer state")
 
-# Running statistics of these are each rank's own; those of SyncBatchNorm, which is none of them, are shared.
+# Each rank has its own running statistics of these; those of SyncBatchNorm, which is not one of them, are shared.
 _OWN_STATISTICS = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
@@ -63,7 +63,9 @@ class Contents:
         #: Which weights, and the state of optimizers for them, are not compared, and why; or nothing.
         self.left_out = ""
         if getattr(trainer.strategy, "_model_averaging_period", None):
-            self.left_out = "weights are not compared: the strategy averages the models only now and then"
+            self.left_out = (
+                "weights are not compared: the strategy averages the models only from time to time"
+            )
         elif _is_fsdp(trainer):
             self.left_out = "weights are not compared: the strategy divides them"
         self._buffers_alone = bool(self.left_out)

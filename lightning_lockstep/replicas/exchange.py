@@ -35,7 +35,7 @@ from lightning_lockstep.replicas.report import Finding, judge
 
 _log = logging.getLogger(__name__)
 
-# A rank keeps the numbers of so many checks, for when ranks meet. If no gradients are reduced, ranks do not wait
+# A rank keeps the numbers of so many checks until the ranks meet. If no gradients are reduced, ranks do not wait
 # for each other, and rank 0 asks late.
 _KEPT = 8
 # So many groups of ranks that agree are asked, one rank of each.
@@ -194,7 +194,7 @@ class Comparison:
         self.questions: list[str] = []
         self._world_size, self._agreement, self._trainer = channel.world_size, agreement, trainer
         self._checks: dict[int, dict[int, Any]] = {}  # by count and rank
-        self._good: int | None = None  # batches before the last check without a difference
+        self._good: int | None = None  # batches before the last check that found no difference
         self._data = BatchComparison()
         self.close = channel.on(f"{topic}/check", self._take)
 

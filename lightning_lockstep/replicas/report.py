@@ -15,9 +15,7 @@ _NAMED = 5
 _SETTINGS_NAMED = 12
 
 Parts = list[list[int]]  # ranks that have the same, the largest group first
-Answers = Mapping[
-    int, Mapping[str, Any]
-]  # by rank, what it has sent, or a rank that agrees with it; see `Check`
+Answers = Mapping[int, Mapping[str, Any]]  # what a rank, or one that agrees with it, has sent; see `Check`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +23,13 @@ class Finding:
     """A difference between ranks; all of them make the same one."""
 
     count: int  # batches of the fit after which it was found
-    good: int | None = None  # batches after which there was none
+    good: int | None = None  # batches after which there was no difference
     # By kind the names of the tensors, and for each the ranks that have the same.
     tensors: Mapping[str, Mapping[str, Parts]] = field(default_factory=dict)
     settings: Mapping[str, Mapping[int, str]] = field(default_factory=dict)  # by name and rank, what differs
     suspects: Sequence[int] = ()  # ranks in the minority, as far as there is one
     reasons: Sequence[str] = ()
-    held: Sequence[int] = ()  # ranks that hold the same part of the model, if it is one that differs
+    held: Sequence[int] = ()  # if a part of the model differs, the ranks that hold that part
     data: str = ""  # what is wrong with the data, if that is the finding
 
     @property
@@ -63,6 +61,8 @@ def judge(
         if section == "buffers":
             statistics |= {name for name in found if _is_own_statistic(name, answers)}
             found = {name: parts for name, parts in found.items() if name not in statistics}
+            if any(answer["padding"] for answer in answers.values()):
+                found = {}  # what padding changes is put back on its rank alone, until the next forward pass
         if found:
             tensors[section] = found
     settings = {rank: answer["settings"] for rank, answer in answers.items()}
@@ -190,10 +190,11 @@ def _reason_apart_from_steps(tensors: Mapping[str, Mapping[str, Parts]], answers
             " callback wrote other weights on some ranks (with its own seed, for example), or a checkpoint was loaded"
             " there alone."
         )
-    if any(answer["gradients"] or not answer["sees_gradients"] for answer in answers.values()):
+    told = [*answers.values()]
+    if told[0]["automatic"] or any(answer["gradients"] or not answer["sees_gradients"] for answer in told):
         return (
-            "Settings and optimizer steps are equal, as are the gradients of the last step if this strategy shows"
-            " them: a hook or a callback wrote on some ranks only, or gradients of an earlier step were not reduced."
+            "Settings and optimizer steps are equal, and so are the gradients that were looked at: a hook or a callback"
+            " wrote on some ranks only, or gradients of an earlier step were not reduced."
         )
     return (
         "No gradients were seen before the optimizers stepped: in manual optimization call self.manual_backward(loss),"
@@ -285,7 +286,7 @@ def report(finding: Finding) -> str:
 def _who(finding: Finding) -> str:
     if finding.suspects:
         return f" In the minority: {ranks_in_words(finding.suspects)}."
-    return " No rank is in the minority, so nothing says which of them is right."
+    return " No majority agrees, so it is not known which rank is wrong."
 
 
 def _in_words(parts: Parts) -> str:

@@ -58,6 +58,8 @@ def isolated(
                 stack.enter_context(gradients_apart(module.parameters(), hooks=True))
             stack.enter_context(on_plain_module(strategy))
         stack.enter_context(replaced(module, log=_nothing))
+        if hasattr(strategy, "weights"):
+            stack.enter_context(strategy.weights.apart())
         # A toggled optimizer calls this method, which is about reductions between ranks.
         stack.enter_context(replaced(strategy, block_backward_sync=nullcontext))
         if hasattr(strategy, "_model_averager"):  # which averages over all ranks after an optimizer step
@@ -144,13 +146,16 @@ def run_forward_backward(
     *,
     optimizer_steps: int = 1,  # manual optimization ends at this step; earlier ones only run their closure
     around_backward: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext,  # given the scaled loss
+    place: Any = None,  # of its batch, by `place_of`
 ) -> None:
     """Run a recorded ``training_step`` and its backward by Lightning's closure, in `isolated`; nothing steps."""
-    strategy, done = trainer.strategy, 0
+    strategy: Any = trainer.strategy
+    done = 0
     original: Callable[..., None] = module.backward
 
     def training_step() -> Any:
-        with trainer.precision_plugin.train_step_context():
+        drawing = nullcontext() if place is None else strategy.drawing_at(place)
+        with drawing, trainer.precision_plugin.train_step_context():
             output = step()
         if output is None and module.automatic_optimization:
             raise _Stopped
@@ -182,6 +187,11 @@ def run_forward_backward(
                 _ManualOptimization(trainer).run(OrderedDict())
         except _Stopped:
             pass
+
+
+def place_of(strategy: Any, batch: Any) -> Any:
+    """Return what the random numbers and norms of a step with this batch follow; ``None`` if the rank's own."""
+    return strategy.place_of(batch) if hasattr(strategy, "place_of") else None
 
 
 @contextmanager

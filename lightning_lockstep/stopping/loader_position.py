@@ -18,21 +18,29 @@ import copy
 import logging
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_lockstep._lightning import Callback, CombinedLoader, TrainerFn, _set_sampler_epoch
 from lightning_lockstep._text import counted
-from lightning_lockstep._trainer import asks_for_training_loader
+from lightning_lockstep._trainer import asks_for_training_loader, limited_batches
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.loaders.global_order import parts_of
+from lightning_lockstep.loaders.global_order import (
+    GlobalBatches,
+    generators_of,
+    parts_of,
+    seed_of_run,
+)
+from lightning_lockstep.steps.generators import seed_generators
 from lightning_lockstep.steps.patching import (
+    STATEFUL,
     LoaderAround,
     batch_size_of,
     length_of,
@@ -52,7 +60,8 @@ class LoaderPosition(Callback):
     def __init__(self) -> None:
         self._trainer: Any = None
         self._resume: _Resume | None = None
-        self._steps_plateaus = False
+        self._steps_plateaus, self._begins_again = False, False
+        self._lengths: list[int | None] | None = None  # of the loaders in the epoch before
 
     @classmethod
     def attach(cls, trainer: Any) -> None:
@@ -63,27 +72,30 @@ class LoaderPosition(Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Be asked for each training loader, after what the strategy makes of it."""
         self._trainer, self._resume, self._steps_plateaus = trainer, None, False
+        self._begins_again, self._lengths = False, None
         process = trainer.strategy.process_dataloader
-        if stage != TrainerFn.FITTING or getattr(process, "position", None) is self:
-            return
+        if stage == TrainerFn.FITTING and getattr(process, "func", None) != self._process_dataloader:
+            process_dataloader = partial(
+                self._process_dataloader, process
+            )  # which a pickle of the Trainer can hold
+            put_in_place(trainer.strategy, "process_dataloader", process_dataloader)
 
-        def process_dataloader(loader: object) -> object:
-            made = process(loader)
-            if not asks_for_training_loader(trainer):
-                return made
+    def _process_dataloader(self, process: Callable[[object], object], loader: object) -> object:
+        made = process(loader)
+        if asks_for_training_loader(self._trainer):
             made = self._with_position(made)
             if self._resume is not None:
-                self._resume.asked_for(made)
-            return made
-
-        process_dataloader.position = self  # type: ignore[attr-defined]
-        put_in_place(trainer.strategy, "process_dataloader", process_dataloader)
+                self._resume.asked_for(made, self._trainer)
+        return made
 
     def _with_position(self, loader: Any) -> Any:
         batches = getattr(loader, "batch_sampler", None)
-        has_index = not isinstance(getattr(loader, "dataset", None), IterableDataset) and batches is not None
-        if isinstance(loader, _Resumable) or (has_index and isinstance(batches, _Resumable)):
+        if _divided(loader) is not None:
+            vars(loader).update(state_dict=dict, load_state_dict=_nothing)
             return loader
+        if _is_stateful(loader) or isinstance(loader, _Resumable) or isinstance(batches, _Resumable):
+            return loader
+        has_index = not isinstance(getattr(loader, "dataset", None), IterableDataset) and batches is not None
         if getattr(type(loader), "__iter__", None) is not DataLoader.__iter__ or not has_index:
             return _Resumable(loader, self)
         resumable = _Resumable(batches, self)
@@ -97,34 +109,20 @@ class LoaderPosition(Callback):
         if not loaders:
             return
         communicator, accumulated = current_communicator(), trainer.accumulate_grad_batches
-        seen: dict[int, int | None] = {}
-        if (parts := _parts(loaders)) is not None:
-            # Also at each micro-batch of an optimizer step that is not complete, because that step is repeated.
-            ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-            numbers = range(ready // accumulated * accumulated, ready + 1)
-            seen = {number: parts.samples_before(number) for number in numbers}
         # After an exception the other ranks do not come here.
         alone = trainer.state.status == "interrupted"
-        mine = {
-            "loaders": [
-                {
-                    "samples": batch_size_of(loader),
-                    "drawn_from": getattr(_keeper(loader), "drawn_from", None),
-                    "now": _states(loader),
-                }
-                for loader in loaders
-            ],
+        mine: dict[str, Any] = {
+            "loaders": [_record(loader, trainer) for loader in loaders],
             # Dropout on this rank's GPU draws from its generator.
             "device": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
             # What schedulers, early stopping and checkpoints look at after the resume.
             "metrics": {} if alone else _metrics(trainer),
         }
-        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+        if not any("own" in one for one in mine["loaders"]):
+            checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
         checkpoint[_KEY] = {
             "world_size": communicator.world_size,
             "accumulated": accumulated,
-            "order": None if parts is None else _order(parts),
-            "seen": seen,
             "ranks": [mine] if alone else communicator.gather(mine),
         }
 
@@ -135,7 +133,12 @@ class LoaderPosition(Callback):
         loops, saved = checkpoint["loops"]["fit_loop"], checkpoint.get(_KEY, {})
         point = settle_counters(loops, saved.get("accumulated", trainer.accumulate_grad_batches))
         self._resume = _Resume(point, saved)
-        loops["state_dict"]["combined_loader"] = []  # Other runs save states of loaders, of rank 0 alone.
+        # Lightning saves states of loaders of rank 0 alone.
+        states = [one.get("own", {}) for one in self._resume.records]
+        loops["state_dict"]["combined_loader"] = states if any(states) else []
+        for loader in _loaders(trainer):  # made before the checkpoint was read, to count the steps of the fit
+            self._resume.asked_for(loader, trainer)
+            self._begins_again = True
 
     # -- in a run that is resumed --
 
@@ -147,16 +150,19 @@ class LoaderPosition(Callback):
             return 0, None
         # Workers ask for their first batches as soon as the iterator is made, before Lightning does this.
         _set_sampler_epoch(loaders[number], resume.point.epoch)
-        if not resume.within_epoch:
-            return 0, None
-        resume.settle(self._trainer, loaders)
-        record = resume.records[number] if number < len(resume.records) else {}
+        record = resume.records[number] if resume.within_epoch and number < len(resume.records) else {}
         return resume.batches, record.get("drawn_from")
 
     def has_begun(self, asks: Any) -> None:
         """Note that a loader gives its first batch: if it is asked for its batches again, it has ended."""
         if self._resume is not None:
             self._resume.begun.append(asks)
+
+    def shared_seed(self) -> int | None:
+        """Return the seed of what all ranks draw alike in this epoch; ``None`` for a rank without others."""
+        if current_communicator().world_size == 1:
+            return None
+        return seed_of_run() + int(self._trainer.fit_loop.epoch_progress.current.processed)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Go on with the random numbers and the metrics too."""
@@ -167,8 +173,10 @@ class LoaderPosition(Callback):
         if resume.device is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.set_rng_state(resume.device)
         loaders = _loaders(trainer)
+        self._lengths = [length_of(loader) for loader in loaders]
+        if self._begins_again:
+            iter(trainer.fit_loop._data_fetcher)
         if resume.within_epoch:
-            resume.settle(trainer, loaders)
             combined = trainer.fit_loop._combined_loader
             if combined._mode == "max_size_cycle":
                 for number, loader in enumerate(loaders):  # Lightning has not seen those that have ended.
@@ -176,9 +184,29 @@ class LoaderPosition(Callback):
                     combined._iterator._consumed[number] |= ended
         if (resume.within_epoch or resume.point.no_batches_left) and resume.same_ranks:
             for loader, record in zip(loaders, resume.records, strict=False):
-                _set_states(record["now"], loader)
+                _set_states(record["now"], None if _divided(loader) else loader)
+        batches = trainer.num_training_batches
+        if resume.point.no_batches_left and batches != math.inf:  # perhaps fewer or more on other ranks
+            progress = trainer.fit_loop.epoch_loop.batch_progress.current
+            progress.ready = progress.started = progress.processed = progress.completed = batches
         self._steps_plateaus = bool(resume.metrics) or not resume.point.no_batches_left
         go_on(trainer, resume.point)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Let an epoch have its own length: a data set may have grown, or other batches were resumed before."""
+        loop, combined = trainer.fit_loop, trainer.fit_loop._combined_loader
+        for parts in filter(None, map(_divided, combined.flattened)):
+            if parts.drawn_for != parts.epoch:  # workers may have asked for the first batches already
+                parts.draw()
+        before = list(combined.limits or ())
+        lengths = [length_of(loader) for loader in combined.flattened]
+        now = [math.inf if one is None else limited_batches(trainer, one) for one in lengths]
+        if self._lengths is not None and self._lengths != lengths and before:
+            validates_at_end = trainer.val_check_batch == loop.max_batches
+            combined.limits = now
+            loop.max_batches = (min if combined._mode == "min_size" else max)(now)
+            trainer.val_check_batch = loop.max_batches if validates_at_end else trainer.val_check_batch
+        self._lengths = lengths
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Have Lightning step the ``ReduceLROnPlateau`` of the epoch that was resumed, which it leaves out."""
@@ -202,47 +230,48 @@ class _Resume:
         self.within_epoch = point.begun and not point.no_batches_left  # where the loaders go on
         self.batches = point.batches if self.within_epoch else 0  # that they leave out
         self.begun: list[Any] = []
-        self._settled, self._asked, self._saved = False, 0, saved
-        self._communicator, ranks = current_communicator(), saved.get("ranks", [])
+        self._asked, self._communicator, ranks = 0, current_communicator(), saved.get("ranks", [])
         rank, world_size = self._communicator.rank, self._communicator.world_size
         # After an error one rank alone has saved.
         self.same_ranks = saved.get("world_size") == world_size == len(ranks)
         record = ranks[rank] if self.same_ranks else ranks[0] if ranks else {}
         # An order that all ranks share is drawn from the random state of any.
-        shared = self.same_ranks or bool(saved.get("seen"))
+        shared = self.same_ranks or any(one["units"] for one in record.get("loaders", ()))
         self.records: list[dict[str, Any]] = record.get("loaders", []) if shared else []
         self.device = record.get("device") if self.same_ranks else None
         self.metrics: dict[str, Any] = record.get("metrics", {})
 
-    def asked_for(self, loader: Any) -> None:
-        """Take in a loader that is about to begin an epoch."""
-        if self.records and self.same_ranks and not self.within_epoch:
+    def asked_for(self, loader: Any, trainer: Any) -> None:
+        """Take in a loader that is about to begin an epoch, in Lightning's order."""
+        number, self._asked = self._asked, self._asked + 1
+        record = self.records[number % len(self.records)] if self.records else {}
+        if self.within_epoch:
+            if not self._goes_on(loader, record, trainer) and self._communicator.is_main:
+                _log.warning(
+                    "The checkpoint does not have the position of a loader for"
+                    f" {counted(self._communicator.world_size, 'rank')} with batches of {batch_size_of(loader)}: epoch"
+                    f" {self.point.epoch} goes on at batch {self.batches} in another order, so some samples may be"
+                    " used twice, and others not at all."
+                )
+        elif record and self.same_ranks:
             # The epoch draws its order from the same random state as without the stop.
-            record = self.records[self._asked % len(self.records)]  # Lightning asks for them in their order
             _set_states(record["now"], loader)
-            self._asked += 1
 
-    def settle(self, trainer: Any, loaders: list[Any]) -> None:
-        """Find the batch at which the epoch goes on, the same on all ranks, and say if the order is another one."""
-        if self._settled:
-            return
-        self._settled, parts = True, _parts(loaders)
-        sample = self._saved.get("seen", {}).get(self.batches)
-        if parts is not None and sample is not None and self._saved["order"] == _order(parts):
-            self.batches = parts.go_on_at(sample, self.point.epoch)
+    def _goes_on(self, loader: Any, record: dict[str, Any], trainer: Any) -> bool:
+        """Let a loader go on with the next sample of its epoch, and return whether it is certainly that one."""
+        parts, unit = _divided(loader), record.get("units", {}).get(self.point.batches)
+        known = self.same_ranks and record.get("samples") == batch_size_of(loader)
+        if parts is None or unit is None:
+            return known and unit is None
+        alone = len(self.records) == 1
+        batches = parts.go_on_at(
+            unit, self.point.epoch, record["drawn_from"], trainer.accumulate_grad_batches if alone else 1
+        )
+        if alone:
+            self.batches = batches
             progress = trainer.fit_loop.epoch_loop.batch_progress.current
-            progress.ready = progress.started = progress.processed = progress.completed = self.batches
-            return
-        sizes = [batch_size_of(loader) for loader in loaders]
-        known = self.same_ranks and (parts is None or sample is None)
-        if known and [record["samples"] for record in self.records] == sizes:
-            return
-        if self._communicator.is_main:
-            _log.warning(
-                f"The checkpoint does not have the positions of {counted(self._communicator.world_size, 'rank')} with"
-                f" batches of {' and '.join(map(str, sizes))}: epoch {self.point.epoch} goes on at batch"
-                f" {self.batches} in another order, so some samples may come again, and others not at all."
-            )
+            progress.ready = progress.started = progress.processed = progress.completed = batches
+        return bool(parts.order_checksum() == record["order"]) and (alone or known)
 
 
 def _nothing(state: Any) -> None:
@@ -270,9 +299,11 @@ class _Resumable(LoaderAround):
     def _behind(self, seen: int, drawn_from: list[Any] | None) -> Iterator[Any]:
         # This runs when the first batch is asked for, which without workers is after the start of the training.
         self._position.has_begun(self)
-        outside = _states()
+        outside, seed = _states(), self._position.shared_seed()
         if drawn_from is not None:
             _set_states(drawn_from, self)
+        elif seed is not None:  # programs divide orders that they expect to be the same on all ranks
+            seed_generators(seed)
         self.drawn_from, length = _states(self), length_of(self._loader)
         if length and seen:  # next to a longer loader it may have begun several times
             seen = (seen - 1) % length + 1
@@ -280,7 +311,7 @@ class _Resumable(LoaderAround):
         for _ in range(seen):
             next(batches, None)
         batch = next(batches, _NOTHING)  # with the first one an order is drawn
-        if drawn_from is not None:
+        if drawn_from is not None or seed is not None:
             _set_states(outside)
         if batch is not _NOTHING:
             yield batch
@@ -303,15 +334,40 @@ def _keeper(loader: Any) -> Any:
     return loader if isinstance(loader, _Resumable) else getattr(loader, "batch_sampler", None)
 
 
-def _parts(loaders: list[Any]) -> Any:
-    """Return what divides the only loader by samples, if it can go on at any."""
-    parts = parts_of(loaders[0]) if len(loaders) == 1 else None
-    return parts if hasattr(parts, "go_on_at") else None
+def _divided(loader: Any) -> Any:
+    """Return what gives a rank its part of a loader, if it can go on at any unit."""
+    parts = parts_of(loader)
+    return parts if isinstance(parts, GlobalBatches) else None
 
 
-def _order(parts: Any) -> list[Any]:
-    """Return what an order of samples that all ranks share depends on, next to the epoch."""
-    return [parts.sampler.seed, parts.sampler.shuffle]
+def _is_stateful(loader: Any) -> bool:
+    return all(hasattr(loader, name) for name in STATEFUL)
+
+
+def _record(loader: Any, trainer: Any) -> dict[str, Any]:
+    """Return where a loader is."""
+    parts, accumulated = _divided(loader), trainer.accumulate_grad_batches
+    found: dict[str, Any] = {
+        "samples": batch_size_of(loader),
+        "now": _states(None if parts else loader),
+        "units": {},
+    }
+    if parts is None:
+        own = loader.state_dict() if _is_stateful(loader) else None
+        return (
+            found
+            | {"drawn_from": getattr(_keeper(loader), "drawn_from", None)}
+            | ({"own": own} if own else {})
+        )
+    # Also at each micro-batch of an optimizer step that is not complete, because that step is repeated.
+    progress, length = trainer.fit_loop.epoch_loop.batch_progress.current, max(len(parts), 1)
+    numbers = range(min(progress.processed, progress.ready) // accumulated * accumulated, progress.ready + 1)
+    # Next to a longer loader it may have begun several times.
+    units = {
+        number: parts.position(number if number <= length else (number - 1) % length + 1)
+        for number in numbers
+    }
+    return found | {"units": units, "order": parts.order_checksum(), "drawn_from": parts.drawn_from}
 
 
 # -- Random states, as data that can be loaded without running code --
@@ -336,14 +392,4 @@ def _generators(loader: Any) -> list[torch.Generator]:
     """Return the generators of a loader, of its samplers and of a stream."""
     dataset = getattr(loader, "dataset", None)
     holders = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
-    holders += [dataset] if isinstance(dataset, IterableDataset) else []
-    found: list[Any] = []
-    for holder in holders:  # grows meanwhile
-        for name, value in getattr(holder, "__dict__", {}).items():
-            # Lightning makes a user's sampler the data set of a DistributedSampler; ours and torch-xla's wrap it.
-            divides = isinstance(holder, DistributedSampler) and name == "dataset" and value is not dataset
-            is_holder = isinstance(value, Sampler) or divides or name == "_loader"
-            into = holders if is_holder else found if isinstance(value, torch.Generator) else None
-            if into is not None and not any(value is one for one in into):
-                into.append(value)
-    return found
+    return generators_of(*holders, *([dataset] if isinstance(dataset, IterableDataset) else []))

@@ -27,7 +27,7 @@ class ResumePoint:
     """What is done, and what is left to do, of the epoch in which a checkpoint was made."""
 
     epoch: int  # the number of the epoch that goes on, or begins
-    begun: bool = False  # else it begins
+    begun: bool = False  # otherwise it begins
     batches: int = 0  # so many batches of it are done
     no_batches_left: bool = False  # what is left is the end of the epoch
     batch_open: bool = False  # Lightning had not counted the last batch as completed

@@ -161,7 +161,7 @@ class StopFile:
 
     def __init__(self, path: Path, request: Request, *, interval: float = 1.0) -> None:
         self.path, self._request = path, request
-        self._interval = interval  # between two looks [s]
+        self._interval = interval  # between two checks for the file [s]
         self.seen = False
         self._looked = -math.inf
 

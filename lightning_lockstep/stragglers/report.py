@@ -22,7 +22,7 @@ def change_line(window: Window, hosts: Hosts) -> str:
 def report(tracker: StragglerTracker, hosts: Hosts, missing: Collection[int] = ()) -> str:
     """Return the table of ranks and the conclusion."""
     total, verdict = tracker.total, tracker.conclusion()
-    said = "the ranks could not be compared: no step was measured in which they waited."
+    said = "the ranks could not be compared, because they waited in none of the measured steps."
     if total.lost and verdict.rank is None:
         said = f"no rank stands out; the ranks waited for each other in {total.share:.0%} of the time."
     elif total.lost:

@@ -81,7 +81,7 @@ _STILL_NAMED = 0.6
 class Verdict:
     """Which rank the others wait for."""
 
-    rank: int | None = None  # None: nobody; then all else is zero
+    rank: int | None = None  # None: the others wait for nobody, and all else is zero
     where: Part | None = None  # the part of its step that is longer than that of the others
     lost: float = 0.0  # how long the others wait for it in a step, on average over all [s]
     share: float = 0.0  # the same, of the step time
@@ -96,7 +96,7 @@ NOBODY = Verdict()
 def decide(sums: Sums, *, min_share: float, before: Verdict = NOBODY) -> Verdict:
     """Decide whom the others wait for; a value near a limit leaves the verdict as it was ``before``."""
     # A rank is named if waiting for it costs at least ``min_share`` of the time more than waiting for each of the
-    # others does on average (if all are late in turn, nobody is slow), and if that is no accident.
+    # others does on average (if all are late in turn, nobody is slow), and if this is unlikely to be chance.
     world_size = len(sums.ranks)
     if world_size < 2 or not sums.lost:
         return NOBODY

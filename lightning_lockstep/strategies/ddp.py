@@ -10,14 +10,19 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 from typing_extensions import Unpack
 
-from lightning_lockstep._lightning import ClusterEnvironment, DDPStrategy
+from lightning_lockstep._lightning import ClusterEnvironment, DDPStrategy, rank_zero_only
+from lightning_lockstep._trainer import asks_for_training_loader
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.c10d_operators import compression_hook, sparse_weights
+from lightning_lockstep.distributed.failure.members import Membership
 from lightning_lockstep.distributed.guard.verify import verify_parameters
+from lightning_lockstep.launchers.outliving import current_membership
 from lightning_lockstep.steps.capabilities import Capabilities
+from lightning_lockstep.strategies.can_outlive import check_fit
 from lightning_lockstep.strategies.lifecycle import RankLifecycle
 from lightning_lockstep.strategies.options import DDPSettings, OptionsOfDDP, options_of_ddp, taken
-from lightning_lockstep.strategies.startup import RankStartup
+from lightning_lockstep.strategies.outliving import IN_MEMORY, Recovery
+from lightning_lockstep.strategies.startup import OutlivingStartup, RankStartup
 
 
 class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
@@ -41,6 +46,11 @@ class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
         iterable_datasets: What each rank reads of an ``IterableDataset``: ``as_given`` reads all that it gives on that
             rank; ``shard`` reads the rank's part of a data set that gives the same samples on every rank. Ranks and
             DataLoader workers then take turns, so that each sample is used once, in training and in evaluation.
+        random_numbers: Those of augmentation, dropout and other draws in the training step: ``of_rank`` follow seed and
+            rank; ``of_sample`` follow seed, epoch and the sample's position in it, so that they are the same on any
+            number of ranks (see :func:`by_sample`).
+        batch_norm: Whether the statistics of batch norm in training are ``of_rank`` or ``of_batch``, the whole global
+            micro-batch, as in one process: two small collectives for each norm.
         threads_per_rank: CPU threads per rank; ``auto`` is usable cores / ranks of the node, unless
             ``OMP_NUM_THREADS`` is set.
         timeout: Longest wait for another rank in a collective [s].
@@ -52,6 +62,9 @@ class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
             communication hook as torch documents it.
         ddp_comm_state: State for a hook given as a function.
         gradient_as_bucket_view: Whether gradients live in the buckets that are reduced, which saves a copy.
+        on_lost_rank: What the death of a rank's process does: ``end`` ends all ranks; with ``continue`` the others go
+            on, with the same numbers. On one host, on CPUs, for ranks that this package starts.
+        least_ranks: With ``continue``, the run ends if fewer are left.
         cluster_environment: Tells which rank this process is; by default the environment variables do. (One among the
             Trainer's plugins is used only if the strategy is given by its name.)
         options: Further options of :class:`torch.nn.parallel.DistributedDataParallel`, such as
@@ -77,6 +90,8 @@ class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
         silence_limit: float = 120.0,
         uneven_inputs: Literal["error", "truncate", "join"] = "error",
         iterable_datasets: Literal["as_given", "shard"] = "as_given",
+        random_numbers: Literal["of_rank", "of_sample"] = "of_rank",
+        batch_norm: Literal["of_rank", "of_batch"] = "of_rank",
         threads_per_rank: int | Literal["auto"] = "auto",
         timeout: float | timedelta = 1800.0,
         guard: Literal["off", "watch", "verify"] = "watch",
@@ -87,6 +102,8 @@ class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
         | None = None,
         ddp_comm_state: object | None = None,
         gradient_as_bucket_view: bool = True,
+        on_lost_rank: Literal["end", "continue"] = "end",
+        least_ranks: int = 1,
         cluster_environment: ClusterEnvironment | None = None,
         **options: Unpack[OptionsOfDDP],
     ) -> None:
@@ -100,9 +117,12 @@ class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
             **handed_on,
         )
         self._hooks: list[RemovableHandle] = []
+        self.recovery: Recovery | None = None  # of a rank that may outlive others
 
     def make_startup(self) -> RankStartup:
         """Return how the ranks are started and connected."""
+        if self.settings.on_lost_rank == "continue":
+            return OutlivingStartup(self.settings.least_ranks, self.settings.process_group_backend)
         return RankStartup(self.settings.start_method, self.settings.process_group_backend)
 
     def configure_ddp(self) -> None:
@@ -133,6 +153,74 @@ class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
         while self._hooks:
             self._hooks.pop().remove()
         super().teardown()
+
+    # -- a run that outlives its ranks ------------------------------------------------------------------
+
+    def check_can_outlive(self, trainer: Any) -> None:
+        """Raise if the model or a callback outlives no rank; in the first process, before it starts any."""
+        check_fit(trainer)
+
+    def recovery_of(self, trainer: Any, membership: Membership) -> Recovery:
+        """Return what lets a call of a Trainer go on without ranks that are lost. Ranks: all; nothing is sent."""
+        self.recovery = self.recovery or Recovery(self, membership)
+        self.recovery.begin_call(trainer)
+        return self.recovery
+
+    def set_world_ranks(self) -> None:
+        """Tell this rank's number among the members of the run, if others are lost."""
+        super().set_world_ranks()
+        membership = current_membership()
+        if membership is not None and membership.current is not None:
+            members = membership.current.members
+            self.cluster_environment.set_global_rank(members.index(membership.me))
+            self.cluster_environment.set_world_size(len(members))
+            rank_zero_only.rank = members.index(membership.me)  # type: ignore[attr-defined]
+
+    def _add_callbacks(self) -> None:
+        if self.recovery is None or not self.recovery.membership.connecting:  # the Trainer's function does so
+            super()._add_callbacks()
+
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Wait for every rank; after a failure, return at once, or raise if the others outlive it."""
+        if self.recovery is not None:
+            self.check_failure()
+        super().barrier(name, *args, **kwargs)
+        if self.recovery is not None and name == "run-stage":
+            self.recovery.run_begins()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint, also that in memory with which a run goes on."""
+        if self.recovery is not None and checkpoint_path == IN_MEMORY:
+            return self.recovery.checkpoint()
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save a checkpoint. Ranks: all; rank 0 writes."""
+        if self.recovery is not None:
+            self.recovery.saved.append(str(filepath))
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Give this rank its part; see :meth:`RankLifecycle.process_dataloader`."""
+        if self.recovery is None or not asks_for_training_loader(self.recovery.trainer):
+            return super().process_dataloader(dataloader)
+        self.recovery.divide(dataloader)
+        part = super().process_dataloader(dataloader)
+        self.recovery.schedule(part)
+        return part
+
+    def on_train_start(self) -> None:
+        """See :meth:`RankLifecycle.on_train_start`."""
+        super().on_train_start()
+        if self.recovery is not None:
+            self.recovery.train_starts()
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """See :meth:`LockstepStrategy.optimizer_step`."""
+        result = super().optimizer_step(optimizer, closure, *args, **kwargs)
+        if self.recovery is not None:
+            self.recovery.hooks_begin("batch")
+        return result
 
 
 @unserializable_hook  # type: ignore[untyped-decorator]

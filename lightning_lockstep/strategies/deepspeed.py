@@ -31,7 +31,8 @@ from lightning_lockstep.deepspeed.checkpoints.resuming import (
     whole_checkpoint,
     without_trained_parts,
 )
-from lightning_lockstep.deepspeed.config import read_config, with_named_options
+from lightning_lockstep.deepspeed.config_parsing import read_config, with_named_options
+from lightning_lockstep.deepspeed.config_per_run import RunConfig, device_type_given
 from lightning_lockstep.deepspeed.engine import (
     adopt_process_group,
     divided_as_made,
@@ -42,7 +43,6 @@ from lightning_lockstep.deepspeed.engine_adapters import EngineAdapter, gradient
 from lightning_lockstep.deepspeed.engine_trials import EngineTrials, without_engine
 from lightning_lockstep.deepspeed.importing import import_deepspeed
 from lightning_lockstep.deepspeed.precision import resolve_deepspeed_precision
-from lightning_lockstep.deepspeed.run_config import RunConfig, device_type_given
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.checkpoint_folder import saved_at
 from lightning_lockstep.distributed.plain_data import load_without_objects
@@ -74,8 +74,9 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
             each replacement printed; otherwise they are refused.
         exclude_frozen_parameters: Whether checkpoints leave out parameters without gradients.
         options: As for :class:`LockstepDDPStrategy`: ``start_method``, ``grace_period``, ``silence_limit``,
-            ``uneven_inputs``, ``iterable_datasets``, ``threads_per_rank``, ``timeout``, ``guard``, ``stall_timeout``,
-            ``process_group_backend`` (``mpi4py`` too), ``cluster_environment``; and Lightning's ``accelerator``,
+            ``uneven_inputs``, ``iterable_datasets``, ``random_numbers``, ``batch_norm``, ``threads_per_rank``,
+            ``timeout``, ``guard``, ``stall_timeout``, ``process_group_backend`` (``mpi4py`` too),
+            ``cluster_environment``; and Lightning's ``accelerator``,
             ``parallel_devices``, ``precision_plugin``.
 
     Raises:
@@ -224,7 +225,7 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
     def needs_loss(self) -> str:
         """Why each rank's step must give a loss, in stage 2."""
         if self._complete_config["zero_optimization"]["stage"] != 2:
-            return ""
+            return super().needs_loss
         return "DeepSpeed's stage 2 adds up gradients in the order in which the backward gives them"
 
     @property
@@ -269,11 +270,11 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
         """Write a checkpoint folder, in place of one of that name once the new one is whole."""
         target = self.broadcast(str(filepath))
         checkpoint = without_trained_parts(checkpoint, self._module)
-        exclude, module = self.exclude_frozen_parameters, self.deepspeed_engine.module
+        exclude, engine = self.exclude_frozen_parameters, self.deepspeed_engine
         local = bool(self._complete_config.get("checkpoint", {}).get("use_node_local_storage", False))
         with (
             self.whole_folder(target, on_each_node=local) as draft,
-            saving_as(module, checkpoint, exclude_frozen=exclude) as to_save,
+            saving_as(engine, checkpoint, exclude_frozen=exclude) as to_save,
             warnings.catch_warnings(),
         ):
             # This warning says how to join the files of the weights; docs/deepspeed.md has a shorter way.
@@ -297,17 +298,9 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
             self._module,
             Path(checkpoint_path),
             communicator,
-            stage=stage,
-            half=self._half,
             plain_only=weights_only is not False,
         )
         return found
-
-    @property
-    def _half(self) -> str | None:
-        """The section of the configuration that switches 16 bits on."""
-        sections = ((name, self._complete_config.get(name)) for name in ("bf16", "fp16"))
-        return next((name for name, inner in sections if (inner or {}).get("enabled")), None)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights into the engine's module; of a folder also the state of its optimizer. Ranks: all, together."""

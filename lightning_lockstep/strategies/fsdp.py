@@ -86,8 +86,9 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
         state_dict: Checkpoints as one plain file of whole tensors (``full``), or a folder in which each rank writes
             its part (``sharded``). Either is read, whatever this says.
         options: As for :class:`LockstepDDPStrategy`: ``start_method``, ``grace_period``, ``silence_limit``,
-            ``uneven_inputs``, ``iterable_datasets``, ``threads_per_rank``, ``timeout``, ``guard``, ``stall_timeout``,
-            ``process_group_backend`` (``mpi4py`` too), ``cluster_environment``; and Lightning's ``accelerator``,
+            ``uneven_inputs``, ``iterable_datasets``, ``random_numbers``, ``batch_norm``, ``threads_per_rank``,
+            ``timeout``, ``guard``, ``stall_timeout``, ``process_group_backend`` (``mpi4py`` too),
+            ``cluster_environment``; and Lightning's ``accelerator``,
             ``parallel_devices``, ``precision_plugin``.
 
     Raises:
@@ -247,6 +248,14 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
         """Raise if hooks at the start have added something that would not be trained as in one process."""
         give_up_gathered(self._module)  # a hook may have called the module
         check_trained(self._module)
+        super().on_train_start()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's training step. Ranks: all, together."""
+        if not self._module.automatic_optimization:
+            # What was called while another optimizer was toggled still has weights gathered that need no gradient.
+            give_up_gathered(self._module)
+        return super().training_step(*args, **kwargs)
 
     needs_loss = "the ranks gather and reduce the parts of the model together in the backward"
 

@@ -86,6 +86,11 @@ def _check_backend(backend: str, options: Mapping[str, Any]) -> None:
             f"start_method={options['start_method']!r}: expected none, because mpirun starts the ranks of this"
             " strategy."
         )
+    if options.get("on_lost_rank", "end") != "end":
+        faults.add(
+            f"on_lost_rank={options['on_lost_rank']!r}: expected 'end', because mpirun ends all ranks when one does."
+            " Use LockstepDDPStrategy, which starts them itself."
+        )
     if backend == "mpi" and not has_backend("mpi"):
         faults.add(
             "backend='mpi': this torch was built without MPI, like all wheels. Use 'mpi4py', which needs no such"

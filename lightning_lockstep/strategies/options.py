@@ -43,6 +43,8 @@ class LifecycleSettings(SupervisorSettings):
     start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
     uneven_inputs: Literal["error", "truncate", "join"] = "error"
     iterable_datasets: Literal["as_given", "shard"] = "as_given"
+    random_numbers: Literal["of_rank", "of_sample"] = "of_rank"
+    batch_norm: Literal["of_rank", "of_batch"] = "of_rank"
     timeout: float | timedelta = 1800.0
 
     def check(self, faults: Faults) -> None:
@@ -72,11 +74,14 @@ class DDPSettings(LifecycleSettings):
     ddp_comm_hook: Literal["fp16_compress", "bf16_compress", "power_sgd"] | Callable[..., Any] | None = None
     ddp_comm_state: object | None = None
     gradient_as_bucket_view: bool = True
+    on_lost_rank: Literal["end", "continue"] = "end"
+    least_ranks: int = 1
 
     def check(self, faults: Faults) -> None:
         super().check(faults)
         if isinstance(self.ddp_comm_hook, str):
             faults.choice("ddp_comm_hook", self.ddp_comm_hook, HOOKS, more="or a function")
+        faults.whole("least_ranks", self.least_ranks, what="a whole number of ranks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +144,8 @@ class OptionsOfEach(TypedDict, total=False):
     silence_limit: float
     uneven_inputs: Literal["error", "truncate", "join"]
     iterable_datasets: Literal["as_given", "shard"]
+    random_numbers: Literal["of_rank", "of_sample"]
+    batch_norm: Literal["of_rank", "of_batch"]
     threads_per_rank: int | Literal["auto"]
     timeout: float | timedelta
     guard: Literal["off", "watch", "verify"]
@@ -221,6 +228,12 @@ def taken(
     }
     faults = Faults()
     unknown = [name for name in options if name not in accepted]
+    if "on_lost_rank" in unknown:
+        unknown.remove("on_lost_rank")
+        faults.add(
+            f"{strategy.__name__} has no on_lost_rank: expected LockstepDDPStrategy, each of whose ranks has all"
+            " weights and the optimizer's state, so that others can go on without it."
+        )
     faults.unknown(unknown, {*accepted, *own}, owner=strategy.__name__)
     faults.raise_all()
     handed_on = {name: value for name, value in options.items() if name not in fields}

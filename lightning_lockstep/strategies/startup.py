@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lightning_lockstep._lightning import _destroy_dist_connection
+from lightning_lockstep._text import install_command
 from lightning_lockstep._trainer import given_to_trainer
 from lightning_lockstep.distributed.failure.exit_notes import note_orderly_end
 from lightning_lockstep.distributed.mpi.backend import follow_failures, register_mpi_backend
@@ -23,8 +24,10 @@ from lightning_lockstep.launchers.environments import LockstepEnvironment, MPIEn
 from lightning_lockstep.launchers.mpirun import MPIRunLauncher
 from lightning_lockstep.launchers.mpirun_command import MPIRunSettings, find_mpirun
 from lightning_lockstep.launchers.multiprocessing import SpawnedLauncher
+from lightning_lockstep.launchers.outliving import OutlivingLauncher, current_membership
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 from lightning_lockstep.launchers.subprocess_script import ScriptLauncher, connected_group
+from lightning_lockstep.strategies.can_outlive import check_start
 from lightning_lockstep.xla.runtime import check_untouched
 
 
@@ -32,6 +35,7 @@ class RankStartup:
     """How the ranks of a strategy are started and connected: by this program, over a backend of torch."""
 
     script_launcher: type[ScriptLauncher] = ScriptLauncher
+    connect_within: timedelta | None = None  # if not the timeout
 
     def __init__(self, start_method: str = "popen", backend: str | None = None) -> None:
         # Start method: popen, spawn, fork or forkserver. Without a backend, the default one of the device is used.
@@ -73,6 +77,7 @@ class RankStartup:
             timeout=timeout,
             device=strategy.root_device,
             name=getattr(strategy.cluster_environment, "rendezvous_name", None),
+            connect_within=self.connect_within,
         )
         if is_new and "nccl" in self.backend:  # which warns at exit of what nobody has destroyed
             atexit.register(_destroy_dist_connection)
@@ -80,6 +85,30 @@ class RankStartup:
 
     def after_connect(self, supervisor: RankSupervisor) -> None:
         """Do what has to follow once the ranks are connected and failures propagate."""
+
+
+class OutlivingStartup(RankStartup):
+    """How the ranks are started and connected if the others outlive one that is lost."""
+
+    # They connect when all have said that they are ready, and a rank that is lost just then is waited for.
+    connect_within = timedelta(seconds=10)
+
+    def __init__(self, least_ranks: int, backend: str | None) -> None:
+        super().__init__("popen", backend)
+        self.least_ranks = least_ranks
+
+    def launcher(self, strategy: Any, supervisor: RankSupervisor) -> Any:
+        """See :meth:`RankStartup.launcher`."""
+        if strategy.num_processes == 1:
+            return super().launcher(strategy, supervisor)
+        check_start(strategy)
+        return OutlivingLauncher(strategy, self.least_ranks)
+
+    def connect(self, strategy: Any, timeout: timedelta) -> bool:
+        """See :meth:`RankStartup.connect`; the placement of ranks is shown once."""
+        membership = current_membership()
+        is_first = membership is None or membership.current is None or not membership.current.number
+        return super().connect(strategy, timeout) and is_first
 
 
 class MPIStartup(RankStartup):
@@ -116,7 +145,7 @@ class MPIStartup(RankStartup):
         if command is None:
             raise LaunchError(
                 "There is no mpirun next to this Python nor in PATH: install one with"
-                " `pip install 'lightning-lockstep[mpi]'`, load your cluster's MPI module, or give mpirun=..."
+                f" `{install_command('mpi')}`, load your cluster's MPI module, or give mpirun=..."
                 " Without MPI, train with the strategy lockstep_ddp (strategy=ddp)."
             )
         return MPIRunLauncher(

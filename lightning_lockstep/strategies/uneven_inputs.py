@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.data import IterableDataset
 
-from lightning_lockstep._trainer import asks_for_training_loader
+from lightning_lockstep._trainer import limited_batches
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.c10d_operators import ddp_of, sum_of_nothing
 from lightning_lockstep.distributed.coordination.gather_uneven import gathered_entries
@@ -87,12 +87,19 @@ class UnevenInputs:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
 
-    def even(self, dataloader: Any, trainer: Any, communicator: Communicator) -> Any:
+    def even(
+        self,
+        dataloader: Any,
+        trainer: Any,
+        communicator: Communicator,
+        found: Sequence[tuple[int | None, bool]],  # of all ranks, by `own_length`
+        *,
+        trains: bool,
+    ) -> Any:
         """Return a loader of which every rank takes the same number of batches, if it is a training loader."""
-        if not asks_for_training_loader(trainer) or communicator.world_size == 1:
+        if not trains or communicator.world_size == 1:
             return dataloader
-        own = length_of(dataloader), _keeps_to_its_length(dataloader)
-        lengths, trusted = zip(*communicator.gather(own), strict=True)
+        lengths, trusted = zip(*found, strict=True)
         steps = None
         if None not in lengths:  # if one rank's loader has no length, the lengths of the others do not help
             if len({batches_taken(trainer, length) for length in lengths}) > 1:
@@ -139,11 +146,7 @@ def _differ(counts: str) -> ConfigurationError:
 
 def batches_taken(trainer: Any, length: float) -> float:
     """Return how many batches of an epoch the fit loop takes, at most, of a loader of that length."""
-    limit = trainer.limit_train_batches  # fast_dev_run and overfit_batches set it
-    if isinstance(limit, int):
-        length = min(length, limit)
-    elif length < math.inf:
-        length = int(length * limit)
+    length = limited_batches(trainer, length)
     if trainer.max_steps >= 0:
         steps = max(trainer.max_steps - trainer.global_step, 0)
         length = min(length, steps * trainer.accumulate_grad_batches)
@@ -218,9 +221,10 @@ class AgreeingLoader(LoaderAround):
         raise _differ(", ".join(f"rank {rank}: {n}" for rank, n in enumerate(self._communicator.gather(own))))
 
 
-def _keeps_to_its_length(loader: Any) -> bool:
-    """Return whether a loader certainly gives as many batches as its length says: it has only classes of torch."""
+def own_length(loader: Any) -> tuple[int | None, bool]:
+    """Return a loader's length, and whether it certainly gives as many batches: it has only classes of torch."""
     batches = getattr(loader, "batch_sampler", None)
     parts = (loader, batches, getattr(loader if batches is None else batches, "sampler", None))
     is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
-    return not is_stream and all(part is None or type(part).__module__.startswith("torch.") for part in parts)
+    known = all(part is None or type(part).__module__.startswith("torch.") for part in parts)
+    return length_of(loader), known and not is_stream

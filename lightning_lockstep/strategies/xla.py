@@ -10,6 +10,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import Unpack
 
+from lightning_lockstep._settings import Faults
 from lightning_lockstep._trainer import given_to_trainer
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.coordination.gather_uneven import gather_uneven
@@ -90,6 +91,13 @@ class LockstepXLAStrategy(XLASteps, RankLifecycle):
         self.downcast_bf16 = downcast_bf16
         accepted = OptionsOfXLA.__optional_keys__
         self.settings, handed_on = taken(LifecycleSettings, type(self), locals(), accepted)
+        faults = Faults()
+        for name in ("random_numbers", "batch_norm"):
+            if (given := getattr(self.settings, name)) != "of_rank":
+                faults.add(
+                    f"{name}={given!r}: expected 'of_rank', because a step is compiled for XLA devices."
+                )
+        faults.raise_all()
         self.num_nodes = 1
         self._replicas: Replicas | None = None
         self._synced_metrics: list[Metric] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -111,7 +110,7 @@ class LockstepXLASPMDStrategy(XLASteps, LockstepStrategy, SingleDeviceStrategy):
         if module is None or not asks_for_training_loader(module.trainer):
             return processed
         # The seed is that of the sampler which Lightning makes for several ranks.
-        return in_global_order(processed, int(os.environ.get("PL_GLOBAL_SEED", "0")))
+        return in_global_order(processed, module.trainer.accumulate_grad_batches)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step, and find the weight of its loss. Ranks: every process."""

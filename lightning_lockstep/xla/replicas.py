@@ -32,7 +32,7 @@ class DeviceMesh:
 
     def divide_batch(self, batch: Any) -> Any:
         """Divide the tensors of a batch along their first dimension."""
-        # Where that is no multiple of the number of devices, the last ones have less to do; torch-xla keeps
+        # If that is not a multiple of the number of devices, the last ones have less to do; torch-xla keeps
         # what they compute beyond it out of every result.
         return apply_to_collection(batch, Tensor, self._divide_first)
 
@@ -103,8 +103,8 @@ class Replicas:
         if sorted(self._ordinals) != list(range(size)) or any(one[1:] != (size, 1) for one in found):
             raise LaunchError(
                 f"{size} ranks, and torch-xla sees (ordinal, replicas, devices of the process) {found} by rank:"
-                f" expected each ordinal once, {size} replicas and one device a process. Give the Trainer all devices"
-                " of each host; if a chip has two (TPU v2, v3, v7), use strategy='lockstep_xla_spmd'."
+                f" expected each ordinal once, {size} replicas and one device in each process. Give the Trainer all"
+                " devices of each host; if a chip has two (TPU v2, v3, v7), use strategy='lockstep_xla_spmd'."
             )
 
     def average_gradients(self, module: torch.nn.Module) -> None:

@@ -22,6 +22,8 @@ LEFT_OUT: dict[tuple[str, str], str] = {
     ("LockstepMPIStrategy", "cluster_environment"): OBJECT,
     ("LockstepMPIStrategy", "ddp_comm_state"): OBJECT,
     ("LockstepMPIStrategy", "start_method"): "mpirun starts the ranks",
+    ("LockstepMPIStrategy", "least_ranks"): "mpirun ends all ranks with one",
+    ("LockstepMPIStrategy", "on_lost_rank"): "mpirun ends all ranks with one",
     ("LockstepXLASPMDStrategy", "checkpoint_io"): OBJECT,
     ("LockstepXLASPMDStrategy", "precision_plugin"): OBJECT,
     ("LockstepMPIStrategy", "process_group_backend"): "it is called `backend` there",
@@ -76,7 +78,7 @@ def problems() -> Iterator[str]:
 
 def faults_of_files(classes: dict[str, Any]) -> Iterator[str]:
     """A file of conf/ has the names and defaults of the class that it is about."""
-    from lightning_lockstep._application.values import locate, target_nodes
+    from lightning_lockstep._application.signatures import locate, target_nodes
 
     unlisted = {*classes}
     for path in sorted((PACKAGE / "conf").rglob("*.yaml")):

@@ -16,6 +16,8 @@ README = ROOT / "README.md"
 
 def problems() -> Iterator[str]:
     yield from costs_and_pictures()
+    yield from results()
+    yield from releases()
     yield from examples()
     yield from citation_and_forms()
 
@@ -33,6 +35,29 @@ def costs_and_pictures() -> Iterator[str]:
     for picture in sorted((ROOT / "docs" / "pictures").glob("*.svg")):
         for found in re.findall(r"url\(['\"]?http|<image|@import|/(?:tmp|work|root)/", picture.read_text()):
             yield f"{at(picture, found)}: has {found}; a picture loads nothing, and has no path of a machine"
+
+
+def results() -> Iterator[str]:
+    """A page of results names the commit that was measured, and says if that code has changed since."""
+    machine = importlib.import_module("benchmarks.machine")
+    for page in sorted((ROOT / "benchmarks" / "results").glob("*.md")):
+        found = re.search(r"^- commit: (\w{8})(.*)$", page.read_text(), re.MULTILINE)
+        if found is None or page.stem not in machine.MEASURED:
+            yield f"{at(page)}: expected a line `- commit: ...`, and the page in MEASURED of benchmarks/machine.py"
+            continue
+        changed = machine.has_changed(page.stem, found[1])
+        expected = "; the code that is measured here has changed since" if changed else ""
+        if changed is not None and found[2] != expected:
+            yield f"{at(page, found[0])}: expected `- commit: {found[1]}{expected}`"
+
+
+def releases() -> Iterator[str]:
+    """The doctor takes those releases for tested that the package can be installed with."""
+    path = ROOT / "pyproject.toml"
+    doctor = importlib.import_module("lightning_lockstep.doctor.checks.packages")
+    for name, versions in doctor.RELEASES.items():
+        if (expected := f'"{name}{versions}"') not in path.read_text():
+            yield f"{at(path, f'{name}>=')}: expected {expected}, by RELEASES of doctor/checks/packages.py"
 
 
 def examples() -> Iterator[str]:

@@ -20,7 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     # at run time only these two; the public names for type checkers
     "__init__": {"_registry"} | FEATURES | {"strategies", "callbacks", "notebook"},
     "_registry": {"_lightning", "errors"},
-    "errors": set(),
+    "errors": {"_text"},
     "_lightning": {"errors"},
     "_trainer": {"_lightning", "errors"},
     "_settings": {"errors"},
@@ -43,10 +43,10 @@ ALLOWED: dict[str, set[str]] = {
     "callbacks": FEATURES,
     "notebook": MIDDLE | {"xla"},
     # programs, what they build and what they train
-    "conf": {"launchers"},  # names the resolver of run folders
+    "conf": {"_run_folder"},  # names the resolver of run folders
     "demo": TALK | {"loaders"},
     "components": GROUND | {"logs"},
-    "_run_folder": {"distributed", "deepspeed", "errors"},
+    "_run_folder": {"_system", "distributed", "launchers", "deepspeed", "errors"},
     "doctor": FEATURES | {"_run_folder"},
     "_application": PARTS | {"doctor", "_run_folder"},
     "train": PARTS | {"_application"},

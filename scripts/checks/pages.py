@@ -9,6 +9,8 @@ from pathlib import Path
 
 from repository import PACKAGE, PAGES, ROOT, at, trees
 
+from lightning_lockstep._text import PACKAGE as PIP_NAME
+
 # A path in backquotes, or a link to a file of this repository, with an anchor or without.
 NAMED = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)`|\]\(((?!https?:|#)[^)#\s]+)(?:#[^)]*)?\)")
 # A module or a name of this package with its whole path. `X` stands for any name, `doctor_checks` for entry points.
@@ -57,7 +59,14 @@ def problems() -> Iterator[str]:
                 yield f"{at(page, line)}: a block of {language}; expected one of {', '.join(sorted(LANGUAGES))}"
         for indented in re.findall(r"(?:^|\n)(?![ \t]*[-*\d])\S[^\n]*\n\n    (\S.*)", FENCE.sub("", text)):
             yield f"{at(page, indented)}: code that is only indented; put ``` and a language around it"
+        yield from installed_by_another_name(page, text)
     yield from rooms()
+
+
+def installed_by_another_name(page: Path, text: str) -> Iterator[str]:
+    for name in re.findall(r"pip install '(\.|lightning-lockstep)\[", text):
+        if name != PIP_NAME:
+            yield f"{at(page, f'{name}[')}: pip install '{name}[...]'; PACKAGE of _text.py says {PIP_NAME}"
 
 
 def is_there(path: str) -> bool:

@@ -1,7 +1,7 @@
 """A process that has imported torch and Lightning once, and forks ranks and scripts from there.
 
 Importing Lightning costs seconds of CPU a process; a fork from here costs milliseconds. It is safe because
-the fork happens before any thread, process group or CUDA context exists (``tests/variants/helpers`` holds it).
+the fork happens before any thread, process group or CUDA context exists.
 Each job gets a *leader* of its own session, which forks the ranks, watches them, and ends them all when the
 time is up or the caller has gone. A rank that a launcher starts as a fresh interpreter has itself forked here too
 (``child_site/fork_start.py``).

@@ -45,6 +45,20 @@ FAULTS = {
     "ctrl_c_twice": "Ctrl-C, and again 0.3 s later",
     "second_fit": "every rank raises, the program catches it, works on and fits again; so does the last fit",
 }
+#: Where in a fit a fault of these may happen; all others happen in the first.
+PHASES = ("training_step", "backward", "optimizer", "validation", "validation_end", "save", "epoch_end")
+_IN_ANY_PHASE = (
+    "raise",
+    "raise_all",
+    "ours",
+    "exit",
+    "kill",
+    "stop",
+    "stop_short",
+    "slow",
+    "holds_gil",
+    "ctrl_c",
+)
 # Where the process that the user started is a rank, it is rank 0.
 _ON_RANK_0 = ("disk", "folder", "stdout", "term_parent", "usr1_parent")
 # What a launcher of the user's does with its own streams and signals is its own affair.
@@ -69,9 +83,10 @@ class Plan:
     target: int  # the rank to which it happens, where it happens to one
     uneven_inputs: str = "error"  # what the strategy does about ranks with different numbers of batches
     stock: bool = False  # whether Lightning's own strategy is used
+    phase: str = "training_step"  # in which the fault happens
 
     def __str__(self) -> str:
-        where = f" rank {self.target} of {self.ranks}"
+        where = f" rank {self.target} of {self.ranks} in {self.phase}"
         return f"{self.fault}{where}, {self.launch}, callbacks {'+'.join(self.callbacks) or 'none'}"
 
     def write(self, path: Path) -> None:
@@ -97,4 +112,5 @@ def draw(seed: int, *, stock: bool = False, launches: tuple[str, ...] = LAUNCHES
     callbacks = draws.choice(((), *((name,) for name in CALLBACKS), CALLBACKS))
     target = 0 if fault in _ON_RANK_0 else ranks - 1 if fault == "uneven" else draws.randrange(ranks)
     policy = draws.choice(("error", "truncate", "join"))
-    return Plan(seed, launch, ranks, () if stock else callbacks, fault, target, policy, stock)
+    phase = draws.choice(PHASES) if fault in _IN_ANY_PHASE else PHASES[0]
+    return Plan(seed, launch, ranks, () if stock else callbacks, fault, target, policy, stock, phase)

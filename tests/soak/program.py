@@ -52,7 +52,14 @@ class Net(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(8, 4)
-        self.fault = FAULT
+        self.fault, self.reached = FAULT, False
+
+    def at(self, phase: str) -> None:
+        """Let the fault happen if it is planned for a phase other than a training step, once, after the checkpoint."""
+        has_saved = self.global_step > 4 and not self.trainer.sanity_checking
+        if phase == PLAN["phase"] and has_saved and not self.reached:
+            self.reached = True
+            self.reach_fault(torch.zeros(()))
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         time.sleep(STEP)
@@ -60,10 +67,15 @@ class Net(L.LightningModule):
         loss = torch.nn.functional.cross_entropy(self.layer(inputs), targets)
         if FAULT in GOES_ON and self.global_step > AT:
             time.sleep(0.2)
-        if self.current_epoch == 0 and batch_idx == AT:
+        if self.current_epoch == 0 and batch_idx == AT and PLAN["phase"] == "training_step":
             loss = self.reach_fault(loss)
         self.log("loss", loss)
+        loss.register_hook(lambda gradient: self.at("backward"))
         return loss
+
+    def optimizer_step(self, *args: Any, **options: Any) -> None:
+        self.at("optimizer")
+        super().optimizer_step(*args, **options)
 
     def reach_fault(self, loss: torch.Tensor) -> torch.Tensor:
         note_place(self.global_rank)
@@ -81,6 +93,16 @@ class Net(L.LightningModule):
         inputs, targets = batch
         loss = torch.nn.functional.cross_entropy(self.layer(inputs), targets)
         self.log("val_loss", loss, sync_dist=True)
+        self.at("validation")
+
+    def on_validation_epoch_end(self) -> None:
+        self.at("validation_end")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.at("save")
+
+    def on_train_epoch_end(self) -> None:
+        self.at("epoch_end")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 0.1)

@@ -77,9 +77,10 @@ _PRINTED = {
     # Where rank 0 is gone, another one says so; mpirun ends the others before they could, and names it itself. MPICH's
     # mpiexec names its process, host and signal; with -disable-auto-cleanup the ranks can say which it was.
     "kill": (
-        r"killed by SIGKILL|its connection has ended|signal 9 |SIGNAL: 9 |PID \d+ RUNNING AT (?s:.*)\(signal 9\)",
+        r"killed by SIGKILL|its (connection|process) has ended|signal 9 |SIGNAL: 9 "
+        r"|PID \d+ RUNNING AT (?s:.*)\(signal 9\)",
     ),
-    "usr1_rank": ("killed by SIGUSR1|its connection has ended|signal 10 |SIGNAL: 10 ",),
+    "usr1_rank": ("killed by SIGUSR1|its (connection|process) has ended|signal 10 |SIGNAL: 10 ",),
     "term_rank": ("SIGTERMException",),
     "memory": ("DefaultCPUAllocator: can't allocate memory",),
 }

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from lightning_lockstep._text import say, size_in_words
 from lightning_lockstep.deepspeed.checkpoints.consolidation import consolidate
+from lightning_lockstep.deepspeed.checkpoints.file_names import consolidated_name
 from lightning_lockstep.deepspeed.checkpoints.files import is_checkpoint_folder
-from lightning_lockstep.distributed.checkpoint_folder import BEFORE, saved_at
+from lightning_lockstep.distributed.checkpoint_folder import saved_at
 from lightning_lockstep.errors import ConfigurationError
 
 _PROGRAM = "lockstep-consolidate"
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:  # exit code; 2: checkpoint 
     arguments = _parser().parse_args(argv)
     try:
         folders = [_checkpoint_of(path) for path in arguments.folders]
-        output = arguments.output or _default_output(folders[0])
+        output = arguments.output or consolidated_name(folders[0].absolute())
         if output.exists() and not arguments.force:
             raise ConfigurationError(f"{output}: exists. Add --force to replace it, or name another file.")
         with warnings.catch_warnings(record=True) as caught:
@@ -74,8 +75,3 @@ def _checkpoint_of(folder: Path) -> Path:
     """Return the checkpoint that a folder is, or the last one of the run that it is."""
     folder, last = saved_at(folder), saved_at(folder / _LAST)
     return last if not is_checkpoint_folder(folder) and is_checkpoint_folder(last) else folder
-
-
-def _default_output(folder: Path) -> Path:
-    name = folder.absolute().name.removesuffix(BEFORE).removesuffix(".ckpt")
-    return folder.absolute().with_name(f"{name}.consolidated.ckpt")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,17 +36,33 @@ class Values:
     dtype: torch.dtype  # in which it is to be written
     parts: Sequence[Tensor]  # of one dimension; one after the other they are the flat parameter
 
+    def __post_init__(self) -> None:
+        held, needed = _count(self.parts), math.prod(self.shape)
+        if held != needed:
+            raise ConfigurationError(
+                f"The files of the checkpoint hold {held} values of a parameter that has {needed}: expected those of"
+                " one run."
+            )
+
     def whole(self) -> Tensor:
         """Return the whole tensor in its own memory."""
-        return self.part(0, math.prod(self.shape)).view(tuple(self.shape))
+        vector = torch.empty(math.prod(self.shape), dtype=self.dtype)
+        self.copy_to(vector, 0)
+        return vector.view(tuple(self.shape))
 
-    def part(self, start: int, length: int) -> Tensor:
-        """Return a part of the flat parameter in its own memory, zeros if it has no more values."""
-        vector, filled = torch.zeros(length, dtype=self.dtype), 0
-        for part in _cut(self.parts, start, length):
+    def copy_to(self, vector: Tensor, start: int) -> None:
+        """Write the flat parameter into a vector, from one of its values on, with zeros after its end."""
+        filled = 0
+        for part in _cut(self.parts, start, vector.numel()):
             vector[filled : filled + part.numel()].copy_(part)
             filled += part.numel()
-        return vector
+        vector[filled:].zero_()
+
+
+def place_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return where the values of a tensor are: the same for names of one tensor."""
+    # Parameters of stage 1 and 2 are parts of one vector; those of stage 3 are empty, each in a storage of its own.
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -88,6 +104,8 @@ _HALF = (torch.float16, torch.bfloat16)
 
 #: Which parameter each name in the weights of a checkpoint is, by its own name, if this package saved it.
 NAMES = "lockstep_parameter_names"
+#: What the places of values in the files depend on, if this package saved them.
+LAYOUT = "lockstep_layout"
 
 
 def values_of_parameters(checkpoint: Checkpoint) -> dict[str, Values]:
@@ -146,8 +164,7 @@ def _aliases(
     # twice. What was one tensor when it was saved is one again in a mapped file, also the empty one of stage 3.
     same: dict[object, list[str]] = {}
     for name, tensor in saved.items():
-        place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
-        same.setdefault(place, []).append(name)
+        same.setdefault(place_of(tensor), []).append(name)
     for names in same.values():
         known = [name for name in names if name in values and name not in aliases]
         if len(known) == 1 or (known and saved[known[0]].numel() > 0):
@@ -242,13 +259,15 @@ OWN_KEYS = frozenset(
         *("param_shapes", "shared_params", "frozen_param_shapes", "frozen_param_fragments"),
         *("skipped_steps", "global_steps", "global_samples", "ds_config", "ds_version"),
         *("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "universal_checkpoint_info"),
-        *("sparse_tensor_module_names", "csr_tensor_module_names", NAMES),
+        *("sparse_tensor_module_names", "csr_tensor_module_names", NAMES, LAYOUT),
     )
 )
 
 
 def consolidated(
     folder: str | Path | Sequence[Path],  # several: of nodes that wrote to their own disks
+    dtype: Dtype = "float32",
+    without: Collection[str] = (),  # weights that are to have their shape alone
 ) -> dict[str, Any]:
     """Return what a DeepSpeed checkpoint folder holds, as Lightning's own checkpoint of one file would."""
     # ``state_dict`` has whole tensors of float32, taken from the optimizer's float32 copies where there are
@@ -260,7 +279,12 @@ def consolidated(
     #
     # Memory: the weights once. Files are memory-mapped, so that what is read of them need not stay in memory;
     # the dictionary refers to none.
-    return _lightning_checkpoint(read_checkpoint(folder), "float32")
+    checkpoint = read_checkpoint(folder)
+    entries = {key: value for key, value in checkpoint.model_states[0].items() if key not in OWN_KEYS}
+    client, dropped = plain_entries(entries)
+    weights, no_weights = _state_dict(checkpoint, dtype, without)
+    _warn_of(checkpoint.folder, dropped + no_weights)
+    return {**deepcopy(client), "state_dict": weights}
 
 
 def consolidate(
@@ -277,11 +301,16 @@ def consolidate(
     output = Path(output)
     faults.check(not output.is_dir(), "output", str(output), "a file to write, not a folder")
     faults.raise_all()
-    first = Path(folder) if isinstance(folder, (str, Path)) else folder[0]
+    first, *others = [Path(folder)] if isinstance(folder, (str, Path)) else folder
     if is_parts_folder(first):
+        if others:
+            raise ConfigurationError(
+                f"{first}: holds all parts that LockstepFSDPStrategy has written: expected this folder alone, without"
+                f" {' and '.join(map(str, others))}."
+            )
         content = _of_parts(first, dtype)
     else:
-        content = _lightning_checkpoint(read_checkpoint(folder), dtype)
+        content = consolidated(folder, dtype)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         save(content, output)
@@ -315,15 +344,9 @@ def _warn_of(folder: Path, dropped: Sequence[str]) -> None:
         )
 
 
-def _lightning_checkpoint(checkpoint: Checkpoint, dtype: Dtype) -> dict[str, Any]:
-    first = checkpoint.model_states[0]
-    client, dropped = plain_entries({key: value for key, value in first.items() if key not in OWN_KEYS})
-    weights, no_weights = _state_dict(checkpoint, dtype)
-    _warn_of(checkpoint.folder, dropped + no_weights)
-    return {**deepcopy(client), "state_dict": weights}
-
-
-def _state_dict(checkpoint: Checkpoint, dtype: Dtype) -> tuple[OrderedDict[str, Any], list[str]]:
+def _state_dict(
+    checkpoint: Checkpoint, dtype: Dtype, without: Collection[str]
+) -> tuple[OrderedDict[str, Any], list[str]]:
     """Return the whole tensors by name, and the names of other state that is no plain data."""
     module = checkpoint.model_states[0]["module"]
     try:
@@ -339,7 +362,9 @@ def _state_dict(checkpoint: Checkpoint, dtype: Dtype) -> tuple[OrderedDict[str, 
         if name in values:
             found = values[name]
             if id(found) not in made:
-                made[id(found)] = found.whole()
+                # Zeros of the same shape take no memory.
+                empty = torch.zeros((), dtype=found.dtype).expand(tuple(found.shape))
+                made[id(found)] = empty if name in without else found.whole()
             weights[name] = made[id(found)]
         elif is_plain(value) and not isinstance(value, Tensor):  # extra state of a module
             weights[name] = deepcopy(value)

@@ -10,18 +10,26 @@ from typing import Any
 
 from lightning_lockstep._settings import is_whole
 from lightning_lockstep._text import listed
+from lightning_lockstep.distributed.checkpoint_folder import BEFORE
 from lightning_lockstep.errors import ConfigurationError
 
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")
 _OPTIMIZER_FILE = re.compile(
     r"(?P<prefix>(?:[a-z]+\d+_)?)zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_optim_states\.pt"
 )
+#: How the name of a plain checkpoint ends that was made of a folder.
+CONSOLIDATED = ".consolidated.ckpt"
 _MOST_NAMED = 20  # missing files in one message
 
 
 def is_state_file(name: str) -> bool:
     """Return whether a file of this name holds model or optimizer states."""
     return any(pattern.fullmatch(name) for pattern in (_MODEL_FILE, _OPTIMIZER_FILE))
+
+
+def consolidated_name(folder: Path) -> Path:
+    """Return the file next to a checkpoint folder that its weights go to."""
+    return folder.with_name(folder.name.removesuffix(BEFORE).removesuffix(".ckpt") + CONSOLIDATED)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,9 +96,12 @@ def read_checkpoint(folders: str | Path | Sequence[Path]) -> Checkpoint:
     models, optimizers = folder.expected_names(read_file(folder.model_file()))
     folder.check_complete(models, optimizers)
     model_states = [read_file(folder.files[name]) for name in models]
-    _check_same_run(folder.path, models, model_states)
+    for key in ("dp_world_size", "global_steps"):
+        _check_same(folder.path, key, models, [states.get(key) for states in model_states])
     states = [read_file(folder.files[name]).get("optimizer_state_dict", {}) for name in optimizers]
-    _check_same_step(folder.path, optimizers, states)
+    _check_same(
+        folder.path, "the optimizer's number of steps", optimizers, [_step_counts(one) for one in states]
+    )
     return Checkpoint(folder.path, model_states, states)
 
 
@@ -140,33 +143,18 @@ def _folder_with_files(folder: Path) -> Path | None:
     return None
 
 
-def _check_same_run(folder: Path, names: Sequence[str], model_states: Sequence[Mapping[str, Any]]) -> None:
-    for name, states in zip(names, model_states, strict=True):
-        for key in ("dp_world_size", "global_steps"):
-            if states.get(key) != model_states[0].get(key):
-                raise ConfigurationError(
-                    f"{folder}: expected the files of one save, but {key} is {model_states[0].get(key)} in {names[0]}"
-                    f" and {states.get(key)} in {name}."
-                )
-
-
-def _check_same_step(folder: Path, names: Sequence[str], states: Sequence[object]) -> None:
-    """Refuse optimizer states that have made different numbers of steps, if the optimizer counts them."""
-    counts = [_step_counts(one) for one in states]
-    for name, count in zip(names, counts, strict=True):
-        if count != counts[0]:
+def _check_same(folder: Path, what: str, names: Sequence[str], found: Sequence[Any]) -> None:
+    """Refuse files of different saves, by what they say."""
+    for name, one in zip(names, found, strict=True):
+        if one != found[0]:
             raise ConfigurationError(
-                f"{folder}: expected the files of one save, but the optimizer has made {sorted(counts[0])} steps in"
-                f" {names[0]} and {sorted(count)} in {name}."
+                f"{folder}: expected the files of one save, but {what} is {found[0]} in {names[0]} and {one} in {name}."
             )
 
 
-def _step_counts(state: object) -> set[float]:
-    """Return the step counts in the state of an optimizer: DeepSpeed's, with that of torch's inside."""
-    if not isinstance(state, Mapping):
-        return set()
+def _step_counts(state: Mapping[str, Any]) -> Any:
+    """Return the step counts in the state of an optimizer, which has that of torch's inside, or one for all."""
     inner = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
-    kept = inner.get("state", {}) if isinstance(inner, Mapping) else inner
-    entries: Iterable[Any] = kept.values() if isinstance(kept, Mapping) else kept or ()
-    steps = (entry.get("step") for entry in entries if isinstance(entry, Mapping))
-    return {float(step) for step in steps if step is not None}
+    kept = inner.get("state", {}) if isinstance(inner, Mapping) else {}
+    counts = {float(entry["step"]) for entry in kept.values() if entry.get("step") is not None}
+    return counts.pop() if len(counts) == 1 else sorted(counts)

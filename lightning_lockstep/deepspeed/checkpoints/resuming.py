@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -16,22 +15,21 @@ from torch.utils import _pytree as pytree
 
 from lightning_lockstep._lightning import LightningDataModule, LightningModule
 from lightning_lockstep._settings import is_whole
-from lightning_lockstep._text import say
+from lightning_lockstep._text import listed, say
 from lightning_lockstep.deepspeed.checkpoints.consolidation import (
+    LAYOUT,
     NAMES,
     OWN_KEYS,
     consolidated,
+    place_of,
     values_of_parameters,
 )
-from lightning_lockstep.deepspeed.checkpoints.files import (
-    Checkpoint,
-    find_folder,
-    read_checkpoint,
-    read_file,
-)
-from lightning_lockstep.deepspeed.checkpoints.redivision import SavedOptimizer
+from lightning_lockstep.deepspeed.checkpoints.file_names import CheckpointFolder
+from lightning_lockstep.deepspeed.checkpoints.files import find_folder, read_checkpoint, read_file
+from lightning_lockstep.deepspeed.checkpoints.redivision import SavedOptimizer, check_options
+from lightning_lockstep.deepspeed.config_parsing import section
 from lightning_lockstep.deepspeed.engine import agreed
-from lightning_lockstep.deepspeed.engine_adapters import adapter_of
+from lightning_lockstep.deepspeed.engine_adapters import ORDER, EngineAdapter, adapter_of
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.plain_data import is_plain, plain_entries
 from lightning_lockstep.errors import ConfigurationError
@@ -46,21 +44,9 @@ def without_trained_parts(checkpoint: dict[str, Any], module: LightningModule) -
     kept = dict(checkpoint)
     for key in (module.CHECKPOINT_HYPER_PARAMS_KEY, LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY):
         if values := checkpoint.get(key):
-            kept[key] = {name: value for name, value in values.items() if not _holds(value, parts)}
+            leaves = {name: map(id, pytree.tree_leaves(value)) for name, value in values.items()}
+            kept[key] = {name: values[name] for name in leaves if parts.isdisjoint(leaves[name])}
     return kept
-
-
-def _holds(value: object, parts: Collection[int]) -> bool:
-    return any(id(leaf) in parts for leaf in pytree.tree_leaves(value))
-
-
-#: How the name of a plain checkpoint ends that was made of a folder.
-CONSOLIDATED = ".consolidated.ckpt"
-
-
-def consolidated_name(folder: Path) -> Path:
-    """Return the file next to a checkpoint folder that its weights go to."""
-    return folder.with_name(folder.name.removesuffix(".ckpt") + CONSOLIDATED)
 
 
 # -- Under which names a module saves its parameters: state_dict() may give others than named_parameters() --
@@ -68,43 +54,36 @@ def consolidated_name(folder: Path) -> Path:
 
 def names_of_parameters(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
     """Return whose values a module's state has: for each name in it that is a parameter's, the parameter's own."""
-    known = {_place(parameter): name for name, parameter in reversed(list(module.named_parameters()))}
-    places = {name: _place(value) for name, value in state.items() if isinstance(value, Tensor)}
+    known = {place_of(parameter): name for name, parameter in reversed(list(module.named_parameters()))}
+    places = {name: place_of(value) for name, value in state.items() if isinstance(value, Tensor)}
     return {name: known[place] for name, place in places.items() if place in known}
-
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    # Parameters of stage 1 and 2 are parts of one vector; those of stage 3 are empty, each in a storage of its own.
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 @contextmanager
 def saving_as(
-    module: nn.Module, checkpoint: Mapping[str, Any], *, exclude_frozen: bool
+    engine: Any, checkpoint: Mapping[str, Any], *, exclude_frozen: bool
 ) -> Iterator[dict[str, Any]]:
     """Let DeepSpeed save the weights that a checkpoint has, as ``on_save_checkpoint`` left them, in the body."""
     # Gives what else DeepSpeed is to save. Until it asks for the weights, it divides those that are whole for now.
-    weights = checkpoint["state_dict"]
+    weights, module = checkpoint["state_dict"], engine.module
     names, parameters = names_of_parameters(module, weights), dict(module.named_parameters())
 
     def state_dict(*args: Any, **kwargs: Any) -> OrderedDict[str, Any]:
-        found = {name: parameters[names[name]] if name in names else value for name, value in weights.items()}
-        left_out = {name for name in names if exclude_frozen and not found[name].requires_grad}
-        return _state_like(
-            weights,
-            {
-                name: value.detach() if name in names else value
-                for name, value in found.items()
-                if name not in left_out
-            },
-        )
+        found = {}
+        for name, value in weights.items():
+            parameter = parameters[names[name]] if name in names else None
+            if parameter is None:
+                found[name] = value
+            elif parameter.requires_grad or not exclude_frozen:
+                found[name] = parameter.detach()
+        return _state_like(weights, found)
 
     with replaced(module, state_dict=state_dict):
         # The engine has its optimizer, so what Lightning knows of that is not saved.
         others = {
             key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")
         }
-        yield {**others, NAMES: names}
+        yield {**others, NAMES: names, LAYOUT: adapter_of(engine).layout()}
 
 
 def _state_like(state: Mapping[str, Any], values: Mapping[str, Any]) -> OrderedDict[str, Any]:
@@ -125,29 +104,9 @@ def whole_checkpoint(
     divided: bool,  # stage 3: rank 0's values go to all, the others get shapes alone
 ) -> dict[str, Any]:
     """Return a checkpoint folder with whole weights, for any number of ranks; on all ranks together."""
-    reads = communicator.is_main or not divided
-    found = agreed(communicator, lambda: consolidated(folder) if reads else {})
-    if not divided:
-        return found
-    weights = found.pop("state_dict", {})
-    parameters = names_of_parameters(module, module.state_dict())
-    sent = _state_like(
-        weights,
-        {name: value.to("meta") if name in parameters else value for name, value in weights.items()},
-    )
-    others, sent = communicator.broadcast((found, sent))
-    return {
-        **others,
-        "state_dict": weights
-        or _state_like(sent, {name: _without_values(value) for name, value in sent.items()}),
-    }
-
-
-def _without_values(value: Any) -> Any:
-    """Return a tensor that takes no memory for one that has only a shape."""
-    if not isinstance(value, Tensor) or not value.is_meta:
-        return value
-    return torch.zeros((), dtype=value.dtype).expand(value.shape)
+    is_other = divided and not communicator.is_main
+    without = names_of_parameters(module, module.state_dict()) if is_other else {}
+    return agreed(communicator, lambda: consolidated(folder, without=without))
 
 
 def load_plain_weights(
@@ -211,81 +170,105 @@ def open_folder(
     folder: Path,
     communicator: Communicator,
     *,
-    stage: int,  # of this run
-    half: str | None,  # bf16 or fp16, if this run trains in it
-    plain_only: bool = False,  # on another number of ranks, leaves out what would be unpickled
+    plain_only: bool,  # leaves out what would be unpickled
 ) -> tuple[dict[str, Any], Load]:
     """Return the checkpoint of a folder, with what loads its weights once hooks have seen them; ranks: all."""
-    # In stage 3 the weights in it are empty.
-    if not writers_differ(folder, communicator, stage=stage, half=half):
-        first = _unpickled(folder)
-        load: Load = partial(_resume_by_deepspeed, engine, module, folder, frozenset(first["module"]))
-        entries = {key: value for key, value in first.items() if key not in OWN_KEYS}
-    else:
-        first, load = _redivided(engine, module, folder, communicator)
-        entries = _entries_of_lightning(folder, first, plain_only)
-    return {**entries, "state_dict": first["module"]}, load
+    # In stage 3 the weights in it are empty. Every rank reads of all files what it needs, one parameter at a time.
+    adapter = adapter_of(engine)
 
-
-def _unpickled(folder: Path) -> dict[str, Any]:
-    path = find_folder(folder).model_file()
-    return dict(torch.load(path, map_location="cpu", weights_only=False, mmap=True))
-
-
-def writers_differ(folder: Path, communicator: Communicator, *, stage: int, half: str | None) -> bool:
-    """Return whether a checkpoint folder was written by another number of ranks, or laid out in another way."""
-    # If not, DeepSpeed itself resumes it; each rank then reads its own files, which are looked for here.
-
-    def differ() -> bool:
+    def opened() -> tuple[CheckpointFolder, dict[str, Any], bool]:
         found = find_folder(folder)
         first = read_file(found.model_file())
-        ranks = first.get("dp_world_size")
-        if found.has_experts:
-            if ranks != communicator.world_size:
-                raise ConfigurationError(
-                    f"{folder}: is of a model with experts of DeepSpeed, written by {ranks} ranks, and this run has"
-                    f" {communicator.world_size}: expected the same number, because only DeepSpeed reads these files."
-                )
-            return False
-        found.check_kind()
-        if (_stage_of(first) == 0) != (stage == 0):
-            zero, other = ("this run", "the checkpoint") if stage == 0 else ("the checkpoint", "this run")
-            raise ConfigurationError(
-                f"{folder}: {zero} is of stage 0 of ZeRO and {other} is not: expected stage 0 in both, or in neither."
-                " Go on with the weights alone, as `lockstep-consolidate` writes them."
-            )
-        if stage == 0:
-            return False  # nothing is divided
-        models, optimizers = found.expected_names(first)
-        same_layout = models[0].startswith("zero_") == (stage == 3)
-        same_names = not optimizers or optimizers[0].startswith("bf16_") == (half == "bf16")
-        if ranks != communicator.world_size or not same_layout or not same_names:
-            return True
-        rank = communicator.rank
-        found.check_complete([models[rank if len(models) > 1 else 0]], optimizers[rank : rank + 1])
-        return False
+        names = found.expected_names(first) if engine.use_node_local_storage() else ()
+        return found, first, any(name not in found.files for of_kind in names for name in of_kind)
 
-    return agreed(communicator, differ)
+    found, first, lacks = agreed(communicator, opened)
+    entries = agreed(communicator, lambda: _entries_of_lightning(found, first, plain_only))
+    local = engine.use_node_local_storage() and communicator.agree(lacks)
+
+    def chosen() -> Load:
+        saved_zero = section(first, "ds_config", "zero_optimization")
+        why = (
+            (found.has_experts and "the model has experts of DeepSpeed")
+            or (0 in (stage_of(first), stage_of(engine)) and "stage 0 of ZeRO saves no names")
+            or (engine.zero_nvme_offload_optimizer() and "this run keeps the state of the optimizer on NVMe")
+            or (local and "each node has the files of its own ranks alone")
+            or (saved_zero.get("elastic_checkpoint") is True and "it is an elastic_checkpoint of DeepSpeed")
+        )
+        if not why:
+            saved = SavedOptimizer(read_checkpoint(folder))
+            why = saved.odd
+        if not why:
+            saved.check(adapter)
+            return partial(_load_by_name, adapter, module, saved, communicator)
+        _check_layout(adapter, found, first, why, communicator.rank)
+        return partial(_load_by_order, adapter, module, found, frozenset(first["module"]))
+
+    load = agreed(communicator, chosen)
+    weights = {name: value for name, value in first["module"].items() if is_plain(value)}
+    return {**entries, "state_dict": _state_like(first["module"], weights)}, load
 
 
-def _resume_by_deepspeed(
-    engine: Any,
-    module: nn.Module,
-    folder: Path,
-    known: Collection[str],  # names of the weights in the file
+def _entries_of_lightning(found: CheckpointFolder, first: dict[str, Any], plain_only: bool) -> dict[str, Any]:
+    """Return what Lightning has saved; of objects, which are not made, hyperparameters alone may be missing."""
+    entries = {key: value for key, value in first.items() if key not in OWN_KEYS}
+    if not plain_only and not is_plain(entries):
+        whole = torch.load(found.model_file(), map_location="cpu", weights_only=False, mmap=True)
+        return {key: whole[key] for key in entries}
+    kept, dropped = plain_entries(entries)
+    if needed := [name for name in dropped if "hyper_parameters" not in name.partition(".")[0]]:
+        raise ConfigurationError(
+            f"{found.path}: holds objects of classes: {', '.join(needed)}. Expected plain data, because anything else"
+            " could run code when it is read. If you trust the folder, give weights_only=False to fit."
+        )
+    return kept
+
+
+def _load_by_name(
+    adapter: Any,
+    module: Any,
+    saved: SavedOptimizer,
+    communicator: Communicator,
     weights: Mapping[str, Any],
     strict: bool,
 ) -> None:
-    """Let DeepSpeed load a folder that as many ranks have written in the same way; ranks: all, together."""
+    """Load weights and the state of the optimizer, each value by the name of its parameter; ranks: all, together."""
+    checkpoint, divides = saved.checkpoint, adapter.engine.zero_optimization_partition_weights()
+    first = checkpoint.model_states[0]
+    with _emptied(module) if checkpoint.is_divided else _loading(module, gathers=divides):
+        _load_named(checkpoint.folder, module, weights, strict)
+    values = values_of_parameters(checkpoint)
+    if checkpoint.is_divided and strict:  # in other stages load_state_dict says so
+        lacking = [name for name, _ in module.named_parameters() if name not in values]
+        if lacking:
+            raise ConfigurationError(
+                f"{checkpoint.folder}: holds no values of {', '.join(lacking)}, because in stage 3 DeepSpeed saves only"
+                " what the optimizer trains and what is frozen. If these need not be loaded, set"
+                " `strict_loading = False` in the LightningModule."
+            )
+    for name, parameter in module.named_parameters():
+        if name not in values:
+            continue
+        if divides and _is_own_part(part := parameter.ds_tensor, parameter):
+            values[name].copy_to(part.data, communicator.rank * part.numel())
+            continue
+        with _gathered([parameter]) if divides else nullcontext():
+            if communicator.is_main or not divides:
+                parameter.data.copy_(values[name].whole())
+    saved.write_to(adapter, communicator.rank)
+    adapter.set_counters(first)
+    ranks, stage = first["dp_world_size"], stage_of(first)
+    if communicator.is_main and (ranks, stage) != (communicator.world_size, stage_of(adapter.engine)):
+        say(
+            f"lightning-lockstep: {checkpoint.folder} was written by {ranks} ranks in stage {stage}; weights and the"
+            f" state of the optimizer are redivided among {communicator.world_size}."
+        )
 
-    def load(src: Mapping[str, Any], dst: nn.Module) -> None:
-        experts = {name: value for name, value in src.items() if name not in known}
-        _load_named(folder, module, _state_like(weights, {**experts, **weights}), strict)
 
-    path = find_folder(folder).path
-    engine.load_checkpoint(
-        str(path.parent), tag=path.name, load_lr_scheduler_states=False, custom_load_fn=load
-    )
+def _is_own_part(part: Any, parameter: Any) -> bool:
+    """Return whether a rank's part of a parameter is all that it has of that: no copy, nothing quantized or on NVMe."""
+    is_alone = parameter.ds_status.name == "NOT_AVAILABLE" and parameter.ds_secondary_tensor is None
+    return is_alone and part.dtype == parameter.dtype and part.numel() == part.ds_numel
 
 
 def _load_named(folder: Path, module: nn.Module, weights: Mapping[str, Any], strict: bool) -> None:
@@ -298,65 +281,67 @@ def _load_named(folder: Path, module: nn.Module, weights: Mapping[str, Any], str
         ) from error
 
 
-def _redivided(
-    engine: Any, module: nn.Module, folder: Path, communicator: Communicator
-) -> tuple[dict[str, Any], Load]:
-    """Return what the first file has, and what loads a folder that other ranks have written; ranks: all, together."""
-    # Every rank reads of all files what it needs, one parameter at a time.
-    adapter = adapter_of(engine)
+def stage_of(source: Any) -> int:
+    """Return the stage of an engine, or that in which model states were written."""
+    if not isinstance(source, Mapping):
+        return int(source.zero_optimization_stage())
+    stage = section(source, "ds_config", "zero_optimization").get("stage")
+    # If it is not known, 1 stands for those above 0.
+    return stage if is_whole(stage) else int(source.get("param_shapes") is not None)
 
-    def read() -> tuple[Checkpoint, SavedOptimizer]:
-        checkpoint = read_checkpoint(folder)
-        saved = SavedOptimizer(checkpoint)
-        saved.check(adapter)
-        return checkpoint, saved
 
-    checkpoint, saved = agreed(communicator, read)
-    first = checkpoint.model_states[0]
+# -- What DeepSpeed itself loads: it copies vectors by the order of their values, and asks for no names --
 
-    def load(weights: Mapping[str, Any], strict: bool) -> None:
-        divides = engine.zero_optimization_partition_weights()
-        with _emptied(module) if checkpoint.is_divided else _loading(module, gathers=divides):
-            _load_named(folder, module, weights, strict)
-        values = values_of_parameters(checkpoint)
-        for name, parameter in module.named_parameters():
-            if name in values:
-                with _gathered([parameter]) if divides else nullcontext():
-                    parameter.data.copy_(values[name].whole())
-        saved.write_to(adapter, communicator.rank)
-        adapter.set_counters(
-            steps=first["global_steps"],
-            skipped=first["skipped_steps"],
-            samples=first.get("global_samples"),
-            ranks=first["dp_world_size"],
-        )
-        if communicator.is_main:
-            say(
-                f"lightning-lockstep: {folder} was written by {first['dp_world_size']} ranks in stage"
-                f" {_stage_of(first)}; weights and the state of the optimizer are redivided among"
-                f" {communicator.world_size}."
+
+def _check_layout(
+    adapter: EngineAdapter, found: CheckpointFolder, first: Mapping[str, Any], why: str, rank: int
+) -> None:
+    """Refuse a checkpoint whose values do not lie as an engine's, or of which this rank's files are not whole."""
+    layout = adapter.layout()
+    saved = first.get(LAYOUT, {ORDER: "unknown"})
+    differing = [
+        key if key == ORDER else f"{key} ({saved[key]} in the checkpoint, {value} in this run)"
+        for key, value in layout.items()
+        if saved.get(key, value) != value
+    ]
+    if differing:
+        raise ConfigurationError(
+            f"{found.path}: {why}, so that DeepSpeed goes on by the order of the values alone: expected the same"
+            f" {listed(differing, len(differing))}."
+            + (
+                ""
+                if found.has_experts
+                else " Or go on with the weights, as `lockstep-consolidate` writes them."
             )
-
-    plain = {name: value for name, value in first["module"].items() if is_plain(value)}
-    return {**first, "module": _state_like(first["module"], plain)}, load
-
-
-def _stage_of(model_states: Mapping[str, Any]) -> int:
-    """Return the stage that a checkpoint was written in; 1 stands for those above 0 if it is not known."""
-    config = model_states.get("ds_config")
-    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
-    stage = zero.get("stage") if isinstance(zero, Mapping) else None
-    return stage if is_whole(stage) else int(model_states.get("param_shapes") is not None)
-
-
-def _entries_of_lightning(folder: Path, first: dict[str, Any], plain_only: bool) -> dict[str, Any]:
-    entries = {key: value for key, value in first.items() if key not in OWN_KEYS}
-    if not plain_only and not is_plain(entries):
-        whole = _unpickled(folder)
-        return {key: whole[key] for key in entries}
-    kept, dropped = plain_entries(entries)
-    if dropped:
-        warnings.warn(
-            f"{folder}: left out what is not plain data: {', '.join(dropped)}.", RuntimeWarning, stacklevel=2
         )
-    return kept
+    if not found.has_experts:
+        models, optimizers = found.expected_names(first)
+        own = [models[rank if len(models) > 1 else 0], *optimizers[rank : rank + 1]]
+        found.check_complete(own, [])
+        for name in own:
+            read_file(found.files[name])
+    if layout["stage"] == 0:
+        state = first["optimizer"]
+        check_options(
+            found.path, state.get("optimizer_state_dict", state)["param_groups"], adapter.torch_optimizer
+        )
+
+
+def _load_by_order(
+    adapter: EngineAdapter,
+    module: nn.Module,
+    found: CheckpointFolder,
+    known: Collection[str],  # names of the weights in the file
+    weights: Mapping[str, Any],
+    strict: bool,
+) -> None:
+    """Let DeepSpeed load a folder that as many ranks have written in the same way; ranks: all, together."""
+
+    def load(src: Mapping[str, Any], dst: nn.Module) -> None:
+        experts = {name: value for name, value in src.items() if name not in known}
+        _load_named(found.path, module, _state_like(weights, {**experts, **weights}), strict)
+
+    with adapter.own_settings():
+        adapter.engine.load_checkpoint(
+            str(found.path.parent), tag=found.path.name, load_lr_scheduler_states=False, custom_load_fn=load
+        )

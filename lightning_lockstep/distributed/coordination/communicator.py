@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import atexit
 import socket
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from lightning_lockstep.distributed.process_group import (
     RankGroup,
+    broadcast_tensors,
     current_group,
     forget_group,
     process_group_exists,
@@ -42,6 +44,7 @@ class Communicator:
     def __init__(self, ranks: RankGroup | None = None) -> None:
         self.host = socket.gethostname()
         self.rank, self.world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
+        self._store = None if ranks is None else ranks.store
         self._group: Any = None  # that of torch
         self._side_channel: SideChannel | None = SideChannel() if self.world_size == 1 else None
         if (
@@ -78,6 +81,11 @@ class Communicator:
             dist.broadcast_object_list(box, source, group=self._group, device=torch.device("cpu"))
         return box[0]
 
+    def broadcast_tensors(self, tensors: Iterable[Tensor], source: int) -> None:
+        """Give CPU tensors, of equal shapes on all ranks, the values of rank ``source``. Ranks: all, together."""
+        if self.world_size > 1:
+            broadcast_tensors(tensors, self._group, source)
+
     def pass_on(self, data: bytes) -> bytes:
         """Give bytes to the next rank, the last one to rank 0, and return those of the one before. Ranks: all."""
         if self.world_size == 1:
@@ -110,6 +118,10 @@ class Communicator:
             return tensor
 
         return wait
+
+    def count(self, name: str, amount: int = 1) -> int:
+        """Add to a number that all ranks share, and return it. Ranks: any, alone; a request to the store."""
+        return amount or 1 if self._store is None else self._store.add(f"lockstep/{name}", amount)
 
     def barrier(self) -> None:
         """Wait until every rank has arrived here. Ranks: all, together."""
@@ -166,6 +178,19 @@ def shut_down(timeout: float = 2.0, *, destroy_process_group: bool = False) -> N
     if destroy_process_group and process_group_exists():
         with suppress(RuntimeError):
             dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Have torch forget the device meshes of groups that are destroyed: DTensor takes an equal new mesh for them."""
+    tensors: Any = sys.modules.get("torch.distributed.tensor")
+    if tensors is None:
+        return
+    propagator = tensors.DTensor._op_dispatcher.sharding_propagator
+    kind = type(propagator.propagate_op_sharding)
+    propagator.propagate_op_sharding = kind(propagator.propagate_op_sharding_non_cached)
+    # Torch 2.9 has no such cache in C++.
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", bool)()
 
 
 def _at_exit() -> None:

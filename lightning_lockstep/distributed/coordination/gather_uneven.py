@@ -27,7 +27,7 @@ from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationErro
 
 _Tensors = TypeVar("_Tensors")  # a tensor, or containers of tensors
 
-# Lists of :func:`gathered_entries` that are open: each call with gradients adds one of its entries.
+# Lists of :func:`gathered_entries` that are open: each collective with gradients adds one of its entries.
 _asked: list[list[Tensor]] = []
 
 
@@ -63,7 +63,7 @@ def gather_uneven(tensor: _Tensors, *, group: dist.ProcessGroup | None = None) -
         )
     ours = group or (dist.group.WORLD if process_group_exists() else None)
     leaves, structure = pytree.tree_flatten_with_path(tensor)
-    at_places = {pytree.keystr(path): leaf for path, leaf in leaves}
+    at_places = {pytree.keystr(path): _nothing_of(leaf) if _gives_nothing else leaf for path, leaf in leaves}
     # In an order that does not depend on that of a dict.
     given = dict(sorted(at_places.items(), key=lambda item: (len(item[0]), item[0])))
     fault = next(filter(None, (_fault(place, leaf) for place, leaf in given.items())), "")
@@ -83,6 +83,24 @@ def gather_uneven(tensor: _Tensors, *, group: dist.ProcessGroup | None = None) -
     found = iter(parts)
     by_place = [{place: next(found) for place in given} for _ in of_ranks]
     return [pytree.tree_unflatten([of_rank[place] for place in at_places], structure) for of_rank in by_place]
+
+
+@contextmanager
+def giving_nothing() -> Iterator[None]:
+    """Let this rank give no rows in the gathers of the body, because it has no sample."""
+    global _gives_nothing
+    _gives_nothing = True
+    try:
+        yield
+    finally:
+        _gives_nothing = False
+
+
+_gives_nothing = False
+
+
+def _nothing_of(leaf: Any) -> Any:
+    return leaf[:0] if isinstance(leaf, Tensor) and leaf.ndim else leaf
 
 
 @contextmanager
@@ -168,8 +186,8 @@ def _gathered(data: bytes, group: dist.ProcessGroup) -> list[bytes]:
     framed, width = len(data).to_bytes(_LENGTH, "little") + data, _FIRST
     while True:
         padded = bytearray(framed[:width].ljust(width, b"\0"))
-        row = torch.frombuffer(padded, dtype=torch.uint8).to(_carrying_device(group))
-        rows = [one.tobytes() for one in _all_gather(row, group).cpu().numpy()]
+        row = torch.frombuffer(padded, dtype=torch.uint8).to(carrying_device(group))
+        rows = [one.tobytes() for one in all_gather_rows(row, group).cpu().numpy()]
         lengths = [_LENGTH + int.from_bytes(one[:_LENGTH], "little") for one in rows]
         if max(lengths) <= width:
             return [one[_LENGTH:length] for one, length in zip(rows, lengths, strict=True)]
@@ -199,7 +217,7 @@ class _GatherUneven(torch.autograd.Function):
         ctx.group, ctx.shapes, ctx.wanted = group, shapes, wanted
         ctx.like = [tensor.new_empty(0) for tensor in own]
         longest = max(sum(_sizes(ctx.like, of_rank)) for of_rank in shapes)
-        rows = _all_gather(_row(own, _carrying_device(group, own), longest), group)
+        rows = all_gather_rows(_row(own, carrying_device(group, own), longest), group)
         parts = [
             part
             for row, of_rank in zip(rows, shapes, strict=True)
@@ -212,7 +230,7 @@ class _GatherUneven(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         like = list(compress(ctx.like, ctx.wanted))
-        device, rank, size = _carrying_device(ctx.group, like), dist.get_rank(ctx.group), len(ctx.shapes)
+        device, rank, size = carrying_device(ctx.group, like), dist.get_rank(ctx.group), len(ctx.shapes)
         shapes = [list(compress(of_rank, ctx.wanted)) for of_rank in ctx.shapes]
         given = iter(compress(gradients, ctx.wanted * size))
         rows = [_row(list(islice(given, len(like))), device) for _ in shapes]
@@ -252,7 +270,7 @@ def _tensors(row: Tensor, like: Sequence[Tensor], shapes: Sequence[tuple[int, ..
     ]
 
 
-def _carrying_device(group: dist.ProcessGroup, tensors: Sequence[Tensor] = ()) -> torch.device:
+def carrying_device(group: dist.ProcessGroup, tensors: Sequence[Tensor] = ()) -> torch.device:
     """Return the device on which a group carries tensors: that of one of them, else the CPU, if it can."""
     # Their kinds of device are the same on every rank.
     carried = [entry.partition(":")[0] for entry in str(dist.get_backend_config(group)).split(",")]
@@ -264,7 +282,7 @@ def _carrying_device(group: dist.ProcessGroup, tensors: Sequence[Tensor] = ()) -
     return torch.device(carried[0], torch.get_device_module(carried[0]).current_device())
 
 
-def _all_gather(row: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_gather_rows(row: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the rows of all ranks, ``(group size, n)``, each of ``n`` bytes."""
     size = dist.get_world_size(group)
     rows = row.new_empty(size * len(row))

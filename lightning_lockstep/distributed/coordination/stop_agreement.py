@@ -71,7 +71,7 @@ class StepAgreement:
         self.decision: StopDecision | None = None
         self._passed = 0
         self._attention = False
-        self._round = [0, 0]  # the number of the fit, and how often this was started over in it
+        self._round = [0, 0]  # the number of the attempt, and how often this was started over in it
         self._promise: int | None = None
         self._committed: StopDecision | None = None
         self._news = threading.Condition(threading.RLock())
@@ -122,8 +122,8 @@ class StepAgreement:
         """
         with self._news:
             again = self._unanswered() if keep_requests else []
-            fit = propagation_on(self.channel).fit
-            self._round = [fit, self._round[1] + 1 if fit == self._round[0] else 0]
+            attempt = propagation_on(self.channel).number
+            self._round = [attempt, self._round[1] + 1 if attempt == self._round[0] else 0]
             self._passed, self._attention = 0, False
             self._promise = self._committed = self.decision = None
             self._own.clear()

@@ -92,14 +92,14 @@ _Call = tuple[float, Callable[..., object], tuple[Any, ...]]
 class _Clock:
     """Calls functions later, on one thread that is started early: after a failure Python may start none."""
 
-    def __init__(self) -> None:
-        self._process = 0
+    def __init__(self, name: str) -> None:
+        self._process, self._name = 0, name
 
     def start(self) -> None:
         """Start the thread unless this process has it; raises RuntimeError if no thread can be started."""
         if self._process != os.getpid():  # a forked process has no threads but the one that has forked it
             self._given: queue.SimpleQueue[_Call] = queue.SimpleQueue()
-            threading.Thread(target=self._run, name="lockstep-clock", daemon=True).start()
+            threading.Thread(target=self._run, name=self._name, daemon=True).start()
             self._process = os.getpid()
 
     def after(self, seconds: float, function: Callable[..., object], *args: Any) -> None:
@@ -122,8 +122,8 @@ class _Clock:
                 _log_errors(function, *args)
 
 
-#: Of this process.
-clock = _Clock()
+#: Of this process: one ends it, the other one ends what it waits in, which may block.
+clock, interrupt_clock = _Clock("lockstep-clock"), _Clock("lockstep-interrupt")
 
 # ------------------------------------------------------------------ how this process ends
 

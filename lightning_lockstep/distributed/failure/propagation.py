@@ -1,32 +1,28 @@
-r"""What happens to the other ranks when one rank fails: one record, one message, three states, the same on every rank.
+r"""What happens to the other ranks when one rank fails: attempts of all ranks, one record each, three states.
 
-=========== ================== ================================================================================
-message     from, to           body
-=========== ================== ================================================================================
-``failure`` any rank, rank 0;  "this run ends, because": fit, record, whether it ends every fit, connections to end
-            rank 0, all        (of a diagnosis). Rank 0 sends on the first of a fit
-``raised``  any rank, rank 0   fit: its sender has raised in it
-``over``    rank 0, all        fit: all have raised in it, so that programs that have caught that may fit again
-=========== ================== ================================================================================
+An attempt is one fit, or another call of a Trainer, over one process group and one side channel, by all ranks that are
+members of that group. Each rank counts those that it has entered; that number names an attempt.
 
-=========== ================================== =================================================================
-state       what it means                      what ends it
-=========== ================================== =================================================================
-running     nothing ends this fit              ``failure`` (failed), an own error (raised)
-failed      `check` raises, the countdown runs an error, own or of `check` (raised), the end of the grace period
-                                               (ended by force)
-raised      this rank has raised               `begin_fit` (running)
-=========== ================================== =================================================================
+======= ============================================= ==========================================================
+state   what it means                                 what ends it
+======= ============================================= ==========================================================
+running nothing ends this attempt                     a failure of it (failed), its end (over)
+failed  a rank has failed, perhaps this one. A second this rank has raised, and its Trainer is done (over); else
+        later an interrupt ends what it waits in      the end of the grace period, by force
+over    nothing ends this rank; failures are kept     `enter` (running)
+======= ============================================= ==========================================================
+
+There is one message, ``failure``: number and record, from any rank to rank 0, and from rank 0 to all. Rank 0 sends
+on the first of an attempt. The end of a process is one of every attempt from then on. A rank that has not entered the
+attempt of a failure keeps it until then; one that is over with it goes on.
 
 A rank that raises says so before its program can catch it, and goes on once rank 0 has confirmed that it prints the
 record; without an answer within a third of the grace period it stands on its own. The others stop at the next boundary
-of a training step, or when the collective breaks that they sit in, or by force. Nobody enters a barrier or destroys a
-process group on the way out: both can wait for a dead peer.
+of a training step, when their wait ends, or by force. Nobody enters a barrier or destroys a process group on the way
+out: both can wait for a dead peer.
 
-Each rank counts its fits. A failure that is over stops nobody; one of a fit that this rank has not begun is kept; one
-of the fit before stops it, because the rank that failed will not come. A rank that has raised waits half the grace
-period until that is over. If it is not, this rank is alone with its error, and every further fit ends with it on all
-ranks. So it does after the end of a process and after a diagnosis of the guard.
+Ranks begin every attempt but the first with a gather (`meet`). If one of them has seen the last one fail, all connect
+anew: another attempt has another process group. A rank whose program ends meanwhile ends that gather.
 """
 
 from __future__ import annotations
@@ -35,31 +31,49 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Literal, NoReturn
 
-from lightning_lockstep.distributed.failure.connections import Connection, abort_devices, end_connections
 from lightning_lockstep.distributed.failure.exit_notes import (
     forget_failure,
     keep_failure,
     note_failure,
     parent_reads_notes,
 )
-from lightning_lockstep.distributed.failure.process_exit import Ending, clock, end_now, outcome, set_ending
+from lightning_lockstep.distributed.failure.interrupt import (
+    Interrupt,
+    Process,
+    abort_devices,
+    connections_with,
+    end_connections,
+    keep_from_forks,
+)
+from lightning_lockstep.distributed.failure.process_exit import (
+    Ending,
+    clock,
+    end_now,
+    interrupt_clock,
+    outcome,
+    set_ending,
+)
 from lightning_lockstep.distributed.failure.record import (
     FailureRecord,
     describe_error,
     describe_exit,
     is_alike,
     is_broken_collective,
+    leaves_in_order,
     own_place,
 )
 from lightning_lockstep.distributed.side_channel.channel import BACK_WITHIN, Message, SideChannel
+from lightning_lockstep.distributed.side_channel.gather import Gather
 from lightning_lockstep.errors import CollectiveError, LockstepError, RankFailedError
 
-_FAILURE, _RAISED, _OVER = "failure", "failure/raised", "failure/over"
+_FAILURE, _MEETING = "failure", "the begin of a run"
+# Ranks that raise the same error may come to that so much later than the first [s]; then their waits are ended.
+_MAY_RAISE_THE_SAME = 1.0
 # How much longer than the grace period, after which it kills the ranks it has started, a rank may take to exit [s].
 _CHILDREN_END = 6.0
 # How long a report that is being written holds a forced end [s].
@@ -70,24 +84,9 @@ _VANISHED = (
     "its connection has ended without a report: its process was killed, or was stopped for longer than silence_limit,"
     " or its host cannot be reached"
 )
-
-Ends = Collection[Connection]
-
-
-class Failure(NamedTuple):
-    """The first failure of a fit, or one that may be it."""
-
-    fit: int
-    record: FailureRecord
-    is_last: bool = False  # whether it ends every fit from now on
-
-    def body(self, ends: Ends = ()) -> list[Any]:
-        return [self.fit, self.record.to_json(), self.is_last, list(ends)]
-
-    @classmethod
-    def from_body(cls, body: Any) -> Failure:
-        fit, record, is_last, _ = body
-        return cls(int(fit), FailureRecord.from_json(record), bool(is_last))
+_GONE = "its process has ended without a report: it was killed, or it has ended itself"
+_LEFT = "its program has come to its end while other ranks wait for it"
+_EVER = -1  # the number in a message about the end of a process, after which no attempt has all its members
 
 
 class FailurePropagation:
@@ -99,28 +98,30 @@ class FailurePropagation:
         # Returns the folder for reports of this run, or None if none are written; never raises.
         self.folder: Callable[[], Path | None] = lambda: None
         self.prints_report = channel.rank == 0  # of another rank's failure
-        # Of the guard: asks why a collective broke here, and brings the error of a diagnosis to the thread that trains.
+        # Of the guard: asks why a collective broke here.
         self.explain: Callable[[BaseException], None] | None = None
-        self.interrupt: Callable[[CollectiveError], None] | None = None
-        self.state: Literal["running", "failed", "raised"] = "running"
-        self.record: FailureRecord | None = None  # of the rank that failed first
-        self.fit = 0  # its number; 0: none has begun
+        self.members: Sequence[Process] = ()  # host and process of each rank, once they have met
+        self.store_port = 0  # of the store at which they have met
+        self.number = 0  # of the attempt: how many this rank has entered
+        self.state: Literal["running", "failed", "over"] = "over"
+        self.record: FailureRecord | None = None  # of the rank that failed first in this attempt
         self.news = threading.Condition()
-        # The last fit that all ranks have begun; `fit` is later if a rank raises before they meet again.
-        self._begun = 0
-        self._told: Failure | None = None  # the latest that rank 0 has decided on
-        self._last: FailureRecord | None = None  # ends every fit from now on
-        self._over = -1  # the last fit whose failure is over
-        # In which fit this rank has raised, when, and because of what.
-        self._raised_in, self._raised_at = -1, 0.0
-        self._raised_as: FailureRecord | None = None
+        self._known: dict[int, FailureRecord] = {}  # the first failure of each attempt that has one
+        self._ended: FailureRecord | None = None  # of a process that has ended
+        self._since = 0.0  # when that was known here, of a monotonic clock [s]
+        self._has_raised = False  # this rank, in this attempt
+        self._goes_on = (
+            False  # the record ends this attempt and no rank: the others outlive the one that is lost
+        )
+        self._broken = False  # whether an attempt over this group has failed
         self._alone = False  # rank 0 does not answer
         self._keeps_own = False  # it ends in time by an error of its own
         self._topics: Counter[str] = Counter()
-        self._listens = False
-        self._later = clock.after  # on another thread
-        # Of rank 0: the last fit in which each rank has raised.
-        self._raised: dict[int, int] = {}
+        self._interrupt = Interrupt(self._pending)
+        self._meeting: Gather | None = None
+        # On rank 0: whether a rank waits at the begin of an attempt, and whether this program has come to its end.
+        self._awaited = self._at_end = False
+        self._later, self._soon = clock.after, interrupt_clock.after  # on other threads
 
     @property
     def failed(self) -> bool:
@@ -128,37 +129,73 @@ class FailurePropagation:
         return self.record is not None
 
     def topic(self, name: str) -> str:
-        """Return ``name`` with the number of the fit, and how often that has asked; the same on every rank."""
+        """Return ``name`` with the number of the attempt, and how often that has asked; the same on every rank."""
         self._topics[name] += 1
-        return f"{name}/{self.fit}.{self._topics[name]}"
+        return f"{name}/{self.number}.{self._topics[name]}"
 
-    def join(self) -> None:
-        """Listen for failures without beginning a fit; the program has caught what this rank raised before."""
-        self._listen()
-        with self.news:
-            self.fit = max(self._begun, self._over, self._raised_in) + 1
-            self._leave_failure()
+    # -- attempts ----------------------------------------------------------------------------------------
 
-    def begin_fit(self) -> None:
-        """Begin the next fit, or raise what ends it already. Ranks: all, before they meet in a collective."""
+    def enter(self) -> None:
+        """Enter the next attempt; the program has caught what this rank has raised before. Ranks: any, alone."""
         self._listen()
-        if self._raised_as is not None and not self._is_got_over():
-            self._report(Failure(self.fit, self._raised_as, is_last=True))
+        self._interrupt.install()
         with self.news:
-            self._leave_failure()
-            if self.state == "running":
-                self.fit = self._begun = max(self._begun, self._over) + 1
-                self._topics.clear()
-                self._apply()
+            if self.record is not None:
+                self._broken = True
+                outcome.cancel_forced_exit()
+                forget_failure()
+            self.number, self.state, self.record = self.number + 1, "running", None
+            self._has_raised = self._keeps_own = self._alone = self._goes_on = False
+            self._topics.clear()
+            self._apply()
+
+    def meet(self, timeout: float, *, renews: bool = False) -> bool:
+        """Begin the attempt, or raise what ends it already; return whether to connect anew. Ranks: all; a gather."""
+        # `renews`: this rank wants to, because its Trainer has other options.
+        if self._meeting is None or self.channel.world_size == 1:
+            return False
         self.check()
+        self._meeting.timeout = timeout
+        gathered = self._meeting.collect(self.number, self._broken or renews)
+        with self.news:
+            for number in [number for number in self._known if number < self.number]:
+                del self._known[number]
+        return any(gathered.complete("The begin of a run"))
+
+    def know_members(self, members: Sequence[Process], store_port: int) -> None:
+        """Note where the ranks are that have met; processes that this one forks have no connections with them."""
+        self.members, self.store_port = members, store_port
+        keep_from_forks(connections_with(members))
+
+    def leave(self) -> None:
+        """Be over with this attempt: nothing ends this rank any more until it enters another one."""
+        with self.news:
+            self.state = "over"
+
+    def leave_if_raised(self) -> None:
+        """Be over with an attempt in which this rank has raised, because its Trainer has cleaned up."""
+        if self._has_raised:
+            self.leave()
 
     def check(self) -> None:
-        """Raise here what ends this fit, if another rank has failed. Ranks: any, alone."""
+        """Raise here what ends this attempt, if another rank has failed. Ranks: any, alone."""
         record = self.record
-        if record is not None and (
-            self.state == "failed" or record.kind == "collective" or record.rank != self.channel.rank
-        ):
+        if record is not None and (not self._has_raised or record.rank != self.channel.rank):
             raise self._stopped(record)
+
+    def ends_wait(self) -> bool:
+        """Raise what ends this attempt, or return whether this rank has raised that and must wait for nobody."""
+        if self.state == "running" and not self.channel.usable:
+            self._decide(_EVER, self._left(0))
+        record = self.record
+        # All ranks may raise the same, one a moment before another, which may still write its report.
+        may_be_of_all = record is not None and record.kind == "exception" and self.channel.usable
+        is_new = outcome.writes_report.locked() or time.monotonic() - self._since < _MAY_RAISE_THE_SAME
+        if may_be_of_all and is_new and not self._has_raised:
+            return False
+        if not self._has_raised:
+            self.check()
+        return record is not None
 
     def error_to_raise(self, error: BaseException) -> BaseException:
         """Return the error that this rank is to raise in place of one that ended its work."""
@@ -169,6 +206,8 @@ class FailurePropagation:
         if isinstance(error, SystemExit) and error.code == (outcome.expected_exit_code or object()):
             return error
         if isinstance(error, RankFailedError):
+            if self.record is not None and not self._has_raised:
+                return self._stopped(self.record)
             self._raises(self.record or self.describe(error))
             return error
         if isinstance(error, KeyboardInterrupt):
@@ -180,7 +219,7 @@ class FailurePropagation:
             with self.news:
                 # A rank that was killed counts as lost only after the time in which it could connect again.
                 seconds = max(self.grace_period / 3, BACK_WITHIN + _ON_ITS_WAY)
-                self.channel.wait_for(self.news, lambda: self.failed, seconds, needs_main=False)
+                self.channel.wait_for(self.news, lambda: self.failed, seconds, needs_main=False, stops=False)
         record = self.record
         is_explained = record is not None and record.kind == "collective"
         if record is not None and is_explained and (isinstance(error, CollectiveError) or not is_own):
@@ -190,206 +229,236 @@ class FailurePropagation:
             return self._own(error, first)
         if not isinstance(error, SystemExit):
             return self._stopped(first)
-        self._keep(first)
+        if not leaves_in_order(error):
+            self._keep(first)
         return error  # ranks that leave by sys.exit() on purpose, all of them, keep their own exit codes
 
     def report_child_exit(self, rank: int, returncode: int, pid: int) -> None:
         """Inform all ranks that a rank started by this one has ended, with its ``Popen`` return code."""
-        record = describe_exit(rank, self.channel.world_size, pid, returncode)
-        self._report(Failure(self.fit, record, is_last=True))
+        self._report(_EVER, describe_exit(rank, self.channel.world_size, pid, returncode))
 
-    def report_diagnosis(self, error: CollectiveError, ends: Mapping[int, Ends]) -> bool:
-        """On rank 0: let all ranks raise an error of the guard and end these connections, unless one has failed."""
-        record = replace(self.describe(error), kind="collective")
-        if not self._decide(Failure(self.fit, record, is_last=True), ends):
-            return False
-        self.channel.flush(0.5)  # before this rank ends the connections by which others would notice
-        self._end_waits(record, ends.get(0, ()))
-        return True
+    def report_diagnosis(self, error: CollectiveError) -> bool:
+        """On rank 0: let all ranks raise an error of the guard, unless one has failed."""
+        return self._decide(self.number, replace(self.describe(error), kind="collective"))
 
-    # -- fits --------------------------------------------------------------------------------------------
+    def end_of_others(self) -> FailureRecord | None:
+        """Return what is known of another rank that has failed, in the last attempt or since."""
+        return self.record or self._ended or next(reversed(self._known.values()), None)
 
-    def _listen(self) -> None:
-        """Begin to receive failures; by now grace period and folder are set."""
-        if self._listens or self.channel.world_size == 1:
-            return
-        self._listens = True
-        clock.start()
-        self.channel.on(_FAILURE, self._take_failure)
-        self.channel.on(_RAISED, lambda message: self._note_raised(message.sender, int(message.body)))
-        self.channel.on(_OVER, lambda message: self._take_over(int(message.body)))
-        self.channel.watch_peers(self._lost)
+    def come_to_end(self) -> None:
+        """Note, on rank 0, that this program begins no further attempt, and end the wait of ranks that do."""
+        self._at_end = True
+        self._note_left(0)
 
-    def _is_got_over(self) -> bool:
-        """Wait for a while until all ranks have raised in the fit in which this one has; return whether they have."""
-        # Half the grace period at most: after all of it this rank is ended by force.
-        left = self._raised_at + self.grace_period / 2 - time.monotonic()
-
-        def is_over() -> bool:
-            return self._over >= self._raised_in or self._last is not None or self.state == "failed"
-
+    def end_attempt(self, record: FailureRecord) -> None:
+        """End this attempt and no rank, because the others outlive the one that is lost. Ranks: any, alone."""
         with self.news:
-            return self.channel.wait_for(self.news, is_over, max(left, _ON_ITS_WAY))
+            if self.state == "running":
+                self.state, self.record, self._goes_on = "failed", record, True
+                self.news.notify_all()
+        self.end_connections()
+        abort_devices()
 
-    def _leave_failure(self) -> None:
-        """Go back to "running" if this rank has raised, which the program has caught; another failure may stop it."""
-        if self.state == "raised":
-            self.state, self.record, self._keeps_own, self._alone = "running", None, False, False
-            outcome.cancel_forced_exit()
-            forget_failure()
-        self._apply()
+    def end_run(self, record: FailureRecord) -> None:
+        """Note what ends this run, which all ranks know. Ranks: all, each by itself."""
+        self._take(_EVER, record.in_folder(self.folder()))
 
-    def _note_raised(self, rank: int, fit: int) -> None:
-        """On rank 0: the failure of a fit is over once all have raised in it, or in a later one."""
-        with self.news:
-            self._raised[rank] = fit
-            over = min(self._raised.values()) if len(self._raised) == self.channel.world_size else self._over
-            if over > self._over:
-                self.channel.post(_OVER, over)
-                self._take_over(over)
-
-    def _take_over(self, fit: int) -> None:
-        with self.news:
-            self._over = max(self._over, fit)
-            self.news.notify_all()
+    def report_lost_parent(self) -> None:
+        """Note, on a rank that rank 0 has started, that its process has ended."""
+        self._lost(0, _GONE)
+        self.channel.lose(0)
 
     # -- which failure is the first ---------------------------------------------------------------------
 
-    def _first(self, after: int = -1) -> Failure | None:
-        """Return the first failure that is known of this fit, or of one before that is not over, after ``after``."""
-        told = self._told
-        if told is not None and max(self._over, after) < told.fit <= self.fit:
-            return told
-        return None if self._last is None else Failure(self.fit, self._last, is_last=True)
+    def _listen(self) -> None:
+        """Begin to receive failures; by now grace period and folder are set."""
+        if self._meeting is not None or self.channel.world_size == 1:
+            return
+        self._meeting = Gather(self.channel, _MEETING, watched=True)
+        clock.start()
+        interrupt_clock.start()
+        if self.channel.rank == 0:
+            self._meeting.follow(self._note_awaited)
+        self.channel.on(_FAILURE, self._take_failure)
+        self.channel.watch_peers(self._lost, self._note_left)
+        self.channel.ends_wait = self.ends_wait
+        self.channel.at_close(self._interrupt.remove)
+
+    def _note_awaited(self, waits: bool) -> None:
+        """On rank 0: ranks wait at the begin of an attempt, or do not any more."""
+        self._awaited = waits
+        for rank in range(self.channel.world_size) if waits else ():
+            if self.channel.has_closed(rank) or (rank == 0 and self._at_end):
+                self._note_left(rank)
+
+    def _note_left(self, rank: int) -> None:
+        """On rank 0: a rank has closed its channel, and cannot come to the begin of another attempt."""
+        if self._awaited:
+            self._decide(_EVER, self._left(rank))
+
+    def _left(self, rank: int) -> FailureRecord:
+        return FailureRecord(
+            rank, self.channel.world_size, *self._process_of(rank), "exit", _LEFT, exit_code=1
+        )
+
+    def _process_of(self, rank: int) -> Process:
+        return self.members[rank] if self.members else self.channel.process_of(rank)
 
     def _first_failure(self, error: BaseException) -> FailureRecord:
-        """Return the record of the first failure in the fit in which this rank raises ``error``, perhaps its own."""
-        if self.state == "raised" and self.record is not None:
+        """Return the record of the first failure in the attempt of this rank, perhaps that of its own ``error``."""
+        if self._has_raised and self.record is not None:
             return self.record  # this rank has failed before: saving after a failure may fail too
-        own = Failure(self.fit, self.describe(error))
+        own = self.describe(error)
         with self.news:
-            was_running, self.state = self.state == "running", "raised"
+            was_running, self.state, self._has_raised = self.state == "running", "failed", True
         if self._first() is None:
-            self._report(own)
+            self._report(self.number, own)
         with self.news:
             first = self._first() or own
             if was_running:
                 self._stops(first)
-            self._raises(first.record)
-            return first.record
+            return first
 
     def _raises(self, record: FailureRecord) -> None:
-        """Say that this rank raises: its own error or another one's."""
+        """Note that this rank raises its own error or another one's."""
         with self.news:
-            if self.state != "raised" or self._raised_in < self.fit:
-                self.state, self._raised_in, self._raised_at = "raised", self.fit, time.monotonic()
-                self._raised_as = record
-                self.channel.post(_RAISED, self._raised_in, to=0)
+            self.state, self.record, self._has_raised = "failed", self.record or record, True
 
-    def _report(self, failure: Failure) -> None:
+    def _first(self) -> FailureRecord | None:
+        """Return the first failure of this attempt, as far as is known."""
+        return self._known.get(self.number) or self._ended
+
+    def _report(self, number: int, record: FailureRecord) -> None:
         """Have rank 0 decide about a failure, and wait for its answer; without one this rank stands on its own."""
         if self.channel.rank == 0:
-            if self._decide(failure):
+            if self._decide(number, record):
                 self.channel.flush(1.0)
             return
-        self.channel.post(_FAILURE, failure.body(), to=0)
-        waits = failure.record.kind != "interrupt"
+        self.channel.post(_FAILURE, [number, record.to_json()], to=0)
+        waits = record.kind != "interrupt"
         if not waits:
             self.channel.flush(1.0)
 
         def is_answered() -> bool:
-            return self._last is not None if failure.is_last else self._first() is not None
+            return self._ended is not None if number == _EVER else self._first() is not None
 
         with self.news:
-            if not (waits and self.channel.wait_for(self.news, is_answered, self.grace_period / 3)):
-                self._decide(failure)
+            seconds = self.grace_period / 3
+            if not (waits and self.channel.wait_for(self.news, is_answered, seconds, stops=False)):
+                self._decide(number, record)
 
-    def _decide(self, failure: Failure, ends: Mapping[int, Ends] | None = None) -> bool:
-        """Settle on the first failure of a fit: on rank 0 for all ranks, on one that it does not answer for itself."""
-        record = failure.record.in_folder(self.folder())
+    def _decide(self, number: int, record: FailureRecord) -> bool:
+        """Settle on the first failure of an attempt: on rank 0 for all, on one that it does not answer for itself."""
+        record = record.in_folder(self.folder())
         if record.ended and not record.where:  # it cannot say where it was; the other ranks are near
             record = replace(record, where=own_place())
-        failure = failure._replace(record=record)
         with self.news:
-            told = self._told if self._told is not None and self._told.fit > self._over else None
-            if failure.is_last:  # what a rank has said explains more than a diagnosis
-                if self._last is not None or (told is not None and record.kind == "collective"):
+            if number == _EVER:
+                if self._ended is not None:
                     return False
-            elif failure.fit <= self._over or (told is not None and told.fit <= failure.fit):
-                return False  # its sender has been told which was the first
+                # What a rank has said explains more than that its process has ended.
+                said = [one for one in self._known.values() if one.rank == record.rank]
+                record = said[-1] if said else record
+            elif number in self._known:
+                return False  # what a rank has said explains more than a diagnosis
             if self.channel.rank != 0:
                 self._alone = True
             else:
-                for rank in range(1, self.channel.world_size):
-                    body = failure.body(ends.get(rank, ()) if ends else ())
-                    self.channel.post(_FAILURE, body, to=rank)
-            self._take(failure)
+                self.channel.post(_FAILURE, [number, record.to_json()])
+            self._take(number, record)
             return True
 
     def _take_failure(self, message: Message) -> None:
-        failure = Failure.from_body(message.body)
+        number, text = message.body
+        record = FailureRecord.from_json(text)
         if self.channel.rank == 0:
-            self._decide(failure)
-            return
-        self._take(failure)
-        if failure.record.kind == "collective":
-            ends = [(here, there) for here, there in message.body[-1]]
-            self._later(0.0, self._end_waits, failure.record, ends)
+            self._decide(number, record)
+        else:
+            self._take(number, record)
 
-    def _take(self, failure: Failure) -> None:
+    def _take(self, number: int, record: FailureRecord) -> None:
         """Take over what rank 0 has decided."""
         with self.news:
-            if failure.is_last:
-                self._last = self._last or failure.record
+            if record.kind == "collective" and self.state == "running":
+                number = self.number  # it may be the one that others wait for at the begin of the next
+            is_new = (
+                record not in self._known.values()
+            )  # the end of a process is often that of a rank that has raised
+            if number == _EVER:
+                self._ended = self._ended or record
             else:
-                self._told = failure
-                if self.state == "raised" and failure.fit < self._begun:  # the fit before had failed already
-                    self.fit = self._begun = self._raised_in = failure.fit
-                    self.channel.post(_RAISED, self._raised_in, to=0)
+                self._known[number] = record
+            if self.state == "over" and is_new and number in (_EVER, self.number):
+                self._say(record)
             self._apply()
             self.news.notify_all()
 
     def _apply(self) -> None:
-        """Let the failure of this fit stop this rank, unless it has raised because of that."""
-        first = self._first(after=self._raised_in)
+        """Let a failure of this attempt stop this rank."""
+        first = self._first()
         if self.state == "running" and first is not None:
             self.state = "failed"
             self._stops(first)
 
-    def _stops(self, failure: Failure) -> None:
-        """Take a failure for the one that ends the fit of this rank, and start the countdown."""
-        self.record = failure.record
-        if failure.fit > self._raised_in:
-            self.fit, self._begun = failure.fit, min(self._begun, failure.fit)
-        self._later(self.grace_period * 0.9, self._grace_ends, failure.record)
+    def _say(self, record: FailureRecord) -> None:
+        """Print a failure that does not end this rank, because it is over with the attempt."""
+        if self.prints_report and record.rank != self.channel.rank and record.kind != "interrupt":
+            self._soon(0.0, lambda: outcome.say_last(self._keep(record).printed()))
 
-    def _end_waits(self, record: FailureRecord, ends: Ends) -> None:
-        """Have the thread that trains raise the error of a diagnosis, and end what it waits in."""
-        if self.state == "failed" and self.interrupt is not None:
-            self.interrupt(record.collective_error())
-        end_connections(ends)
+    def _stops(self, record: FailureRecord) -> None:
+        """Take a failure for the one that ends this attempt, and start the countdown."""
+        self.record, self._since = record, time.monotonic()
+        at_once = record.kind == "collective"
+        self._soon(0.0 if at_once else _MAY_RAISE_THE_SAME, self._end_waits, record)
+        self._later(self.grace_period * 0.9, self._grace_ends, record)
+
+    # -- what ends a wait --------------------------------------------------------------------------------
+
+    def _pending(self) -> BaseException | None:
+        """Return what this rank still has to raise because of a failure."""
+        record = self.record
+        if record is None or self._has_raised or self.state != "failed":
+            return None
+        if record.kind == "collective":
+            return record.collective_error()
+        return KeyboardInterrupt() if record.kind == "interrupt" else RankFailedError(record.report(), record)
+
+    def _end_waits(self, record: FailureRecord) -> None:
+        """Have the thread that trains raise, and end what it waits in."""
+        if outcome.writes_report.acquire(timeout=_REPORT_LIMIT):
+            outcome.writes_report.release()
+        if self.record is not record or self._pending() is None:
+            return
+        self.channel.flush(0.5)  # before this rank ends the connections by which others would notice
+        self._interrupt.raise_soon()
+        self.end_connections()
         abort_devices()
+
+    def end_connections(self) -> None:
+        """Shut down this rank's connections with the others but those of channel and store: they may wait for it."""
+        members = self.members or [self.channel.process_of(rank) for rank in range(self.channel.world_size)]
+        end_connections(connections_with(members, {self.channel.port, self.store_port} - {0}))
 
     # -- processes that have ended -----------------------------------------------------------------------
 
-    def _lost(self, rank: int) -> None:
-        host, pid = self.channel.process_of(rank)
-        record = FailureRecord(rank, self.channel.world_size, host, pid, "vanished", _VANISHED)
-        failure = Failure(self.fit, record, is_last=True)
+    def _lost(self, rank: int, why: str = _VANISHED) -> None:
+        record = FailureRecord(rank, self.channel.world_size, *self._process_of(rank), "vanished", why)
         if rank != 0:  # on another thread, because this one must not wait
-            self._later(0.0, self._report, failure)
+            self._later(0.0, self._report, _EVER, record)
             return
         with self.news:
             # Every rank notices this by itself and decides alone; another rank must print, because rank 0 is gone.
             if self._first() is None:
                 speaks = self.channel.rank == 1 or os.environ.get("LOCAL_RANK") == "0"
                 self.prints_report = self.prints_report or speaks
-            self._decide(failure)
+            self._decide(_EVER, record)
 
     # -- the error that this rank raises ----------------------------------------------------------------
 
     def _own(self, error: BaseException, first: FailureRecord) -> BaseException:
         """Settle how this rank's own error is printed: by rank 0, or by this rank if rank 0 has not answered."""
+        if leaves_in_order(error):
+            return error  # by sys.exit(0): it is a failure for those that do not leave
         # An error of this package is one of all ranks: each keeps its own, and all end in good order.
         is_first, is_ours = first.rank == self.channel.rank, isinstance(error, LockstepError)
         self._keeps_own = is_first or is_ours or not parent_reads_notes()
@@ -403,9 +472,12 @@ class FailurePropagation:
         elif is_first and not is_ours:
             ending.text = f"{headline}\n{saved}".rstrip()
         set_ending(error, ending)
+        if first.kind == "collective":
+            # Destructors wait for peers, and to free the compiler that has read call sites takes seconds.
+            outcome.force_exit_at_shutdown(record.exit_code, unless_caught=True)
+            return error
         if is_ours:
-            if first.kind != "collective":
-                self.record = None  # they may still meet, as to save a checkpoint
+            self.record, self._broken = None, True  # they may still meet, as to save a checkpoint
             return error
         ending.deadline, ending.exit_code = self.grace_period + _CHILDREN_END, record.exit_code
         if is_first:
@@ -427,6 +499,8 @@ class FailurePropagation:
 
     def _stopped(self, record: FailureRecord, error: BaseException | None = None) -> BaseException:
         """Return what this rank raises because of a record, if need be in place of ``error``."""
+        if self._goes_on:
+            return RankFailedError(record.report(), record)
         if record.kind == "interrupt":
             return self._interrupted(KeyboardInterrupt())
         self._raises(record)
@@ -437,7 +511,9 @@ class FailurePropagation:
         record = self._keep(record)
         stopped = RankFailedError(record.report(), record)
         outcome.force_exit_at_shutdown(record.exit_code)
-        set_ending(stopped, Ending(record.printed() if self.prints_report else "", replaces=True))
+        text = record.printed() if self.prints_report else ""
+        deadline = self.grace_period + _CHILDREN_END
+        set_ending(stopped, Ending(text, record.exit_code, deadline, replaces=True))
         return stopped
 
     def describe(self, error: BaseException) -> FailureRecord:
@@ -458,9 +534,14 @@ class FailurePropagation:
         """End this process by force, unless it deals with the failure."""
         if outcome.writes_report.acquire(timeout=_REPORT_LIMIT):
             outcome.writes_report.release()
-        # Not if the program has caught the failure and goes on, or if this rank ends by its own error. A forked or
-        # spawned rank does not: Python calls no excepthook there, so nothing would end it.
-        if self.record is record and not outcome.failure_returned and not self._keeps_own:
+        # Not if it is over with the attempt, or ends by its own error. A forked or spawned rank does not: Python calls
+        # no excepthook there, so nothing would end it.
+        if (
+            self.record is record
+            and self.state != "over"
+            and not outcome.failure_returned
+            and not self._keeps_own
+        ):
             self.end_now(record)
 
     def end_now(self, record: FailureRecord) -> NoReturn:

@@ -193,8 +193,7 @@ class FailureRecord(FailedRank):
             return ""
         folder, here = Path(self.file).parent, Path.cwd()
         shown = shlex.quote(str(folder.relative_to(here) if folder.is_relative_to(here) else folder))
-        reads = f"to read it, with the checkpoint to resume from: lockstep-doctor run {shown}"
-        return f"{SAVED}{shown}/{FAILURE_FILE}; {reads}"
+        return f"{SAVED}{shown}/{FAILURE_FILE}; to read it: lockstep-doctor run {shown}"
 
     def printed(self) -> str:
         """Return the report as it is printed."""
@@ -318,6 +317,13 @@ def _summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:_HEADLINE]}{more}".removesuffix(": ")
 
 
+def leaves_in_order(error: BaseException) -> bool:
+    """Return whether an error is a program's own wish to end without one, which is a failure if others go on."""
+    return (
+        isinstance(error, SystemExit) and not isinstance(error, SIGTERMException) and error.code in (None, 0)
+    )
+
+
 def is_alike(error: BaseException, record: FailureRecord) -> bool:
     """Return whether ``error`` is of the type that another rank has failed with, and no consequence of that."""
     if isinstance(error, LockstepError):  # of all ranks
@@ -329,7 +335,7 @@ def is_alike(error: BaseException, record: FailureRecord) -> bool:
 def describe_exit(rank: int, world_size: int, pid: int, returncode: int) -> FailureRecord:
     """Return the record of a process of this host that has ended with a return code, negative for a signal."""
     kind: FailureKind = "signal" if returncode < 0 else "exit"
-    code = 128 - returncode if returncode < 0 else returncode  # of the job
+    code = 128 - returncode if returncode < 0 else returncode or 1  # of the job
     host, summary = socket.gethostname(), exit_in_words(returncode)
     return FailureRecord(rank, world_size, host, pid, kind, summary, exit_code=code)
 

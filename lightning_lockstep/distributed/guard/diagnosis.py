@@ -8,7 +8,7 @@
 #                                         <-------------------------------    state [number, RankState]
 #                                         diagnose() for each request
 #            <-- answer (no error; a remark may be logged)
-#            or, if it is an error:       failure of kind "collective", with connections to end -> all raise it
+#            or, if it is an error:       failure of kind "collective" -> all raise it
 #
 # The body of an answer tells whether the request was about an error of the backend, for which its sender waits.
 # With `where` rank 0 begins a look; the number of the look tells its states from late ones of an earlier look. A rank
@@ -28,12 +28,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
-from lightning_lockstep.distributed.failure.connections import Connection
 from lightning_lockstep.distributed.failure.propagation import FailurePropagation
 from lightning_lockstep.distributed.guard.observer import (
     Activity,
     RankObserver,
-    connections_between_ranks,
     probe_unresponsive,
 )
 from lightning_lockstep.distributed.guard.rank_state import (
@@ -207,7 +205,7 @@ class StallDiagnosis:
             again = self._looked_at_again(one, found, silent)
             if again is None:
                 self._open.remove(one)
-                self._conclude(request, found, states, silent)
+                self._conclude(request, found)
             else:
                 one.due = time.monotonic() + again
             if self._propagation.failed:  # this explains the other requests too
@@ -229,13 +227,7 @@ class StallDiagnosis:
             return max(one.came + self._window - time.monotonic(), self._window / 2)
         return _PASSES_WITHIN if one.looks == 2 and found.may_pass else None
 
-    def _conclude(
-        self,
-        request: DiagnosisRequest,
-        found: Diagnosis | None,
-        states: Mapping[int, RankState],
-        silent: Mapping[int, UnresponsiveRank],
-    ) -> None:
+    def _conclude(self, request: DiagnosisRequest, found: Diagnosis | None) -> None:
         if found is None or found.kind == "slow":
             if found is not None and self._is_news(request):
                 _log.warning(found.text)
@@ -244,17 +236,8 @@ class StallDiagnosis:
         if found.verify_finds_it and not self._verifies:
             found = replace(found, text=f"{found.text}\n\n{_VERIFY}")
         # A rank that was silent raises the error too, once it goes on.
-        if not self._propagation.report_diagnosis(found.error(), self._connections_to_end(states, silent)):
+        if not self._propagation.report_diagnosis(found.error()):
             self._answer(request)
-
-    def _connections_to_end(
-        self, states: Mapping[int, RankState], silent: Mapping[int, UnresponsiveRank]
-    ) -> dict[int, list[Connection]]:
-        kept = {port for state in states.values() for port in state.ports}
-        ends = {rank: state.connections for rank, state in states.items()}
-        ends |= {rank: one.connections for rank, one in silent.items()}
-        hosts = {one.host for one in silent.values() if one.host and not one.connections}
-        return connections_between_ranks(ends, hosts, kept)
 
     def _is_news(self, request: DiagnosisRequest) -> bool:
         """Return whether to log a remark about a wait: the first one, and one each time that it has about doubled."""

@@ -1,4 +1,4 @@
-"""The guard: a thread that watches the collectives of this rank and raises its errors in the thread that trains."""
+"""The guard: a thread that watches the collectives of this rank, and has rank 0 find out why one does not complete."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import ctypes
 import logging
 import os
 import queue
-import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any, Literal
+from typing import Literal
 
 from lightning_lockstep._settings import Faults
 from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed.failure.propagation import FailurePropagation
 from lightning_lockstep.distributed.guard.diagnosis import ANSWERS_WITHIN, StallDiagnosis
-from lightning_lockstep.distributed.guard.observer import RankObserver, deals_with_errors
+from lightning_lockstep.distributed.guard.observer import RankObserver
 from lightning_lockstep.distributed.guard.rank_state import (
     DiagnosisRequest,
     FlightRecorder,
@@ -73,21 +71,19 @@ _ENDS_WITHIN = 2.0
 
 
 class CollectiveGuard:
-    """Watches the collectives of this rank, and brings errors of a diagnosis to the thread that trains."""
+    """Watches the collectives of this rank."""
 
     def __init__(
         self, channel: SideChannel, propagation: FailurePropagation, settings: GuardSettings
     ) -> None:
         self.settings, self._channel, self._propagation = settings, channel, propagation
         self._verifier = CallVerifier() if settings.guard == "verify" else None
-        self._errors = MainThreadErrors()
         # Rank 0 looks at all ranks this long before the stall timeout [s], and again at it: have they moved?
         window = min(_MOVEMENT, settings.stall_timeout / 2)
         self.rank = RankObserver(
             channel,
             self._verifier or FlightRecorder(),
             window=window + ANSWERS_WITHIN,
-            store_port=int(os.environ.get("MASTER_PORT") or 0),
         )
         self._to_do: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stall = StallDiagnosis(
@@ -111,12 +107,11 @@ class CollectiveGuard:
             self._verifier.start()
         self.follow()
         self._thread.start()
-        self._propagation.explain, self._propagation.interrupt = self.explain, self._errors.raise_soon
+        self._propagation.explain = self.explain
         before_terminate(self._before_terminate)
 
     def follow(self) -> None:
-        """Watch the calling thread as the one that trains, and raise errors in it."""
-        self._errors.install()
+        """Watch the calling thread as the one that trains."""
         self.rank.trains, self.rank.raised_at = threading.current_thread(), None
 
     def stop(self) -> None:
@@ -128,10 +123,9 @@ class CollectiveGuard:
         # If the guard's thread is inside torch when Python exits, C++ aborts the process.
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(_ENDS_WITHIN)
-        self._errors.remove()
         before_terminate(None)
         if self._propagation.explain == self.explain:
-            self._propagation.explain = self._propagation.interrupt = None
+            self._propagation.explain = None
 
     def explain(self, error: BaseException) -> None:
         """Ask why a collective has failed here, and wait some seconds for the answer, which comes as a failure."""
@@ -161,6 +155,7 @@ class CollectiveGuard:
                 self._propagation.news,
                 lambda: self._stall.answers > before or self._propagation.failed,
                 _EXPLAIN_FOR,
+                stops=False,
             )
 
     def _request(self, outstanding: Outstanding | None, seconds: float, raised: str = "") -> None:
@@ -278,69 +273,3 @@ def _install() -> None:
     pointer = _Handler(handler)
     before = set_terminate(ctypes.cast(pointer, ctypes.c_void_p))
     _kept.append(pointer)
-
-
-# -- Raises an error in the thread that trains, also while that thread sleeps or waits for a lock --
-
-# The system ignores this signal by default, so it does no harm if no handler is installed.
-_SIGNAL = signal.SIGURG
-
-
-class MainThreadErrors:
-    """Raises an error in the thread that trains."""
-
-    # If the thread is in a call of C, the error is raised when that call returns. Outside the main thread this holds
-    # for sleeps and locks too, because Python runs handlers of signals in the main thread alone.
-
-    def __init__(self) -> None:
-        self._pending: BaseException | None = None
-        self._thread = threading.current_thread()
-        self._by_signal = False
-        self._before: Any = None
-        self._process = os.getpid()
-
-    def install(self) -> None:
-        """Raise errors in the calling thread from now on; handle the signal that wakes it, if it is the main thread."""
-        self._thread = threading.current_thread()
-        if self._thread is threading.main_thread() and not self._by_signal:
-            self._before = signal.signal(_SIGNAL, self._woken)
-            self._by_signal = True
-
-    def remove(self) -> None:
-        """Restore the earlier handler of the signal; only the main thread can."""
-        if self._by_signal and threading.current_thread() is threading.main_thread():
-            signal.signal(_SIGNAL, self._before)
-            self._by_signal = False
-
-    def raise_soon(self, error: BaseException) -> None:
-        """Raise ``error`` in the thread that trains; another thread calls this, and it returns at once."""
-        ident = ctypes.c_ulong(self._thread.ident or 0)
-        if self._by_signal and self._thread is threading.main_thread():
-            self._pending = error
-            signal.pthread_kill(ident.value, _SIGNAL)
-        elif not deals_with_errors(self._thread):
-            # Python raises only a class in another thread: the instance of this one is ``error``.
-            kind = type(error)
-            members = {"__new__": lambda cls: error, "__module__": kind.__module__}
-            raised = type(kind.__name__, (kind,), members)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(raised))
-
-    def _woken(self, number: int, frame: FrameType | None) -> None:
-        if callable(self._before):
-            self._before(number, frame)
-        error, self._pending = self._pending, None
-        # The failure protocol raises the error of a diagnosis by itself.
-        if error is None or os.getpid() != self._process or deals_with_errors(self._thread):
-            return
-        if not _is_of_the_end(frame):
-            raise error
-
-
-def _is_of_the_end(frame: FrameType | None) -> bool:
-    """Return whether the program has ended and the main thread is in a function that Python calls at exit."""
-    # Python would only print "Exception ignored in atexit callback" for an error that is raised there.
-    while frame is not None:
-        if frame.f_code.co_name == "<module>":
-            return False
-        frame = frame.f_back
-    return True

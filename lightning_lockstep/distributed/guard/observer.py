@@ -7,16 +7,17 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import psutil
 
-from lightning_lockstep.distributed.failure.connections import Connection, connections
+from lightning_lockstep.distributed.failure.interrupt import deals_with_errors
 from lightning_lockstep.distributed.failure.record import own_place
 from lightning_lockstep.distributed.guard.rank_state import (
     CallRecorder,
+    GatherRecorder,
     Outstanding,
     Position,
     RankState,
@@ -139,16 +140,6 @@ def _is_in_socket() -> bool:
     )
 
 
-def deals_with_errors(thread: threading.Thread) -> bool:
-    """Return whether a thread is in the failure protocol, which raises the error of a diagnosis by itself."""
-    frame = sys._current_frames().get(thread.ident or 0)
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("lightning_lockstep.distributed.failure"):
-            return True
-        frame = frame.f_back
-    return False
-
-
 # -- What a rank reports about itself, and what is known about a rank that does not answer --
 
 # How many calls of each rank are compared.
@@ -166,11 +157,10 @@ class RankObserver:
         recorder: CallRecorder,
         *,
         window: float,  # the time within which a movement counts [s]
-        store_port: int = 0,  # port of the store at which the ranks have met
     ) -> None:
         self._channel, self._recorder = channel, recorder
         self.activity = Activity(window, _is_rank_of(channel))
-        self._ports = (channel.port, store_port)  # a connection at one of these is not the backend's
+        self._gathers = GatherRecorder(channel)
         self.trains = threading.current_thread()
         self.raised_at: Position | None = None  # where a collective has raised the error that it deals with
 
@@ -178,7 +168,7 @@ class RankObserver:
         return tuple(one for recorder in self._recorders() for one in recorder.outstanding())
 
     def _recorders(self) -> list[CallRecorder]:
-        return [self._recorder, *group_recorders()]
+        return [self._recorder, *group_recorders(), self._gathers]
 
     def _calls(self, sites: bool) -> list[RecordedCall]:
         calls = [call for recorder in self._recorders() for call in recorder.calls(sites=sites)]
@@ -189,11 +179,11 @@ class RankObserver:
         with self.activity.left_out():
             self.activity.look()
             calls = self._calls(sites)
-            if not deals_with_errors(self.trains):  # the program has caught the error, and goes on
-                self.raised_at = None
+            if not deals_with_errors(sys._current_frames().get(self.trains.ident or 0)):
+                self.raised_at = None  # the program has caught the error, and goes on
             return RankState(
                 rank=self._channel.rank,
-                groups=dict(group_titles().values()),
+                groups=dict(group_titles().values()) | self._gathers.groups(),
                 outstanding=self.outstanding(),
                 calls=tuple(calls[-_COMPARED:]),
                 seconds_since_call=time.time() - calls[-1].started if calls else None,
@@ -201,8 +191,6 @@ class RankObserver:
                 where=own_place(),
                 raised=self.raised_at is not None,
                 moves=self.activity.moves or _is_in_socket(),
-                connections=tuple(connections()),
-                ports=self._ports,
             )
 
 
@@ -234,35 +222,14 @@ def probe_unresponsive(
         return UnresponsiveRank(f"its process {pid} does not answer", host)
     if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
         return UnresponsiveRank(f"its process {pid} has ended", host, has_ended=True)
-    there = tuple(connections(pid))
     if status == psutil.STATUS_STOPPED:
         what = f"its process {pid} is stopped, by a signal or a debugger"
-        return UnresponsiveRank(what, host, is_stopped=True, connections=there)
+        return UnresponsiveRank(what, host, is_stopped=True)
     if activities[rank].moves:
-        return UnresponsiveRank(f"its process {pid} computes", host, is_moving=True, connections=there)
-    return UnresponsiveRank(f"its process {pid} does not answer", host, connections=there)
+        return UnresponsiveRank(f"its process {pid} computes", host, is_moving=True)
+    return UnresponsiveRank(f"its process {pid} does not answer", host)
 
 
 def _is_rank_of(channel: SideChannel) -> Callable[[int], bool]:
     """Return a function that tells whether a process of this host is a rank, as far as this rank knows."""
     return lambda pid: pid in {channel.process_of(rank)[1] for rank in range(channel.world_size)}
-
-
-def connections_between_ranks(
-    ends: Mapping[int, Collection[Connection]],  # of each rank whose connections are known
-    hosts: Collection[str],  # of the ranks whose connections are not known
-    kept_ports: Collection[int],  # connections with one of them at either end are not the backend's
-) -> dict[int, list[Connection]]:
-    """Return the connections that each rank is to end, so that no rank waits for another one."""
-    owner = {end: rank for rank, theirs in ends.items() for end in theirs}
-    addresses = set[str]()
-    for host in hosts:
-        with suppress(OSError):
-            addresses.add(socket.gethostbyname(host))
-
-    def is_meant(rank: int, here: str, there: str) -> bool:
-        other = owner.get((there, here), rank)
-        is_there = other != rank or there.rpartition(":")[0] in addresses
-        return is_there and not {int(end.rpartition(":")[2]) for end in (here, there)} & set(kept_ports)
-
-    return {rank: sorted(end for end in theirs if is_meant(rank, *end)) for rank, theirs in ends.items()}

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from lightning_lockstep.distributed.failure.connections import Connection
 from lightning_lockstep.distributed.failure.record import folded_stack
 from lightning_lockstep.distributed.guard.collective_call import (
     BACKWARD,
@@ -25,6 +24,7 @@ from lightning_lockstep.distributed.guard.collective_call import (
     site_text,
 )
 from lightning_lockstep.distributed.process_group import process_group_exists
+from lightning_lockstep.distributed.side_channel.channel import SideChannel
 
 # -- The last collectives of a rank, in one form for all recorders --
 
@@ -201,6 +201,31 @@ def group_recorders() -> list[CallRecorder]:
     return [group for group in groups if hasattr(group, "outstanding")]
 
 
+class GatherRecorder:
+    """Reads the watched gathers of the side channel, each call as a group of its own; a :class:`CallRecorder`."""
+
+    def __init__(self, channel: SideChannel) -> None:
+        self._channel = channel
+
+    def groups(self) -> dict[str, tuple[int, ...]]:
+        """Return the titles of the last calls, and the ranks."""
+        return {one.call.group: tuple(range(self._channel.world_size)) for one in self.calls()}
+
+    def outstanding(self) -> Sequence[Outstanding]:
+        return [Outstanding(one.call.group, 1) for one in self.calls() if not one.done]
+
+    def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
+        return [
+            RecordedCall(
+                call=CollectiveCall(operation="gather", group=f"{gather.name} {one.key}", number=1),
+                started=one.began,
+                done=not one.waits,
+            )
+            for gather in self._channel.watched
+            for one in list(gather.last)
+        ]
+
+
 # -- What the thread that trains is doing, asked from another thread --
 # It is the main thread of the process, unless the fit was started in another one, as in Ray Train.
 
@@ -287,8 +312,6 @@ class RankState:
     where: Mapping[str, Any] = field(default_factory=dict)  # epoch, step, batch and stage of its Trainer
     moves: bool = False  # whether its process computes, reads or writes
     raised: bool = False  # whether its last collective has raised an error, at ``position``
-    connections: tuple[Connection, ...] = ()
-    ports: tuple[int, ...] = ()  # a connection with one of them at either end is not the backend's
 
     def to_data(self) -> dict[str, Any]:
         """Return the state as plain data that JSON can hold."""
@@ -306,8 +329,6 @@ class RankState:
             "outstanding": tuple(Outstanding(*one) for one in data["outstanding"]),
             "calls": tuple(calls),
             "position": Position(site, tuple(stack), *rest),
-            "connections": tuple((here, there) for here, there in data["connections"]),
-            "ports": tuple(data["ports"]),
         }
         return cls(**{**data, **made})
 
@@ -369,4 +390,3 @@ class UnresponsiveRank(NamedTuple):
     is_stopped: bool = False  # whether its process is stopped
     # Whether its process runs although it does not answer, for example while code in C computes and holds the GIL.
     is_moving: bool = False
-    connections: tuple[Connection, ...] = ()  # as far as rank 0 can see them

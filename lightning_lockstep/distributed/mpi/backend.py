@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_lockstep._text import first_line
+from lightning_lockstep._text import first_line, install_command
 from lightning_lockstep.distributed.failure.process_exit import flush_everything, outcome
 from lightning_lockstep.distributed.guard.rank_state import WORLD, group_title
 from lightning_lockstep.distributed.mpi.worker import Body, MPIWork, Worker, wait_for_callbacks
@@ -160,7 +160,7 @@ def _import_mpi() -> Any:
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
             f"mpi4py is installed, but it cannot load an MPI library: {first_line(error)}."
-            " Install one with `pip install 'lightning-lockstep[mpi]'`, or set MPI4PY_LIBMPI to the path of your"
+            f" Install one with `{install_command('mpi')}`, or set MPI4PY_LIBMPI to the path of your"
             " cluster's libmpi.so."
         ) from error
     return MPI

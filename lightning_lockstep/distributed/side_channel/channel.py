@@ -16,8 +16,8 @@ _log = logging.getLogger(__name__)
 _KEPT_UNREAD = 10_000
 #: How long a rank whose connection has ended has to connect again before it is lost [s].
 BACK_WITHIN = 2.0
-# How often a waiting rank looks whether the channel can still deliver [s].
-_LOOK_EVERY = 0.5
+# How often a waiting rank looks whether the channel can still deliver, and whether it is to stop [s].
+_LOOK_EVERY = 0.1
 
 Handler = Callable[["Message"], None]
 _Kept = TypeVar("_Kept")
@@ -41,25 +41,40 @@ class SideChannel:
         self.port = 0  # at which rank 0 listens, if it does
         self._processes: dict[int, tuple[str, int]] = {}
         self._closing = False
+        self.lingers = (
+            True  # whether what was posted last may still take a while to leave when this is closed
+        )
         self._standing: set[int] = set()  # ranks whose connection stands
         self._closed_ranks: set[int] = set()
         self._lost_ranks: set[int] = set()
         self._handlers: dict[str, tuple[Handler, ...]] = {}
         self._unread: dict[str, deque[Message]] = defaultdict(lambda: deque(maxlen=_KEPT_UNREAD))
         self._lock = threading.RLock()
+        self.watched: list[Any] = []  # gathers of which the guard finds out why they do not end
         self._at_close: list[Callable[[], None]] = []
         self._kept: dict[object, Any] = {}
         # Held while what ranks have said or done is noted, and notified of it.
         self._news = threading.Condition()
         self._on_lost: Callable[[int], None] = lambda rank: None
+        self._on_closed: Callable[[int], None] = lambda rank: None
+        # Raises in a wait if this rank is to stop, or returns whether it is to wait for nobody.
+        self.ends_wait: Callable[[], bool] = lambda: False
 
-    def watch_peers(self, on_lost: Callable[[int], None]) -> None:
-        """Call ``on_lost`` with each rank that is lost, on a thread of the channel; replaces an earlier call."""
+    def watch_peers(
+        self, on_lost: Callable[[int], None], on_closed: Callable[[int], None] = lambda rank: None
+    ) -> None:
+        """Call one of these with each rank that is lost, or has closed its channel, on a thread of the channel."""
         # A rank is lost if its connection has ended, it has not closed its channel and has not come back. Rank 0
         # watches all others, every rank watches rank 0.
-        self._on_lost = on_lost
+        self._on_lost, self._on_closed = on_lost, on_closed
         for rank in sorted(self._lost_ranks):
             on_lost(rank)
+
+    def lose(self, rank: int) -> None:
+        """Note that a rank is lost, which this process knows otherwise, so that nothing waits for it."""
+        with self._news:
+            self._lost_ranks.add(rank)
+            self._news.notify_all()
 
     def process_of(self, rank: int) -> tuple[str, int]:
         """Return host name and process id of a rank; ``("", 0)`` if they are not known here."""
@@ -133,14 +148,16 @@ class SideChannel:
         timeout: float,
         *,
         needs_main: bool = True,
+        stops: bool = True,
     ) -> bool:
         """Wait until messages of other ranks have made ``arrived`` true; return whether they have."""
         # Every wait for messages of other ranks is here. The caller holds `news`, which a handler notifies.
-        # `needs_main`: give up when rank 0 has left, because nothing can arrive any more.
+        # `needs_main`: give up when rank 0 has left, because nothing can arrive any more. `stops`: end with what is to
+        # stop this rank.
         deadline = time.monotonic() + timeout
         while not arrived():
             left = deadline - time.monotonic()
-            if left <= 0 or (needs_main and not self.usable):
+            if left <= 0 or (stops and self.ends_wait()) or (needs_main and not self.usable):
                 return False
             news.wait(min(left, _LOOK_EVERY))
         return True

@@ -7,7 +7,9 @@ entries, or rank 0 alone has them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +20,19 @@ from lightning_lockstep.errors import CollectiveStallError
 # How much longer than rank 0 the others wait, so that they receive its list of missing ranks [s].
 _RESULT_DELAY = 2.0
 
+# How many calls of each gather are known to the guard.
+_KEPT = 20
+
 Key = int | str
+
+
+@dataclass
+class Collecting:
+    """A call of this rank."""
+
+    key: Key
+    began: float  # [s since 1970]
+    waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,15 +58,21 @@ class Gather:
     """Collects one entry of every rank under a key, any number of times. Ranks: one object on every rank."""
 
     # `name` tells several gathers on one channel apart. A key costs one message of each rank to rank 0, and one back if
-    # all ranks get the entries.
+    # all ranks get the entries. `watched`: the guard finds out why one does not end, as of a collective.
 
-    def __init__(self, channel: SideChannel, name: str, *, timeout: float = 60.0) -> None:
-        self.channel, self.timeout = channel, timeout
+    def __init__(
+        self, channel: SideChannel, name: str, *, timeout: float = 60.0, watched: bool = False
+    ) -> None:
+        self.channel, self.name, self.timeout = channel, name, timeout
+        self.last: deque[Collecting] = deque(maxlen=_KEPT)
+        if watched:
+            channel.watched.append(self)
         self._topic = f"gather/{name}"
         self._coming: dict[Key, dict[int, Any]] = {}
         self._complete: dict[Key, Gathered] = {}
         self._overdue: set[Key] = set()  # given up: what still comes is not kept
         self._news = threading.Condition()
+        self._follower: Callable[[bool], None] = lambda waits: None
         self._remove = [
             channel.on(self._topic, self._take_entry),
             channel.on(f"{self._topic}/result", self._take_result),
@@ -67,12 +87,18 @@ class Gather:
         """Post this rank's entry, wait for the others' and return them all. Ranks: every rank, in any order."""
         # If the entries are for rank 0 alone, the other ranks return their own entry at once.
         own = self.channel.rank
+        self.last.append(this := Collecting(key, time.time()))
         self.post(key, entry, for_all=for_all)
         if own and not for_all:
             return Gathered({own: entry})
         with self._news:
             patience = self.timeout + (_RESULT_DELAY if own else 0.0)
-            if self.channel.wait_for(self._news, lambda: key in self._complete, patience):
+            this.waits = True
+            try:
+                has_come = self.channel.wait_for(self._news, lambda: key in self._complete, patience)
+            finally:
+                this.waits = False
+            if has_come:
                 gathered = self._complete.pop(key)
             else:
                 self._overdue.add(key)
@@ -80,6 +106,10 @@ class Gather:
                 if own == 0:
                     gathered = self._finish(key, {**self._coming.pop(key, {}), own: entry}, for_all=for_all)
         return replace(gathered, entries=dict(sorted({**gathered.entries, own: entry}.items())))
+
+    def follow(self, function: Callable[[bool], None]) -> None:
+        """On rank 0: call ``function`` with whether entries of some ranks have come and those of others have not."""
+        self._follower = function
 
     def close(self) -> None:
         """Stop listening."""
@@ -94,7 +124,9 @@ class Gather:
                 return
             entries = self._coming.setdefault(key, {})
             entries[message.sender] = entry
-            if len(entries) == self.channel.world_size:
+            is_complete = len(entries) == self.channel.world_size
+            self._follower(not is_complete)
+            if is_complete:
                 del self._coming[key]
                 self._complete[key] = self._finish(key, entries, for_all=for_all)
                 self._news.notify_all()

@@ -220,7 +220,7 @@ class ZeroMQSideChannel(SideChannel):
         finally:
             self._socket.disable_monitor()
             self._monitor.close()
-            self._socket.close(_LINGER)
+            self._socket.close(_LINGER if self.lingers else 0)
             self._wakes.close()
             self._woken.close()
             self._context.term()
@@ -302,7 +302,7 @@ class ZeroMQSideChannel(SideChannel):
             # The connection does not stand any more, so that its end is no loss.
             self._standing.discard(sender)
             self._absent.pop(sender, None)
-            self._arrived.put(partial(self._note_end, self._closed_ranks, sender))
+            self._arrived.put(partial(self._close_of, sender))
         else:
             raise ValueError(f"its kind is {kind[:20]!r}")
 
@@ -347,8 +347,12 @@ class ZeroMQSideChannel(SideChannel):
 
     def _lose(self, rank: int) -> None:
         if rank not in self._standing and not self._closing:  # else it is back
+            self._on_lost(rank)  # first, so that who waits for this rank ends with a failure that names it
             self._note_end(self._lost_ranks, rank)
-            self._on_lost(rank)
+
+    def _close_of(self, rank: int) -> None:
+        self._note_end(self._closed_ranks, rank)
+        self._on_closed(rank)
 
     @property
     def _ended_ranks(self) -> set[int]:

@@ -24,14 +24,7 @@ from lightning_lockstep.doctor.cuda import (
     torch_build,
 )
 from lightning_lockstep.doctor.machine import Machine, major, release, short, system_install
-from lightning_lockstep.doctor.registry import (
-    CheckOptions,
-    Finding,
-    not_applicable,
-    ok,
-    problem,
-    warning,
-)
+from lightning_lockstep.doctor.registry import CheckOptions, Finding, not_applicable, ok, problem, warning
 
 _NEW_DRIVER = (
     "sudo ubuntu-drivers install && sudo reboot  # or: sudo dnf module install nvidia-driver:latest-dkms"

@@ -5,18 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
-from lightning_lockstep._text import time_in_words
+from lightning_lockstep._text import counted, install_command, time_in_words
 from lightning_lockstep.doctor.cuda import architectures, find_gpus, torch_build
 from lightning_lockstep.doctor.machine import Machine, Probed, release, short, system_install
-from lightning_lockstep.doctor.registry import (
-    CheckOptions,
-    Finding,
-    Status,
-    not_applicable,
-    ok,
-    problem,
-    warning,
-)
+from lightning_lockstep.doctor.registry import CheckOptions, Finding, not_applicable, ok, problem, warning
 
 _WITH_AIO, _AIO = ("async_io", "pin_memory"), ("libaio-dev", "libaio-devel")  # of Debian and of Red Hat
 _PREBUILT = {"cpu_adam": "DS_BUILD_CPU_ADAM", "async_io": "DS_BUILD_AIO", "fused_adam": "DS_BUILD_FUSED_ADAM"}
@@ -30,7 +22,7 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
         yield _memory(machine, options.model_parameters, options.gpus)
     version = machine.python.packages.get("deepspeed")
     if version is None:
-        yield not_applicable("DeepSpeed", "It is not installed: pip install 'lightning-lockstep[deepspeed]'")
+        yield not_applicable("DeepSpeed", f"It is not installed: {install_command('deepspeed')}")
         return
     imported = machine.probe("deepspeed_import", timeout=50.0)
     yield _importable(version, imported)
@@ -44,13 +36,12 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     if buildable:
         yield ok("operations buildable", f"{', '.join(buildable)}: compiled when they are first used")
     lacking = [name for name in imported.entries("operations", str) if name not in (*built, *buildable)]
-    for names, fix in (
-        ([name for name in lacking if name in _WITH_AIO], system_install(*_AIO)),
-        ([name for name in lacking if name not in _WITH_AIO], "lockstep-doctor cuda"),
-    ):
-        if names:
-            evidence = f"DeepSpeed finds that {', '.join(names)} cannot be built here; ds_report shows more"
-            yield warning("operations", evidence, fix)
+    if names := [name for name in lacking if name in _WITH_AIO]:
+        evidence = f"{', '.join(names)} cannot be built here; only offloading to NVMe needs it"
+        yield ok("operations", evidence, system_install(*_AIO))
+    if names := [name for name in lacking if name not in _WITH_AIO]:
+        evidence = f"DeepSpeed finds that {', '.join(names)} cannot be built here; ds_report shows more"
+        yield warning("operations", evidence, "lockstep-doctor cuda")
     # DeepSpeed's accelerator for CPUs has builds without CUDA.
     with_cuda = bool(torch_build(machine).cuda) and imported.facts.get("accelerator") != "cpu"
     if ready := [name for name in _PREBUILT if name in buildable]:
@@ -118,15 +109,12 @@ def _ahead_of_time(version: str, names: Sequence[str], kinds: str | None) -> Fin
         variables.insert(0, f'TORCH_CUDA_ARCH_LIST="{kinds}"')
     before = " ".join(variables)
     source = f"--no-build-isolation --no-deps --no-cache-dir --no-binary deepspeed deepspeed=={version}"
-    return Finding(
-        Status.OK,
+    return ok(
         "ahead of time",
         f"{', '.join(names)} can be built before a run{f', for GPUs of {kinds}' if kinds else ''}; the wheel serves"
         " many machines of the same kind.",
-        (
-            f"{before} pip install -v --force-reinstall {source} 2>&1 | tee build.log",
-            f"{before} pip wheel -v -w wheels {source} && pip install --no-deps wheels/deepspeed-*.whl",
-        ),
+        f"{before} pip install -v --force-reinstall {source} 2>&1 | tee build.log",
+        f"{before} pip wheel -v -w wheels {source} && pip install --no-deps wheels/deepspeed-*.whl",
     )
 
 
@@ -135,5 +123,5 @@ def _memory(machine: Machine, parameters: float, gpus: int | None) -> Finding:
 
     ranks = gpus or max(1, len(find_gpus(machine)))
     table = estimate_table(parameters=int(parameters), ranks=ranks, ranks_per_node=ranks)
-    on = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    on = counted(ranks, "rank")
     return ok("memory per stage", f"{parameters:,.0f} parameters, {on}, without activations:\n{table}")

@@ -22,9 +22,8 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     if not gpus:
         yield not_applicable("GPUs", "nvidia-smi is not found, or lists none.")
         return
-    yield ok(
-        "GPUs", ", ".join(f"{gpu.index}: {gpu.name} ({size_in_words(gpu.memory * _MIB)})" for gpu in gpus)
-    )
+    listed = (f"{gpu.index}: {gpu.name} ({size_in_words(gpu.memory * _MIB)})" for gpu in gpus)
+    yield ok("GPUs", ", ".join(listed))
     yield from _ranks(machine, gpus)
     if len(gpus) > 1:
         yield from _compared(

@@ -21,9 +21,7 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     elif version >= _FIRST_GOOD:
         yield ok(subject, f"{text}; hangs are known on versions before 5.5")
     elif error := (tested := machine.probe("shared_memory", timeout=_TEST_TIMEOUT)).error:
-        evidence = (
-            f"{text} is older than 5.5, and two processes could not add through shared memory: {error}."
-        )
+        evidence = f"{text} is older than 5.5, and two processes could not share memory: {error}."
         yield problem(subject, evidence, _UPGRADE)
     else:
         evidence = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import PurePath
 
+from lightning_lockstep._text import install_command
 from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.registry import (
     CheckOptions,
@@ -36,7 +37,7 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     first = found[0] if found else None
     has_mpi4py = "mpi4py" in machine.python.packages
     if first is None and not has_mpi4py:
-        evidence = "neither mpirun nor mpi4py is here: pip install 'lightning-lockstep[mpi]'"
+        evidence = f"neither mpirun nor mpi4py is here: {install_command('mpi')}"
         yield not_applicable("mpirun", evidence)
         return
     if first is None:
@@ -54,10 +55,8 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     if has_mpi4py:
         yield _mpi4py(machine, first)
     else:
-        evidence = (
-            "it is not installed: `strategy=mpi` then has backend=gloo or nccl only, and ranks on one host"
-        )
-        yield warning("mpi4py", evidence, "pip install 'lightning-lockstep[mpi]'")
+        evidence = "it is not installed: `strategy=mpi` has only backend=gloo or nccl then, ranks on one host"
+        yield warning("mpi4py", evidence, install_command("mpi"))
     if hosts := hosts_of(options):
         yield from _hosts(hosts, first, options)
 

@@ -7,7 +7,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_lockstep._text import first_line, listed, ranks_in_words, size_in_words, time_in_words
+from lightning_lockstep._text import (
+    first_line,
+    install_command,
+    listed,
+    ranks_in_words,
+    size_in_words,
+    time_in_words,
+)
 from lightning_lockstep.doctor.machine import MORE_SHARED_MEMORY, Machine, last_line
 from lightning_lockstep.doctor.network import REACH_ALL, STEPS, Answer, Ranks, ranks_here
 from lightning_lockstep.doctor.registry import CheckOptions, Finding, not_applicable, ok, problem, warning
@@ -24,6 +31,8 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
             yield problem("ranks", str(error), "export MASTER_PORT=ANOTHER_PORT")
         return
     try:
+        from lightning_lockstep.distributed.process_group import forget_rendezvous, process_group_exists
+
         ranks = ranks_here(options.nproc or 2)
     except ImportError as error:
         evidence = f"torch cannot be imported: {first_line(error)}"
@@ -33,6 +42,8 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
         yield from examine(ranks, options.backends)
     finally:
         ranks.end(0)
+        if not process_group_exists():
+            forget_rendezvous()  # a run that begins with these checks goes on in this process
 
 
 # -- All stages in turn, in the order in which ranks would meet the error --
@@ -146,9 +157,7 @@ def _backend(ranks: Ranks, backend: str, paths: Paths) -> Iterator[Finding]:
         if not values or (variable == _NCCL_INTERFACE and len(ranks.hosts) < 2):
             continue
         if step := _try(ranks, backend, variable, values).step:
-            told = (
-                f"{first.evidence}. With {variable} set it fails too, in the step {_NAMES.get(step, step)!r}"
-            )
+            told = f"{first.evidence}. With {variable} set it fails too, in {_NAMES.get(step, step)!r}"
             first = replace(first, evidence=told)
             continue
         lines = [f"export {variable}={value}  # on {host}" for host, value in values.items()]
@@ -202,7 +211,7 @@ _SHOWN = 4  # errors of ranks that are shown in full
 _FIXES = {
     "SIGKILL": "dmesg | grep -i 'out of memory'  # who killed it: the kernel or the scheduler",
     "SIGBUS": "# /dev/shm is full: docker run --shm-size=8g, or sudo mount -o remount,size=8G /dev/shm",
-    "ModuleNotFoundError": "pip install 'lightning-lockstep[mpi]'  # on each host that lacks it",
+    "ModuleNotFoundError": f"{install_command('mpi')}  # on each host that lacks it",
     "out of memory": "nvidia-smi  # lists the processes that use these devices",
     "loads another MPI": "lockstep-doctor mpi",
 }

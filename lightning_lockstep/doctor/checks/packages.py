@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from lightning_lockstep._text import size_in_words
+from lightning_lockstep._text import install_command, size_in_words
 from lightning_lockstep.doctor.machine import MORE_SHARED_MEMORY, Limits, Machine, major, release, short
 from lightning_lockstep.doctor.registry import CheckOptions, Finding, ok, problem, warning
 
 _LIGHTNING = ("lightning", "pytorch-lightning")
 _LIGHTNINGS = ">=2.6,<2.7,!=2.6.2,!=2.6.3"
 _MALICIOUS = ((2, 6, 2), (2, 6, 3))
-_OLDEST_TORCH, _OLDEST_DEEPSPEED = (2, 9), (0, 19)
+# As in pyproject.toml, which scripts/checks/files.py compares.
+RELEASES = {"torch": ">=2.9,<2.16", "deepspeed": ">=0.19,<0.20"}
 _PYTHONS = ((3, 10), (3, 13))
 # Release 0.24 of torchvision goes with torch 2.9, 0.25 with 2.10, and so on.
 _TORCHVISION_AHEAD = 15
@@ -24,7 +25,9 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     """Look at installed versions and at limits."""
     packages = machine.python.packages
     yield _python(machine.python.version)
-    yield _torch(packages.get("torch"))
+    if "torch" not in packages:
+        yield problem("torch", "It is not installed for this Python.", "pip install torch")
+    yield from (_release(name, packages[name]) for name in RELEASES if name in packages)
     yield from _lightning(packages)
     yield from _beside_torch(packages)
     limits = machine.limits
@@ -42,16 +45,18 @@ def _python(version: str) -> Finding:
         "Python",
         f"{version or 'unknown'}; expected 3.10 to 3.13.",
         "# make an environment of a Python between 3.10 and 3.13, such as",
-        "python3.12 -m venv ~/lockstep && ~/lockstep/bin/pip install lightning-lockstep",
+        f"python3.12 -m venv ~/lockstep && ~/lockstep/bin/{install_command()}",
     )
 
 
-def _torch(torch: str | None) -> Finding:
-    if torch is None:
-        return problem("torch", "It is not installed for this Python.", "pip install torch")
-    if release(torch) < _OLDEST_TORCH:
-        return problem("torch", f"{torch}; expected 2.9 or newer.", "pip install 'torch>=2.9'")
-    return ok("torch", torch)
+def _release(name: str, version: str) -> Finding:
+    oldest, beyond = (release(bound.strip("<>=")) for bound in RELEASES[name].split(","))
+    if oldest <= release(version)[:2] < beyond:
+        return ok(name, version)
+    evidence, fix = f"{version}; expected {RELEASES[name]}", f"pip install '{name}{RELEASES[name]}'"
+    if release(version) < oldest:
+        return problem(name, f"{evidence}.", fix)
+    return warning(name, f"{evidence}: this package was not tested with it.", fix)
 
 
 def _lightning(packages: Mapping[str, str]) -> Iterator[Finding]:
@@ -77,11 +82,8 @@ def _lightning(packages: Mapping[str, str]) -> Iterator[Finding]:
         return
     shown = ", ".join(f"{name} {version}" for name, version in found.items())
     newest = max(found.values(), key=release)
-    if len(found) == 1:
+    if len(set(found.values())) == 1:
         yield ok("lightning", shown)
-    elif len(set(found.values())) == 1:
-        evidence = f"{shown}: of one version. Import from only one of them: their classes are distinct."
-        yield ok("two Lightnings", evidence)
     else:
         yield warning(
             "two Lightnings",
@@ -93,7 +95,7 @@ def _lightning(packages: Mapping[str, str]) -> Iterator[Finding]:
 
 def _beside_torch(packages: Mapping[str, str]) -> Iterator[Finding]:
     torch, numbers = packages.get("torch"), release(packages.get("torch"))
-    xla, vision, deepspeed = (packages.get(name) for name in ("torch-xla", "torchvision", "deepspeed"))
+    xla, vision = packages.get("torch-xla"), packages.get("torchvision")
     if xla and torch and release(xla)[:2] != numbers[:2]:
         wanted = short(xla)
         yield problem(
@@ -109,8 +111,6 @@ def _beside_torch(packages: Mapping[str, str]) -> Iterator[Finding]:
         if short(vision) != wanted:
             evidence = f"torchvision {vision} is not for torch {torch}: its operators are not found."
             yield problem("torchvision and torch", evidence, f"pip install 'torchvision=={wanted}.*'")
-    if deepspeed and release(deepspeed) < _OLDEST_DEEPSPEED:
-        yield warning("deepspeed", f"{deepspeed}; expected 0.19 or newer.", "pip install 'deepspeed>=0.19'")
 
 
 def _memory(limits: Limits) -> Finding:
@@ -120,9 +120,7 @@ def _memory(limits: Limits) -> Finding:
     if limits.memory >= _LITTLE_MEMORY:
         return ok("memory limit", evidence)
     evidence += ". Two ranks with torch take about 1 GiB before any model; what takes more is killed."
-    return warning(
-        "memory limit", evidence, "# ask for more: docker run --memory=16g ..., sbatch --mem=16G ..."
-    )
+    return warning("memory limit", evidence, "# more: docker run --memory=16g ..., sbatch --mem=16G ...")
 
 
 def _cores(limits: Limits, environment: Mapping[str, str]) -> Finding:

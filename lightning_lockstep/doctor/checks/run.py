@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_lockstep._run_folder import RunFolder
 from lightning_lockstep._text import time_in_words
+from lightning_lockstep.distributed.checkpoint_folder import PREEMPTED_FILE
 from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.registry import (
     CheckOptions,
@@ -22,13 +23,9 @@ from lightning_lockstep.doctor.registry import (
     warning,
 )
 
-_WHO_KILLED = (
-    "sudo dmesg -T | grep -i 'out of memory'  # on its host; under Slurm: sacct -j JOB --format=State,MaxRSS"
-)
+_WHO_KILLED = "sudo dmesg -T | grep -i 'out of memory'  # under Slurm: sacct -j JOB --format=State,MaxRSS"
 _LISTED = 8  # jobs of a sweep that are named
 _LONGEST = 700  # of a text that is quoted [characters]
-_LEFT_WITH = ("preempted", "hpc_ckpt")  # how checkpoints of StopTogether and of a requeue are named
-_LEFT_WITHIN = 60.0  # how long a run may take to end once it has saved such a checkpoint [s]
 
 
 def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
@@ -49,9 +46,7 @@ def _folder(folder: RunFolder) -> Iterable[Finding]:
         return _run(folder)
     below = folder.runs_below()
     if not below:
-        evidence = (
-            "it contains no file of a run (.hydra, summary.json, failure.json, checkpoints, metrics.csv)"
-        )
+        evidence = "it has no file of a run (.hydra, summary.json, failure.json, checkpoints, metrics.csv)"
         return [problem(what, evidence, search)]
     without = [run for run in below if not run.has("summary.json")]
     failed = [run for run in without if run.has("failure.json")]
@@ -78,6 +73,7 @@ def _run(folder: RunFolder) -> Iterator[Finding]:
         found += _finished(summary)
     elif failure is not None and not _has_problem(found):
         found.append(_failed(failure))
+    found += _lost(folder)
     found += _batch_size(folder)
     is_needed = summary is None and not _has_problem(found)
     for name in dict.fromkeys(folder.unreadable):
@@ -102,11 +98,18 @@ def _overflow(folder: RunFolder) -> Iterator[Finding]:
         if folder.is_of_earlier_attempt(name):
             continue
         lines = folder.text(str(PurePath(name).with_suffix(".txt"))).splitlines()
-        marks = ("Producer:", "First bad gradient:", "No module:", "Remedy", "    in Python:", "    on the")
+        marks = ("Producer:", "First bad gradient:", "Remedy", "    in Python:", "    on the")
         shown = [line for line in lines if line.startswith(("Detected inf/nan", *marks, "Advice:"))]
         text = folder.shown(str(PurePath(name).with_suffix(".txt")))
-        evidence = _quoted("\n".join(dict.fromkeys(shown))) or f"nan or inf: see {text}"
-        yield problem("overflow", evidence, f"less {text}")
+        evidence = _quoted("\n".join(dict.fromkeys(shown))) or "nan or inf"
+        yield problem("overflow", f"{evidence}\nFull report: {text}")
+
+
+def _lost(folder: RunFolder) -> Iterator[Finding]:
+    """Yield which ranks were killed while the others went on; of several attempts in one folder in the last."""
+    lost = folder.record("lost.json")
+    for event in () if lost is None or folder.is_of_earlier_attempt("lost.json") else lost.get("lost", ()):
+        yield warning("lost rank", str(event.get("text", "")), _WHO_KILLED)
 
 
 def _failed(failure: Mapping[str, Any]) -> Finding:
@@ -152,20 +155,21 @@ def _batch_size(folder: RunFolder) -> Iterator[Finding]:
 
 
 def _unknown(folder: RunFolder) -> Finding:
-    newest = min(map(folder.age, folder.glob("*", "*/*", "*/*/*")), default=math.inf)
-    kept = next(iter(folder.checkpoints()), "")
-    if PurePath(kept).name.startswith(_LEFT_WITH) and folder.age(kept) - newest < _LEFT_WITHIN:
-        return ok("run", f"all ranks left it together and saved {kept}, as a signal or a file had asked for")
+    for name in folder.glob(PREEMPTED_FILE, f"checkpoints/{PREEMPTED_FILE}"):
+        left = None if folder.is_of_earlier_attempt(name) else folder.record(name)
+        if left is not None:
+            saved, reason = left.get("checkpoint"), left.get("reason")
+            return ok("run", f"all ranks left it together and saved {saved}: {reason}")
     if not folder.is_of_lockstep_train:
         evidence = (
             "no failure was recorded, and a Trainer of a script leaves no summary: it ended well, still runs, or was"
             " killed with all its ranks"
         )
         return ok("run", evidence)
+    newest = min(map(folder.age, folder.glob("*", "*/*", "*/*/*")), default=math.inf)
     evidence = (
         f"neither a summary nor a record of a failure; last written to {time_in_words(max(0, newest))} ago: it still"
-        " runs, all ranks have left it together (exit code 75), it was killed (memory, time limit, a lost host), or it"
-        " ended before its first step"
+        " runs, it was killed (memory, time limit, a lost host), or it ended before its first step"
     )
     return warning("run", evidence, _WHO_KILLED)
 
@@ -177,7 +181,7 @@ def _checkpoints(folder: RunFolder) -> Finding:
         return not_applicable("checkpoints", evidence)
     evidence = f"{len(found)}, the newest is {found[0]}; the run can resume from it"
     script = f'# in the script: trainer.fit(..., ckpt_path="{PurePath(folder.given, found[0])}")'
-    return Finding(Status.OK, "checkpoints", evidence, (folder.resume_command(found[0]) or script,))
+    return ok("checkpoints", evidence, folder.resume_command(found[0]) or script)
 
 
 def _ranks(record: Mapping[str, Any]) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import signal
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 from lightning_lockstep._system import Completed
 from lightning_lockstep._text import counted
@@ -16,7 +18,9 @@ _ASK = 15.0  # longest wait for a command of Slurm [s]
 _SAVE = 60.0  # a signal that comes later before the limit leaves little time for a checkpoint [s]
 # The error of srun without one.
 _NO_CLUSTER = ("failed to fetch config", "Could not establish a configuration source")
-_SIGNALS = ("TERM", "USR1", "SIGTERM", "SIGUSR1")  # what StopTogether watches
+_SIGNALS = ("TERM", "USR1")  # what StopTogether watches
+# As sbatch reads it: options R and B, a number or a name, how long before the limit [s].
+_SIGNAL = re.compile(r"(?:([RB]*):)?(?:SIG)?([^@\s]+)(?:@(\d+))?", re.IGNORECASE)
 # Which type of srun's --mpi makes ranks of an MPI: by the vendor that mpi4py reports, the best first.
 _PMI2 = ("pmi2", "pmix")
 _TYPES = {"Open MPI": ("pmix",), "MPICH": _PMI2, "Intel MPI": _PMI2, "MVAPICH": _PMI2}
@@ -115,12 +119,8 @@ def _mpi_types(machine: Machine, done: Completed) -> Finding:
     fitting = [kind for kind in offered if kind.startswith(wanted)]
     default = machine.environment.get("SLURM_MPI_TYPE") or _default_type(machine)
     if not wanted or default in fitting:
-        return ok(
-            subject, f"{listed}, by default {default or 'none'}; mpi4py loads {vendor or 'an unknown MPI'}"
-        )
-    evidence = (
-        f"{listed}, by default {default or 'none'}; {vendor}, which mpi4py loads, needs {' or '.join(wanted)}"
-    )
+        return ok(subject, f"{listed}, by default {default or 'none'}; mpi4py loads {vendor or '?'}")
+    evidence = f"{listed}, by default {default or 'none'}; mpi4py's {vendor} needs {' or '.join(wanted)}"
     if fitting:
         return warning(subject, evidence, f"srun --mpi={fitting[0]} lockstep-train strategy=mpi")
     fix = "# in the batch script, without srun: lockstep-train strategy=mpi strategy.hostfile=HOSTFILE"
@@ -147,8 +147,8 @@ def _time(machine: Machine, job: str) -> Finding:
     if limit[1] == "UNLIMITED":
         return ok(subject, "none")
     script = machine.run(["scontrol", "write", "batch_script", job, "-"], _ASK).output
-    name, seconds = _signal(script, machine.environment)
-    if name is None:
+    options, name, seconds = _signal(script, machine.environment)
+    if not name:
         return warning(
             subject,
             f"{limit[1]}, and no --signal in the batch script: unless sbatch was given one, the tasks get SIGTERM at"
@@ -156,7 +156,7 @@ def _time(machine: Machine, job: str) -> Finding:
             f"{fix}   # StopTogether then saves, and the job is requeued",
         )
     evidence = f"{limit[1]}, with --signal={name}"
-    if name.startswith("B:"):
+    if "B" in options:
         return warning(subject, f"{evidence}: it is sent to the batch script alone", fix)
     if name not in _SIGNALS:
         return warning(subject, f"{evidence}: StopTogether does not handle it", fix)
@@ -166,9 +166,14 @@ def _time(machine: Machine, job: str) -> Finding:
     return ok(subject, f"{limit[1]}; {name} comes {seconds} s before it, and StopTogether saves then")
 
 
-def _signal(script: str, environ: Mapping[str, str]) -> tuple[str | None, int]:
-    """Return which signal the job is sent before its limit, and how long before [s]."""
+def _signal(script: str, environ: Mapping[str, str]) -> tuple[str, str, int]:
+    """Return the options of ``--signal``, the name of the signal, empty if there is none, and how long before [s]."""
     given = re.findall(r"^#SBATCH\s.*--signal[= ](\S+)", script, re.MULTILINE)
     text = given[-1] if given else environ.get("SBATCH_SIGNAL") or environ.get("SLURM_SIGNAL") or ""
-    name, _, before = text.partition("@")
-    return (name or None), int(before) if before.isdecimal() else 60
+    found = _SIGNAL.match(text.strip("'\""))
+    if found is None:
+        return "", "", 0
+    options, name, before = found.groups()
+    with suppress(ValueError):  # of a name, or of a number that no signal has
+        name = signal.Signals(int(name)).name.removeprefix("SIG")
+    return (options or "").upper(), name.upper(), int(before or 60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lightning_lockstep._text import install_command
 from lightning_lockstep.doctor.machine import Machine, pci_devices, short
 from lightning_lockstep.doctor.registry import CheckOptions, Finding, not_applicable, ok, problem, warning
 
@@ -13,6 +14,7 @@ _DEPRECATED = {
     **dict.fromkeys(("XLA_DOWNCAST_BF16", "XLA_DOWNCAST_FP16", "XLA_DOWNCAST_F16"), _DOWNCAST),
 }
 _NO = ("", "0", "false")
+_WITH_LIBTPU = "'torch-xla[tpu]=={}.*'"  # each torch-xla requires one version of libtpu
 _NOT_LOADED = ("undefined symbol", "cannot open shared object")
 # Google's other devices on the bus, such as the network card of its virtual machines, have the vendor too.
 _GOOGLE = "0x1ae0"
@@ -33,7 +35,7 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
         yield from _device(machine, has_tpu=has_tpu)
     elif has_tpu:
         evidence = "This host has a TPU, and torch-xla is not installed for this Python."
-        fix = f"pip install 'lightning-lockstep[xla]' 'torch==2.9.*' {_with_libtpu('2.9')}"
+        fix = install_command("xla", "'torch==2.9.*'", _WITH_LIBTPU.format("2.9"))
         yield problem("torch-xla", evidence, fix)
     else:
         yield not_applicable("torch-xla", "It is not installed, and this host has no TPU.")
@@ -43,13 +45,11 @@ def _device(machine: Machine, *, has_tpu: bool) -> Iterator[Finding]:
     asked, given = machine.environment.get("PJRT_DEVICE", ""), machine.python.packages
     if has_tpu and "libtpu" not in given and "libtpu-nightly" not in given:
         evidence = "This host has a TPU, and its library libtpu is not installed."
-        yield problem("libtpu", evidence, f"pip install {_with_libtpu(given['torch-xla'])}")
+        yield problem("libtpu", evidence, f"pip install {_WITH_LIBTPU.format(short(given['torch-xla']))}")
         return
     if has_tpu and asked.upper() != "TPU":
         evidence = f"This host has a TPU, and PJRT_DEVICE is {repr(asked) if asked else 'not set'}:"
-        yield warning(
-            "PJRT device", f"{evidence} torch-xla may take another device.", "export PJRT_DEVICE=TPU"
-        )
+        yield warning("PJRT device", f"{evidence} torch-xla may take another.", "export PJRT_DEVICE=TPU")
     probed = machine.probe("xla_devices", timeout=50.0)
     wanted = short(given["torch-xla"])
     is_for_another = wanted != short(given.get("torch")) or any(text in probed.error for text in _NOT_LOADED)
@@ -65,8 +65,3 @@ def _device(machine: Machine, *, has_tpu: bool) -> Iterator[Finding]:
     else:
         number, kind = probed.facts.get("devices"), probed.facts.get("device_type")
         yield ok("PJRT device", f"{number} of type {kind}; torch-xla {given['torch-xla']}")
-
-
-def _with_libtpu(xla: str) -> str:
-    """Return what pip is to install for TPUs: each torch-xla requires one version of libtpu."""
-    return f"'torch-xla[tpu]=={short(xla)}.*'"

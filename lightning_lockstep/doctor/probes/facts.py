@@ -33,9 +33,8 @@ def shared_memory() -> dict[str, Any]:
     for rank in ranks:
         rank.join()
     if wrong.value or any(rank.exitcode for rank in ranks):
-        sys.exit(
-            f"{wrong.value} of {_ROUNDS} sums were wrong, exit codes {[rank.exitcode for rank in ranks]}"
-        )
+        codes = [rank.exitcode for rank in ranks]
+        sys.exit(f"{wrong.value} of {_ROUNDS} sums were wrong, exit codes {codes}")
     return {"rounds": _ROUNDS, "values": _VALUES}
 
 
@@ -63,10 +62,9 @@ def torch_devices() -> dict[str, Any]:
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     import torch
 
-    usable = range(
-        torch.cuda.device_count() if torch.cuda.is_available() and "--speed" in sys.argv[1:] else 0
-    )
-    return {"architectures": torch.cuda.get_arch_list(), "devices": [_speed(index) for index in usable]}
+    is_timed = torch.cuda.is_available() and "--speed" in sys.argv[1:]
+    speeds = [_speed(index) for index in range(torch.cuda.device_count())] if is_timed else []
+    return {"architectures": torch.cuda.get_arch_list(), "devices": speeds}
 
 
 def _speed(index: int) -> dict[str, Any]:

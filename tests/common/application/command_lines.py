@@ -8,14 +8,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from lightning_lockstep._application.build import component_faults
 from lightning_lockstep._application.checks import check_training
 from lightning_lockstep._application.configs import search_path_of
-from lightning_lockstep._application.overrides import (
-    as_current_job,
-    check_command_line,
-    read_arguments,
-)
+from lightning_lockstep._application.overrides import check_command_line, read_arguments
 from lightning_lockstep.train import main
 
 
@@ -23,16 +18,12 @@ def look_at(*arguments: str, alone: bool = True) -> tuple[list[str], DictConfig 
     """What `lockstep-train` finds out about these arguments before it starts anything."""
     parsed = read_arguments(list(arguments))
     search_path = search_path_of(main, "pkg://lightning_lockstep.conf", parsed)
-    return check_command_line(parsed, search_path, "lockstep_train", check_training, alone=alone)
+    return check_command_line(parsed, search_path, "lockstep_train", check_training, alone=alone)[:2]
 
 
 def faults_of(*arguments: str) -> list[str]:
-    """What `lockstep-train` finds wrong with these arguments before it starts anything, or else when it builds."""
-    found, config = look_at(*arguments)
-    if not found and config is not None:
-        with as_current_job(config, 0):
-            found = component_faults(config, None, construct=True)
-    return found
+    """What `lockstep-train` finds wrong with these arguments before it starts anything."""
+    return look_at(*arguments)[0]
 
 
 def only(faults: list[str]) -> str:

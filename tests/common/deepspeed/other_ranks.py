@@ -24,6 +24,7 @@ CASES = {
     "stage 2, SGD": (2, "32-true", "SGD"),
     "stage 1, bf16": (1, "bf16-true", "AdamW"),
     "stage 3, bf16": (3, "bf16-mixed", "AdamW"),
+    "stage 2, one group": (2, "32-true", "AdamW of one group"),
     # Four parameters in a group: fewer are in the same order as without.
     "stage 2, round robin": (2, "32-true", "AdamW of one group"),
     "stage 1, bf16, round robin": (1, "bf16-true", "AdamW of one group"),
@@ -163,9 +164,13 @@ def loader(ranks: int) -> DataLoader[Any]:
     return data(GLOBAL_BATCH // ranks, 4 * GLOBAL_BATCH)
 
 
-def trainer_of(ranks: int, case: str, epochs: int, *callbacks: Callback) -> Trainer:
+def trainer_of(ranks: int, case: str, epochs: int, *callbacks: Callback, local: bool = False) -> Trainer:
     stage, precision, _ = CASES[case]
-    config = {"zero_optimization": {"stage": stage, "round_robin_gradients": "round robin" in case}}
+    config: dict[str, Any] = {
+        "zero_optimization": {"stage": stage, "round_robin_gradients": "round robin" in case}
+    }
+    if local:
+        config["checkpoint"] = {"use_node_local_storage": True}
     options = {"precision": precision, "devices": ranks, "max_epochs": epochs, "callbacks": [*callbacks]}
     return trainer(config, adapt=False, **options)
 
@@ -190,10 +195,11 @@ def fit(
     net: Net | None = None,
     save: str = "",
     weights_only: bool | None = None,
+    local: bool = False,  # each node writes to its own disk
 ) -> tuple[Look, Trainer]:
     optimizer = CASES[case][2]
     look = Look()
-    runner = trainer_of(ranks, case, epochs, look)
+    runner = trainer_of(ranks, case, epochs, look, local=local)
     runner.fit(net or Net(optimizer), loader(ranks), ckpt_path=ckpt_path, weights_only=weights_only)
     if save:
         runner.save_checkpoint(save)
@@ -228,7 +234,9 @@ def resume(ranks: int, folder: str, cases: list[str], crossed: dict[str, str]) -
     return found
 
 
-def refusals(ranks: int, folder: str) -> dict[str, str]:
+def refusals(ranks: int, folder: str, in_stage_0: dict[str, Net] | None = None) -> dict[str, str]:
+    """What is said of checkpoints from which no fit can go on, and of that of stage 0 with other modules."""
+
     def text(case: str, source: str, net: Net | None = None) -> str:
         try:
             fit(ranks, case, epochs=2, ckpt_path=f"{folder}/{source}", net=net)
@@ -242,6 +250,7 @@ def refusals(ranks: int, folder: str) -> dict[str, str]:
         "another model": text("stage 2", "stage 2.ckpt", Net("AdamW", hidden=32)),
         "stage 0 on one side": text("stage 0", "stage 1.ckpt"),
         "another optimizer": text("stage 1", "stage 1.ckpt", Net("SGD")),
+        **{name: text("stage 0", "stage 0.ckpt", net) for name, net in (in_stage_0 or {}).items()},
     }
 
 
@@ -255,9 +264,10 @@ def damage(folder: Path) -> None:
     cut.write_bytes(cut.read_bytes()[:2000])
 
 
-def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+def differences(found: dict[str, Any], expected: dict[str, Any], *, mean: bool = False) -> dict[str, float]:
     tensors = {name: value for name, value in expected.items() if isinstance(value, torch.Tensor)}
-    return {name: (found[name].float() - value.float()).abs().max().item() for name, value in tensors.items()}
+    apart = {name: (found[name].float() - value.float()).abs() for name, value in tensors.items()}
+    return {name: (value.mean() if mean else value.max()).item() for name, value in apart.items()}
 
 
 def check(of_rank: dict[str, Any], folder: Path) -> None:
@@ -271,21 +281,27 @@ def check(of_rank: dict[str, Any], folder: Path) -> None:
         assert {k: v for k, v in start.items() if k not in names} == {
             k: v for k, v in truth.items() if k not in names
         }, case
-        # Sums over ranks in another order; in bf16 a rounding of 2^-8 now and then.
-        tolerance = 0.02 if "bf16" in case else 1e-5
-        assert max(differences(end, straight).values()) < tolerance, case
+        # Sums over ranks in another order. In bf16 a gradient near zero can be rounded to the other side of it, and
+        # Adam moves by its sign, so only the mean is held there.
+        found, tolerance = differences(end, straight, mean="bf16" in case), 2e-3 if "bf16" in case else 1e-5
+        assert max(found.values()) < tolerance, (case, found)
         assert {k: v for k, v in end.items() if k not in names} == {
             k: v for k, v in straight.items() if k not in names
         }, case
-    if refused is None:
-        return
+    if refused is not None:
+        check_refused(refused)
+
+
+def check_refused(refused: dict[str, str]) -> None:
     assert "missing: zero_pp_rank_1_mp_rank_00_optim_states.pt" in refused["a missing file"]
     assert "cannot be read" in refused["a cut file"]
     assert (
         "is a checkpoint of another model" in refused["another model"]
         and "first.weight" in refused["another model"]
     )
-    assert "this run is of stage 0 of ZeRO and the checkpoint is not" in refused["stage 0 on one side"]
+    assert (
+        "expected the same stage (1 in the checkpoint, 0 in this run). Or" in refused["stage 0 on one side"]
+    )
     assert "another optimizer than this run's SGD" in refused["another optimizer"]
 
 
@@ -298,8 +314,13 @@ class Keeps(Net):
         self.found = type(checkpoint.get("thing")).__name__
 
 
-def objects_found(path: str) -> list[str]:
-    nets = Keeps("AdamW"), Keeps("AdamW")
-    for net, weights_only in zip(nets, (None, False), strict=True):
-        fit(1, "stage 2", epochs=2, ckpt_path=path, net=net, weights_only=weights_only)
-    return [net.found for net in nets]
+def objects_found(path: str) -> tuple[str, str]:
+    """What is said of an object in a checkpoint, and what is made of it if the checkpoint is trusted."""
+    net = Keeps("AdamW")
+    try:
+        fit(1, "stage 2", epochs=2, ckpt_path=path, net=net)
+        said = "no error"
+    except ConfigurationError as error:
+        said = str(error)
+    fit(1, "stage 2", epochs=2, ckpt_path=path, net=net, weights_only=False)
+    return said, net.found

@@ -44,6 +44,7 @@ from lightning_lockstep import (
     StopTogether,
     StragglerMonitor,
     SyncedEarlyStopping,
+    by_sample,
     check_breakpoint,
     detect_overflow,
     find_executable_batch_size,
@@ -53,6 +54,7 @@ from lightning_lockstep import (
     notebook_launcher,
     run_in_fp32,
     set_breakpoint,
+    shared,
 )
 from lightning_lockstep.distributed import current_communicator, register_mpi_backend, rendezvous_store
 from lightning_lockstep.launchers import detect_environment
@@ -68,7 +70,12 @@ STRATEGIES: list[Strategy] = [
     LockstepDDPStrategy(start_method="spawn", grace_period=5, timeout=60, static_graph=True),
     LockstepDDPStrategy(ddp_comm_hook="fp16_compress", find_unused_parameters=True, bucket_cap_mb=10),
     LockstepMPIStrategy(
-        backend="mpi4py", uneven_inputs="join", ddp_comm_hook=power_sgd, broadcast_buffers=False
+        random_numbers="of_sample",
+        batch_norm="of_batch",
+        backend="mpi4py",
+        uneven_inputs="join",
+        ddp_comm_hook=power_sgd,
+        broadcast_buffers=False,
     ),
     LockstepDeepSpeedStrategy(stage=3, offload_optimizer="cpu", config={"gradient_clipping": 1.0}),
     LockstepFSDPStrategy(shard=["Block"], mesh={"shard": 2}, state_dict="sharded"),
@@ -125,6 +132,8 @@ def functions(layer: nn.Linear, outputs: dict[str, Tensor]) -> None:
     set_breakpoint("enough")
     with in_rank_order(per_node=True) as rank:
         assert_type(rank, int)
+    with by_sample(dim=1), shared():
+        layer(torch.ones(2))
     log = get_logger(__name__, "INFO")
     log.info("a line of %s", "every rank", main_process_only=False)
     communicator = current_communicator()

@@ -368,13 +368,21 @@ ONE_DEVICE: dict[str, Any] = {"strategy": "auto", "stops_together": True}
 TO_FEWER: dict[str, Change] = {
     "shuffled": ("shuffled", {}, None),
     "workers": ("workers", {}, None),
-    "stream": ("stream", {}, "does not have the positions of 1 rank with batches of 2"),
-    "stateful data": ("stateful data", {}, "does not have the positions of 1 rank with batches of 2"),
+    "stream": ("stream", {}, "does not have the position of a loader for 1 rank with batches of 2"),
+    "stateful data": (
+        "stateful data",
+        {},
+        "does not have the position of a loader for 1 rank with batches of 2",
+    ),
 }
 FROM_ONE: dict[str, Change] = {
     # Lightning shuffles for training what it divides.
-    "in order": ("in order", ONE_DEVICE, "does not have the positions of 2 ranks with batches of 2"),
-    "stock": ("in order", {"strategy": "auto"}, "does not have the positions of 2 ranks"),
+    "in order": (
+        "in order",
+        ONE_DEVICE,
+        "does not have the position of a loader for 2 ranks with batches of 2",
+    ),
+    "stock": ("in order", {"strategy": "auto"}, "does not have the position of a loader for 2 ranks"),
     "shuffled by one": ("shuffled", {}, None),
 }
 Seen = tuple[list[int], list[str]]

@@ -13,7 +13,7 @@ from tests.helpers import COMMON, ScriptOutcome, run_script
 
 SCRIPT = COMMON / "strategies" / "fit_script.py"
 LIMIT = 120.0  # only so that a hang ends the test
-SAVED = "Saved to ./failure.json; to read it, with the checkpoint to resume from: lockstep-doctor run ."
+SAVED = "Saved to ./failure.json; to read it: lockstep-doctor run ."
 
 
 def run(*args: str, folder: Path | None = None) -> ScriptOutcome:

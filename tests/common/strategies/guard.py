@@ -31,7 +31,7 @@ def check_kept(outcome: ScriptOutcome, folder: Path, summary: str, *, last: bool
     """Check that the error is in a file, and that the last line, or one above mpirun's remarks, names that."""
     record = json.loads((folder / "failure.json").read_text())
     assert record["summary"].startswith(summary), record
-    reads = f"to read it, with the checkpoint to resume from: lockstep-doctor run {folder}"
+    reads = f"to read it: lockstep-doctor run {folder}"
     line = f"Saved to {folder}/failure.json; {reads}"
     lines = outcome.stderr.rstrip().splitlines()
     assert lines[-1] == line if last else f"[1,0]<stderr>: {line}" in lines, outcome.stderr

@@ -88,7 +88,7 @@ def test_one_rank_learns_the_same(of_one: Run, of_two: Run) -> None:
     losses = (column(run.folder / "csv" / "metrics.csv", "train_loss") for run in (of_one, of_two))
     # The sums of one and of two ranks differ by a rounding, which every step makes larger; in float64 they stay
     # together (tests/ranks/batch_size/test_same_run.py).
-    assert max(abs(a - b) for a, b in list(zip(*losses, strict=True))[:21]) < 1e-4
+    assert max(abs(a - b) for a, b in list(zip(*losses, strict=True))[:11]) < 1e-5
 
 
 def test_torchrun_makes_one_folder(cut: Run, of_two: Run) -> None:
@@ -188,6 +188,6 @@ def test_two_ranks_end_with_one_message_and_exit_code_2_if_running_ranks_refuse_
     outcome = run_script([*TRAIN, *arguments], cwd=tmp_path, timeout=180)
     assert outcome.returncode == 2, outcome.output
     assert outcome.stderr.count("one global batch of 5000 samples") == 1
-    assert "one error in the configuration; all ranks were stopped." in outcome.stderr
+    assert "one error in the configuration; the run has ended." in outcome.stderr
     assert outcome.stderr.rstrip().splitlines()[-1].startswith("HYDRA_FULL_ERROR=1 shows the exceptions")
     assert "of this host failed" not in outcome.output and outcome.leftovers == ()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_lockstep.deepspeed.checkpoints.command import main
-from lightning_lockstep.deepspeed.checkpoints.consolidation import consolidate, consolidated
+from lightning_lockstep.deepspeed.checkpoints.consolidation import Values, consolidate, consolidated
 from lightning_lockstep.deepspeed.checkpoints.files import is_deepspeed_checkpoint, read_file
 from lightning_lockstep.deepspeed.checkpoints.resuming import whole_checkpoint
 from lightning_lockstep.distributed import current_communicator
@@ -129,7 +129,7 @@ def test_reading_is_a_matter_of_all_ranks(two: Path) -> None:
     folder = two / "stage_3_bf16.ckpt"
     one, two = run_ranks(2, reads, str(two / "stage_2_fp32.ckpt"), str(folder))
     # What one rank cannot read is an error of all.
-    assert one[0] == two[0] and "rank 1 on " in one[0] and "missing: does not exist" in one[0]
+    assert one[0] == two[0] and "rank 1: " in one[0] and "missing: does not exist" in one[0]
     # In evaluations of stage 3 rank 0 alone reads; the others have buffers, and get parameters when they are gathered.
     first, other = one[1], two[1]
     compare(first.pop("state_dict"), truth(folder))
@@ -147,6 +147,11 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], None], file: str) -> N
     change(states)
     torch.save(states, path.with_name("new"))
     path.with_name("new").replace(path)
+
+
+def test_a_hole_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match=r"hold 3 values of a parameter that has 4"):
+        Values((2, 2), torch.float32, [torch.ones(3)])
 
 
 def test_other_state_of_modules(copy_2: Path, two: Path) -> None:
@@ -256,7 +261,7 @@ def test_folders_of_two_nodes_from_different_steps(two: Path, tmp_path: Path) ->
     edit(second, step_on, file)
     with pytest.raises(
         ConfigurationError,
-        match=rf"files of one save, but the optimizer has made \[3.0\] steps in .*\[4.0\] in {file}",
+        match=rf"files of one save, but the optimizer's number of steps is 3.0 in .* and 4.0 in {file}",
     ):
         consolidated([first, second])
     edit(second, lambda states: states.update(global_steps=4), "mp_rank_00_model_states.pt")

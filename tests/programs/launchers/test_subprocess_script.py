@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,21 +20,27 @@ from lightning_lockstep.launchers.subprocess_script import ScriptLauncher
 from tests.helpers import run_script
 
 
-def test_a_rank_watches_its_parent_until_the_ranks_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call of a Trainer starts a thread for that, which is not to stay."""
+def test_a_rank_watches_its_parent_and_tells_its_failures_of_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call of a Trainer does, with one thread; the last supervisor is told."""
     monkeypatch.setenv(LAUNCHER_PID, str(os.getppid()))
     monkeypatch.setenv("LOCAL_RANK", "1")
-    supervisor = RankSupervisor(SupervisorSettings())
-    launcher = ScriptLauncher(supervisor, LockstepEnvironment(), num_processes=2, num_nodes=1)
+    monkeypatch.setattr(subprocess_script, "_works_for", None)
+    told = list[int]()
 
     def watches() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if thread.name == "lockstep-parent"]
 
-    assert len(launcher.launch(watches)) == 1
-    supervisor.propagation = cast(Any, object())
-    for thread in watches():
-        thread.join(10)
-    assert watches() == []
+    for number in range(2):
+        supervisor = RankSupervisor(SupervisorSettings())
+        launcher = ScriptLauncher(supervisor, LockstepEnvironment(), num_processes=2, num_nodes=1)
+        assert len(launcher.launch(watches)) == 1
+        supervisor.propagation = cast(
+            Any, SimpleNamespace(report_lost_parent=lambda n=number: told.append(n))
+        )
+    (thread,) = watches()
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    thread.join(10)
+    assert (told, watches()) == ([1], [])
 
 
 WITHOUT_A_FILE = """

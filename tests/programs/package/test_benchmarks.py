@@ -47,6 +47,14 @@ def test_ratios_are_taken_within_a_round(engine: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
+    ("rounds", "name"), [(1, "one round"), (2, "range of 2"), (3, "range of 3"), (4, "middle half")]
+)
+def test_a_middle_half_takes_four_rounds(rounds: int, name: str, engine: ModuleType) -> None:
+    table = engine.Comparison("t", {"peer": [1.0] * rounds, "ours": [2.0] * rounds}, peer="peer")
+    assert table.header()[3] == name
+
+
+@pytest.mark.parametrize(
     ("ours", "verdict"),
     [
         ([0.9, 0.9, 0.9, 0.9], "reached"),

@@ -134,7 +134,7 @@ def test_it_imports_few_modules_of_its_own(imported: Any) -> None:
     """The public names are loaded when first used: the rooms stay untouched until then."""
     own = {name.split(".", 1)[1] for name in imported["modules"] if name.startswith("lightning_lockstep.")}
     assert own == {
-        *("_lightning", "_registry"),
+        *("_lightning", "_registry", "_text"),
         *("callbacks", "errors", "strategies"),
     }
 

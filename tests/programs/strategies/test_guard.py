@@ -79,14 +79,14 @@ def test_the_report_goes_to_the_run_folder_of_hydra_where_that_is_the_current_on
         default_root_dir=os.getcwd(), logger=logger, fast_dev_run=False, is_global_zero=True
     )
     supervisor._trainer = lambda: trainer
-    assert supervisor._folder() == tmp_path / "logs"
+    assert supervisor.folder() == tmp_path / "logs"
     for folder, expected in ((tmp_path, tmp_path), (tmp_path / "other", tmp_path / "logs")):
         hydra = {"runtime": {"output_dir": str(folder)}, "job": {"num": 0}}
         monkeypatch.setattr(HydraConfig.instance(), "cfg", OmegaConf.create({"hydra": hydra}))
         supervisor = RankSupervisor(SupervisorSettings())  # of a strategy that was made in this job
         supervisor._trainer = lambda: trainer
         monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # as in a spawned rank
-        assert supervisor._folder() == expected
+        assert supervisor.folder() == expected
 
 
 def test_a_job_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:

@@ -16,4 +16,4 @@ def test_a_trainer_cannot_be_made_without_torch_xla() -> None:
         MissingExtraError, match=r"strategy='lockstep_xla_spmd' needs the package 'torch_xla'"
     ) as raised:
         L.Trainer(accelerator="cpu", devices=2, strategy="lockstep_xla_spmd")
-    assert "pip install 'lightning-lockstep[xla]'" in str(raised.value)
+    assert "pip install '.[xla]'" in str(raised.value)

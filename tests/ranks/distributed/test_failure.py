@@ -20,7 +20,7 @@ from tests.helpers import run_ranks_raw
 def propagation(grace: float) -> FailurePropagation:
     made = propagation_on(current_communicator().side_channel)
     made.grace_period = grace
-    made.begin_fit()
+    made.enter()
     return made
 
 
@@ -51,6 +51,7 @@ def stuck() -> str:
     crash = propagation(2.0)
     if dist.get_rank() == 1:
         raise crash.error_to_raise(ValueError("boom while rank 0 sleeps"))
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGURG])
     time.sleep(600)
     return "never"
 
@@ -72,13 +73,16 @@ def caught_on_all_ranks() -> bool:
     crash, rank = propagation(GRACE), dist.get_rank()
     for slow in (0, 2):
         for kind in (ValueError, ConfigurationError):
-            crash.begin_fit()
+            crash.enter()
+            crash.meet(60.0)
             dist.barrier()
             if rank == slow:
                 time.sleep(0.3)
             error = kind(f"pruned on rank {rank}")
             assert crash.error_to_raise(error) is error
-    crash.begin_fit()
+            crash.leave()
+    crash.enter()
+    crash.meet(60.0)
     dist.barrier()
     time.sleep(GRACE + 0.3)  # what would end a rank would have ended it by now
     crash.check()
@@ -86,6 +90,7 @@ def caught_on_all_ranks() -> bool:
     dist.barrier()  # all have looked
     error = ValueError("pruned in the last fit")
     assert crash.error_to_raise(error) is error
+    crash.leave()
     time.sleep(GRACE + 0.3)  # the program does something else, and ends without another fit
     return True
 

@@ -1,57 +1,87 @@
-"""A program that catches the error of one rank and fits again, while the other ranks are still in the first fit."""
+"""Programs that catch what each fit raises and fit again: the ranks meet anew, and the next fit trains."""
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_lockstep.distributed import FailurePropagation, current_communicator
-from lightning_lockstep.distributed.failure.propagation import propagation_on
-from tests.helpers import run_ranks_raw
+from lightning_lockstep import LockstepDDPStrategy
+from lightning_lockstep._lightning import LightningModule, Trainer
+from tests.common.strategies.fsdp_models import QUIET
+from tests.helpers import run_ranks
 
-GRACE = 3.0
-
-
-def caught_on_one_rank(who: int) -> list[str]:
-    """Return what each fit of this rank ends with, once the others have been ended."""
-    crash = propagation_on(current_communicator().side_channel)
-    crash.grace_period = GRACE
-    ended = [end_of_fit(crash, number, who) for number in range(3)]
-    time.sleep(
-        GRACE / 2 + 0.3
-    )  # the others end at 0.9 of their grace period, and this one has waited for half of it
-    return ended
+#: For each fit, what happens and on which rank; and what it ends with on ranks 0 and 1.
+FITS: tuple[tuple[str, int, str, str], ...] = (
+    ("raises", 1, "RankFailedError", "ValueError"),
+    ("never evaluates", 1, "CollectiveStallError", "CollectiveStallError"),
+    ("raises while the others sleep", 1, "RankFailedError", "ValueError"),
+    ("", 0, "fitted", "fitted"),
+    ("other timeout", 0, "fitted", "fitted"),
+)
 
 
-def end_of_fit(crash: FailurePropagation, number: int, who: int) -> str:
-    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    try:
-        crash.begin_fit()
-        for step in range(5 if number == 0 else 1000):
-            crash.check()
-            # The others look at failures no more before the collective in which they then wait.
-            if (number, step) == (1, 3):
-                store.set(f"at it/{rank}", b"")
-                if rank == who:
-                    store.wait([f"at it/{other}" for other in range(3)])
-                    raise ValueError("caught")
-            dist.all_reduce(torch.ones(8))
-    except BaseException as error:
-        raised = crash.error_to_raise(error)
-        named = f"rank {who} of 3" in str(raised) and str(raised).rstrip().endswith("ValueError: caught")
-        return type(raised).__name__ if named or raised is error else str(raised)
-    return "fitted"
+class Net(LightningModule):
+    def __init__(self, event: str, who: int) -> None:
+        super().__init__()
+        self.event, self.who, self.layer = event, who, torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        is_it = self.global_rank == self.who
+        if index == 1 and is_it and self.event == "raises":
+            raise ValueError("boom")
+        if index == 1 and self.event == "raises while the others sleep":
+            if is_it:
+                raise ValueError("boom")
+            time.sleep(600)
+        return self.layer(batch[0]).sum()
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("loss", self.layer(batch[0]).sum())
+
+    def on_validation_epoch_end(self) -> None:
+        if self.global_rank == self.who and self.event == "never evaluates":
+            time.sleep(600)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_the_rank_that_goes_on_ends_with_its_error_and_the_others_with_their_grace_period(who: int) -> None:
-    outcomes = run_ranks_raw(3, caught_on_one_rank, who, timeout=60)
-    assert [(outcome.returncode, outcome.killed_by_helper) for outcome in outcomes] == [(1, False)] * 3, (
-        outcomes
-    )
-    assert outcomes[who].value == ["fitted", "ValueError", "RankFailedError"]
-    if who != 0:
-        assert outcomes[0].stderr.rstrip().endswith("ValueError: caught"), "rank 0 prints the report"
+def fits() -> list[tuple[str, float, int]]:
+    """Return what each fit ends with, how long that takes, and a sum over the ranks once the last one is over."""
+    data, ended = DataLoader(TensorDataset(torch.ones(8, 2)), 1), []
+    for event, who, *_ in FITS:
+        timeout = 77.0 if event == "other timeout" else 1800.0
+        strategy = LockstepDDPStrategy(stall_timeout=0.6, timeout=timeout)
+        trainer, began = Trainer(devices=2, max_epochs=1, strategy=strategy, **QUIET), time.monotonic()
+        try:
+            trainer.fit(Net(event, who), data, data)
+            end = "fitted"
+        except Exception as error:
+            end = type(error).__name__
+        ended.append((end, time.monotonic() - began, trainer.global_step))
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert dist.group.WORLD is not None
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
+    return [*ended, ("sum", float(total), int(backend.options._timeout.total_seconds()))]
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[list[tuple[str, float, int]]]:
+    return run_ranks(2, fits, backend=None, timeout=120)
+
+
+@pytest.mark.parametrize("number", range(len(FITS)))
+def test_each_fit_ends_by_itself_and_the_next_one_begins_anew(number: int, seen: list[Any]) -> None:
+    event, _, *expected = FITS[number]
+    assert [rank[number][0] for rank in seen] == expected, event
+
+
+def test_the_last_fits_have_trained_over_a_group_with_their_own_timeout(seen: list[Any]) -> None:
+    assert [rank[-3][2] for rank in seen] == [rank[-2][2] for rank in seen] == [8, 8]
+    assert [rank[-1] for rank in seen] == [("sum", 2.0, 77)] * 2

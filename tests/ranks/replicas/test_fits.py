@@ -116,6 +116,7 @@ def cases() -> dict[str, Any]:
         "weights": fit(Case(), callbacks=[Differs("weights")]),
         "unfrozen": fit(Case(traits=("unfreezes",)), callbacks=[Unfreezes()]),
         "no_sync": fit(Case(), callbacks=[NoSync()]),
+        "no_sync at the end": fit(Case(every=100), callbacks=[NoSync()]),
         "hook": fit(Case(), callbacks=[Writes("gradient")]),
         "stock ddp": fit(Case(traits=("loss.backward",)), plain_strategy="ddp"),
         "warn": fit(Case(traits=("loss.backward",), options={"action": "warn"})),
@@ -171,6 +172,10 @@ def found(device: str) -> dict[str, Any]:
         ("hook", ["last.weight", "changed on some ranks after the reduction"]),
         ("stock ddp", ["self.manual_backward(loss)"]),
         ("at the end", ["after batch 12 of", "after batch 4", "Memory or arithmetic of a device"]),
+        (
+            "no_sync at the end",
+            ["after batch 12 of", "1. Settings and optimizer steps are equal, and so are"],
+        ),
         ("skipped", ["In the minority: rank 1.", "stepped on some ranks only", "[3] on rank 1"]),
         ("another try", ["first.weight", "found after batch 4"]),
         ("buffer", ["scale", "Only buffers differ", "In the minority: rank 1."]),
@@ -190,7 +195,7 @@ def test_layers_in_another_order_are_named_by_verify_before_ddp_is_built(found: 
 
 def test_an_audit_of_two_ranks_names_the_pair(found: dict[str, Any]) -> None:
     error = found["audit: device"]["error"]
-    assert error.startswith("rank 0, rank 1 compute different values, and nothing says which")
+    assert error.startswith("rank 0, rank 1 compute different values, and no majority agrees")
     assert "before batch 3 of this fit" in error and "9 of 9: loss 0, first.weight" in error
     assert "A hook, a module, a library or an attribute" in found["audit: of rank"]["error"]
 

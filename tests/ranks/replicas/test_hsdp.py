@@ -175,7 +175,7 @@ PAIR = "which hold the same part of the model, differ in their"
             "hook",
             [f"ranks 1,3, {PAIR} parameters", "middle.0.weight  rank 1, rank 3", "a hook or"],
         ),
-        ("hook", ["after batch 4 of", "equal after batch 1.", "No rank is in the minority"]),
+        ("hook", ["after batch 4 of", "equal after batch 1.", "No majority agrees"]),
         ("state", [f"ranks 0,2, {PAIR}", "exp_avg of first.weight"]),
         ("skipped", [f"ranks 1,3, {PAIR}", "In the minority: rank 3.", "stepped on some ranks only"]),
         ("late", [f"ranks 0,2, {PAIR} parameters", "first.weight"]),

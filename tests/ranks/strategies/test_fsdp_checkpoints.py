@@ -206,6 +206,12 @@ def test_a_fit_goes_on_under_any_strategy_and_number_of_ranks(gone_on: Goes) -> 
         assert {name: value for name, value in differences.items() if value > 1e-5} == {}
 
 
+def test_parts_are_one_folder(gone_on: Goes, capsys: pytest.CaptureFixture[str]) -> None:
+    parts, output = gone_on.folder / "parts.ckpt", gone_on.folder / "of two.ckpt"
+    assert consolidate([str(parts), str(gone_on.folder / "none.ckpt"), "--output", str(output)]) == 2
+    assert "expected this folder alone, without" in capsys.readouterr().err and not output.exists()
+
+
 def test_checkpoints_keep_the_versions_of_modules(gone_on: Goes) -> None:
     (of_rank_0, _) = gone_on.answers
     assert len(of_rank_0[1]) == 3 and all(of_rank_0[1].values()), of_rank_0

@@ -145,6 +145,8 @@ def test_settings_that_cannot_be_used() -> None:
         LockstepXLAStrategy(grace_period=-1)
     with pytest.raises(ConfigurationError, match="downcast_bf16='yes'"):
         LockstepXLAStrategy(downcast_bf16="yes")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="random_numbers='of_sample': expected 'of_rank', because"):
+        LockstepXLAStrategy(random_numbers="of_sample")
 
 
 def test_torch_xla_has_every_private_name() -> None:

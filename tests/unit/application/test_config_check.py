@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from lightning_lockstep._application import checks, overrides
-from lightning_lockstep._application.values import show_faults
+from lightning_lockstep._application.signatures import show_faults
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.environments import detect_environment
-from tests.common.application.command_lines import faults_of, look_at, only
+from tests.common.application.command_lines import faults_of, only
 
 
 def test_nothing_is_said_about_a_good_command_line_and_nothing_is_written() -> None:
@@ -31,8 +31,12 @@ WRONG = [
         ("trainer.max_epochs=abc", "expected a whole number or null."),
         ("data.batch_size=abc", "expected a whole number."),
         ("+data.foo=3", "DigitsData has no setting 'foo'. It takes batch_size, global_batch_size,"),
-        ("+modle.width=3", "Did you mean 'model'? A new key with such a name is added with ++modle.width=3"),
+        ("+modle.width=3", "Did you mean 'model'? A key that only your own code reads is added with ++"),
         ("+callbaks=overflow", "Did you mean 'callbacks'?"),
+        (
+            "+optimzer=adam",
+            "there is no key 'optimzer' in the configuration, and nothing refers to it. A key",
+        ),
         ("+data.batch_sise=3", "DigitsData has no setting 'batch_sise'. Did you mean 'batch_size'"),
         ("trainer.plugins=x", "A new key is added with +trainer.plugins=x"),
         ("~trainer.foo", "there is no key 'foo' in 'trainer'."),
@@ -49,7 +53,7 @@ WRONG = [
         ("mode=max", "Did you mean 'objective.mode'"),
         ("resume=last", "Did you mean 'ckpt_path'?"),
         ("trainer/max_epochs=3", "Did you mean 'trainer.max_epochs'?"),
-        ("model.hidden=3", "there is no key 'hidden' in 'model'. It has: width, num_classes,"),
+        ("model.hidden=3", "there is no key 'hidden' in 'model'. It has: width, norm, dropout, num_classes,"),
         ("trainer.strategy=ddp", "there is no key 'strategy' in 'trainer'. Did you mean 'strategy'?"),
         ("logger=wandb_logger", "Did you mean 'wandb'?"),
         ("a:b=c", "'a:b=c' cannot be read ("),
@@ -92,7 +96,7 @@ WRONG = [
     [
         ("strategy=lockstep_xla_spmd", "Did you mean 'xla_spmd'?"),
         ("precision=bf16", "Did you mean 'bf16-mixed'?"),
-        ("+callbacks=overflow", "Multiple values for callbacks."),
+        ("+callbacks=overflow", "is in the configuration already: write callbacks=overflow"),
     ],
     [
         ("strategy=lockstep_fsdp", "Did you mean 'fsdp'?"),
@@ -146,19 +150,21 @@ def test_a_key_of_a_choice_that_is_not_taken_names_the_choice() -> None:
 
 
 def test_a_new_key_of_a_users_own_is_added() -> None:
-    assert faults_of("+seeds=[1,2]", "+optimizer.name=adam", "++modle.width=3") == []
+    assert faults_of("++seeds=[1,2]", "++modle.width=3") == []
+    assert faults_of("+wide.value=16", "+note=a", "model.width=${wide.value}", "hydra.job.name=${note}") == []
 
 
-def test_what_depends_on_an_option_is_judged_by_the_one_that_was_probably_meant() -> None:
+def test_what_depends_on_an_option_that_is_not_there_is_no_fault_of_its_own() -> None:
     assert only(faults_of("data=sorce_text", "model=byte_gpt")).startswith(
         "data=sorce_text: group 'data' has no"
     )
     assert only(faults_of("data=source_text", "model=byte_gp")).startswith(
         "model=byte_gp: group 'model' has no"
     )
-    option, setting = faults_of("callbacks=[lr_monitr]", "+callbacks.lr_monitor.interval=step")
-    assert option.startswith("callbacks=[lr_monitr]: ")
-    assert "LearningRateMonitor has no setting 'interval'. Did you mean 'logging_interval'?" in setting
+    setting = "+callbacks.lr_monitor.interval=step"
+    assert only(faults_of("callbacks=[lr_monitr]", setting)).startswith("callbacks=[lr_monitr]: ")
+    fault = only(faults_of("callbacks=[lr_monitor]", setting))
+    assert "LearningRateMonitor has no setting 'interval'. Did you mean 'logging_interval'?" in fault
 
 
 def test_arguments_in_other_forms_are_refused() -> None:
@@ -227,17 +233,14 @@ def test_several_devices_need_a_strategy() -> None:
     assert "several need strategy=ddp" in fault
 
 
-def test_each_value_of_a_sweep_is_checked_for_a_while(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_value_of_a_sweep_is_checked_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overrides, "LONGEST_CHECK", 600.0)
     faults = faults_of("-m", "seed=1,2", "model.width=8,9,16", "data=digits,digit")
     assert len(faults) == 2
     assert faults[0].startswith("model.width=9: expected a multiple of 8")
     assert faults[1].startswith("data=digit: group 'data' has no option 'digit'.")
     monkeypatch.setattr(overrides, "LONGEST_CHECK", 0.0)
-    assert look_at("-m", "seed=range(1,65)", "model.width=8,9")[0] == []
-    assert "checked 2 of the 66 values of the sweep" in capsys.readouterr().err
+    assert faults_of("-m", "seed=range(1,65)", "model.width=8,9") == []
 
 
 def test_the_jobs_of_a_sweep_check_the_machine_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,6 +277,13 @@ def test_a_choice_that_has_to_be_taken_is_a_fault_of_its_own(tmp_path: Path) -> 
 
 def test_a_wrong_config_name_is_one_fault() -> None:
     assert "There is: lockstep_train." in only(faults_of("--config-name", "lockstep_trane"))
+
+
+def test_the_message_in_the_docs_is_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "hydra.md").read_text()
+    command, block = page.split("$ lockstep-train ")[1].split("```")[0].split("\n", 1)
+    show_faults("lockstep-train", faults_of(*command.split()))
+    assert block.split("\n", 1)[1] == capsys.readouterr().err
 
 
 def test_the_message_numbers_the_faults_and_exceptions_are_shown_on_request(

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
-from lightning_lockstep._application.records import Summary, read_metrics, remove_earlier_summary, write
+from lightning_lockstep._application.records import (
+    Summary,
+    read_metrics,
+    remove_earlier_summary,
+    show,
+    write,
+)
+from lightning_lockstep._application.sweep import Sweep
 
 SUMMARY = Summary(
     metrics={"val_loss": 0.5, "train_loss": float("nan")},
@@ -23,6 +32,32 @@ SUMMARY = Summary(
 def test_the_process_that_started_the_ranks_reads_the_metrics(tmp_path: Path) -> None:
     write(SUMMARY, tmp_path / "run")
     assert str(read_metrics(tmp_path / "run")) == str(SUMMARY.metrics)
+
+
+def test_a_path_stands_in_one_line_however_narrow_the_terminal_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    path = "outputs/train/2026-11-28_20-27-32/checkpoints/best.ckpt"
+    show(replace(SUMMARY, files={"best checkpoint": str(Path.cwd() / path)}))
+    assert f"best checkpoint: {path}" in capsys.readouterr().out.splitlines()
+
+
+def test_the_report_of_a_sweep_has_its_jobs_and_the_commands_of_those_that_were_not_run() -> None:
+    sweep = Sweep()
+    assert sweep.report() == ""
+    sweep.plan([["a=1", "a=2", "a='x y'"], ["b=0"]], ["python", "train.py"])
+    for number, error in enumerate((None, ValueError("two is\ntoo many"))):
+        task = {"overrides": {"task": [f"a={number + 1}", "b=0"]}, "job": {"num": number}}
+        sweep.note(OmegaConf.create({"hydra": task}), None if error else 0.25, error)
+    assert sweep.report().splitlines() == [
+        "lightning-lockstep: the sweep",
+        "  job  overrides  objective  exit",
+        "  0    a=1 b=0    0.25       0",
+        "  1    a=2 b=0    -          ValueError: two is",
+        "1 of its 3 jobs were not run, because ranks that have failed run no further job. To run them:",
+        "  python train.py 'a='\"'\"'x y'\"'\"'' b=0",
+    ]
 
 
 def test_the_summary_of_an_earlier_attempt_is_not_read_as_that_of_this_run(

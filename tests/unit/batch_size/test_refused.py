@@ -30,7 +30,9 @@ def bad(case: str):
     if case == "unused":
         return AutoBatchSize(), NoUse(), None, "was made with batch_size=7"
     if case == "batch sampler":
-        own = DataLoader(data, batch_sampler=type("Own", (BatchSampler,), {})(range(64), 4, False))
+        own = DataLoader(
+            data, batch_sampler=type("Own", (BatchSampler,), {"__len__": None})(range(64), 4, False)
+        )
         return AutoBatchSize(), PassedIn(), own, "its own batch sampler"
     if case == "not a loader":
         return AutoBatchSize(), PassedIn(), [torch.randn(2, 20)], "Tensor cannot be changed"

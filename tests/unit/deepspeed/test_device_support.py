@@ -55,6 +55,7 @@ ROWS: list[tuple[dict[str, Any], str, Any, bool]] = [
         False,
         True,
     ),
+    (zero(mics_shard_size=2), "zero_optimization.mics_shard_size", None, False),
     ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation", True, False),
     ({"compile": {"deepcompile": True}}, "compile.deepcompile", False, False),
     ({"pipeline": {"stages": 2}}, "pipeline", None, False),

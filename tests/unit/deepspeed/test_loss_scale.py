@@ -22,7 +22,7 @@ def told(outcomes: list[StepOutcome]) -> list[str | None]:
     ("outcomes", "expected"),
     [
         ([SKIP] * 9 + [STEP] + [SKIP] * 9, {}),
-        ([SKIP] * 12, {10: "10 optimizer steps in a row were skipped, at a loss scale of 16384 now"}),
+        ([SKIP] * 12, {10: "DeepSpeed has just skipped 10 optimizer steps, and the loss scale is 16384"}),
         ([STEP, StepOutcome(False, 1.0, floor=1.0)] * 2, {}),
         (
             [SKIP, StepOutcome(True, 1.0, floor=1.0)],
@@ -30,11 +30,14 @@ def told(outcomes: list[StepOutcome]) -> list[str | None]:
         ),
         # What torch's scaler says: no more than its scale.
         ([StepOutcome(None, 2.0**power) for power in (16, 16, 15, 14)], {}),
-        ([StepOutcome(None, 2.0**-power) for power in range(12)], {11: "10 optimizer steps in a row"}),
+        (
+            [StepOutcome(None, 2.0**-power) for power in range(12)],
+            {11: "DeepSpeed has just skipped 10 optimizer steps"},
+        ),
         # Told once.
         (
             [StepOutcome(True), StepOutcome(False), StepOutcome(True)],
-            {1: "An optimizer step was skipped though"},
+            {1: "DeepSpeed has just skipped 1 optimizer step, and the loss is not"},
         ),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_lockstep.deepspeed.checkpoints.resuming import consolidated_name
+from lightning_lockstep.deepspeed.checkpoints.file_names import consolidated_name
 from lightning_lockstep.distributed.checkpoint_folder import whole_folder
 
 

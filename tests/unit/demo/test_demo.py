@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from sklearn.datasets import load_digits
 
 from lightning_lockstep.demo import ByteGPT, DigitsData, SourceTextData
+from lightning_lockstep.demo.images import _read_digits
 from lightning_lockstep.demo.text import read_sources
-from lightning_lockstep.errors import ConfigurationError, MissingExtraError
+from lightning_lockstep.errors import ConfigurationError
 
 
-# scikit-learn sets both when it is imported.
-@pytest.mark.allow_leaks("env:KMP_DUPLICATE_LIB_OK", "env:KMP_INIT_AT_FORK")
 def test_the_digits_are_divided_without_overlap_and_the_same_way_every_time() -> None:
     first, second = DigitsData(), DigitsData(batch_size=5)
     for data in (first, second):
@@ -96,23 +97,11 @@ def test_the_transformer_cannot_see_what_comes_later() -> None:
     assert not torch.allclose(before[0, 5:], after[0, 5:], atol=1e-6)
 
 
-def test_the_digits_need_an_extra_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_lockstep.demo import images as digits
-
-    monkeypatch.setattr(digits.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"lightning-lockstep\[demo\]"):
-        digits.DigitsData()
-
-
-def test_the_digits_are_scikit_learns_with_and_without_its_file(monkeypatch) -> None:
-    from sklearn.datasets import load_digits
-
-    from lightning_lockstep.demo import images as digits
-
-    direct = digits._table_of_scikit_learn()
-    monkeypatch.setattr(digits.importlib.util, "find_spec", lambda name: None)
-    by_import, known = digits._table_of_scikit_learn(), load_digits()
-    assert torch.equal(direct, by_import) and len(direct) == 1797
-    images, labels = digits._read_digits()
+def test_the_digits_are_scikit_learns_and_need_nothing_that_is_not_required(monkeypatch) -> None:
+    known = load_digits()
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    data = DigitsData()
+    data.setup()
+    images, labels = _read_digits()
     assert labels.tolist() == known.target.tolist()
     assert torch.equal(images[:, 0] * 16, torch.from_numpy(known.images).float())

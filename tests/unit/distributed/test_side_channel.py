@@ -18,7 +18,7 @@ import zmq
 
 from lightning_lockstep.distributed import SideChannel, ZeroMQSideChannel
 from lightning_lockstep.distributed.coordination.stop_agreement import stop_agreement
-from lightning_lockstep.distributed.failure.connections import connections
+from lightning_lockstep.distributed.failure.interrupt import connections
 from lightning_lockstep.distributed.rendezvous import channel_keys
 from lightning_lockstep.distributed.side_channel import zeromq
 from lightning_lockstep.errors import LaunchError

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from textwrap import indent
+
 import pytest
 
 from lightning_lockstep.doctor.registry import CheckResult, Finding, Status, ok, problem, warning
@@ -34,14 +36,16 @@ def test_lines_to_paste_are_printed_once_for_all_findings_that_need_them(
         "# 4. mpi: prted\nmpirun --prefix /v",
         "# 5. network: build (optional)\nmake\n",
     ]
+    print_fixes(console(of_a_rank=False), [CheckResult("run", (ok("checkpoints", "1", "resume"),), 0.1)])
+    assert capsys.readouterr().out.startswith("\nOptional:\n"), "nothing is broken"
 
 
-def test_a_table_in_a_row_is_as_wide_as_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
-    block = "  " + "x" * 150 + "\n  y"
+def test_a_table_or_traceback_in_a_row_is_as_wide_as_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    block = "Traceback" + "x" * 150 + "\n  y"
     print_result(
         console(of_a_rank=False),
         CheckResult("deepspeed", (ok("memory", f"of 8 ranks:\n{block}"), ok("b", "c"))),
     )
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["deepspeed", "ok", "memory", "of", "8", "ranks:"]
-    assert lines[1:3] == block.splitlines() and lines[3].split() == ["ok", "b", "c"]
+    assert lines[1:3] == indent(block, "  ").splitlines() and lines[3].split() == ["ok", "b", "c"]

@@ -7,6 +7,7 @@ from hydra.conf import HydraConf
 from omegaconf import OmegaConf
 
 from lightning_lockstep._application.config_channel import Message
+from lightning_lockstep.doctor.registry import Status
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.hydra import config_from_text, config_to_text
 
@@ -25,6 +26,11 @@ def test_values_arrive_and_hydras_own_part_keeps_its_type() -> None:
     assert arrived == config
     assert arrived is not None and OmegaConf.get_type(arrived.hydra) is HydraConf
     assert OmegaConf.is_struct(arrived) and OmegaConf.is_struct(arrived.hydra)
+
+
+def test_members_of_enumerations_arrive_as_such() -> None:
+    config = OmegaConf.create({"a": {"b": [Status.OK, "${a}", "???"]}, "c": Status.PROBLEM, "d": "OK"})
+    assert config_from_text(config_to_text(config)) == config
 
 
 def test_what_another_job_has_signed_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,29 +1,44 @@
-"""How an epoch is cut into global batches, and who gets what of each."""
+"""What kind a loader is, how its epoch is cut into global batches, and who gets what of each."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Iterator
 from itertools import chain, pairwise
 from typing import Any
 
+import numpy
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from lightning_lockstep._lightning import _set_sampler_epoch
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.loaders.global_order import (
-    Division,
-    GlobalBatches,
-    check_samples,
+    Share,
+    bounds,
+    check_the_same,
     divided,
+    drawn,
     in_global_order,
-    marked,
+    kind_of,
     micro_batches,
+    parts_of,
 )
+from lightning_lockstep.steps.generators import seed_generators
 
-
-def cut(division: Division) -> list[range]:
-    return [range(start, stop) for start, stop in pairwise(division.bounds().tolist())]
+DATA = TensorDataset(torch.arange(24))
 
 
 @pytest.mark.parametrize("samples", [1, 15, 16, 17, 31, 32, 97])
@@ -31,131 +46,248 @@ def cut(division: Division) -> list[range]:
 def test_each_sample_is_in_one_micro_batch_and_steps_are_the_same(
     samples: int, sizes: tuple[int, ...]
 ) -> None:
-    found = cut(Division(samples, sizes))
+    found = [range(start, stop) for start, stop in pairwise(bounds(samples, sizes).tolist())]
     assert list(chain(*found)) == list(range(samples))
     steps = [found[i : i + len(sizes)] for i in range(0, len(found), len(sizes))]
-    assert [sum(map(len, step)) for step in steps] == [16] * (samples // 16) + [samples % 16] * (
-        samples % 16 > 0
-    )
+    rest = [samples % 16] * (samples % 16 > 0)
+    assert [sum(map(len, step)) for step in steps] == [16] * (samples // 16) + rest
     assert max(map(len, found)) <= max(sizes)
-    assert sum(map(len, cut(Division(samples, sizes, drop_last=True)))) == samples // 16 * 16
-
-
-@pytest.mark.parametrize("samples", [1, 2, 5, 13, 37])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_in_evaluation_every_rank_has_a_sample_in_each_batch(samples: int, ranks: int, size: int) -> None:
-    found = cut(Division(samples, (size * ranks,), least=ranks))
-    assert list(chain(*found)) == list(range(samples))
-    if samples >= ranks:
-        assert all(ranks <= len(batch) <= size * ranks + ranks - 1 for batch in found)
-    else:
-        assert len(found) == 1
-
-
-def parts(loader: Any, ranks: int, **options: Any) -> list[Any]:
-    """The loader of each rank, as Lightning would have made it."""
-    made = []
-    for rank in range(ranks):
-        given = marked({"num_replicas": ranks, "rank": rank}, predicts=False)
-        sampler = DistributedSampler(loader.dataset, seed=7, **given)
-        batches: Any = BatchSampler(sampler, loader.batch_size, loader.drop_last)
-        made.append(
-            divided(DataLoader(loader.dataset, batch_sampler=batches), rank=rank, ranks=ranks, **options)
-        )
-    return made
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_ranks_have_the_order_of_a_distributed_sampler_and_nothing_twice(ranks: int) -> None:
-    data = TensorDataset(torch.arange(37))
-    plain = DataLoader(data, 4)
-    found = [list(loader.batch_sampler) for loader in parts(plain, ranks, trains=True)]
-    sizes = [
-        [loader.batch_sampler.sizes(k) for k in range(len(loader))]
-        for loader in parts(plain, ranks, trains=True)
-    ]
-    real = [
-        [batch[:own] for batch, (own, _) in zip(*both, strict=True)]
-        for both in zip(found, sizes, strict=True)
-    ]
-    assert sorted(chain(*(chain(*batches) for batches in real))) == list(range(37))
-    assert {len(batches) for batches in found} == {-(-37 // (4 * ranks))}
-    for number in range(len(found[0])):
-        lengths = [len(batches[number]) for batches in real]
-        assert max(lengths) - min(lengths) <= 1 and sum(lengths) == sizes[0][number][1]
-    theirs = list(DistributedSampler(data, num_replicas=ranks, rank=1, seed=7))  # type: ignore[arg-type]
-    ours = list(chain(*real[1]))
-    assert ours == theirs[: len(ours)]
-
-
-def test_batches_of_a_sampler_of_ones_own_are_divided_whole_and_then_by_samples() -> None:
-    class Growing(BatchSampler):
-        def __iter__(self) -> Any:
-            order, size = list(self.sampler), 1
-            while order:
-                yield order[:size]
-                order, size = order[size:], size + 1
-
-        def __len__(self) -> int:
-            return 5
-
-    data = TensorDataset(torch.arange(15))
-    found = []
-    for rank in range(2):
-        sampler = DistributedSampler(
-            data, shuffle=False, **marked({"num_replicas": 2, "rank": rank}, predicts=False)
-        )  # type: ignore[arg-type]
-        loader = DataLoader(data, batch_sampler=Growing(sampler, 1, False))
-        batches = divided(loader, rank=rank, ranks=2, trains=True).batch_sampler
-        found.append((list(batches), [batches.sizes(number) for number in range(3)]))
-    assert found[0] == ([[0], [3, 4, 5], [10, 12, 14]], [(1, 3), (3, 7), (3, 5)])
-    assert found[1] == ([[1, 2], [6, 7, 8, 9], [11, 13]], [(2, 3), (4, 7), (2, 5)])
-
-
-def test_a_loader_of_another_sampler_is_left_alone() -> None:
-    data = TensorDataset(torch.arange(8))
-    own = DataLoader(data, 2, sampler=DistributedSampler(data, num_replicas=2, rank=0))
-    for loader in (own, DataLoader(data, 2), [1, 2]):
-        assert divided(loader, rank=0, ranks=2, trains=True) is loader
-    with pytest.raises(ConfigurationError, match=r"rank 0: 8, rank 1: 9.*use_distributed_sampler=False"):
-        check_samples([8, 9])
-
-
-@pytest.mark.parametrize("sample", [0, 32, 36, 97])
-def test_an_epoch_goes_on_at_a_sample_in_another_division(sample: int) -> None:
-    data = TensorDataset(torch.arange(97))
-    (whole,) = parts(DataLoader(data, 12), 1, trains=True)
-    order = list(chain(*whole.batch_sampler))
-    batches = whole.batch_sampler
-    first = batches.go_on_at(sample, 0)
-    assert list(chain(*list(batches)[first:])) == order[sample:]
-    assert sum(batches.sizes(number)[1] for number in range(first, len(batches))) == 97 - sample
-    assert batches.samples_before(first) == sample
-    batches.sampler.set_epoch(1)
-    assert sorted(chain(*batches)) == list(range(97))
-
-
-def test_a_loader_without_batches_has_another_order_in_each_epoch() -> None:
-    data = TensorDataset(torch.arange(16))
-    sampler = DistributedSampler(data, seed=7, **marked({"num_replicas": 2, "rank": 1}, predicts=False))  # type: ignore[arg-type]
-    loader = divided(DataLoader(data, None, sampler=sampler), rank=1, ranks=2, trains=True)
-    orders = []
-    for epoch in (0, 1):
-        _set_sampler_epoch(loader, epoch)
-        orders.append([int(one) for (one,) in loader])
-    assert len(orders[0]) == len(orders[1]) == 8 and orders[0] != orders[1]
-
-
-def test_a_single_process_has_the_order_of_several_ranks() -> None:
-    data = TensorDataset(torch.arange(16))
-    one = in_global_order(DataLoader(data, 8, shuffle=True), 7)
-    assert isinstance(one.batch_sampler, GlobalBatches) and not isinstance(one.sampler, RandomSampler)
-    both = zip(*(loader.batch_sampler for loader in parts(DataLoader(data, 4), 2, trains=True)), strict=True)
-    assert [sorted(batch) for batch in one.batch_sampler] == [sorted(chain(*ranks)) for ranks in both]
-    plain = DataLoader(data, 8)
-    assert in_global_order(plain, 7) is plain
 
 
 def test_a_global_batch_is_cut_into_nearly_equal_parts() -> None:
     assert micro_batches(16, 3) == (6, 5, 5) and micro_batches(8, 2) == (4, 4)
+
+
+# -- Loaders as programs make them --
+
+
+class Own(Sampler[int]):
+    """An order that a program has in mind, drawn from every global generator."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(24).tolist()
+        random.shuffle(order)
+        numpy.random.shuffle(order)
+        return iter(order)
+
+    def __len__(self) -> int:
+        return 24
+
+
+class Growing(BatchSampler):
+    """Batches of one, two, three and more samples, without a length."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order, size = list(self.sampler), 1
+        while order:
+            yield order[:size]
+            order, size = order[size:], size + 1
+
+    def __len__(self) -> int:
+        raise TypeError("not known")
+
+
+class Cached(BatchSampler):
+    """Batches that are made once."""
+
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool) -> None:
+        super().__init__(sampler, batch_size, drop_last)
+        self.made = list(super().__iter__())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.made)
+
+    def __len__(self) -> int:
+        return len(self.made)
+
+
+LOADERS: dict[str, Callable[[int], DataLoader[Any]]] = {
+    "in order": lambda size: DataLoader(DATA, size),
+    "shuffled": lambda size: DataLoader(DATA, size, shuffle=True),
+    "with a generator": lambda size: DataLoader(
+        DATA, size, shuffle=True, generator=torch.Generator().manual_seed(3)
+    ),
+    "own sampler": lambda size: DataLoader(DATA, size, sampler=Own()),
+    "a subset": lambda size: DataLoader(DATA, size, sampler=SubsetRandomSampler(range(0, 24, 2))),
+    "weighted": lambda size: DataLoader(DATA, size, sampler=WeightedRandomSampler([1.0, 0.0] * 12, 30)),
+    "fewer": lambda size: DataLoader(DATA, size, sampler=RandomSampler(DATA, num_samples=7)),
+    "replaced": lambda size: DataLoader(DATA, size, sampler=RandomSampler(DATA, True, 30)),
+    "more": lambda size: DataLoader(DATA, size, sampler=RandomSampler(DATA, num_samples=50)),
+    "own batches": lambda size: DataLoader(DATA, batch_sampler=Growing(SequentialSampler(DATA), 1, False)),
+    "batches made at once": lambda size: DataLoader(DATA, batch_sampler=Cached(Own(), 5, False)),
+    "items": lambda size: DataLoader(DATA, None, shuffle=True),
+    "items that are batches": lambda size: DataLoader(DATA, None, sampler=BatchSampler(Own(), 5, False)),
+}
+
+
+def global_batches(make: Callable[[int], DataLoader[Any]], ranks: int, size: int = 8) -> list[list[Any]]:
+    """Return the units that all ranks together have of each global batch, without padding; check their sizes."""
+    made = []
+    for rank in range(ranks):
+        seed_generators(5)  # all ranks have made their loader with the same random numbers
+        made.append(parts_of(divided(make(size // ranks), Share(rank, ranks, True))))
+    given = [list(parts) for parts in made]
+    assert len({len(one) for one in given}) == 1
+    found = []
+    for number, units in enumerate(zip(*given, strict=True)):
+        sizes = [parts.sizes(number) for parts in made]
+        assert sum(own for own, _ in sizes) == sizes[0][1] and len({total for _, total in sizes}) == 1
+        own = [unit if isinstance(unit, list) else [unit] for unit in units]
+        # A rank without a sample has one that pads.
+        kept = [unit if count else [] for unit, (count, _) in zip(own, sizes, strict=True)]
+        assert all(len(unit) == count for unit, (count, _) in zip(kept, sizes, strict=True))
+        assert all(own)
+        found.append(sorted(chain(*kept)))
+    return found
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_what_a_loader_gives_on_one_process_is_used_once(name: str, ranks: int) -> None:
+    make = LOADERS[name]
+    alone = global_batches(make, 1)
+    if kind_of(make(8)) == "samples":
+        assert global_batches(make, ranks) == alone
+    else:  # the ranks take whole batches in turn
+        together = [sorted(chain(*alone[i : i + ranks])) for i in range(0, len(alone), ranks)]
+        assert global_batches(make, ranks) == together
+
+
+def test_an_order_that_is_not_random_is_the_programs_own() -> None:
+    assert global_batches(LOADERS["in order"], 2) == [list(range(8 * i, 8 * i + 8)) for i in range(3)]
+    assert global_batches(LOADERS["own batches"], 1)[:3] == [[0], [1, 2], [3, 4, 5]]
+    assert {v % 2 for batch in global_batches(LOADERS["a subset"], 2) for v in batch} == {0}
+
+
+@pytest.mark.parametrize("name", ["shuffled", "own sampler", "with a generator", "items"])
+def test_each_epoch_has_another_order(name: str) -> None:
+    loader = divided(LOADERS[name](4), Share(1, 2, True))
+    parts, orders = parts_of(loader), []
+    for epoch in (0, 1, 2):
+        _set_sampler_epoch(loader, epoch)
+        orders.append(str(list(parts)))
+    assert len(set(orders)) == 3
+
+
+def test_one_that_divides_itself_and_one_of_no_known_kind_are_left_alone() -> None:
+    own = DistributedSampler(DATA, num_replicas=2, rank=0)  # type: ignore[arg-type]
+    inside = DataLoader(DATA, batch_sampler=Growing(own, 1, False))
+    for loader in (DataLoader(DATA, 2, sampler=own), inside, [1, 2]):
+        assert divided(loader, Share(0, 2, True)) is loader
+
+
+def test_a_sampler_without_an_end_is_refused() -> None:
+    class Endless(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            while True:
+                yield 1
+
+    with pytest.raises(ConfigurationError, match=r"Endless has no length and gave more than 3,400,000"):
+        divided(DataLoader(TensorDataset(torch.zeros(24_000)), 4, sampler=Endless()), Share(0, 2, True))
+
+
+@pytest.mark.parametrize(
+    ("samples", "micro", "accumulated", "trains", "left"),
+    [(109, 16, 1, True, 96), (109, 8, 2, True, 96), (30, 8, 1, False, 24), (30, 4, 1, False, 28)],
+)
+def test_what_is_dropped_does_not_depend_on_ranks(
+    samples: int, micro: int, accumulated: int, trains: bool, left: int
+) -> None:
+    data = TensorDataset(torch.arange(samples))
+    for ranks in (1, 2, 4):
+        # The global micro-batch of a training is the same; an evaluation drops what one process would drop.
+        size = micro // ranks if trains else micro
+        loaders = [
+            divided(DataLoader(data, size, drop_last=True), Share(rank, ranks, trains, accumulated))
+            for rank in range(ranks)
+        ]
+        sizes = [parts_of(loader).sizes(number)[0] for loader in loaders for number in range(len(loader))]
+        assert sum(sizes) == left
+
+
+def test_a_data_set_that_changes_has_its_own_length_in_each_epoch() -> None:
+    class Changing(TensorDataset):
+        samples = 12
+
+        def __len__(self) -> int:
+            return self.samples
+
+    data = Changing(torch.arange(30))
+    loader = divided(DataLoader(data, 3, shuffle=True), Share(0, 2, True))
+    found = []
+    for epoch, data.samples in enumerate((12, 26, 5)):
+        _set_sampler_epoch(loader, epoch)
+        found.append((len(list(loader)), len(loader)))
+    assert found == [(2, 2), (5, 5), (1, 1)]
+
+
+@pytest.mark.parametrize("unit", [0, 32, 36, 96])
+def test_an_epoch_goes_on_at_a_sample_in_another_division(unit: int) -> None:
+    data = TensorDataset(torch.arange(97))
+    parts = parts_of(divided(DataLoader(data, 12, shuffle=True), Share(0, 1, True)))
+    order = list(chain(*parts))
+    first = parts.go_on_at(unit, 0, None, 2)
+    assert first % 2 == 0
+    assert sum(parts.sizes(number)[1] for number in range(first, len(parts))) == 97 - unit
+    assert parts.position(first) == unit
+    assert list(chain(*parts)) == order[unit:]
+    parts.set_epoch(1)
+    assert sorted(chain(*parts)) == list(range(97))
+
+
+def test_an_order_of_a_generator_is_drawn_again_from_its_state() -> None:
+    parts = parts_of(divided(LOADERS["with a generator"](8), Share(0, 1, True)))
+    list(parts)
+    parts.set_epoch(1)
+    second, state = list(parts), parts.drawn_from
+    again = parts_of(divided(LOADERS["with a generator"](8), Share(0, 1, True, epoch=1)))
+    again.go_on_at(8, 1, state, 1)
+    assert list(again) == second[1:]
+
+
+def test_a_resumed_epoch_asks_a_sampler_once() -> None:
+    """One that turns its samples by how often it was asked, as a counter of epochs does."""
+
+    class Counts(Own):
+        asked = -1
+
+        def __iter__(self) -> Iterator[int]:
+            self.asked += 1
+            return iter([(number + self.asked) % 24 for number in range(24)])
+
+    parts = parts_of(divided(DataLoader(DATA, 8, sampler=Counts()), Share(0, 1, True)))
+    parts.go_on_at(8, 0, [], 1)
+    assert list(chain(*parts)) == list(range(8, 24))
+
+
+def test_a_large_order_is_an_array() -> None:
+    for sampler in (SequentialSampler(range(10)), RandomSampler(range(10)), SubsetRandomSampler(range(10))):
+        assert isinstance(drawn(sampler, 100), numpy.ndarray)
+    assert drawn([("a", 1), ("b", 2)], 100) == [("a", 1), ("b", 2)]
+    torch.manual_seed(1)
+    theirs = list(RandomSampler(range(10), num_samples=25))
+    torch.manual_seed(1)
+    assert drawn(RandomSampler(range(10), num_samples=25), 100).tolist() == theirs  # type: ignore[union-attr]
+
+
+def test_ranks_with_other_loaders_are_told_apart() -> None:
+    def compared(loader: Any) -> dict[str, Any]:
+        return parts_of(divided(loader, Share(0, 2, True))).compared()  # type: ignore[no-any-return]
+
+    plain = compared(DataLoader(DATA, 4))
+    check_the_same([plain, compared(DataLoader(DATA, 4))])
+    others = {
+        r"samples: 24 on rank 0, 7 on rank 1": LOADERS["fewer"](4),
+        r"batch_size: 4 on rank 0, 2 on rank 1": DataLoader(DATA, 2),
+        r"order of the first epoch: \w+ on rank 0, \w+ on rank 1": LOADERS["shuffled"](4),
+        r"indices of the Subset: None on rank 0, \w+ on rank 1": DataLoader(Subset(DATA, range(24)[::-1]), 4),
+        r"kind: a DataLoader on rank 0, a batch sampler on rank 1": LOADERS["own batches"](4),
+    }
+    for told, loader in others.items():
+        with pytest.raises(ConfigurationError, match=told):
+            check_the_same([plain, compared(loader)])
+
+
+def test_a_single_process_has_the_order_of_several_ranks() -> None:
+    one = in_global_order(DataLoader(DATA, 8, shuffle=True), 1)
+    assert [sorted(batch) for batch in one.batch_sampler] == global_batches(LOADERS["shuffled"], 2)

@@ -15,7 +15,6 @@ import torch
 from torch.utils.data import ChainDataset, DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from lightning_lockstep import ConfigurationError
 from lightning_lockstep._lightning import _set_sampler_epoch
 from lightning_lockstep.loaders.streams import divides_itself, shared_stream
 
@@ -40,18 +39,8 @@ class Sized(Stream):
         return self.samples
 
 
-class Alike:
-    """Stands for ranks that all say the same, or one that says something else."""
-
-    def __init__(self, *others: Any) -> None:
-        self._others = others
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value, *self._others]
-
-
 def shared(loader: Any, rank: int = 0, ranks: int = 1, **options: Any) -> Any:
-    return shared_stream(loader, Alike(), rank=rank, ranks=ranks, **options)  # type: ignore[arg-type]
+    return shared_stream(loader, rank, ranks, **options)
 
 
 @contextmanager
@@ -171,6 +160,18 @@ def test_sizes_are_known_before_the_batches_of_an_optimizer_step_are_given() -> 
     assert len(loader) == 4
 
 
+@pytest.mark.parametrize(("ranks", "batch", "ahead"), [(1, 6, 1), (3, 1, 2), (1, 2, 3), (3, 2, 1)])
+def test_what_fills_no_optimizer_step_is_dropped_in_training(ranks: int, batch: int, ahead: int) -> None:
+    def loader(rank: int) -> Any:
+        made = DataLoader(Sized(23), batch, drop_last=True)
+        return shared(made, rank, ranks, ahead=lambda: ahead)
+
+    assert sorted(torch.cat([torch.cat(list(loader(rank))) for rank in range(ranks)]).tolist()) == list(
+        range(18)
+    )
+    assert len(loader(0)) == 18 // batch // ranks
+
+
 def test_ready_batches_and_own_collation_stay_what_they_are() -> None:
     ready = shared(DataLoader(Stream(5), None), 1, 2)
     assert list(ready) == [1, 3, 4]  # the last one is padding
@@ -251,14 +252,3 @@ def test_other_loaders_are_left_alone() -> None:
 
     for loader in (DataLoader([1, 2, 3]), Own(Stream(3)), [1, 2], None):
         assert shared(loader, 0, 2) is loader
-
-
-def test_ranks_with_other_loaders_are_told_apart() -> None:
-    for others, told in (([8, 4], "rank 0: 4, rank 1: 8, rank 2: 4"), ([None], "rank 1: not divided")):
-        with pytest.raises(ConfigurationError, match=told):
-            shared_stream(
-                DataLoader(Stream(3), 2),
-                Alike(*others),  # type: ignore[arg-type]
-                rank=0,
-                ranks=2,
-            )

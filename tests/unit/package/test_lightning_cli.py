@@ -34,6 +34,8 @@ LIFE_CYCLE = {
     "silence_limit": 60.0,
     "uneven_inputs": "join",
     "iterable_datasets": "shard",
+    "random_numbers": "of_sample",
+    "batch_norm": "of_batch",
     "threads_per_rank": 2,
     "timeout": 90.0,
     "guard": "off",
@@ -62,7 +64,13 @@ DDP = {
 }
 # Each option of each class once, with another value than its default.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "LockstepDDPStrategy": {**DDP, "start_method": "spawn", "process_group_backend": "gloo"},
+    "LockstepDDPStrategy": {
+        **DDP,
+        "start_method": "spawn",
+        "process_group_backend": "gloo",
+        "on_lost_rank": "continue",
+        "least_ranks": 2,
+    },
     "LockstepMPIStrategy": {
         **DDP,
         "ddp_comm_hook": "fp16_compress",
@@ -100,6 +108,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "LockstepXLAStrategy": {
         **LIFE_CYCLE,
+        "random_numbers": "of_rank",  # other values are refused there
+        "batch_norm": "of_rank",
         "downcast_bf16": True,
         "cluster_environment": ENVIRONMENT,
         "checkpoint_io": CHECKPOINT_IO,

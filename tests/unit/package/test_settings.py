@@ -131,6 +131,8 @@ def test_the_nearest_names_ignore_case_and_stay_silent_when_nothing_is_near() ->
         ("ddp_spawn", ["mpi", "ddp"], "ddp"),
         ("gpt", ["cnn", "byte_gpt"], "byte_gpt"),
         ("float16", ["32-true", "16-mixed"], "16-mixed"),
+        ("fsdp", ["ddp", "deepspeed_stage_3"], None),
+        ("full_shard", ["deepspeed_stage_3", "fsdp"], "fsdp"),
         ("train", ["fit", "trainer"], "trainer"),
         ("train", ["fit", "test"], "fit"),
         ("*", ["*", "**"], None),

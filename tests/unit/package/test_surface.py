@@ -34,6 +34,7 @@ SURFACE = [
     *STRATEGIES,
     *CALLBACKS,
     # functions
+    "by_sample",
     "check_breakpoint",
     "detect_overflow",
     "find_executable_batch_size",
@@ -43,6 +44,7 @@ SURFACE = [
     "notebook_launcher",
     "run_in_fp32",
     "set_breakpoint",
+    "shared",
     # errors
     "BatchSizeError",
     "CollectiveError",

@@ -57,6 +57,8 @@ def test_unknown_options_of_a_strategy_on_top_of_another_are_compared_with_the_o
         ({"threads_per_rank": 0}, "threads_per_rank=0: expected 'auto' or a whole number"),
         ({"guard": "verfy"}, "guard='verfy': expected one of 'off', 'watch', 'verify'"),
         ({"stall_timeout": 0}, "stall_timeout=0: expected seconds, more than 0"),
+        ({"on_lost_rank": "go"}, "on_lost_rank='go': expected one of 'end', 'continue'"),
+        ({"least_ranks": 0}, "least_ranks=0: expected a whole number of ranks from 1"),
     ],
 )
 def test_values_out_of_range_say_what_was_expected(options: dict[str, object], text: str) -> None:

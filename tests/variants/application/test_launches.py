@@ -27,7 +27,7 @@ def test_spawned_ranks_find_classes_in_the_folder_of_the_start(tmp_path: Path) -
 
 def test_other_devices_than_torchrun_has_started_are_one_error_on_all_ranks(tmp_path: Path) -> None:
     outcome = run_script([*TORCHRUN, *QUICK, "strategy=ddp", "trainer.devices=1"], cwd=tmp_path, timeout=120)
-    assert outcome.output.count("one error in the configuration; nothing was started.") == 1, outcome.output
+    assert outcome.output.count("one error in the configuration; the run has ended.") == 1, outcome.output
     assert "1. trainer.devices=1: You set `devices=1` and `num_nodes=1` in Lightning" in outcome.output
     assert "exitcode  : 2" in outcome.output and "hydra/_internal" not in outcome.output
 

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from tests.common.application.command_lines import faults_of, look_at, only
 from tests.helpers import COMMON, ScriptOutcome, run_script
 
-pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="pip install 'lightning-lockstep[sweeps]'")
+pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="pip install '.[sweeps]'")
 ECHO = COMMON / "application" / "apps" / "echo.py"
 QUICK = ("trainer.enable_progress_bar=false", "trainer.accelerator=cpu", "trainer.devices=2", "test=false")
 TEXT = ("data=source_text", "model=byte_gpt", "data.max_bytes=100000")
@@ -44,11 +44,58 @@ main()
 """
 
 
+FAILS_ONCE_ON_RANKS = """
+import os
+import lightning as L
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_lockstep import LockstepDDPStrategy
+from lightning_lockstep.train import hydra_main
+
+class Net(BoringModel):
+    def training_step(self, batch, index):
+        if self.a == 2 and index == 1 and self.global_rank == 1:
+            raise ValueError("two is too many")
+        return super().training_step(batch, index)
+
+@hydra_main(config_path=None, config_name=None, version_base=None)
+def main(config):
+    net = Net()
+    net.a = config.a
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    strategy = LockstepDDPStrategy(grace_period=5)
+    L.Trainer(accelerator="cpu", devices=2, strategy=strategy, limit_train_batches=3, max_epochs=1, **options).fit(net)
+    return config.a
+main()
+"""
+
+
+def test_a_sweep_goes_on_after_a_job_of_which_one_rank_failed(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(FAILS_ONCE_ON_RANKS)
+    outcome = run_script(["program.py", "-m", "hydra.sweep.dir=sweep", "+a=1,2,3"], cwd=tmp_path, timeout=120)
+    assert "lightning-lockstep: job 1 failed: RankFailedError: rank 1 of 2" in outcome.stderr, outcome.output
+    table = [
+        line.split()[1:4]
+        for line in outcome.stderr.splitlines()
+        if "+a=" in line and line.split()[1] != "HYDRA"
+    ]
+    assert table[-3:] == [["+a=1", "1", "0"], ["+a=2", "-", "RankFailedError:"], ["+a=3", "3", "0"]], (
+        outcome.output
+    )
+    assert outcome.returncode == 1 and outcome.leftovers == ()
+
+
 def test_a_sweep_goes_on_after_a_job_that_failed_and_names_it(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(FAILS_ONCE)
     outcome = run_script(["program.py", "-m", "hydra.sweep.dir=sweep", "+a=1,2,3"], cwd=tmp_path, timeout=60)
     assert "lightning-lockstep: job 1 failed: ValueError: two is too many" in outcome.stderr
     assert "#2 : +a=3" in outcome.stdout
+    table = [line.split() for line in outcome.stderr.splitlines()[-4:]]
+    assert table[0] == ["job", "overrides", "objective", "exit"]
+    assert [row[1:4] for row in table[1:]] == [
+        ["+a=1", "-", "0"],
+        ["+a=2", "-", "ValueError:"],
+        ["+a=3", "0.75", "0"],
+    ]
     assert outcome.returncode == 1
 
 
@@ -121,4 +168,4 @@ def test_ranks_that_run_every_job_together_are_no_place_for_a_launcher() -> None
 def test_a_launcher_that_is_not_installed_names_its_extra() -> None:
     fault = only(faults_of("hydra/launcher=joblibb"))
     assert "Did you mean 'joblib'?" in fault
-    assert "pip install 'lightning-lockstep[sweeps]'" in fault
+    assert "pip install '.[sweeps]'" in fault

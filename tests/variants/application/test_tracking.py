@@ -14,7 +14,7 @@ from tests.common.application.command_lines import faults_of, only, path_with
 from tests.helpers import ScriptOutcome, run_script
 
 for _package in ("mlflow", "wandb", "tensorboard"):
-    pytest.importorskip(_package, reason="pip install 'lightning-lockstep[tensorboard,wandb,mlflow]'")
+    pytest.importorskip(_package, reason="pip install '.[tensorboard,wandb,mlflow]'")
 
 MLFLOW = "{_target_:lightning.pytorch.loggers.MLFlowLogger,tracking_uri:'sqlite:///made.db'}"
 SECRETS = {
@@ -76,8 +76,8 @@ def test_two_ranks_make_one_run_of_each_logger_with_the_whole_configuration(tmp_
         "trainer.limit_train_batches=3",
         "logger=[csv,tensorboard,wandb,mlflow]",
         "hydra.run.dir=run",
-        *(f"+{key}={secret}" for key, secret in SECRETS.items()),
-        *("+token_level=word", "unmask=[token_level]"),
+        *(f"++{key}={secret}" for key, secret in SECRETS.items()),
+        *("++token_level=word", "unmask=[token_level]"),
         cwd=tmp_path,
     )
     run = tmp_path / "run"

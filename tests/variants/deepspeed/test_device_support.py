@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_lockstep.deepspeed.config import TrainerValues, completed
+from lightning_lockstep.deepspeed.config_parsing import TrainerValues, completed
 from lightning_lockstep.deepspeed.device_support import refuse_or_adapt
 from lightning_lockstep.deepspeed.engine import adopt_process_group
 from lightning_lockstep.deepspeed.importing import import_deepspeed

@@ -17,7 +17,7 @@ def slow_report() -> str:
     """Rank 1 fails; rank 0 is still writing a report when the grace period ends."""
     crash = propagation_on(current_communicator().side_channel)
     crash.grace_period = 1.0
-    crash.begin_fit()
+    crash.enter()
     dist.barrier()
     if dist.get_rank() == 1:
         raise crash.error_to_raise(ValueError("boom"))
@@ -38,7 +38,7 @@ def raise_on_all_and_hang() -> None:
     """Nobody catches the error that every rank raises, and a thread would hold each process."""
     crash = propagation_on(current_communicator().side_channel)
     crash.grace_period = 0.5
-    crash.begin_fit()
+    crash.enter()
     dist.barrier()
     error = crash.error_to_raise(ValueError(f"boom on rank {dist.get_rank()}"))
     sys.excepthook(type(error), error, None)  # as Python does before it waits for the threads

@@ -28,7 +28,7 @@ def alone() -> dict[Case, Any]:
     return run_ranks(1, by_ddp, backend=None, timeout=200)[0]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [3])
 def test_the_weights_do_not_depend_on_ranks_or_accumulation(ranks: int, alone: dict[Case, Any]) -> None:
     found = run_ranks(ranks, by_ddp, backend=None, timeout=300)[0]
     for samples, accumulate, counts in CASES:
@@ -100,9 +100,7 @@ def seen_here(folder: str, steps: int, accumulate: int, stream: bool) -> list[tu
     return seen_samples(folder, steps, resumes=steps < 0, accumulate=accumulate, stream=stream)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "stream"), [(3, 4, False), (2, 1, False), (1, 3, False), (2, 2, True)]
-)
+@pytest.mark.parametrize(("before", "after", "stream"), [(3, 4, False), (2, 2, True)])
 def test_a_resume_sees_each_sample_once_where_accumulation_does_not_fit(
     tmp_path: Path, before: int, after: int, stream: bool
 ) -> None:

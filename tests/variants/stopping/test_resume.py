@@ -18,7 +18,7 @@ from tests.common.stopping.resumes import (
 from tests.helpers import run_ranks
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_every_loader_goes_on_with_the_next_batch(tmp_path: Path, ranks: int) -> None:
     # With workers it is the same on fewer ranks, and these would be many processes on two cores.
     names = [name for name in LOADERS if ranks < 4 or "workers" not in name]
@@ -26,7 +26,7 @@ def test_every_loader_goes_on_with_the_next_batch(tmp_path: Path, ranks: int) ->
         assert {name: row for name, row in found.items() if row != "exact"} == {}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2])
 def test_every_way_to_stop(tmp_path: Path, ranks: int) -> None:
     names = ["shuffled", "persistent workers", "stream", "stateful data"]
     for found in run_ranks(ranks, ways_to_stop, str(tmp_path), names, backend=None, timeout=400):

@@ -45,7 +45,7 @@ def test_a_killed_rank_is_named_with_its_signal(rank: int, tmp_path: Path) -> No
     else:
         assert "rank 0 of 2" in outcome.stderr and "was lost" in outcome.stderr
     assert outcome.stderr.rstrip().endswith(SAVED)
-    check_kept(tmp_path, rank, "killed by SIGKILL" if rank else "its connection has ended without a report")
+    check_kept(tmp_path, rank, "killed by SIGKILL" if rank else "has ended without a report")
 
 
 def test_sigterm_to_one_rank_ends_all_with_its_exit_code() -> None:

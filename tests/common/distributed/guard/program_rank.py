@@ -28,7 +28,7 @@ def run_programs(programs: list[Program], guard: Any, stall_timeout: float, grac
         guard=guard, stall_timeout=stall_timeout, grace_period=grace_period, silence_limit=10.0
     )
     supervisor = RankSupervisor(settings)
-    supervisor.ranks_have_met(prints_report=dist.get_rank() == 0)
+    supervisor.ranks_have_met(60.0, prints_report=dist.get_rank() == 0)
     # Each has opened its side channel; in a group of its own, since programs count the calls of the default group.
     everyone = dist.new_group(list(range(dist.get_world_size())))
     dist.barrier(everyone)

@@ -352,7 +352,7 @@ def guarded(rank, size):
     plain = [part(rank) for part in PARTS]
     guard = "watch" if "--watch" in sys.argv else "verify"
     supervisor = RankSupervisor(SupervisorSettings(guard=guard, stall_timeout=20.0))
-    supervisor.ranks_have_met(prints_report=rank == 0)
+    supervisor.ranks_have_met(60.0, prints_report=rank == 0)
     under_guard = supervisor.run(lambda: [part(rank) for part in PARTS])
     state = supervisor.guard.rank.state()
     operations = sorted({one.call.operation for one in state.calls if one.call.number})

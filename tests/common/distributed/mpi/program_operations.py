@@ -1,4 +1,4 @@
-"""Every operation over mpi4py and over gloo, on the same tensors, and gather_uneven; writes down where they differ."""
+"""Every operation over mpi4py and over gloo, gather_uneven and batch norm, on the same tensors; writes what differs."""
 
 import itertools
 import sys
@@ -7,6 +7,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
+from tests.common.distributed import global_norms as norms
 from tests.common.distributed import uneven_gathers as uneven
 from tests.common.distributed.mpi.ranks_meet import hand_back, meet
 
@@ -214,6 +215,7 @@ def main():
     dist.all_reduce(large, group=dist.new_group(backend="mpi4py"))
     found["large"] = torch.equal(large, (numbers * sum(range(1, size + 1))).float())
     found["uneven"] = uneven.all_cases()
+    found["norms"] = norms.wrong_ones(["images", "a rank of padding"])
     found["uneven mismatches"] = uneven.mismatches()
     hand_back(rank, found)
 

@@ -128,6 +128,7 @@ OPERATIONS: dict[str, Holds] = {
     "large": all_are(True),
     "cases": lambda *seen: seen[0] > 400,
     "uneven": lambda *seen: not any(any(one.values()) for one in seen),
+    "norms": all_are([]),
     "uneven mismatches": lambda zero, *others: all(
         zero[name] == one[name] and zero[name].startswith("CollectiveMismatchError")
         for name in zero

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from lightning_lockstep.distributed.failure.connections import connections, end_connections
+from lightning_lockstep.distributed.failure.interrupt import connections, end_connections
 from lightning_lockstep.distributed.failure.record import is_broken_collective
 from lightning_lockstep.distributed.guard.verify import ComparisonGroup
 from tests.helpers import run_ranks, run_ranks_raw
@@ -64,7 +64,7 @@ def waits() -> list[str]:
     for case in ("late", "ended", "killed"):
         before = set(connections())
         group = made()
-        own = set(connections()) - before
+        own = [number for end, number in connections().items() if end not in before]
         if not is_first:
             store.wait([case]) if case != "killed" else os.kill(os.getpid(), signal.SIGKILL)
             continue

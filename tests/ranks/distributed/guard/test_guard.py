@@ -25,7 +25,7 @@ def two_guards() -> tuple[str, list[str]]:
     propagation, meet, begun = propagation_on(channel), Gather(channel, "meet"), count()
 
     def begin(kind: Any) -> CollectiveGuard | None:
-        propagation.begin_fit()
+        propagation.enter()
         guards = meet.collect(next(begun), kind).complete(
             "the guard"
         )  # no collective: each may have another one

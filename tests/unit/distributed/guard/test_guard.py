@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 import threading
 import time
@@ -16,11 +15,10 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.guard import guard
-from lightning_lockstep.distributed.guard.guard import CollectiveGuard, GuardSettings, MainThreadErrors
+from lightning_lockstep.distributed.guard.guard import CollectiveGuard, GuardSettings
 from lightning_lockstep.distributed.guard.observer import Activity, RankObserver
 from lightning_lockstep.distributed.guard.rank_state import FlightRecorder, Outstanding, Position, position
 from lightning_lockstep.distributed.side_channel.channel import SideChannel
-from lightning_lockstep.errors import CollectiveStallError
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
 
 
@@ -32,44 +30,6 @@ def test_the_place_of_the_main_thread_is_that_of_the_program() -> None:
     assert found[0].site.startswith("test_guard.py:") and found[0].site.endswith(
         "in test_the_place_of_the_main_thread_is_that_of_the_program"
     )
-
-
-@pytest.mark.parametrize("waits", [lambda: time.sleep(60), lambda: threading.Event().wait(60)])
-def test_an_error_reaches_a_main_thread_that_sleeps_or_waits(waits: Any) -> None:
-    before = signal.getsignal(signal.SIGURG)
-    errors = MainThreadErrors()
-    errors.install()
-    try:
-        timer = threading.Timer(0.2, errors.raise_soon, [CollectiveStallError("rank 1 never came")])
-        timer.start()
-        with pytest.raises(CollectiveStallError, match="rank 1 never came"):
-            waits()
-        timer.join()
-    finally:
-        errors.remove()
-    assert signal.getsignal(signal.SIGURG) == before
-
-
-def test_an_error_is_left_to_code_that_deals_with_errors_and_is_not_raised_after_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    errors, error = MainThreadErrors(), CollectiveStallError("of an earlier fit")
-    errors.install()
-    try:
-        with monkeypatch.context() as patch:
-            patch.setitem(globals(), "__name__", "lightning_lockstep.distributed.failure.test")
-            on_own_thread(lambda: errors.raise_soon(error))
-            time.sleep(0.05)
-        ended = threading.Thread(target=lambda: None)
-        ended.start()
-        ended.join()
-        monkeypatch.setattr(errors, "_thread", ended)
-        errors.raise_soon(error)  # nobody gets it
-        monkeypatch.setattr(errors, "_thread", threading.main_thread())
-        signal.raise_signal(signal.SIGURG)  # as the system does for urgent data of a socket
-        time.sleep(0.05)
-    finally:
-        errors.remove()
 
 
 def test_a_rank_has_raised_as_long_as_it_deals_with_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,27 +101,6 @@ def test_a_thread_in_a_socket_of_python_is_taken_to_move() -> None:
     assert seen == [True]
 
 
-def test_an_error_reaches_a_thread_that_trains_with_its_text() -> None:
-    errors, raised, ready = MainThreadErrors(), list[BaseException](), threading.Event()
-    error = CollectiveStallError("rank 1 never came")
-
-    def train() -> None:
-        errors.install()
-        ready.set()
-        try:
-            while True:
-                time.sleep(0.01)
-        except CollectiveStallError as caught:
-            raised.append(caught)
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    ready.wait()
-    errors.raise_soon(error)
-    thread.join()
-    assert raised == [error], "the very error, and not in the main thread"
-
-
 def test_the_place_and_the_movements_are_those_of_the_thread_that_trains() -> None:
     ended, activity, found = threading.Event(), Activity(60.0, lambda pid: True), list[Any]()
 
@@ -231,4 +170,4 @@ def test_reports_go_to_the_folder_of_the_logger_or_of_the_trainer(
     for options, expected in given:
         trainer = Trainer(accelerator="cpu", enable_checkpointing=False, **options)
         supervisor.attach(trainer)
-        assert supervisor._folder() == expected
+        assert supervisor.folder() == expected

@@ -1,0 +1,415 @@
+"""What counts: a padding sample leaves nothing behind, and values of an epoch are those of all ranks.
+
+A rank without a sample of its own in a batch (the last batch may have fewer samples than there are ranks) runs the step
+on a padding sample, because the other ranks may wait for it. What the step adds to metrics, logged values and buffers
+is taken away again, so that not even nan stays; in an evaluation also what the module keeps itself.
+
+Lightning's logger connector says when a batch begins and ends and when the values of an epoch are read, in training as
+in evaluation; here its four methods are extended:
+
+    on_batch_start      keep what the batch may change, if it is padding
+    on_batch_end        put it back
+    epoch_end_reached   combine what the ranks have logged, each value with the weight that Lightning has given it
+    on_epoch_end        combine what was logged since then
+
+Each combination is a gather over the side channel, so that a rank at the end of its batches waits in no collective
+while others are in those of their steps. Every rank takes part, whatever it has logged. A value logged at a step with
+``sync_dist=True`` is the mean over the samples of all ranks.
+
+If the lists of a metric have different lengths on the ranks, whole lists are gathered: torchmetrics would gather one
+element after the other, and a rank with fewer elements would leave the others waiting.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from itertools import chain, zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torchmetrics import Metric, MetricCollection
+
+from lightning_lockstep._lightning import move_data_to_device
+from lightning_lockstep.distributed import Gather, SideChannel, current_communicator
+from lightning_lockstep.distributed.failure.propagation import propagation_on
+from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.loaders.global_order import parts_of
+from lightning_lockstep.loaders.weights import samples_of_batch
+from lightning_lockstep.steps.patching import put_in_place
+from lightning_lockstep.steps.snapshot import ModuleAttributes
+
+
+class Counting:
+    """What counts in the runs of a Trainer. Ranks: all make one; they gather at the end of each epoch."""
+
+    def __init__(self, trainer: Any, timeout: float) -> None:
+        # `timeout`: longest wait for another rank at the end of an epoch [s].
+        self.trainer, self._timeout = trainer, timeout
+        self.sizes: tuple[int, int] | None = None  # samples of the current batch: this rank's, and all ranks'
+        self._kept: list[Any] = []  # of a padding batch
+        self._numbers = Counter[int]()  # batches of each loader in this evaluation
+        self._begins = True  # whether the next training batch is the first one of its epoch here
+        self._epoch, self._gathers, self._combined = "", 0, set[str]()
+        self._reduction: Callable[..., Any] | None = None
+        self._warned = False  # of a gather of uneven parts
+
+    def attach(self) -> None:
+        """Count from now on."""
+        trainer, connector = self.trainer, self.trainer._logger_connector
+        for name in ("on_batch_start", "on_batch_end", "epoch_end_reached", "on_epoch_end"):
+            put_in_place(connector, name, partial(getattr(self, name), getattr(connector, name)))
+        validations = trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop
+        for loop in (*validations, trainer.test_loop):
+            put_in_place(loop, "run", partial(self._evaluate, loop))
+            put_in_place(loop._results, "log", partial(self._log, loop._results.log))
+        results = trainer.fit_loop.epoch_loop._results
+        put_in_place(results, "log", partial(self._log, results.log))
+        predict_step = trainer.predict_loop._predict_step
+        put_in_place(trainer.predict_loop, "_predict_step", partial(self._predict, predict_step))
+
+    # -- a batch --
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether this rank has no sample in the current batch."""
+        return self.sizes is not None and self.sizes[0] == 0
+
+    def on_batch_start(
+        self, begin: Callable[..., None], batch: Any, dataloader_idx: int | None = None
+    ) -> None:
+        begin(batch, dataloader_idx)
+        trainer = self.trainer
+        if trainer.training:
+            number = trainer.fit_loop.epoch_loop.batch_idx
+            if self._begins:
+                self._begins = False
+                self.whole_lists()
+                check_combined(trainer.fit_loop._combined_loader.flattened, trainer.world_size)
+            self.sizes = samples_of_batch(trainer, number)
+            self.see_padding(trainer.strategy.is_padding_batch(), whole_module=False)
+        else:
+            number, self._numbers[dataloader_idx or 0] = (
+                self._numbers[dataloader_idx or 0],
+                self._numbers[dataloader_idx or 0] + 1,
+            )
+            self.sizes = _sizes_in(trainer._active_loop, number, dataloader_idx or 0)
+            self.see_padding(self.is_padding, whole_module=True)
+
+    def see_padding(self, is_padding: bool, *, whole_module: bool) -> None:
+        """Keep what a padding batch may change."""
+        # In training the module is restored after its step, and keeps what callbacks do for each optimizer step.
+        self._kept = []
+        if is_padding:
+            results = self.trainer._results or {}
+            module = self.trainer.lightning_module
+            kept = [*self.metrics(), *results.values(), *([module] if whole_module else [])]
+            self._kept = [*map(ModuleAttributes, kept), *([StepCopies(module)] if whole_module else [])]
+
+    def on_batch_end(self, end: Callable[[], None]) -> None:
+        self.trainer.strategy.put_back()
+        self._put_back()
+        end()
+
+    def _put_back(self) -> None:
+        """Restore metrics and logged values; what this batch was the first to log stays, but empty."""
+        if not self._kept:
+            return
+        results = self.trainer._results or {}
+        logged = {key: not one.has_reset for key, one in results.items()}
+        of_all = {key: one._forward_cache for key, one in results.items() if one.meta.sync.should}
+        dtypes = {key: one.value.dtype for key, one in results.items() if one.is_tensor}
+        for one in results.values():
+            if one.is_tensor:
+                one.reset()  # what was there before gets its values back
+        for attributes in self._kept:
+            attributes.restore()
+        for key, one in results.items():
+            one.has_reset = not logged[key]
+            one._computed = None  # which may be that of the epoch before
+            if key in dtypes:  # Lightning reduces what is empty here too
+                one.value = one.value.to(dtypes[key])
+            one._forward_cache = of_all.get(key, one._forward_cache)
+        self._kept = []
+
+    def _predict(self, step: Callable[..., None], *args: Any) -> None:
+        """Make a prediction, which is not kept if it is one of padding."""
+        loop, number, dataloader = self.trainer.predict_loop, args[1], args[2]
+        self.sizes = _sizes_in(loop, number, dataloader)
+        if not self.is_padding:
+            step(*args)
+            return
+        lists = loop._predictions[dataloader], loop.epoch_batch_indices[dataloader]
+        lengths = [len(one) for one in lists]
+        seen = getattr(loop._combined_loader.flattened[dataloader].batch_sampler, "seen_batch_indices", None)
+        if seen:
+            seen[number] = []  # a BasePredictionWriter gets them
+        self.see_padding(True, whole_module=True)
+        step(*args)
+        self._put_back()
+        for one, length in zip(lists, lengths, strict=True):
+            del one[length:]
+
+    def check_gather(self, ranks: int) -> None:
+        """Raise, on all ranks, if a padding sample would take part in a gather of the program; warn of uneven parts."""
+        if self.sizes is None or ranks == 1:
+            return
+        advice = "Use lightning_lockstep.gather_uneven() for parts of any size, without padding, or drop_last=True."
+        if self.sizes[1] < ranks:
+            raise ConfigurationError(
+                f"self.all_gather in a batch of {self.sizes[1]} samples on {ranks} ranks: expected a sample on each"
+                f" rank, because a padding sample would take part. {advice}"
+            )
+        parts = None
+        with suppress(AttributeError, IndexError):
+            parts = parts_of(self.trainer._active_loop._combined_loader.flattened[0]).uneven
+        if parts is not None and not self._warned and current_communicator().is_main:
+            self._warned = True
+            warnings.warn(
+                f"self.all_gather expects the same sizes on all ranks, but a batch of this epoch has {parts[0]} samples"
+                f" on some ranks and {parts[1]} on others. {advice}",
+                stacklevel=2,
+            )
+
+    # -- values logged at a step --
+
+    def _log(self, log: Callable[..., None], *args: Any, **options: Any) -> None:
+        reduce = options.get("sync_dist_fn")
+        if options.get("sync_dist") and reduce is not None:
+            # Lightning compares how a value is logged each time, and copies whatever is no function.
+            self._reduction = self._reduction or (lambda *given, **how: self._reduce(reduce, *given, **how))
+            options["sync_dist_fn"] = self._reduction
+        log(*args, **options)
+
+    def _reduce(
+        self, reduce: Callable[..., Any], value: Any, group: Any = None, reduce_op: Any = None
+    ) -> Any:
+        """Reduce a value logged at a step, in which a rank counts by its samples; sums of an epoch as they are."""
+        results = self.trainer._results
+        if self.sizes is not None and results is not None and results.batch is not None:
+            own, total = self.sizes
+            if reduce_op in ("mean", "avg", None):
+                value = value * (own * current_communicator().world_size / total) if own else value.zero_()
+            elif not own:
+                value = value.fill_({"sum": 0.0, "max": -torch.inf, "min": torch.inf}[reduce_op])
+        return reduce(value, group=group, reduce_op=reduce_op)
+
+    # -- values of an epoch --
+
+    def _evaluate(self, loop: Any) -> Any:
+        self._begin("evaluation")
+        self._numbers.clear()
+        self.whole_lists()
+        outputs = type(loop).run(loop)  # a bound method would keep a Trainer from being pickled
+        if loop.max_batches and not self._gathers:  # this rank had no batch, and others may have some
+            self._combine_all(loop, ended=True)
+            loop._results.reset(metrics=False)
+        self._begin("")
+        return outputs
+
+    def _begin(self, what: str) -> None:
+        propagation = propagation_on(current_communicator().side_channel)
+        self._epoch, self._gathers, self._combined = what and propagation.topic(what), 0, set()
+
+    def epoch_end_reached(self, reached: Callable[[], None]) -> None:
+        self.sizes = None
+        if self.trainer.training:
+            self._begins = True
+            self._begin("epoch")
+            self._combine_all(self.trainer.fit_loop.epoch_loop, ended=False)
+        elif self.trainer._results is not None:
+            self._combine_all(self.trainer._active_loop, ended=False)
+        reached()
+
+    def on_epoch_end(self, end: Callable[[], None]) -> None:
+        loop = self.trainer.fit_loop.epoch_loop if self.trainer.training else self.trainer._active_loop
+        self._combine_all(loop, ended=True)
+        end()
+
+    def _combine_all(self, loop: Any, *, ended: bool) -> None:
+        """Combine what was logged for a loader, or outside of loaders at the end. Ranks: all, together."""
+        # Every rank gathers once for each loader and once at the end, even if a loader has given it no batch.
+        results = loop._results
+        number = 1 if self.trainer.training or _joins_batches(loop) else len(loop._combined_loader.flattened)
+        until = number + 1 if ended else (results.dataloader_idx or 0) + 1
+        while self._gathers < until:
+            self._combine(results, self._gathers if self._gathers < number > 1 else None)
+            self._gathers += 1
+
+    def _combine(self, results: Any, index: int | None) -> None:
+        """Combine the values logged for a loader on all ranks, so that Lightning reduces none."""
+        own = {key: one for key, one in results.items() if key not in self._combined and _is_of(one, index)}
+        gather = current_communicator().side_channel.get_or_create(_gather)
+        gather.timeout = self._timeout
+        found = gather.collect(
+            f"{self._epoch}.{self._gathers}", {key: _Logged.of(one) for key, one in own.items()}
+        )
+        logged = defaultdict[str, list[_Logged]](list)
+        for of_rank in found.complete("What a rank has logged in an epoch"):
+            for key, value in of_rank.items():
+                logged[key].append(_Logged(*value))
+        device = self.trainer.strategy.root_device
+        before, results.dataloader_idx = results.dataloader_idx, index
+        for key, values in logged.items():
+            if key not in own:  # only another rank has logged it, but a callback may ask for it on every rank
+                reduce = self.trainer.strategy.reduce
+                results.log(value=torch.zeros((), device=device), sync_dist_fn=reduce, **values[0].how)
+            results[key]._computed = _Logged.combined(values).to(device)
+        results.dataloader_idx = before
+        self._combined.update(logged)
+
+    # -- metric objects --
+
+    def metrics(self) -> list[Metric | MetricCollection]:
+        """Return the metrics of the module and of callbacks, those in plain lists and dictionaries included."""
+        holders = [*self.trainer.lightning_module.modules(), *self.trainer.callbacks]
+        held = chain.from_iterable(pytree.tree_flatten(vars(holder))[0] for holder in holders)
+        kinds = Metric, MetricCollection
+        inner = chain.from_iterable(one.modules() for one in held if isinstance(one, kinds))
+        return list({id(one): one for one in inner if isinstance(one, kinds)}.values())
+
+    def whole_lists(self) -> None:
+        """Let metrics gather whole lists."""
+        for metric in self.metrics():
+            if (
+                isinstance(metric, Metric)
+                and metric.process_group is None
+                and "_sync_dist" not in vars(metric)
+            ):
+                put_in_place(metric, "_sync_dist", partial(_with_whole_lists, metric, metric._sync_dist))
+
+
+class StepCopies:
+    """The values that a training step may change in a module: buffers, and other tensors and sums that it has."""
+
+    # Lists and counters stay: a program expects as many entries on each rank as there were steps.
+
+    def __init__(self, module: Any, *, but: tuple[type[torch.nn.Module], ...] = ()) -> None:
+        # `but`: modules whose own buffers are left as the step makes them.
+        kept: list[Any] = [part for part in module.modules() if isinstance(part, but)]
+        left = {id(one) for part in kept for one in part.buffers()}
+        buffers = (one for one in module.buffers() if not one.is_meta and id(one) not in left)
+        self._buffers = [(one, one.detach().clone()) for one in buffers]
+        self._others = [
+            (vars(part), name, value, value.detach().clone() if isinstance(value, Tensor) else None)
+            for part in module.modules()
+            for name, value in vars(part).items()
+            if isinstance(value, (Tensor, float))
+        ]
+
+    def restore(self) -> None:
+        for attributes, name, value, values in self._others:
+            attributes[name] = value
+            self._write(value, values)
+        for buffer, values in self._buffers:
+            self._write(buffer, values)
+
+    @staticmethod
+    def _write(tensor: Any, values: Tensor | None) -> None:
+        # Writing what is the same could disturb a backward that needs the tensor.
+        if values is not None and not torch.equal(tensor, values):
+            with torch.no_grad():
+                tensor.copy_(values)
+
+
+def check_combined(loaders: list[Any], ranks: int) -> None:
+    """Raise, on all ranks, if a batch of several loaders would have padding of one of them on some rank."""
+    if len(loaders) == 1:
+        return
+    for number, parts in enumerate(map(parts_of, loaders)):
+        least = None if parts is None else parts.smallest()
+        if least is not None and least < ranks:
+            raise ConfigurationError(
+                f"Training loader {number} of {len(loaders)} that are taken together has a batch of {least} samples or"
+                f" batches for {ranks} ranks: expected one for each, because padding cannot be told from the samples of"
+                " the other loaders. Use drop_last=True, or a batch size that divides its samples."
+            )
+
+
+def _gather(channel: SideChannel) -> Gather:
+    return Gather(channel, "what ranks have logged in", watched=True)
+
+
+def _sizes_in(loop: Any, number: int, dataloader_idx: int) -> tuple[int, int] | None:
+    """Return this rank's and all ranks' samples in a batch of an evaluation; ``None`` if they are not known."""
+    # A batch of several loaders taken together counts if this rank has a sample of any of them in it.
+    loaders = loop._combined_loader.flattened
+    parts = [parts_of(one) for one in (loaders if _joins_batches(loop) else [loaders[dataloader_idx]])]
+    if any(one is None for one in parts):
+        return None
+    found = [one.sizes(number % max(len(one), 1)) for one in parts]
+    return sum(one[0] for one in found), sum(one[1] for one in found)
+
+
+def _is_of(one: Any, index: int | None) -> bool:
+    """Return whether a result is a value of that loader for the epoch, and one of all ranks."""
+    meta = one.meta
+    left_out = one.has_reset or meta.sync.group is not None or meta.sync.rank_zero_only or not meta.on_epoch
+    return bool(one.is_tensor and meta.dataloader_idx == index and not left_out)
+
+
+class _Logged(NamedTuple):
+    """A value that a rank has logged for an epoch."""
+
+    value: float  # for a mean, the weighted sum
+    weight: float
+    dtype: str  # without 'torch.'
+    how: dict[str, Any]  # arguments with which it is logged
+
+    @classmethod
+    def of(cls, one: Any) -> _Logged:
+        meta = one.meta
+        names = ("name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+        how = {name: getattr(meta, name) for name in names}
+        how |= {"fx": meta.fx.removesuffix(f".{meta.dataloader_idx}"), "reduce_fx": meta.reduce_fx.__name__}
+        how["sync_dist"] = meta.sync.should
+        weight = float(one.cumulated_batch_size) if meta.is_mean_reduction else 1.0
+        return cls(float(one.value), weight, str(one.value.dtype).removeprefix("torch."), how)
+
+    @staticmethod
+    def combined(values: list[_Logged]) -> Tensor:
+        """Return the value of all ranks, which is the same on each, bit for bit."""
+        numbers = torch.tensor([(one.value, one.weight) for one in values], dtype=torch.float64)
+        operation, hook = values[0].how["reduce_fx"], values[0].how["fx"]
+        value: Tensor
+        of_all = hook.endswith("_epoch_end") and not values[0].how["sync_dist"]
+        if operation == "mean" or (operation == "sum" and of_all):
+            # What a program logs at the end of an epoch is no longer about one rank's samples.
+            total, weight = numbers.sum(0)
+            value = total / weight
+        else:
+            value = getattr(torch, operation)(numbers[:, 0])
+        dtypes: list[torch.dtype] = [getattr(torch, one.dtype) for one in values]
+        return value.to(max(dtypes, key=lambda dtype: dtype.itemsize))
+
+
+def _with_whole_lists(metric: Metric, sync: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Gather a metric's states, as whole lists if their lengths differ between ranks. Ranks: all, together."""
+    own = {name: state for name, state in metric.metric_state.items() if isinstance(state, list)}
+    communicator = current_communicator()
+    lengths = communicator.gather([len(state) for state in own.values()]) if own else []
+    if all(one == lengths[0] for one in lengths):
+        sync(*args, **kwargs)
+        return
+    of_ranks = communicator.gather(move_data_to_device(own, torch.device("cpu")))
+    for name in own:
+        setattr(metric, name, [])
+    sync(*args, **kwargs)
+    for name in own:  # one element of each rank in turn, as in torchmetrics: the order of the data set
+        in_turn = chain.from_iterable(zip_longest(*(one[name] for one in of_ranks), fillvalue=_NOTHING))
+        whole = [element for element in in_turn if element is not _NOTHING]
+        setattr(metric, name, move_data_to_device(whole, metric.device))
+
+
+_NOTHING = object()
+
+
+def _joins_batches(loop: Any) -> bool:
+    """Return whether each batch of a loop is made of batches of several loaders."""
+    combined = loop._combined_loader
+    return len(combined.flattened) > 1 and combined._mode != "sequential"

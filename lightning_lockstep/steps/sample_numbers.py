@@ -1,0 +1,448 @@
+"""Random numbers of a training step by sample: row ``s`` of a tensor has those of sample ``s``, on any number of ranks.
+
+A number is a hash of the seed, the epoch, the position of the sample in the epoch's order, the call and the place in
+the row. A call has its key from torch's own generator, which is seeded by the optimizer step. So activation
+checkpointing, which restores that generator, repeats the numbers, and all micro-batches of an optimizer step have the
+same keys. Nothing is sent. What cannot be held is refused, and a draw that was not seen is found after the step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from math import pi
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_lockstep.distributed.coordination.global_norm import global_batch_norm
+from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.steps.generators import (
+    FACTORS,
+    gpu_state,
+    kept_generators,
+    mixed,
+    seed_generators,
+    torch_seeded,
+)
+from lightning_lockstep.steps.patching import replaced
+
+
+class BatchPlace(NamedTuple):
+    """Which samples of an epoch a rank's part of a global micro-batch has."""
+
+    epoch: int
+    number: int  # of the global micro-batch in the epoch
+    first: int  # position of this rank's first sample in the epoch's order
+    stride: int  # from one of its samples to the next
+    samples: int  # of this rank's batch
+
+
+# -- What a model says about its random tensors --
+
+_dims: list[int | None] = [0]  # the dimension of the samples; None: all samples share the numbers
+
+
+@contextmanager
+def by_sample(*, dim: int) -> Iterator[None]:
+    """Say in which dimension the samples of random tensors are, if it is not the first, in the body.
+
+    With ``random_numbers="of_sample"`` each sample of a training step has random numbers of its own, and a tensor of
+    random numbers has one row for each of them. Elsewhere this does nothing.
+
+    Args:
+        dim: The dimension, such as 1 in tensors of shape ``(length, batch, width)``.
+
+    Yields:
+        Nothing.
+
+    Ranks: each, alone; nothing is sent.
+    """
+    with _with_dim(dim):
+        yield
+
+
+@contextmanager
+def shared() -> Iterator[None]:
+    """Say that the random tensors of the body are for all samples together, such as one permutation for the batch.
+
+    With ``random_numbers="of_sample"`` all ranks then draw the same numbers. Elsewhere this does nothing.
+
+    Yields:
+        Nothing.
+
+    Ranks: all draw tensors of the same shapes, in the same order; nothing is sent.
+    """
+    with _with_dim(None):
+        yield
+
+
+@contextmanager
+def _with_dim(dim: int | None) -> Iterator[None]:
+    _dims.append(dim)
+    try:
+        yield
+    finally:
+        _dims.pop()
+
+
+def _refused(what: str, wanted: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{what} in a step with random_numbers='of_sample': expected {wanted}. If the samples are in another dimension,"
+        " call it within `by_sample(dim=1)`; if all samples share the numbers, within `shared()`."
+    )
+
+
+# -- The numbers of a call --
+
+
+def _signed(z: int) -> int:
+    return z - (1 << 64) if z >> 63 else z
+
+
+_OF_DIMENSION = [_signed(mixed(dim) | 1) for dim in range(16)]
+
+
+def _hashed(z: Tensor, rounds: int = 2) -> Tensor:
+    """Hash each number of a tensor of int64 in place, as SplitMix64 does with two rounds."""
+    for shift, factor in zip((30, 27)[:rounds], FACTORS, strict=False):
+        z.bitwise_xor_((z >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(_signed(factor))
+    return z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1))
+
+
+_DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+class _Call:
+    """One call of a function that draws, and the numbers that it is given."""
+
+    def __init__(self, name: str, keys: Tensor, key: int, dim: int, *, folded: bool = False) -> None:
+        self.name, self._keys, self._key, self._dim = name, keys, key, dim
+        self._folded = folded  # whether dimension 0 may be samples times heads
+
+    def next_key(self) -> int:
+        self._key = mixed(self._key)
+        return _signed(self._key)
+
+    def bits(self, out: Tensor, kind: torch.dtype = torch.int32) -> Tensor:
+        """Return random bits for each place of a tensor, as int32 or int64."""
+        rows, dim, shape = len(self._keys), self._dim, list(out.shape)
+        is_folded = self._folded and out.ndim == 3 and shape[0] % rows == 0
+        if is_folded:
+            shape[:1] = rows, shape[0] // rows
+        if not -len(shape) <= dim < len(shape) or shape.pop(dim) != rows:
+            wanted = f"{rows} in dimension {dim}, one for each sample of this rank's batch"
+            raise _refused(f"{self.name} draws random numbers of shape {tuple(out.shape)}", wanted)
+        key, keys = self.next_key(), self._keys.to(out.device)
+        # The number of a place in the row does not depend on how long the dimensions are.
+        places = torch.full((), key, device=out.device)
+        for size, factor in zip(shape, _OF_DIMENSION, strict=False):
+            places = places.unsqueeze(-1) + torch.arange(size, device=out.device) * factor
+        # A row multiplies the hashes of the places by an odd number of its own, which is their second round, and adds
+        # another. This takes a third of the time of a hash for each number, and 32 bits take half the time of 64.
+        column = _hashed(places, rounds=1).to(kind)
+        row = _hashed(torch.stack([keys ^ key, keys + (key ^ _signed(FACTORS[0]))])).to(kind)
+        row = row.view(2, rows, *[1] * len(shape))
+        found: Tensor = (column * row[0].bitwise_or_(1)).add_(row[1])
+        return found.flatten(0, 1) if is_folded else found.movedim(0, dim)
+
+    def mask(self, out: Tensor, keep: float) -> Tensor:
+        """Return what is true with the probability ``keep``."""
+        bits = self.bits(out)
+        return bits >= -(1 << 31) if keep >= 1 else bits < int(keep * 2.0**32) - (1 << 31)
+
+    def uniform(self, out: Tensor, dtype: torch.dtype, *, inside: bool = False) -> Tensor:
+        """Return numbers from 0 up to, and without, 1; ``inside`` leaves out 0, too."""
+        width, digits = 64 if dtype is torch.float64 else 32, _DIGITS[dtype] - inside
+        bits = self.bits(out, torch.int64 if width == 64 else torch.int32) >> (width - digits)
+        found = bits.bitwise_and_((1 << digits) - 1).to(dtype)
+        return (found.add_(0.5) if inside else found).mul_(2.0**-digits)
+
+    def logarithms(self, out: Tensor) -> Tensor:
+        """Return logarithms of numbers between 0 and 1, all finite and none 0."""
+        dtype = torch.float64 if out.dtype is torch.float64 else torch.float32
+        return self.uniform(out, dtype, inside=True).log_()
+
+    def filling(self, kind: str, out: Tensor, given: Sequence[Any]) -> Any:
+        """Return what an operator fills a tensor with; ``None`` if it has no numbers by sample."""
+        if kind in ("uniform", "rand"):
+            low, high = tuple(given) + (0.0, 1.0)[len(given) :]
+            return self.uniform(out, out.dtype).mul_(high - low).add_(low)
+        if kind in ("normal", "randn"):
+            mean, deviation = tuple(given) + (0.0, 1.0)[len(given) :]
+            # Box and Muller's way: https://doi.org/10.1214/aoms/1177706645
+            radius = self.logarithms(out).mul_(-2).sqrt_()
+            angle = self.uniform(out, radius.dtype).mul_(2 * pi)
+            return radius.mul_(angle.cos_()) * deviation + mean
+        if kind == "bernoulli":
+            p = given[-1] if given else 0.5  # bernoulli(input, p) has another one in front
+            return self.uniform(out, torch.float64) < p if isinstance(p, Tensor) else self.mask(out, p)
+        if kind == "exponential":
+            return self.logarithms(out).div_(-given[0] if given else -1.0)
+        if kind in ("random", "randint"):
+            low, high = (0, *given)[-2:] if given else (0, (1 << 63) - 1)
+            # The lowest bits of different rows resemble each other, so that all are hashed once more.
+            return (
+                _hashed(self.bits(out, torch.int64))
+                .bitwise_and_((1 << 63) - 1)
+                .remainder_(high - low)
+                .add_(low)
+            )
+        return None
+
+
+class _Below(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Is on within one function that is known to draw: each operator that draws is by sample, or refused."""
+
+    def __init__(self, call: _Call) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._call = call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.pop("generator", None) is not None:
+            return func(*args, **kwargs)
+        name, call = func.overloadpacket.__name__, self._call
+        if name == "native_dropout":
+            x, p, trains = args
+            if not trains or p == 0:
+                return func(*args, **kwargs)
+            mask = call.mask(x, 1 - p)
+            return x * mask * (1 / (1 - p) if p < 1 else 0.0), mask
+        out, given = _output(name, args, kwargs)
+        if out is not None and out.ndim == 0:
+            with torch_seeded(call.next_key()):
+                return func(*args, **kwargs)
+        filling = None if out is None else call.filling(name.removesuffix("_like").rstrip("_"), out, given)
+        if out is None or filling is None:
+            raise _refused(f"{call.name} draws by the operator {name}", "one that gives numbers by sample")
+        return out.copy_(filling)
+
+
+def _output(name: str, args: Sequence[Any], kwargs: Any) -> tuple[Tensor | None, Sequence[Any]]:
+    """Return the tensor that an operator fills, and the arguments that say with what."""
+    if name.endswith("_"):
+        return args[0], args[1:]
+    if name.endswith("_like"):
+        return torch.empty_like(args[0], **kwargs), args[1:]
+    for place, one in enumerate(args):
+        if isinstance(one, (list, tuple)):  # a size
+            return torch.empty(one, **kwargs), args[:place]
+    # Probabilities, or a mean and a deviation, one of which may be a number.
+    given = (one for one in args if isinstance(one, Tensor))
+    tensors = torch.broadcast_tensors(*given)  # type: ignore[no-untyped-call]
+    return (torch.empty_like(tensors[0]), args) if tensors else (None, ())
+
+
+# -- The mode of a step --
+
+_NAMES: dict[Any, str] = {
+    F: "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout gumbel_softmax rrelu"
+    " fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d"
+    " fractional_max_pool3d_with_indices scaled_dot_product_attention multi_head_attention_forward",
+    torch: "dropout dropout_ feature_dropout feature_dropout_ alpha_dropout alpha_dropout_ feature_alpha_dropout"
+    " feature_alpha_dropout_ native_dropout rrelu rrelu_ rand randn randint rand_like randn_like randint_like"
+    " randperm normal bernoulli multinomial poisson binomial _standard_gamma _sample_dirichlet lstm gru rnn_tanh"
+    " rnn_relu",
+    Tensor: "bernoulli bernoulli_ uniform_ normal_ exponential_ random_ geometric_ cauchy_ log_normal_ multinomial",
+}
+#: All functions that draw from torch's global generators, as a mode sees them.
+DRAWING = {getattr(owner, name) for owner, names in _NAMES.items() for name in names.split()}
+_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+
+
+def _draws(func: Any, args: Sequence[Any], kwargs: Any) -> bool:
+    """Return whether a call of one of them draws."""
+
+    def given(place: int, name: str, default: Any) -> Any:
+        return args[place] if len(args) > place else kwargs.get(name, default)
+
+    if func is F.dropout:
+        return bool(given(1, "p", 0.5) > 0 and given(2, "training", True))
+    if func is F.scaled_dot_product_attention:
+        return bool(given(4, "dropout_p", 0.0) > 0)
+    if func is F.multi_head_attention_forward:
+        return bool(given(10, "dropout_p", 0.0) > 0 and given(13, "training", True))
+    if func in _RECURRENT:  # the rate of dropout is the only float; behind it comes whether it trains
+        return any(isinstance(one, float) and one > 0 and args[i + 1] for i, one in enumerate(args))
+    return kwargs.get("generator") is None
+
+
+class SampleNumbers(TorchFunctionMode):
+    """The mode of training steps and their backward: random numbers by sample, batch norm of the global batch."""
+
+    # A mode that sees every operator below torch's functions costs 4 us for each of them, so that one is on only
+    # within the functions that are known to draw. This one costs 1.4 us a function.
+
+    def __init__(self, seed: int, *, numbers: bool = True, norm: bool = False) -> None:
+        super().__init__()
+        self._seed, self.of_sample, self.norm = seed, numbers, norm
+        self._watched = (DRAWING if numbers else set()) | ({F.batch_norm} if norm else set())
+        self._counts = True
+        self.keys = torch.zeros(1, dtype=torch.int64)  # one for each sample of this rank
+        # The calls of the step by their keys: name, and the dimension of the samples.
+        self._calls: dict[int, tuple[str, int | None]] = {}
+        self._is_on = self._in_backward = False
+
+    @contextmanager
+    def step(
+        self, place: BatchPlace, optimizer_step: int, counts: bool = True, device: Any = "cpu"
+    ) -> Iterator[None]:
+        """Be on while a rank runs a training step forward; raise if a draw was not seen."""
+        # In manual optimization a step may be run again within a step.
+        outer = {name: vars(self)[name] for name in ("_calls", "_counts", "keys")} if self._is_on else {}
+        self._calls, self._counts = {}, counts
+        with ExitStack() as stack:
+            if not outer:
+                stack.enter_context(self._in_engine())
+                stack.enter_context(self)
+                stack.enter_context(replaced(self, _is_on=True))
+            stack.callback(vars(self).update, outer)
+            if self.of_sample:
+                stack.enter_context(self._drawing(place, optimizer_step, device))
+            yield
+
+    @contextmanager
+    def _drawing(self, place: BatchPlace, optimizer_step: int, device: Any) -> Iterator[None]:
+        """Seed what the body draws, and raise if it has drawn something unseen."""
+        global _current
+        _current, key = self, mixed(self._seed, optimizer_step, 1)
+        positions = torch.arange(place.samples, device=device) * place.stride + place.first
+        self.keys = _hashed(positions.mul_(_OF_DIMENSION[0]).add_(_signed(mixed(self._seed, place.epoch))))
+        with kept_generators():
+            seed_generators(key)
+            gpu = gpu_state()
+            yield
+            numbers = torch.Generator().manual_seed(key)
+            torch.empty(len(self._calls), dtype=torch.int64).random_(generator=numbers)
+            _check_seen(numbers.get_state(), gpu, "training_step")
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Be on in the backward of a step, where checkpointed parts are computed and draw again."""
+        if self._is_on:  # manual optimization
+            yield
+            return
+        state, gpu = torch.get_rng_state(), gpu_state()
+        with self._in_engine():
+            yield
+        if self.of_sample:
+            _check_seen(state, gpu, "the backward of training_step")
+
+    @contextmanager
+    def _in_engine(self) -> Iterator[None]:
+        """Be on within autograd's engine."""
+        # A mode sees `Tensor.backward` and `torch.autograd.backward` as functions, within which it is off. So it is
+        # entered in the private function that they and `torch.autograd.grad` call.
+        engine = torch.autograd._engine_run_backward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before, self._in_backward = self._in_backward, True
+            try:
+                with self:
+                    return engine(*args, **kwargs)
+            finally:
+                self._in_backward = before
+
+        with replaced(torch.autograd, _engine_run_backward=run):
+            yield
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in self._watched:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
+        if func is not F.batch_norm and not _draws(func, args, kwargs):
+            return func(*args, **kwargs)
+        # Dynamo traces a mode. Dropout becomes an operator, and all else runs between two compiled parts.
+        if torch.compiler.is_compiling() and func is F.dropout:
+            return _dropout(_noise_operator, *args, **kwargs)
+        # Once it is imported, dynamo would compile what runs between them, too.
+        may_compile = torch.compiler.is_compiling() or "torch._dynamo" in sys.modules
+        return (_uncompiled if may_compile else SampleNumbers._run)(self, func, args, kwargs)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is F.batch_norm:
+            return global_batch_norm(*args, **kwargs, counts=self._counts)
+        if func is F.dropout:
+            return _dropout(_noise, *args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        key, dim = self.next_call(name, _dims[-1])
+        if dim is None:
+            with torch_seeded(key):
+                return func(*args, **kwargs)
+        if func in _RECURRENT:
+            raise _refused(f"{name} draws in its dropout", "dropout=0, with Dropout between layers of one")
+        is_module = func is F.multi_head_attention_forward
+        if is_module:  # its tensors are (length, batch, width) whatever those of the module are
+            dim, shape = 0, tuple((args[0] if args else kwargs["query"]).shape)
+            if len(shape) < 3 or shape[1] != len(self.keys):
+                raise _refused(f"{name} draws for a query of shape {shape}", "(length, samples, width)")
+        with _Below(_Call(name, self.keys, key, dim, folded=is_module)):
+            if not is_module and func is not F.scaled_dot_product_attention:
+                return func(*args, **kwargs)
+            with sdpa_kernel(SDPBackend.MATH):  # the other ones draw within a kernel
+                return func(*args, **kwargs)
+
+    def next_call(self, name: str, dim: int | None) -> tuple[int, int | None]:
+        """Return the key of a call and the dimension of its samples; computed again in backward, it has the same."""
+        if self.keys.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ConfigurationError(
+                f"{name} in a CUDA graph with random_numbers='of_sample': expected a step that is not captured, because"
+                " its numbers are others in each step."
+            )
+        # With a generator given, this draw passes the mode unseen in compiled code too.
+        key = int(torch.empty((), dtype=torch.int64).random_(generator=torch.default_generator))
+        if not self._in_backward:
+            self._calls[key] = name, dim
+        elif self._calls.get(key, ("", 0))[0] != name:
+            raise ConfigurationError(
+                f"{name} draws random numbers in backward that its forward has not drawn: expected, with"
+                " random_numbers='of_sample', checkpoint(preserve_rng_state=True), and no draws in the backward of an"
+                " autograd function."
+            )
+        return key, self._calls[key][1]
+
+
+_current: SampleNumbers  # of the last step
+# `torch.compiler.disable` does the same, but imports the compiler at once.
+_uncompiled = torch._disable_dynamo(SampleNumbers._run)
+
+
+def _noise(x: Tensor, p: float, dim: int | None) -> Tensor:
+    """Return what dropout multiplies its input by."""
+    key, dim = _current.next_call("dropout", dim)
+    if dim is None:
+        mask = torch.empty_like(x).bernoulli_(1 - p, generator=torch.Generator(x.device).manual_seed(key))
+    else:
+        mask = _Call("dropout", _current.keys, key, dim).mask(x, 1 - p)
+    return mask.to(x.dtype, memory_format=torch.contiguous_format).mul_(1 / (1 - p) if p < 1 else 1.0)
+
+
+# Its tag keeps a compiler from leaving it out or running it twice.
+_noise_operator = torch.library.custom_op(
+    "lockstep::dropout_noise", _noise, mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+_noise_operator.register_fake(lambda x, p, dim: torch.empty_like(x, memory_format=torch.contiguous_format))
+
+
+def _dropout(
+    noise: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    found = noise(input.detach(), p, _dims[-1])
+    return input.mul_(found) if inplace else input * found
+
+
+def _check_seen(state: Tensor, gpu: Any, where: str) -> None:
+    """Raise if torch's generators are not in these states."""
+    moved = not torch.equal(torch.get_rng_state(), state)
+    if moved or (gpu is not None and not torch.equal(gpu_state(), gpu)):
+        raise ConfigurationError(
+            f"{where} has drawn random numbers in a way that random_numbers='of_sample' does not see, such as in C++"
+            " or in another thread: expected functions of torch, or a generator of your own, which is left as it is."
+        )

@@ -1,0 +1,183 @@
+"""A fit of four ranks, some of which kill themselves, and what it leaves.
+
+python outliving_script.py FOLDER ON_LOST_RANK [MEMBER:PHASE:STEP ...]
+
+Each rank writes a journal: the samples of each optimizer step, the value of each validation, and that it has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from inspect import BoundArguments
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_lockstep import LockstepDDPStrategy
+from lightning_lockstep.distributed.failure.members import Membership
+from lightning_lockstep.strategies.outliving import Recovery
+
+FOLDER = Path(sys.argv[1])
+# The number of this process among those that were started, which stays if others are lost.
+MEMBER = os.environ.get("LOCAL_RANK", "0")
+ORDERS = [order.split(":") for order in sys.argv[3:]]
+RANKS, SAMPLES = 4, 203
+
+
+def die(phase: str, step: int) -> None:
+    if [MEMBER, phase, str(step)] in ORDERS:
+        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+
+def note(**what: Any) -> None:
+    with (FOLDER / f"journal.{MEMBER}").open("a") as file:
+        file.write(json.dumps({"time": time.time(), **what}) + "\n")
+
+
+class Numbered(Dataset[tuple[Tensor, Tensor, int]]):
+    """Samples that say which they are."""
+
+    def __init__(self, samples: int, seed: int) -> None:
+        self.inputs = torch.randn(samples, 8, generator=torch.Generator().manual_seed(seed))
+        self.targets = (self.inputs.sum(1) > 0).long()
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor, int]:
+        return self.inputs[number], self.targets[number], number
+
+
+class Net(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.last = torch.nn.Linear(8, 16), torch.nn.Linear(16, 2)
+        self.register_buffer("batches", torch.zeros(()))
+        self.seen: list[int] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        scores = self.last(torch.tanh(self.first(batch[0])))
+        if scores.requires_grad:
+            step = self.trainer.global_step
+            scores.register_hook(lambda gradient: die("backward", step))
+        return torch.nn.functional.cross_entropy(scores, batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        begins = batch_idx % self.trainer.accumulate_grad_batches == 0
+        self.seen = batch[2].tolist() if begins else self.seen + batch[2].tolist()
+        self.batches += begins
+        loss = self.loss(batch)
+        die("forward", self.trainer.global_step)
+        if self.trainer.strategy.recovery and self.trainer.strategy.recovery.generation:
+            die("again", self.trainer.global_step)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        step = self.trainer.global_step
+        note(step=step, seen=self.seen, rank=self.global_rank, ranks=self.trainer.world_size)
+        die("optimizer", step)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            die("sanity" if self.trainer.sanity_checking else "validation", self.trainer.global_step)
+        self.log("val_loss", self.loss(batch))
+
+    def on_validation_end(self) -> None:
+        die("validation_end", self.trainer.global_step)
+        if not self.trainer.sanity_checking:
+            note(validated=self.trainer.global_step, value=float(self.trainer.callback_metrics["val_loss"]))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.trainer.state.status != "interrupted":
+            die("save", self.trainer.global_step)
+
+    def on_train_epoch_end(self) -> None:
+        die("epoch_end", self.trainer.global_step)
+
+    def on_train_end(self) -> None:
+        die("train_end", 0)
+
+    def on_train_start(self) -> None:
+        note(
+            starts=self.trainer.world_size,
+            eval=[name for name, one in self.named_modules() if not one.training],
+        )
+        if ["all", "raise", str(self.trainer.global_step)] in ORDERS and MEMBER == "1":
+            raise ValueError("boom")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 0.01)
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.8), "interval": "step"}
+        ]
+
+
+class DyingRecovery(Recovery):
+    """Dies while the ranks connect, or while they share a state."""
+
+    @property
+    def generation(self) -> int:
+        return 0 if self.membership.current is None else self.membership.current.number
+
+    def connect(self) -> None:
+        die("connect", self.generation)
+        super().connect()
+
+    def share_state(self, call: BoundArguments) -> None:
+        die("recovery", self.generation)
+        super().share_state(call)
+
+
+class Dying(LockstepDDPStrategy):
+    """Its ranks may die at other places than in a step."""
+
+    def recovery_of(self, trainer: Any, membership: Membership) -> Recovery:
+        self.recovery = self.recovery or DyingRecovery(self, membership)
+        return super().recovery_of(trainer, membership)
+
+
+def main() -> None:
+    torch.set_default_dtype(torch.float64)
+    L.seed_everything(5, verbose=False)
+    callbacks = [
+        ModelCheckpoint(
+            FOLDER / "best", monitor="val_loss", save_top_k=2, filename="{epoch}", save_last=True
+        ),
+        ModelCheckpoint(FOLDER / "steps", every_n_train_steps=5, save_top_k=-1, filename="{step}"),
+        EarlyStopping("val_loss", patience=50),
+    ]
+    options: dict[str, Any] = json.loads(os.environ.get("OPTIONS", "{}"))
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=RANKS,
+        strategy=Dying(on_lost_rank=sys.argv[2], least_ranks=options.pop("least_ranks", 1)),
+        logger=CSVLogger(FOLDER, name="csv"),
+        callbacks=callbacks,
+        default_root_dir=FOLDER,
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"max_epochs": 3, **options},
+    )
+    net, data = Net(), Numbered(SAMPLES, 3)
+    loader = DataLoader(data, batch_size=4, shuffle=True, num_workers=int(os.environ.get("WORKERS", "0")))
+    trainer.fit(net, loader, DataLoader(Numbered(37, 4), batch_size=4))
+    note(ended=trainer.global_step, training=net.training)
+    torch.save(net.state_dict(), FOLDER / f"final.{MEMBER}.pt")
+
+
+if __name__ == "__main__":
+    main()

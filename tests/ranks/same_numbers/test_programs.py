@@ -1,0 +1,41 @@
+"""Random training programs come to the numbers of a plain loop on one process; scripts/same_numbers runs more."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.same_numbers.program import STOCK, Program, draw
+from tests.same_numbers.run import check
+
+#: Forty programs, by their number of ranks; those that start DeepSpeed or mpirun are left to the script.
+PROGRAMS = sorted((draw(seed, ("ddp", "fsdp")) for seed in range(7000, 7040)), key=lambda one: one.ranks)
+#: Some that the script has found.
+FOUND = (
+    # A batch that is None ends the micro-batches of an optimizer step.
+    Program(samples=6, order="random_batches", corrupt=(0,), loss="items", accumulate=3, epochs=2),
+    # A rank whose samples have no item, while its batch norm is that of all ranks.
+    Program(ranks=2, samples=14, model="net", real=True, loss="items"),
+)
+
+
+def wrong(programs: list[Program]) -> str:
+    """Return the programs that are wrong, with what is."""
+    results = [one for one in check(programs) if one.verdict.differences]
+    return "\n\n".join("\n".join([str(one.program), *one.verdict.differences]) for one in results)
+
+
+@pytest.mark.parametrize("first", range(0, 40, 2))
+def test_programs_come_to_the_numbers_of_one_process(first: int) -> None:
+    found = wrong(PROGRAMS[first : first + 2])
+    assert not found, found
+
+
+def test_programs_that_were_wrong_once_are_right() -> None:
+    found = wrong(list(FOUND))
+    assert not found, found
+
+
+def test_lightning_alone_comes_to_the_numbers_of_the_plain_loop() -> None:
+    """What judges the others is right of a program that has nothing to do with this package."""
+    found = wrong([draw(seed, (STOCK,)) for seed in range(12)])
+    assert not found, found

@@ -1,0 +1,157 @@
+"""A run that outlives its ranks: what is refused, with the reason, and how the ranks that are left divide a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel, RandomDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from lightning_lockstep import (
+    AutoBatchSize,
+    ConfigurationError,
+    LockstepDDPStrategy,
+    LockstepFSDPStrategy,
+    LockstepMPIStrategy,
+)
+from lightning_lockstep.loaders.global_order import Share, divided
+from lightning_lockstep.strategies.can_outlive import check_fit, check_loader, check_optimizers
+from lightning_lockstep.strategies.outliving import Recovery
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
+SRUN = {
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_PROCID": "0",
+    "SLURM_JOB_ID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+}
+
+
+def start(environment: dict[str, str] | None = None, **given: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    """Return what makes a Trainer of two ranks; what the strategy does not take is for the Trainer."""
+
+    def made(patch: pytest.MonkeyPatch) -> None:
+        for name, value in (environment or {}).items():
+            patch.setenv(name, value)
+        of_trainer = {
+            name: given.pop(name) for name in ("num_nodes", "use_distributed_sampler") if name in given
+        }
+        strategy = LockstepDDPStrategy(on_lost_rank="continue", **given)
+        Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, **of_trainer)
+
+    return made
+
+
+def fit(module: Any = None, **given: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    def made(patch: pytest.MonkeyPatch) -> None:
+        trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **given)
+        trainer.strategy._lightning_module = module or BoringModel()
+        check_fit(trainer)
+
+    return made
+
+
+class Stream(IterableDataset[int]):
+    """Data without indices."""
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+def optimizer(kind: str, *bases: type) -> Any:
+    return type(kind, bases, {"__init__": lambda self: None})()
+
+
+REFUSED: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str]] = {
+    "torchrun": (start(TORCHRUN), "torchrun with on_lost_rank='continue': expected one process on one host"),
+    "srun": (start(SRUN), "several tasks of srun with on_lost_rank='continue': expected one process"),
+    "hosts": (start(num_nodes=2), "num_nodes=2 with on_lost_rank='continue': expected 1, because"),
+    "spawn": (
+        start(start_method="spawn"),
+        "start_method='spawn' with .* expected 'popen', because only a script",
+    ),
+    "join": (start(uneven_inputs="join"), "uneven_inputs='join' with .*: expected 'error'"),
+    "power_sgd": (start(ddp_comm_hook="power_sgd"), "PowerSGD keeps on each rank"),
+    "averaging": (start(model_averaging_period=4), "the ranks then have different weights"),
+    "own division": (
+        start(use_distributed_sampler=False),
+        "use_distributed_sampler=False with .*: expected True",
+    ),
+    "manual": (
+        fit(ManualOptimBoringModel()),
+        "manual optimization with .*: expected automatic_optimization=True",
+    ),
+    "batches": (fit(check_val_every_n_epoch=None, val_check_interval=5), "check_val_every_n_epoch=None with"),
+    "schedule": (fit(callbacks=GradientAccumulationScheduler({0: 2})), "GradientAccumulationScheduler with"),
+    "search": (
+        fit(callbacks=AutoBatchSize()),
+        "AutoBatchSize with .*: expected a fixed number of micro-batches",
+    ),
+    "lbfgs": (lambda _: check_optimizers([optimizer("Own", torch.optim.LBFGS)]), "LBFGS makes several"),
+    "zero": (
+        lambda _: check_optimizers([optimizer("ZeroRedundancyOptimizer")]),
+        "has a part of its state alone",
+    ),
+    "stream": (lambda _: check_loader(DataLoader(Stream())), "a DataLoader that is not divided here"),
+    "sampler": (
+        lambda _: check_loader(DataLoader(range(4), sampler=DistributedSampler(range(4), 2, 0))),  # type: ignore[arg-type]
+        "expected a DataLoader of data with indices",
+    ),
+    "fsdp": (
+        lambda _: LockstepFSDPStrategy(on_lost_rank="continue"),  # type: ignore[call-arg]
+        "LockstepFSDPStrategy has no on_lost_rank: expected LockstepDDPStrategy, each of whose ranks",
+    ),
+    "mpi": (
+        lambda _: LockstepMPIStrategy(backend="gloo", on_lost_rank="continue"),  # type: ignore[call-arg]
+        "on_lost_rank='continue': expected 'end', because mpirun ends all ranks",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_outlives_no_rank_is_refused_with_the_reason(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, text = REFUSED[case]
+    with pytest.raises(ConfigurationError, match=text):
+        call(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "accumulated", "batch_norm", "sizes", "limit", "every"),
+    [
+        (4, 1, "of_rank", None, 1.0, 0.5),  # nobody is lost
+        (3, 1, "of_rank", (16, 16), 1.0, 6),  # 3 of 7 batches become 6 of 13
+        (1, 1, "of_rank", (8, 8, 8, 8), 1.0, 12),
+        (3, 3, "of_rank", (24, 24, 24, 24), 1.0, 4),
+        (3, 1, "of_batch", (32,), 1.0, 0.5),  # norms see the same samples
+    ],
+)
+def test_the_global_batch_is_that_of_the_start(
+    ranks: int, accumulated: int, batch_norm: str, sizes: tuple[int, ...] | None, limit: float, every: float
+) -> None:
+    """In more micro-batches, none of which has more samples for a rank than at the start."""
+    trainer = SimpleNamespace(
+        accumulate_grad_batches=accumulated, limit_train_batches=1.0, val_check_interval=0.5
+    )
+    strategy = SimpleNamespace(
+        num_processes=4,
+        world_size=ranks,
+        micro_batches=None,
+        supervisor=None,
+        settings=SimpleNamespace(batch_norm=batch_norm),
+    )
+    recovery = Recovery(strategy, None)  # type: ignore[arg-type]
+    recovery.begin_call(trainer)
+    loader = DataLoader(RandomDataset(2, 203), batch_size=8)
+    recovery.divide(loader)
+    assert strategy.micro_batches == sizes
+    count = trainer.accumulate_grad_batches
+    recovery.schedule(divided(loader, Share(0, ranks, True, count, strategy.micro_batches)))
+    assert (trainer.limit_train_batches, trainer.val_check_interval) == (limit, every)
+    recovery.end_call()
+    assert (trainer.accumulate_grad_batches, trainer.val_check_interval) == (accumulated, 0.5)
