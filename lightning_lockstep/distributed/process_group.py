@@ -206,7 +206,9 @@ def start_process_group(
     connect_within: timedelta | None = None,  # if not the timeout: longest wait for another rank now
 ) -> None:
     """Make the default process group, unless this process has one already."""
-    if process_group_exists():
+    if (existing := current_group()) is not None:
+        # The ranks may have to meet anew, and a store whose last owner leaves it is lost to those who have come already.
+        _stores.setdefault((address, port), existing.store)
         return
     here = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
     # In the first process of a node: nothing that it starts is a rank of this job.

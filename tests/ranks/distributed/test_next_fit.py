@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import LockstepDDPStrategy
 from lightning_lockstep._lightning import LightningModule, Trainer
+from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 from tests.common.strategies.fsdp_models import QUIET
 from tests.helpers import run_ranks
 
@@ -85,3 +86,27 @@ def test_each_fit_ends_by_itself_and_the_next_one_begins_anew(number: int, seen:
 def test_the_last_fits_have_trained_over_a_group_with_their_own_timeout(seen: list[Any]) -> None:
     assert [rank[-3][2] for rank in seen] == [rank[-2][2] for rank in seen] == [8, 8]
     assert [rank[-1] for rank in seen] == [("sum", 2.0, 77)] * 2
+
+
+def fits_in_a_group_of_the_program() -> list[str]:
+    """Fit twice in the program's own process group; the first fit fails, and rank 0 is the last to leave the group."""
+    forget = RankSupervisor.forget_group
+
+    def forget_late(supervisor: RankSupervisor) -> None:
+        time.sleep(1.0 if dist.get_rank() == 0 else 0.0)
+        forget(supervisor)
+
+    RankSupervisor.forget_group = forget_late  # type: ignore[method-assign]
+    data, ended = DataLoader(TensorDataset(torch.ones(8, 2)), 1), []
+    for event in ("raises", ""):
+        try:
+            Trainer(devices=2, max_epochs=1, strategy=LockstepDDPStrategy(), **QUIET).fit(Net(event, 1), data, data)
+            ended.append("fitted")
+        except Exception as error:
+            ended.append(type(error).__name__)
+    return ended
+
+
+def test_ranks_that_the_program_has_connected_meet_anew_while_one_is_late() -> None:
+    zero, one = run_ranks(2, fits_in_a_group_of_the_program)
+    assert (zero, one) == (["RankFailedError", "fitted"], ["ValueError", "fitted"])
