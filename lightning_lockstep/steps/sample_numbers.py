@@ -285,7 +285,8 @@ class SampleNumbers(TorchFunctionMode):
         self._seed, self.of_sample, self.norm = seed, numbers, norm
         self._watched = (DRAWING if numbers else set()) | ({F.batch_norm} if norm else set())
         self._counts = True
-        self.keys = torch.zeros(1, dtype=torch.int64)  # one for each sample of this rank
+        self._of_samples: tuple[BatchPlace, Any] = BatchPlace(0, 0, 0, 1, 1), "cpu"  # and their device
+        self._keys: Tensor | None = None
         # The calls of the step by their keys: name, and the dimension of the samples.
         self._calls: dict[int, tuple[str, int | None]] = {}
         self._is_on = self._in_backward = False
@@ -296,25 +297,34 @@ class SampleNumbers(TorchFunctionMode):
     ) -> Iterator[None]:
         """Be on while a rank runs a training step forward; raise if a draw was not seen."""
         # In manual optimization a step may be run again within a step.
-        outer = {name: vars(self)[name] for name in ("_calls", "_counts", "keys")} if self._is_on else {}
-        self._calls, self._counts = {}, counts
+        names = "_calls", "_counts", "_of_samples", "_keys"
+        outer = {name: vars(self)[name] for name in names} if self._is_on else {}
+        self._calls, self._counts, self._of_samples, self._keys = {}, counts, (place, device), None
         with ExitStack() as stack:
-            if not outer:
-                stack.enter_context(self._in_engine())
-                stack.enter_context(self)
-                stack.enter_context(replaced(self, _is_on=True))
             stack.callback(vars(self).update, outer)
             if self.of_sample:
-                stack.enter_context(self._drawing(place, optimizer_step, device))
+                stack.enter_context(self._drawing(optimizer_step))
+            if not outer:
+                stack.enter_context(self._in_engine())
+                stack.enter_context(replaced(self, _is_on=True))
+                stack.enter_context(self)
             yield
 
+    @property
+    def keys(self) -> Tensor:
+        """A number of each sample of this rank; made by the step's first draw."""
+        if self._keys is None:
+            place, device = self._of_samples
+            positions = torch.arange(place.samples, device=device) * place.stride + place.first
+            of_epoch = _signed(mixed(self._seed, place.epoch))
+            self._keys = _hashed(positions.mul_(_OF_DIMENSION[0]).add_(of_epoch))
+        return self._keys
+
     @contextmanager
-    def _drawing(self, place: BatchPlace, optimizer_step: int, device: Any) -> Iterator[None]:
+    def _drawing(self, optimizer_step: int) -> Iterator[None]:
         """Seed what the body draws, and raise if it has drawn something unseen."""
         global _current
         _current, key = self, mixed(self._seed, optimizer_step, 1)
-        positions = torch.arange(place.samples, device=device) * place.stride + place.first
-        self.keys = _hashed(positions.mul_(_OF_DIMENSION[0]).add_(_signed(mixed(self._seed, place.epoch))))
         with kept_generators():
             seed_generators(key)
             gpu = gpu_state()
