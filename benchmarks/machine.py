@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 #: What each page in `results/` measures, below the package.
 MEASURED = {
     "batch_size": ("batch_size", "callbacks/auto_batch_size.py"),
+    "by_sample": ("steps", "loaders/sample_numbers.py", "distributed/coordination/global_norm.py"),
     "cuda": ("",),
     "deepspeed": ("deepspeed", "strategies"),
     "early_stopping": ("callbacks/early_stopping.py", "distributed/coordination"),
