@@ -256,11 +256,15 @@ def judge(program: Program, parts: Sequence[Part], order: Order | None) -> Verdi
 
 def _ended(program: Program, part: Part) -> Verdict:
     """Return the verdict of a part in which something was raised."""
+    # A rank that comes late to an error of all may be stopped by the first one that raises it.
+    raised = list(enumerate(part.outcomes))
+    own = [(rank, one) for rank, one in raised if not one.error.startswith("RankFailedError")]
+    raised = own if any(one.refused for _, one in own) else raised
     texts: dict[str, list[int]] = {}
-    for rank, one in enumerate(part.outcomes):
+    for rank, one in raised:
         texts.setdefault(one.error, []).append(rank)
     limit = next((one for one in REFUSALS if one.holds(program)), None)
-    early = len(texts) == 1 and all(one.refused and not one.weights for one in part.outcomes)
+    early = len(texts) == 1 and all(one.refused and not one.weights for _, one in raised)
     if limit is not None and (early or (limit.late and "" not in texts)):
         return Verdict([], limit.sentence)
     kind = "refused" if early else "error"

@@ -222,7 +222,9 @@ def impossible(program: Program) -> str | None:
         "a bias in front of a batch norm has a gradient of rounding only": p.real
         and p.strategy[:4] == "zero",
         "the loss of an evaluation is left to other programs": p.real and "loss" in values,
-        "batch norm of one sample": p.real and (p.global_batch == 1 or p.given % p.global_batch == 1),
+        # Of two, each normalized value is 1 or -1, and the gradients in front of it are rounding only.
+        "batch norm of one or two samples": p.real
+        and (p.global_batch <= 2 or p.given % p.global_batch in (1, 2)),
         "two loaders are plain ones": p.second
         and (p.order != "none" or p.corrupt or p.collate == "list" or p.drop_last or p.stop or p.effective),
         "a loader of nothing": p.given < 1,
