@@ -112,7 +112,10 @@ class StepWeights:
         self._contributes |= not left_out
         is_last = not trainer.fit_loop._should_accumulate()
         if self._counts or samples is not None:
-            count = 0.0 if left_out else self._counted(items) if self._counts else float(samples or 0)
+            # A step without a loss has no items, but its samples count, as everywhere.
+            count = float(samples or 0)
+            if self._counts:
+                count = 0.0 if left_out else self._counted(items)
             self.weight = self._by_counts(count, accumulated, communicator, is_last)
         else:
             self.weight = 0.0 if left_out else self._by_samples(trainer, communicator.world_size)
@@ -201,7 +204,7 @@ class StepWeights:
             if math.isnan(total):
                 _refuse(self._wrong, communicator)
             factor, self._reference = (self._reference / total if total else 0.0), total or self._reference
-        elif not self._contributes and self._nobody_contributes(optimizer, communicator):
+        if not self._contributes and self._nobody_contributes(optimizer, communicator):
             factor = 0.0
         if factor == 1.0 or (factor == 0.0 and isinstance(optimizer, torch.optim.LBFGS)):
             return output  # LBFGS asks for a loss again and again

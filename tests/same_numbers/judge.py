@@ -263,10 +263,11 @@ def _ended(program: Program, part: Part) -> Verdict:
     texts: dict[str, list[int]] = {}
     for rank, one in raised:
         texts.setdefault(one.error, []).append(rank)
-    limit = next((one for one in REFUSALS if one.holds(program)), None)
     early = len(texts) == 1 and all(one.refused and not one.weights for _, one in raised)
-    if limit is not None and (early or (limit.late and "" not in texts)):
-        return Verdict([], limit.sentence)
+    is_late = "" not in texts
+    for limit in REFUSALS:
+        if limit.holds(program) and (early or (limit.late and is_late)):
+            return Verdict([], limit.sentence)
     kind = "refused" if early else "error"
     return Verdict([f"{kind}: {part.name}, rank {ranks}: {text}" for text, ranks in texts.items() if text])
 
