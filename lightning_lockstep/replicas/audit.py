@@ -15,7 +15,6 @@ gathered with the results.
 from __future__ import annotations
 
 import io
-import pickle
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +26,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.serialization import default_restore_location
+from torch.utils import _pytree as pytree
 
 from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep._text import counted, first_line, listed, plain_table, ranks_in_words
@@ -294,35 +295,20 @@ def _kind_of(device: torch.device) -> str:
 
 def packed(value: Any) -> bytes:
     """Return a value as bytes, each tensor without the rest of the memory that it is a view of."""
+
+    def alone(tensor: Tensor) -> Tensor:
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
     file = io.BytesIO()
-    packer = _Packer(file)
-    packer.dump(value)
-    return pickle.dumps((file.getvalue(), packer.tensors))
+    torch.save(pytree.tree_map_only(Tensor, alone, value), file)
+    return file.getvalue()
 
 
 def unpacked(data: bytes, device: torch.device) -> Any:
     """Return the value; tensors from a device of the sender are put on ``device``."""
-    body, tensors = pickle.loads(data)  # from a rank of this job, over its process group
-    return _Unpacker(body, [tensor.to(device) if away else tensor for away, tensor in tensors]).load()
 
+    def placed(storage: Any, place: str) -> Any:
+        return storage if place == "cpu" else default_restore_location(storage, str(device))
 
-class _Packer(pickle.Pickler):
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.tensors: list[tuple[bool, Tensor]] = []
-
-    def persistent_id(self, value: Any) -> int | None:
-        if not isinstance(value, Tensor):
-            return None
-        host = value.detach().cpu().clone().requires_grad_(value.requires_grad)
-        self.tensors.append((value.device.type != "cpu", host))
-        return len(self.tensors) - 1
-
-
-class _Unpacker(pickle.Unpickler):
-    def __init__(self, body: bytes, tensors: Sequence[Tensor]) -> None:
-        super().__init__(io.BytesIO(body))
-        self._tensors = tensors
-
-    def persistent_load(self, number: int) -> Tensor:
-        return self._tensors[number]
+    # From a rank of this job, over its process group.
+    return torch.load(io.BytesIO(data), map_location=placed, weights_only=False)

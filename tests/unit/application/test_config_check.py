@@ -208,13 +208,6 @@ def test_the_global_batch_has_a_sample_for_each_rank_and_micro_batch() -> None:
     )
 
 
-def test_a_model_that_takes_other_samples_than_the_data_yields_is_named() -> None:
-    text = "the model takes images with a class each; the data are windows of bytes."
-    assert f"model=cnn does not fit data=source_text: {text}" in faults_of("data=source_text")
-    # Torch's own says nothing.
-    assert faults_of("data=source_text", "~model", "+model._target_=torch.nn.Identity") == []
-
-
 def test_several_devices_need_a_strategy() -> None:
     fault = only(faults_of("strategy=single", "trainer.devices=2"))
     assert "several need strategy=ddp" in fault
