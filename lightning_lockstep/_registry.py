@@ -61,12 +61,8 @@ def is_command() -> bool:
     if program != "-m":  # what Python puts there until it has found the module of `python -m`
         return PurePath(program).name in _COMMANDS
     commands = tuple(f"{name}." for name in _MODULES)
-    return any(f"{module}.".startswith(commands) for module in _module_of_this_program())
-
-
-def _module_of_this_program() -> list[str]:
-    given = sys.orig_argv
-    return [after for option, after in pairwise(given) if option == "-m"][:1]
+    modules = [after for option, after in pairwise(sys.orig_argv) if option == "-m"]
+    return bool(modules) and f"{modules[0]}.".startswith(commands)
 
 
 # -- Which strategy names ``Trainer(strategy="...")`` knows, and how each is made --

@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import math
 import numbers
-import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
@@ -127,26 +126,19 @@ class Faults:
         least: float | None = None,
         above: float | None = None,
         below: float | None = None,
-        most: float | None = None,
         such_as: object = None,
-        optional: bool = False,
     ) -> bool:
         """Check a finite number."""
-        bounds = [
-            (bound, holds, text.format(bound))
-            for bound, holds, text in (
-                (least, operator.ge, "{} or more"),
-                (above, operator.gt, "more than {}"),
-                (below, operator.lt, "less than {}"),
-                (most, operator.le, "at most {}"),
-            )
-            if bound is not None
-        ]
-        is_right = is_number(given) and all(holds(given, bound) for bound, holds, _ in bounds)
-        expected = ", ".join(filter(None, [what, " and ".join(text for _, _, text in bounds)]))
-        return self.check(
-            is_right or (optional and given is None), name, given, _with_example(expected, such_as, optional)
+        limits = ((least, "{} or more"), (above, "more than {}"), (below, "less than {}"))
+        bounds = " and ".join(text.format(limit) for limit, text in limits if limit is not None)
+        is_right = (
+            is_number(given)
+            and (least is None or given >= least)
+            and (above is None or given > above)
+            and (below is None or given < below)
         )
+        expected = f"{what}, {bounds}" if bounds else what
+        return self.check(is_right, name, given, _with_example(expected, such_as))
 
     def whole(
         self,
@@ -162,14 +154,12 @@ class Faults:
         """Check a whole number; ``True`` and ``False`` are none."""
         is_right = is_whole(given) and given >= least and (most is None or given <= most)
         expected = f"{what} from {least}" + ("" if most is None else f" to {most}")
-        return self.check(
-            is_right or (optional and given is None), name, given, _with_example(expected, such_as, optional)
-        )
+        expected = _with_example(expected, such_as) + (", or None" if optional else "")
+        return self.check(is_right or (optional and given is None), name, given, expected)
 
-    def flag(self, name: str, given: object, *, optional: bool = False) -> bool:
+    def flag(self, name: str, given: object) -> bool:
         """Check a truth value."""
-        is_right = isinstance(given, bool) or (optional and given is None)
-        return self.check(is_right, name, given, "true or false" + (", or None" if optional else ""))
+        return self.check(isinstance(given, bool), name, given, "true or false")
 
     def fields(self, settings: object) -> None:
         """Check each field of a dataclass that its type makes a truth value, or one of several values."""
@@ -230,6 +220,5 @@ def plain_number(value: Any) -> Any:
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
-def _with_example(expected: str, such_as: object, optional: bool) -> str:
-    text = expected if such_as is None else f"{expected}, such as {such_as}"
-    return f"{text}, or None" if optional else text
+def _with_example(expected: str, such_as: object) -> str:
+    return expected if such_as is None else f"{expected}, such as {such_as}"

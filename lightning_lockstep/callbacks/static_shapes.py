@@ -21,11 +21,10 @@ from lightning_lockstep.batch_size.padding import (
     mean_of_real,
     parts,
     real_samples,
-    samples_in,
     with_lengths,
     with_samples,
 )
-from lightning_lockstep.batch_size.split_step import tensors_in
+from lightning_lockstep.batch_size.split_step import samples_in, tensors_in
 from lightning_lockstep.callbacks.auto_batch_size import AutoBatchSize
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.patching import batch_size_of, put_in_place
@@ -340,7 +339,7 @@ class StaticShapes(Callback):
         if self.lengths:
             batch = with_lengths(batch, self.lengths, self._values, self.dim)
         real = samples_in(batch)
-        if self.batch_size is None or not real:
+        if self.batch_size is None or not real or not any(one.dim() for one in tensors_in(batch)):
             return batch
         loader, place = self._loaders(trainer, stage)[dataloader_idx], (stage, dataloader_idx)
         wanted = self._training_size if self.batch_size == "train" else self.batch_size

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep.distributed import Communicator
+from lightning_lockstep.distributed.failure.process_exit import outcome
 from lightning_lockstep.distributed.local_collectives import UnansweredCollectiveError
 from lightning_lockstep.errors import OverflowDetectedError
 from lightning_lockstep.numerics.statistics import has_bad_values, tensor_statistics
@@ -65,7 +66,8 @@ class Response:
         if in_a_row == 1:
             report = self._replayed(record, self._known(record))
             self.counters.reports.append(report)
-            text = self.publisher.publish(report, why)
+            with outcome.writes_report:
+                text = self.publisher.publish(report, why)
         if self.settings.action == "raise":
             raise OverflowDetectedError(text)
         if self.settings.action == "skip":
@@ -200,9 +202,9 @@ class Response:
                 "The step communicates with other ranks. In the replay this rank's own tensors stood for theirs, so"
                 " the loss is not compared."
             ]
-        if not _same(recorder.loss, record.loss):
+        if (replayed := _number(recorder.loss)) != (seen := _number(record.loss)):
             return [
-                f"The replayed loss was {_number(recorder.loss)}, not {_number(record.loss)}: the step is not"
+                f"The replayed loss was {replayed}, not {seen}: the step is not"
                 " deterministic (state kept in training_step, or nondeterministic operations)."
             ]
         return []
@@ -260,25 +262,13 @@ class Response:
         return None
 
     def _bad_gradients(self) -> list[str]:
+        named = ((name, parameter.grad) for name, parameter in self.module.named_parameters())
         return [
-            f"{name}: {_counts(parameter.grad)} of {parameter.grad.numel()}"
-            for name, parameter in self.module.named_parameters()
-            if parameter.grad is not None and has_bad_values(parameter.grad)
+            f"{name}: {found.nan} nan, {found.inf} inf of {gradient.numel()}"
+            for name, gradient in named
+            if (found := tensor_statistics(gradient)) is not None and (found.nan or found.inf)
         ]
 
 
-def _counts(tensor: Tensor) -> str:
-    statistics = tensor_statistics(tensor)
-    assert statistics is not None
-    return f"{statistics.nan} nan, {statistics.inf} inf"
-
-
 def _number(loss: Tensor | None) -> str:
-    return "none" if loss is None else f"{float(loss.sum()):.8g}"
-
-
-def _same(one: Any, other: Any) -> bool:
-    if one is None or other is None:
-        return one is other
-    a, b = one.detach().float().cpu(), other.detach().float().cpu()
-    return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+    return "none" if loss is None else f"{float(loss.sum()):.9g}"

@@ -16,7 +16,6 @@ import torch
 from lightning_lockstep._system import write_report
 from lightning_lockstep._text import say
 from lightning_lockstep.distributed import Communicator, Gather, Gathered
-from lightning_lockstep.distributed.failure.process_exit import outcome
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.errors import MissingExtraError
 from lightning_lockstep.numerics.statistics import json_number
@@ -230,10 +229,6 @@ class ReportPublisher:
 
     def publish(self, report: RankReport, why: str) -> str:
         """Print and write the reports of a hit that all know of; return the error's text, the same on all."""
-        with outcome.writes_report:
-            return self._publish(report, why)
-
-    def _publish(self, report: RankReport, why: str) -> str:
         gathered = self.collect(
             {"head": report.head(), "origin": report.is_origin, "occasion": asdict(report.occasion)}
         )
