@@ -123,15 +123,12 @@ def make(
             raise
     trace(cause)
     said = cause.faults if isinstance(cause, ConfigurationError) else (first_line(cause),)
-    named = [_setting_named(text, node) for text in said]
+    # The setting that an error is about: the first one that it names, such as `devices` in `Trainer(devices=0)`.
+    settings = set(map(str, node)) - SPECIAL
+    named = [next(filter(settings.__contains__, re.findall(r"\w+", text)), None) for text in said]
     is_ours = isinstance(cause, ConfigurationError)
     faults = [_label(config, key, name, text, is_ours) for name, text in zip(named, said, strict=True)]
     raise RefusedError(faults, named) from cause
-
-
-def _setting_named(text: str, node: DictConfig) -> str | None:
-    """The setting that an error is about: the first one that it names, such as `devices` in `Trainer(devices=0)`."""
-    return next((word for word in re.findall(r"\w+", text) if word in node and word not in SPECIAL), None)
 
 
 def _label(config: DictConfig, component: str, name: str | None, text: str, is_ours: bool) -> str:
@@ -194,9 +191,5 @@ def _quiet() -> Iterator[None]:
 
 
 def _is_harmless(target: object) -> bool:
-    return f"{getattr(target, '__module__', '')}.".startswith(_HARMLESS) and not is_logger(target)
-
-
-def is_logger(target: object) -> bool:
-    """Return whether this is a class of loggers: making one may begin a run."""
-    return inspect.isclass(target) and issubclass(target, Logger)
+    begins_a_run = inspect.isclass(target) and issubclass(target, Logger)
+    return f"{getattr(target, '__module__', '')}.".startswith(_HARMLESS) and not begins_a_run

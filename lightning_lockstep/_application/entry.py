@@ -142,8 +142,10 @@ def hydra_main(
                 sys.stdout.write(f"lightning-lockstep {version}, Hydra {hydra.__version__}\n")
                 return None
             arguments = read_arguments(sys.argv[1:])
-            if arguments.experimental_rerun is not None:
-                return _run_child(program)
+            if arguments.experimental_rerun is not None:  # a rank that rank 0 has started
+                config = received_config()
+                assert config is not None
+                return _run_sent(config, program, None)
             ranks = external_ranks()
             channel = ConfigChannel(ranks)
             if ranks is not None and ranks.rank > 0:
@@ -375,36 +377,26 @@ def _follow(channel: ConfigChannel, program: Program) -> None:
         message = channel.receive()
         if message.config is None:
             sys.exit(message.exit_code)
-        try:
-            _run_frozen(message.config, program)
-        except ConfigurationError as error:
-            _end_beside_rank_0(error, channel)
+        _run_sent(message.config, program, channel)
         if message.last:
             return
 
 
-def _end_beside_rank_0(error: ConfigurationError, channel: ConfigChannel | None) -> NoReturn:
-    """End because of settings that cannot be used; print them only if rank 0 does not."""
-    if outcome.forced_exit:
-        raise error  # this rank failed alone, and rank 0 reports it
-    if not _process_group_exists():  # else every rank raises it
-        with suppress(LaunchError):
-            if channel is not None:
-                channel.receive(patience=_SAME_FAULT)
-                sys.exit(UNUSABLE)
-        _end_if_about_settings(error)
-    sys.exit(UNUSABLE)
-
-
-def _run_child(program: Program) -> None:
-    """Run the job whose configuration rank 0 has given to this rank, which it has started."""
-    config = received_config()
-    assert config is not None
+def _run_sent(config: DictConfig, program: Program, channel: ConfigChannel | None) -> None:
+    """Run a job of rank 0 on another rank; settings that cannot be used are printed only if rank 0 does not."""
     try:
         # Not returned, as Hydra does not on rank 0: a console command exits with what its function returns.
         _run_frozen(config, program)
     except ConfigurationError as error:
-        _end_beside_rank_0(error, None)
+        if outcome.forced_exit:
+            raise  # this rank failed alone, and rank 0 reports it
+        if not _process_group_exists():  # else every rank raises it
+            with suppress(LaunchError):
+                if channel is not None:
+                    channel.receive(patience=_SAME_FAULT)
+                    sys.exit(UNUSABLE)
+            _end_if_about_settings(error)
+        sys.exit(UNUSABLE)
 
 
 def _run_frozen(config: DictConfig, program: Program) -> Any:

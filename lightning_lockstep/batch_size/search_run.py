@@ -298,7 +298,9 @@ def run_search(
     def tried(size: int) -> Trial:
         trial = runner.run(size)
         trials.append(trial)
-        say_once(_trial_line(len(trials), trial))
+        reason = next(iter(trial.reasons.values()), "")
+        how = "fits" if trial.fits else f"out of memory on {ranks_in_words(trial.reasons)} ({reason[:90]})"
+        say_once(f"batch size trial {len(trials)}: {size:>6} per rank, {how}")
         return trial
 
     # On CPU a size must need the same memory whatever was tried before. If a trial ran out of memory, the run itself
@@ -378,23 +380,6 @@ def _nothing_fits(search: SizeSearch, reason: str, limit: MemoryLimit) -> str:
 # -- What a search prints and writes: a line for each trial, two at the end, and a file --
 
 
-def _trial_line(number: int, trial: Trial) -> str:
-    line = f"batch size trial {number}: {trial.size:>6} per rank, "
-    if trial.fits:
-        return line + "fits"
-    first = next(iter(trial.reasons.values()), "")
-    return line + f"out of memory on {ranks_in_words(trial.reasons)} ({first[:90]})"
-
-
-def _closing_lines(result: SearchResult, *, of_fit: bool) -> str:
-    numbers = f"  batch size {result.size} per rank"
-    if of_fit:
-        ranks = counted(result.ranks, "rank")
-        numbers += f" x {result.accumulate} accumulated x {ranks} = {result.global_batch} per optimizer step"
-    head = f"AutoBatchSize: {len(result.trials)} trials in {result.seconds:.1f} s, {result.reason}"
-    return "\n".join([head, numbers])
-
-
 def say_once(text: str) -> None:
     """Print a line on rank 0 alone."""
     if current_communicator().is_main:
@@ -403,7 +388,12 @@ def say_once(text: str) -> None:
 
 def keep_result(trainer: Trainer, folder: Path | None, result: SearchResult) -> None:
     """Print how the search ended, and write what one for a fit has found; on rank 0 alone."""
-    if current_communicator().is_main:
-        say(_closing_lines(result, of_fit=in_fit(trainer)))
-        if folder is not None and in_fit(trainer):
+    numbers = f"  batch size {result.size} per rank"
+    if in_fit(trainer):
+        ranks = counted(result.ranks, "rank")
+        numbers += f" x {result.accumulate} accumulated x {ranks} = {result.global_batch} per optimizer step"
+        if folder is not None and current_communicator().is_main:
             write_report(folder / "batch_size.json", json.dumps(asdict(result), indent=2) + "\n")
+    say_once(
+        f"AutoBatchSize: {len(result.trials)} trials in {result.seconds:.1f} s, {result.reason}\n{numbers}"
+    )

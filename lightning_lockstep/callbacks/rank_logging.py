@@ -76,7 +76,11 @@ class RankOrderedLogging(Callback):
             self._sender = sender_on(communicator.side_channel)
             if self._sender.collector is not None:
                 self._sender.collector.windows.timeout = self.order_timeout
-        handlers: list[logging.Handler] = [self._console(communicator)]
+        console = ConsoleHandler(communicator.rank, level=self.level)
+        if communicator.rank != 0:
+            # Only lines that name their rank are printed here; their caller wants them from every rank.
+            console.addFilter(lambda record: hasattr(record, "lockstep_ranks"))
+        handlers: list[logging.Handler] = [console]
         if self._sender is not None:
             handlers.append(WarningHandler(self._sender))
         if self.files is not None:
@@ -99,13 +103,6 @@ class RankOrderedLogging(Callback):
         """Send what is queued; the files stay open for what is logged until the process ends."""
         if self._sender is not None:
             self._sender.flush()
-
-    def _console(self, communicator: Communicator) -> ConsoleHandler:
-        console = ConsoleHandler(communicator.rank, level=self.level)
-        if communicator.rank != 0:
-            # Only lines that name their rank are printed here; their caller wants them from every rank.
-            console.addFilter(lambda record: hasattr(record, "lockstep_ranks"))
-        return console
 
     def _open_file(self, communicator: Communicator, folder: Path, style: str) -> RankFile:
         file, problem = None, ""

@@ -76,14 +76,12 @@ def record_of(line: Line, *, prefix: str | None = None) -> logging.LogRecord:
     return logging.makeLogRecord({**line.extra, **standard})
 
 
+_real_path = lru_cache(maxsize=1000)(os.path.realpath)
+
+
 def with_real_path(call: LogCall) -> LogCall:
     """Return the call with the real path, because a rank may have a relative path and another one a link."""
     return *call[:2], _real_path(call[2]), *call[3:]
-
-
-@lru_cache(maxsize=1000)
-def _real_path(path: str) -> str:
-    return os.path.realpath(path)
 
 
 def merge_equal(lines: Iterable[Line]) -> list[Line]:

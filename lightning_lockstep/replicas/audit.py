@@ -34,6 +34,7 @@ from lightning_lockstep._text import counted, first_line, listed, plain_table, r
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.replicas.checksums import Checksums, can_be_read, folded
+from lightning_lockstep.replicas.report import parts_of
 from lightning_lockstep.steps.capabilities import missing_capabilities
 from lightning_lockstep.steps.isolated import from_a_state, place_of, run_forward_backward, step_arguments
 from lightning_lockstep.steps.patching import replaced
@@ -69,10 +70,7 @@ class Audit:
         self._known: set[str] = set()  # ranks that were reported
         kinds = communicator.gather(_kind_of(trainer.strategy.root_device))
         if len(set(kinds)) > 1:
-            rows = [
-                (ranks_in_words(rank for rank, one in enumerate(kinds) if one == kind), kind)
-                for kind in dict.fromkeys(kinds)
-            ]
+            rows = [(ranks_in_words(ranks), kinds[ranks[0]]) for ranks in parts_of(dict(enumerate(kinds)))]
             raise ConfigurationError(
                 "ReplicaCheck(audit_every_n_steps=...) compares results bit by bit: expected one kind of device and"
                 " the same number of threads (threads_per_rank=...) on all ranks, not\n\n"
@@ -201,10 +199,7 @@ class Verdict:
     @classmethod
     def of(cls, votes: Sequence[Sequence[int]]) -> Verdict:  # by rank, all its results of one batch
         """Decide by the results of all ranks."""
-        ranks_of: dict[int, list[int]] = {}
-        for rank, folds in enumerate(votes):
-            ranks_of.setdefault(folds[-1], []).append(rank)
-        groups = sorted(ranks_of.values(), key=lambda ranks: (-len(ranks), ranks))
+        groups = parts_of({rank: folds[-1] for rank, folds in enumerate(votes)})
         unstable = [rank for rank, folds in enumerate(votes) if len(set(folds)) > 1]
         if 2 * len(unstable) > len(votes):
             return cls(groups, [], _NOT_DETERMINISTIC)

@@ -31,7 +31,7 @@ from lightning_lockstep.distributed.side_channel.channel import Message, SideCha
 from lightning_lockstep.replicas.checksums import Checksums, folded
 from lightning_lockstep.replicas.contents import Named
 from lightning_lockstep.replicas.data import BatchComparison, BatchSum, row_of, same_batches_text
-from lightning_lockstep.replicas.report import Finding, judge
+from lightning_lockstep.replicas.report import Finding, judge, parts_of
 
 _log = logging.getLogger(__name__)
 
@@ -226,16 +226,15 @@ class Comparison:
         same = self._data.compare({rank: check["row"] for rank, check in checks.items()})
         if same is not None and (text := same_batches_text(self._trainer, *same)):
             wrong.append({"data": text})
-        ranks_of: dict[
-            tuple[int, ...], dict[int, list[int]]
-        ] = {}  # by who holds the same, and the number for it
-        for rank in sorted(checks):
-            for held, fold in checks[rank]["folds"]:
-                ranks_of.setdefault(tuple(held), {}).setdefault(fold, []).append(rank)
-        differing = sorted(held for held, by_fold in ranks_of.items() if len(by_fold) > 1)
-        for held in differing[:_ASKED]:  # first what is whole on all ranks
-            groups = sorted(ranks_of[held].values(), key=lambda ranks: (-len(ranks), ranks))
-            wrong.append({"groups": groups[:_ASKED], "held": held})
+        folds: dict[
+            tuple[int, ...], dict[int, int]
+        ] = {}  # by who holds the same, the number of each rank for it
+        for rank, check in checks.items():
+            for held, fold in check["folds"]:
+                folds.setdefault(tuple(held), {})[rank] = fold
+        differing = sorted(held for held, of_ranks in folds.items() if len({*of_ranks.values()}) > 1)
+        # First what is whole on all ranks.
+        wrong += [{"groups": parts_of(folds[held])[:_ASKED], "held": held} for held in differing[:_ASKED]]
         if not differing:
             self._good = count
         if wrong:

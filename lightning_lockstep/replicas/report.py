@@ -94,11 +94,12 @@ def judge(
 def _differing(values: Mapping[int, Mapping[str, Any]]) -> dict[str, Parts]:
     """Return by name the ranks that have the same value, if not all have it."""
     names = dict.fromkeys(name for of_rank in values.values() for name in of_rank)
-    parts = {name: _parts({rank: of_rank.get(name) for rank, of_rank in values.items()}) for name in names}
+    parts = {name: parts_of({rank: of_rank.get(name) for rank, of_rank in values.items()}) for name in names}
     return {name: found for name, found in parts.items() if len(found) > 1}
 
 
-def _parts(values: Mapping[int, Any]) -> Parts:
+def parts_of(values: Mapping[int, Any]) -> Parts:
+    """Return the ranks that have the same value, the largest group first."""
     found: dict[Any, list[int]] = {}
     for rank in sorted(values):
         found.setdefault(values[rank], []).append(rank)
@@ -121,7 +122,7 @@ def _suspects(
 ) -> list[int]:
     """Return the ranks in the minority: of the settings, of the optimizer steps, else of most tensors."""
     steps = _steps(answers)
-    for parts in (*map(_parts, settings.values()), _parts(steps)):
+    for parts in (*map(parts_of, settings.values()), parts_of(steps)):
         if found := _minority(parts):
             return found
     counts = Counter(tuple(_minority(parts)) for names in tensors.values() for parts in names.values())
@@ -244,7 +245,7 @@ _PAST_DDP = (
 
 
 def _who_has_what(values: Mapping[int, str]) -> str:
-    return ", ".join(f"{values[ranks[0]]} on {ranks_in_words(ranks)}" for ranks in _parts(values))
+    return ", ".join(f"{values[ranks[0]]} on {ranks_in_words(ranks)}" for ranks in parts_of(values))
 
 
 # -- The text, the same on every rank --
