@@ -62,7 +62,17 @@ class StopTogether(Callback):
         dirpath: str | Path | None = None,
         filename: str = "preempted",
     ) -> None:
-        _check_settings(signals, exit_code, filename)
+        faults = Faults()
+        expected = "a list of names, such as ['SIGTERM', 'SIGUSR1']"
+        if faults.check(not isinstance(signals, str), "signals", signals, expected):
+            known = {s.name for s in signal.Signals} - {"SIGKILL", "SIGSTOP"}
+            for name in signals:
+                expected = "names of signals that can be caught, such as 'SIGTERM'"
+                faults.check(name in known, "signals", name, expected)
+        faults.whole("exit_code", exit_code, least=0, most=255, optional=True)
+        is_name = isinstance(filename, str) and bool(filename) and "/" not in filename
+        faults.check(is_name, "filename", filename, "a name without a folder, such as 'preempted'")
+        faults.raise_all()
         self.signals, self.stop_file, self.exit_code = tuple(signals), stop_file, exit_code
         self.dirpath, self.filename = dirpath, filename
         self.decision: StopDecision | None = None
@@ -209,17 +219,3 @@ def _completes_optimizer_step(trainer: Any) -> bool:
         return True
     is_last = batches >= trainer.num_training_batches
     return is_last and not trainer.strategy.handles_gradient_accumulation
-
-
-def _check_settings(signals: Any, exit_code: Any, filename: Any) -> None:
-    faults = Faults()
-    expected = "a list of names, such as ['SIGTERM', 'SIGUSR1']"
-    if faults.check(not isinstance(signals, str), "signals", signals, expected):
-        known = {s.name for s in signal.Signals} - {"SIGKILL", "SIGSTOP"}
-        for name in signals:
-            expected = "names of signals that can be caught, such as 'SIGTERM'"
-            faults.check(name in known, "signals", name, expected)
-    faults.whole("exit_code", exit_code, least=0, most=255, optional=True)
-    is_name = isinstance(filename, str) and bool(filename) and "/" not in filename
-    faults.check(is_name, "filename", filename, "a name without a folder, such as 'preempted'")
-    faults.raise_all()

@@ -125,7 +125,9 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
                 return
             record.lockstep_collected = True  # this rank's files have it already
         if not plain:
-            _mark_rank(record, rank)
+            record.lockstep_prefix = f"[rank {rank}] "
+            record.msg = record.lockstep_prefix + str(record.msg)
+            record.lockstep_ranks, record.lockstep_hosts = (rank,), (_host,)
         self.logger.handle(record)
 
     def _record(self, level: int, msg: object, args: Any, kwargs: dict[str, Any]) -> logging.LogRecord:
@@ -146,13 +148,6 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         return self.logger.makeRecord(
             name, level, path, frame.f_lineno, msg, args, exc_info, function, extra, stack
         )
-
-
-def _mark_rank(record: logging.LogRecord, rank: int) -> None:
-    prefix = f"[rank {rank}] "
-    record.msg = prefix + str(record.msg)
-    record.lockstep_prefix = prefix
-    record.lockstep_ranks, record.lockstep_hosts = (rank,), (_host,)
 
 
 def _caller(stacklevel: int) -> FrameType:

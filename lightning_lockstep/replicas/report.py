@@ -59,7 +59,9 @@ def judge(
     for section in SECTIONS:
         found = _differing({rank: answer["sums"][section] for rank, answer in answers.items()})
         if section == "buffers":
-            statistics |= {name for name in found if _is_own_statistic(name, answers)}
+            # Those that each rank has found in its own batches, as far as can be seen.
+            told = [{*answer["statistics"]} & {*answer["changed"]} for answer in answers.values()]
+            statistics |= found.keys() & set.intersection(*told)
             found = {name: parts for name, parts in found.items() if name not in statistics}
             if any(answer["padding"] for answer in answers.values()):
                 found = {}  # what padding changes is put back on its rank alone, until the next forward pass
@@ -110,11 +112,6 @@ def _minority(parts: Parts) -> list[int]:
     if len(parts) > 1 and len(parts[0]) > len(parts[1]):
         return sorted(rank for part in parts[1:] for rank in part)
     return []
-
-
-def _is_own_statistic(name: str, answers: Answers) -> bool:
-    """Return whether a buffer is what each rank has found in its own batches, as far as can be seen."""
-    return all(name in answer["statistics"] and name in answer["changed"] for answer in answers.values())
 
 
 def _suspects(
@@ -276,18 +273,15 @@ def report(finding: Finding) -> str:
         lines += [f"  and {', '.join(more)}"] if more else []
         lines.append("")
     known = {None: "never found equal", 0: "last found equal at the start"}
+    who = "No majority agrees, so it is not known which rank is wrong."
+    if finding.suspects:
+        who = f"In the minority: {ranks_in_words(finding.suspects)}."
     lines.append(
-        f"They were {known.get(finding.good, f'last found equal after batch {finding.good}')}.{_who(finding)}"
+        f"They were {known.get(finding.good, f'last found equal after batch {finding.good}')}. {who}"
     )
     lines += ["Likely reasons:" if len(finding.reasons) > 1 else "Likely reason:"]
     lines += [f"  {number}. {reason}" for number, reason in enumerate(finding.reasons, 1)]
     return "\n".join(lines)
-
-
-def _who(finding: Finding) -> str:
-    if finding.suspects:
-        return f" In the minority: {ranks_in_words(finding.suspects)}."
-    return " No majority agrees, so it is not known which rank is wrong."
 
 
 def _in_words(parts: Parts) -> str:

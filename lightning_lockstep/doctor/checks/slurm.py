@@ -107,7 +107,10 @@ def _devices(environ: Mapping[str, str]) -> int | None:
 
 
 def _mpi_types(machine: Machine, done: Completed) -> Finding:
-    subject, offered = "MPI types", _types_in(done.output + done.error)
+    names = re.findall(
+        r"^\s*(?:srun:)?[ \t]*(\w+)[ \t]*$", done.output + done.error, re.MULTILINE
+    )  # below a title
+    subject, offered = "MPI types", [name for name in dict.fromkeys(names) if name != "none"]
     if not offered:
         why = "srun --mpi=list gave no answer in time" if done.timed_out else "srun --mpi=list names none"
         return warning(subject, f"{why}: {(done.error or done.output).strip()[:200]}")
@@ -125,11 +128,6 @@ def _mpi_types(machine: Machine, done: Completed) -> Finding:
         return warning(subject, evidence, f"srun --mpi={fitting[0]} lockstep-train strategy=mpi")
     fix = "# in the batch script, without srun: lockstep-train strategy=mpi strategy.hostfile=HOSTFILE"
     return problem(subject, f"{evidence}: under srun each rank would be rank 0 of 1", fix)
-
-
-def _types_in(output: str) -> list[str]:
-    names = re.findall(r"^\s*(?:srun:)?[ \t]*(\w+)[ \t]*$", output, re.MULTILINE)  # one a line, below a title
-    return [name for name in dict.fromkeys(names) if name != "none"]
 
 
 def _default_type(machine: Machine) -> str:
