@@ -204,7 +204,9 @@ class TrialRunner:
     def _steps_of(self, size: int, passes: int) -> None:
         self._place.hold(size)  # a step may read it
         for index in range(self._steps * passes):
-            batch = self._on_device(self._place.batch(size))
+            batch = self._trainer.precision_plugin.convert_input(self._place.batch(size))
+            batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
+            batch = self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
             if self._kind == "fit":
                 arguments = step_arguments(self._module.training_step, batch, index)
                 step = partial(run_step, self._trainer, self._module, arguments, index, accumulate=passes)
@@ -217,11 +219,6 @@ class TrialRunner:
                     f"no batch size can be tried, because a trial runs on each rank alone: {error} Give the batch size"
                     " yourself, or use find_executable_batch_size around the whole run."
                 ) from error
-
-    def _on_device(self, batch: Any) -> Any:
-        batch = self._trainer.precision_plugin.convert_input(batch)
-        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
     def _evaluate(self, batch: Any, index: int) -> None:
         step = getattr(self._trainer.strategy, f"{_STEPS[self._kind]}")

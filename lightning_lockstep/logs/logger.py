@@ -93,13 +93,10 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         if len(kwargs) == 1 and kwargs.get("in_order") and not local_handlers and not logger.filters:
             sender = _find_sender()
             if sender is not None:
-                frame = sys._getframe(1)
-                while frame.f_code.co_filename in _SKIPPED_FILES and frame.f_back is not None:
-                    frame = frame.f_back
-                code = frame.f_code
-                text, now = format_message(msg, args), time.time()
-                path, number = code.co_filename, frame.f_lineno
-                sender.send((logger.name, level, path, number, text, now, code.co_name, "", {}))
+                frame = _caller(1)
+                code, text, now = frame.f_code, format_message(msg, args), time.time()
+                place = logger.name, level, code.co_filename, frame.f_lineno
+                sender.send((*place, text, now, code.co_name, "", {}))
                 return
         self._log_record(level, msg, args, kwargs)
 
