@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm
 
-from lightning_lockstep._lightning import Callback, LightningModule, Trainer, TrainerFn
+from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 from lightning_lockstep._settings import Faults, is_number, is_whole
 from lightning_lockstep._text import counted
 from lightning_lockstep.batch_size.padding import (
@@ -289,12 +289,7 @@ class StaticShapes(Callback):
         self._before[stage] = shapes
 
     def _loaders(self, trainer: Trainer, stage: str) -> list[Any]:
-        loop: Any = trainer.fit_loop
-        if stage == "validation":
-            in_fit = trainer.state.fn == TrainerFn.FITTING
-            loop = trainer.fit_loop.epoch_loop.val_loop if in_fit else trainer.validate_loop
-        elif stage == "test":
-            loop = trainer.test_loop
+        loop: Any = trainer._active_loop
         combined = loop._combined_loader
         if self.batch_size is not None and len(combined.flattened) > 1 and combined._mode != "sequential":
             raise ConfigurationError(
