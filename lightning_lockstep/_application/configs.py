@@ -65,14 +65,14 @@ class Loader:
         """Whether `group` has this option; the group `""` holds the primary configs."""
         return bool(self._repository.config_exists(f"{group}/{choice}" if group else choice))
 
-    def choices(self, group: str) -> list[str]:
+    def choices(self, group: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
         """The options of a group, or with `""` the primary configs."""
-        return [name for name in self._repository.get_group_options(group) if not name.startswith("_")]
+        names = self._repository.get_group_options(group, results_filter=kind)
+        return [name for name in names if not name.startswith("_")]
 
     def groups(self) -> list[str]:
         """The groups on the first level."""
-        names = self._repository.get_group_options("", results_filter=ObjectType.GROUP)
-        return [name for name in names if not name.startswith("_")]
+        return self.choices("", ObjectType.GROUP)
 
     def compose(self, overrides: list[str]) -> DictConfig:
         """Compose the configuration of one job, with its `hydra` node."""

@@ -135,10 +135,7 @@ class EffectiveBatchSize(Callback):
         self._scaled = False  # whether the learning rates are those of the plan
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget the plan of an earlier fit, and divide the global batch before the optimizers are made.
-
-        Ranks: all ranks; nothing is sent.
-        """
+        """Forget an earlier fit's plan, and divide before the optimizers are made. Ranks: all; nothing is sent."""
         if stage == "fit":
             self.plan = None
             refuse_fixed_sizes(trainer, f"EffectiveBatchSize({self.global_batch_size})", accumulates=True)

@@ -63,10 +63,7 @@ class RankOrderedLogging(Callback):
         self._captured = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Take over the console and open this rank's file.
-
-        Ranks: all, together; with files, a broadcast and a gather.
-        """
+        """Take over the console and open this rank's file. Ranks: all, together; with files, two small collectives."""
         global _active
         if _active is not None:
             _active._end()  # a fit before this one ended with an exception, perhaps in a notebook

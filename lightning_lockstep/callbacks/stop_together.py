@@ -126,10 +126,7 @@ class StopTogether(Callback):
             self._leave(trainer, self.decision)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Put the signal handlers back, and act on a signal that arrived after the last batch.
-
-        Ranks: all, together; one reduction.
-        """
+        """Put signal handlers back, and act on a signal after the last batch. Ranks: all, together; one reduction."""
         if self._agreement is None or self._communicator is None:
             return
         self._signal_watch.restore()
