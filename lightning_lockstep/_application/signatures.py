@@ -238,9 +238,7 @@ def _why_not_found(name: str, cause: BaseException) -> str:
     module, (place, _, wrong) = name.partition(".")[0], name.rpartition(".")
     if not isinstance(cause, ModuleNotFoundError) or cause.name != module:
         beside: list[str] = []
-        with suppress(
-            Exception
-        ):  # importing a module can raise anything; then there is nothing to compare with
+        with suppress(Exception):  # importing a module can raise anything; then there is nothing to compare
             owner = locate(place)
             beside = [other for other in getattr(owner, "__all__", dir(owner)) if other != wrong]
         return did_you_mean(wrong, beside) or f" {first_line(cause)}"

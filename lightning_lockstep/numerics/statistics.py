@@ -226,11 +226,9 @@ def tensor_statistics(value: object, *, used_as: torch.dtype | None = None) -> T
         }
         if not magnitude.is_floating_point():
             return TensorStatistics(**figures)
-        # Autocast computes in a narrower format; one of 8 bits has become float32.
-        narrow = (
-            value.dtype if value.dtype.is_floating_point and value.dtype.itemsize > 1 else magnitude.dtype
-        )
-        if used_as in LOW_PRECISION and value.dtype in (torch.float32, torch.float64):
+        own = value.dtype  # one of 8 bits has become float32
+        narrow = own if own.is_floating_point and own.itemsize > 1 else magnitude.dtype
+        if used_as in LOW_PRECISION and own in (torch.float32, torch.float64):
             narrow = used_as
         limits, bad, not_zero = torch.finfo(narrow), ~torch.isfinite(magnitude), magnitude > 0
         vanished = (magnitude.to(narrow) == 0) & not_zero

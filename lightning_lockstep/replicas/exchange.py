@@ -226,9 +226,8 @@ class Comparison:
         same = self._data.compare({rank: check["row"] for rank, check in checks.items()})
         if same is not None and (text := same_batches_text(self._trainer, *same)):
             wrong.append({"data": text})
-        folds: dict[
-            tuple[int, ...], dict[int, int]
-        ] = {}  # by who holds the same, the number of each rank for it
+        # By who holds the same, the number of each rank for it.
+        folds: dict[tuple[int, ...], dict[int, int]] = {}
         for rank, check in checks.items():
             for held, fold in check["folds"]:
                 folds.setdefault(tuple(held), {})[rank] = fold
