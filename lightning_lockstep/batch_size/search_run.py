@@ -72,12 +72,9 @@ class AutoBatchSizeSettings:
         for name in ("steps_per_trial", "init_val", "max_trials", "max_val"):
             faults.whole(name, getattr(self, name))
         size = self.global_batch_size
-        faults.check(
-            size in (None, "largest") or (is_whole(size) and size >= 1),
-            "global_batch_size",
-            size,
-            "samples in one optimizer step, a whole number from 1; 'largest', what fits; or None, as configured",
-        )
+        is_right = size in (None, "largest") or (is_whole(size) and size >= 1)
+        expected = "samples in one optimizer step, a whole number from 1; 'largest', what fits; or None, as configured"
+        faults.check(is_right, "global_batch_size", size, expected)
         if self.memory_limit is not None:
             try:
                 parse_bytes(self.memory_limit)
@@ -231,11 +228,9 @@ class TrialRunner:
 
 
 def largest_to_try(
-    place: BatchLoaders, max_val: int, global_batch: int | None, *, as_configured: bool, accumulate: int
+    trainer: Trainer, place: BatchLoaders, max_val: int, global_batch: int | None, as_configured: bool
 ) -> tuple[int, str]:
     """Return the largest size of a search, and why it tries none above it. Ranks: all, together; a reduction."""
-    # `global_batch`: samples of all ranks in an optimizer step; None: `accumulate` micro-batches of any size.
-    # `as_configured`: the user has not given it, so it is that of the configuration.
     communicator = current_communicator()
     most, why = max_val, f"it is max_val={max_val}"
     if global_batch is not None:
@@ -245,8 +240,8 @@ def largest_to_try(
             if as_configured:
                 why += ", as configured; global_batch_size= asks for another, or for the 'largest' that fits"
     samples = int(communicator.all_reduce(torch.tensor(place.samples), "min"))
-    if global_batch is None:
-        samples = max(1, samples // accumulate)
+    if global_batch is None and in_fit(trainer):
+        samples = max(1, samples // trainer.accumulate_grad_batches)
     return (samples, "it is all the data of a rank") if samples < most else (most, why)
 
 
@@ -277,18 +272,24 @@ def run_search(
     place: BatchLoaders,
     settings: AutoBatchSizeSettings,
     *,
-    most: int,  # the largest size to try
-    why_none_above: str,
-    accumulates: bool,  # whether batches may be accumulated, by the size found
+    # Samples of all ranks in an optimizer step, for which batches of the size found are accumulated; None: any number.
+    global_batch: int | None,
+    as_configured: bool,  # the user has not given it
 ) -> SearchResult:
     """Search on all ranks together until an answer is found."""
     began, communicator = time.perf_counter(), current_communicator()
+    most, why_none_above = largest_to_try(trainer, place, settings.max_val, global_batch, as_configured)
     limit = _limit_of_run(trainer, settings.memory_limit)
     search = SizeSearch(
         settings.init_val, max_val=most, why_none_above=why_none_above, max_trials=settings.max_trials
     )
     runner = TrialRunner(
-        trainer, module, place, steps=settings.steps_per_trial, limit=limit, accumulates=accumulates
+        trainer,
+        module,
+        place,
+        steps=settings.steps_per_trial,
+        limit=limit,
+        accumulates=global_batch is not None,
     )
     trials: list[Trial] = []
 
