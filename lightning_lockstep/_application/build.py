@@ -118,9 +118,8 @@ def _label(config: DictConfig, component: str, name: str | None, text: str, is_o
     text = text.removeprefix(f"{str(node['_target_']).rpartition('.')[2]}: ")
     if name is not None:
         return f"{shown(config, f'{component}.{name}')}: {text.removeprefix(f'{name}={node[name]!r}: ')}"
-    if (
-        component == "trainer" and is_ours
-    ):  # its strategy refuses something, perhaps in DeepSpeed's configuration
+    # Its strategy refuses something, perhaps in DeepSpeed's configuration.
+    if component == "trainer" and is_ours:
         inner = f"strategy.config.{re.split('[=:]', text)[0]}"
         return text if OmegaConf.select(config, inner) is None else f"strategy.config.{text}"
     return f"{component}: {text}"

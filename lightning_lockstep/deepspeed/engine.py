@@ -119,9 +119,8 @@ def make_engine(
     printed = io.StringIO()  # DeepSpeed prints how much memory is in use, past its own logger
     with redirect_stdout(printed):
         engine, engine_optimizer, _, _ = deepspeed.initialize(
-            args=argparse.Namespace(
-                device_rank=device_index
-            ),  # read for the index of the device, a CPU's too
+            # Read for the index of the device, a CPU's too.
+            args=argparse.Namespace(device_rank=device_index),
             config=dict(config),
             model=module,
             model_parameters=trained,

@@ -99,9 +99,8 @@ class Contents:
         return [
             name
             for name, buffer in self._chosen_buffers()
-            if (
-                buffer.is_floating_point() or buffer.numel() > 1
-            )  # one whole number counts the same everywhere
+            # One whole number counts the same everywhere.
+            if (buffer.is_floating_point() or buffer.numel() > 1)
             and not isinstance(self._module.get_submodule(name.rpartition(".")[0]), nn.SyncBatchNorm)
         ]
 

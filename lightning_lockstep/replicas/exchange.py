@@ -147,7 +147,7 @@ class RankChecks:
             finding = None
             if (
                 None not in told
-            ):  # else a rank came so late that another forgot the check: the next one finds it too
+            ):  # else a rank was so late that another forgot the check: the next finds it too
                 finding = judge(count, asked["good"], answers, places, self._statistics, held)
                 is_equal = finding is None
         if self._comparison is not None:

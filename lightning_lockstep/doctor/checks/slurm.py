@@ -107,9 +107,8 @@ def _devices(environ: Mapping[str, str]) -> int | None:
 
 
 def _mpi_types(machine: Machine, done: Completed) -> Finding:
-    names = re.findall(
-        r"^\s*(?:srun:)?[ \t]*(\w+)[ \t]*$", done.output + done.error, re.MULTILINE
-    )  # below a title
+    # One a line, below a title.
+    names = re.findall(r"^\s*(?:srun:)?[ \t]*(\w+)[ \t]*$", done.output + done.error, re.MULTILINE)
     subject, offered = "MPI types", [name for name in dict.fromkeys(names) if name != "none"]
     if not offered:
         why = "srun --mpi=list gave no answer in time" if done.timed_out else "srun --mpi=list names none"
