@@ -54,26 +54,19 @@ class Line(NamedTuple):
 def record_of(line: Line, *, prefix: str | None = None) -> logging.LogRecord:
     """Return the record that prints ``line``; the default prefix, which our formats remove, names its ranks."""
     ranks = f"[{ranks_in_words(line.ranks)}] "
-    filename = line.path.rpartition("/")[2]
-    standard = {
-        "name": line.logger,
-        "levelno": line.level,
-        "levelname": logging.getLevelName(line.level),
-        "pathname": line.path,
-        "filename": filename,
-        "module": filename.rpartition(".")[0] or filename,
-        "lineno": line.number,
-        "funcName": line.function,
-        "msg": (ranks if prefix is None else prefix) + line.text,
+    text = (ranks if prefix is None else prefix) + line.text
+    record = logging.LogRecord(line.logger, line.level, line.path, line.number, text, (), None, line.function)
+    own = {
         "created": line.created,
-        "msecs": (line.created - int(line.created)) * 1000.0,
+        "msecs": line.created % 1 * 1000.0,
         "exc_text": line.trace or None,
         "lockstep_prefix": ranks if prefix is None else "",
         "lockstep_ranks": line.ranks,
         "lockstep_hosts": line.hosts,
         "lockstep_collected": True,
     }
-    return logging.makeLogRecord({**line.extra, **standard})
+    vars(record).update({**line.extra, **vars(record), **own})
+    return record
 
 
 _real_path = lru_cache(maxsize=1000)(os.path.realpath)

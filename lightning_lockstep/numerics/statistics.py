@@ -36,8 +36,6 @@ class NamePatterns:
 
     def match(self, name: str) -> bool:
         """Return whether any pattern matches the name."""
-        if not self.patterns:
-            return False
         if name not in self._known:
             names = name, dotted(name)
             self._known[name] = any(fnmatchcase(each, p) for p in self.patterns for each in names)
