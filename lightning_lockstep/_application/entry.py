@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,11 +41,9 @@ from lightning_lockstep._application.sweep import Sweep
 from lightning_lockstep._run_folder import forget_run_folders, without_claiming
 from lightning_lockstep._text import first_line, say
 from lightning_lockstep.distributed.failure.process_exit import (
-    ending_of,
     error_from_bytes,
     error_to_bytes,
     outcome,
-    set_ending,
 )
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 from lightning_lockstep.launchers.external_ranks import external_ranks
@@ -158,11 +156,7 @@ def hydra_main(
             except Stop as stop:
                 error = stop.error
             # Outside of the handler, in which nothing of Hydra is shown.
-            report = application.sweep.report()
-            _end_if_about_settings(error, below=report)
-            if report:
-                text = "\n".join(filter(None, [ending_of(error).text, report]))
-                set_ending(error, replace(ending_of(error), text=text))
+            _end_if_about_settings(error)
             raise error
 
         return decorated
@@ -204,8 +198,7 @@ class _Application:
             try:
                 hydra.main(self.config_path, self.config_name, self.version_base)(self._job())()
             finally:
-                report = self.sweep.report()
-                if report and not isinstance(sys.exc_info()[1], Stop):  # below whose error it is shown
+                if report := self.sweep.report():  # above an error, which is shown last
                     say(report)
 
     def _check(self) -> None:
@@ -416,18 +409,16 @@ def _run_frozen(config: DictConfig, program: Program) -> Any:
         _flush_loggers()
 
 
-def _end_if_about_settings(error: BaseException, *, below: str = "") -> None:
+def _end_if_about_settings(error: BaseException) -> None:
     """End this process with a message if `error` is about settings; else return."""
     if isinstance(error, ConfigurationError):
         trace(error)
         outcome.expected_exit_code = UNUSABLE  # every rank raises it, and ends so
-        _refuse(error.faults, "the run has ended", below)
+        _refuse(error.faults, "the run has ended")
 
 
-def _refuse(faults: Sequence[str], outcome: str = "nothing was started", below: str = "") -> NoReturn:
+def _refuse(faults: Sequence[str], outcome: str = "nothing was started") -> NoReturn:
     show_faults(program_name(), faults, outcome=outcome)
-    if below:
-        say(below)
     sys.exit(UNUSABLE)
 
 
