@@ -235,11 +235,10 @@ class _Run:
         row = self._batches.row() if self._batches is not None and self._count >= PROBED else []
         check = Check(
             self._count,
-            self._contents.sections(),
+            self._contents,
             hyperparameters(self._trainer.optimizers),
             self._evidence(was_due),
             [*self._gradients.values()],
-            self._contents.held,
             row,
         )
         self._gradients = {}

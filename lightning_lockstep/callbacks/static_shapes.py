@@ -205,7 +205,7 @@ class StaticShapes(Callback):
         norms = [
             name for name, one in pl_module.named_modules() if isinstance(one, _BATCH_NORMS) and one.training
         ]
-        if norms and self.batch_size is not None and not _drops_last(loaders[0]):
+        if norms and self.batch_size is not None and not getattr(loaders[0], "drop_last", False):
             raise ConfigurationError(
                 f"StaticShapes(batch_size={self.batch_size!r}) with batch normalisation ({', '.join(norms[:3])}):"
                 " expected a model without it, because its statistics would count added samples. Give the training"
@@ -339,7 +339,7 @@ class StaticShapes(Callback):
         loader, place = self._loaders(trainer, stage)[dataloader_idx], (stage, dataloader_idx)
         wanted = self._training_size if self.batch_size == "train" else self.batch_size
         self._sizes[place] = size = max(wanted or 0, batch_size_of(loader) or 0, real, self._sizes[place])
-        if size > real or not _drops_last(loader):
+        if size > real or not getattr(loader, "drop_last", False):
             current.mask = torch.arange(size) < real
         return with_samples(batch, size, self.ignored)
 
@@ -348,7 +348,3 @@ def _stage_of(trainer: Trainer) -> str:
     if trainer.predicting or trainer.testing:
         return "predict" if trainer.predicting else "test"
     return "training" if trainer.training else "validation"
-
-
-def _drops_last(loader: Any) -> bool:
-    return bool(getattr(loader, "drop_last", False))

@@ -29,7 +29,7 @@ from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement
 from lightning_lockstep.distributed.side_channel.channel import Message, SideChannel
 from lightning_lockstep.replicas.checksums import Checksums, folded
-from lightning_lockstep.replicas.contents import Named
+from lightning_lockstep.replicas.contents import Contents
 from lightning_lockstep.replicas.data import BatchComparison, BatchSum, row_of, same_batches_text
 from lightning_lockstep.replicas.report import Finding, judge, parts_of
 
@@ -50,16 +50,16 @@ class Check:
     def __init__(
         self,
         count: int,  # batches of the fit before it
-        sections: Mapping[str, Named],
+        contents: Contents,
         settings: Mapping[str, str],
         evidence: Mapping[str, Any],  # see `judge`
         gradients: Sequence[tuple[list[str], Checksums]],  # of each optimizer
-        held: Mapping[str, tuple[int, ...]],  # by name the ranks that hold the same, of what is divided
         row: Sequence[Sequence[BatchSum]],
     ) -> None:
         self.count, self.settings, self.evidence, self.row = count, settings, evidence, row
-        self._held = dict(held)
-        self._sums = {section: (named.names, named.checksums()) for section, named in sections.items()}
+        sections = contents.sections().items()
+        self._sums = {section: (named.names, named.checksums()) for section, named in sections}
+        self._held = dict(contents.held)  # by name the ranks that hold the same, of what is divided
         self._gradients = gradients
 
     def ready(self) -> bool:
