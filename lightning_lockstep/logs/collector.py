@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -107,7 +107,7 @@ class Batch(NamedTuple):
 
     site: tuple[Any, ...]
     lines: list[Line]  # of different ranks, in rising order
-    missing: tuple[int, ...]  # ranks that have logged fewer lines than others in this window
+    missing: tuple[int, ...]  # ranks that have not logged it
     waited: float  # how long the first line was held back [s]
 
 
@@ -169,15 +169,11 @@ class Windows:
         if len(groups) > 1 and not complete[-1] and not to_the_end:
             # The lines of other ranks for the last call may still come.
             self._open[site] = {line.ranks[0]: [(arrived, line)] for arrived, line in groups.pop()}
-        counts = Counter(line.ranks[0] for group in groups for _, line in group)
-        left_out = {rank: max(counts.values()) - counts[rank] for rank in range(self.world_size)}
         batches = []
         for group in groups:
             lines = sorted((line for _, line in group), key=lambda line: line.ranks)
             there = {line.ranks[0] for line in lines}
-            missing = tuple(rank for rank, number in left_out.items() if number and rank not in there)
-            for rank in missing:
-                left_out[rank] -= 1
+            missing = tuple(rank for rank in range(self.world_size) if rank not in there)
             batches.append(Batch(site, lines, missing, now - group[0][0]))
         return batches
 
