@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,14 +32,13 @@ _TOGETHER = (
 )
 
 
-@dataclass
-class Counters:
-    """What was counted so far; the same on every rank but for the reports."""
+class Counters(Protocol):
+    """What the callback counts; the same on every rank but for the reports."""
 
-    skipped_steps: int = 0  # of the optimizer
-    scaler_skips: int = 0  # ordinary ones of an fp16 loss scaler
-    bad_in_a_row: int = 0  # optimizer steps with a hit since the last one without
-    reports: list[RankReport] = field(default_factory=list)
+    skipped_steps: int  # of the optimizer
+    scaler_skips: int  # ordinary ones of an fp16 loss scaler
+    bad_in_a_row: int  # optimizer steps with a hit since the last one without
+    reports: list[RankReport]
 
 
 @dataclass
