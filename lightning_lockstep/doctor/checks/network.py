@@ -163,17 +163,13 @@ def _backend(ranks: Ranks, backend: str, paths: Paths) -> Iterator[Finding]:
         lines = [f"export {variable}={value}  # on {host}" for host, value in values.items()]
         if len(set(values.values())) == 1:
             lines = [f"export {variable}={next(iter(values.values()))}"]
-        told = f"{first.evidence}. {_cured(ranks, variable, values)}"
+        given = {facts["variables"].get(variable) for facts in ranks.facts.values()} - {None}
+        why = f"it was set to {', '.join(sorted(given))}" if given else _UNSET[variable]
+        how = f"{variable}={listed(list(dict.fromkeys(values.values())), _SHOWN)}"
+        told = f"{first.evidence}. It works with {how}; {why}"
         first = replace(first, evidence=told, fix=tuple(lines))
         break
     yield first
-
-
-def _cured(ranks: Ranks, variable: str, values: Mapping[str, str]) -> str:
-    """Return that a variable helps, and why."""
-    given = {facts["variables"].get(variable) for facts in ranks.facts.values()} - {None}
-    why = f"it was set to {', '.join(sorted(given))}" if given else _UNSET[variable]
-    return f"It works with {variable}={listed(list(dict.fromkeys(values.values())), _SHOWN)}; {why}"
 
 
 def _interfaces(ranks: Ranks, paths: Paths) -> dict[str, str]:
