@@ -107,7 +107,7 @@ class RankChecks:
     def __init__(self, communicator: Communicator, fit: int, trainer: Any) -> None:
         self._communicator, self._channel = communicator, communicator.side_channel
         self._place = f"{communicator.host}, {trainer.strategy.root_device}"
-        self._pending: deque[Check] = deque()
+        self.pending: deque[Check] = deque()  # sent as soon as their numbers are there
         self._done: deque[Check] = deque(maxlen=_KEPT)
         self._before: dict[str, int] = {}  # the numbers of the last check
         self._statistics: set[str] = set()  # buffers in which each rank has its own
@@ -119,14 +119,10 @@ class RankChecks:
         if communicator.is_main:
             self._comparison = Comparison(self._channel, self._topic, self._agreement, trainer)
 
-    def add(self, check: Check) -> None:
-        """Send a check as soon as its numbers are there."""
-        self._pending.append(check)
-
     def step_done(self) -> Finding | None:
         """Send what is ready; return a difference that is new, if all ranks meet after this batch for one."""
-        while self._pending and self._pending[0].ready():
-            self._send(self._pending.popleft())
+        while self.pending and self.pending[0].ready():
+            self._send(self.pending.popleft())
         decision = self._agreement.passed()
         if decision is None:
             return None
@@ -159,8 +155,8 @@ class RankChecks:
 
     def finish(self, timeout: float) -> list[str]:  # of rank 0 [s]
         """Send all; on rank 0 wait until they are compared, and return the questions that are still to be asked."""
-        while self._pending:
-            self._send(self._pending.popleft())
+        while self.pending:
+            self._send(self.pending.popleft())
         comparison, last = self._comparison, self._done[-1].count
         if comparison is None:
             return []
