@@ -76,7 +76,10 @@ class Response:
 
     def _why_alarm(self, record: StepRecord) -> str | None:
         """Return why this is an alarm, the same on every rank; ``None`` for an ordinary skip of a loss scaler."""
-        scaling = self._loss_scale()
+        if self.engine is not None:
+            scaling = self.engine.loss_scale()
+        else:
+            scaling = None if self._scaler is None else (float(self._scaler.get_scale()), 0.0)
         if scaling is None:
             return self._what_is_bad(record)
         scale, floor = scaling
@@ -104,12 +107,6 @@ class Response:
 
     def _is_bad(self, loss: Tensor | None) -> bool:
         return has_bad_values(loss, allow_inf=self.settings.allowed.match("loss"))
-
-    def _loss_scale(self) -> tuple[float, float] | None:
-        """Return the loss scale and its floor; ``None`` if the loss is not scaled."""
-        if self.engine is not None:
-            return self.engine.loss_scale()
-        return None if self._scaler is None else (float(self._scaler.get_scale()), 0.0)
 
     @property
     def _scaler(self) -> Any:
@@ -216,7 +213,12 @@ class Response:
         if record.made_nan:
             report.gradients = ["not shown: this detector has made all of them nan, to tell the other ranks"]
         else:
-            report.gradients = self._bad_gradients()
+            named = ((name, parameter.grad) for name, parameter in self.module.named_parameters())
+            report.gradients = [
+                f"{name}: {found.nan} nan, {found.inf} inf of {gradient.numel()}"
+                for name, gradient in named
+                if (found := tensor_statistics(gradient)) is not None and (found.nan or found.inf)
+            ]
         report.notes += record.notes
         return report
 
@@ -259,14 +261,6 @@ class Response:
         if has_bad_values(recorder.loss):
             return Producer("code", "", type(self.module).__name__)
         return None
-
-    def _bad_gradients(self) -> list[str]:
-        named = ((name, parameter.grad) for name, parameter in self.module.named_parameters())
-        return [
-            f"{name}: {found.nan} nan, {found.inf} inf of {gradient.numel()}"
-            for name, gradient in named
-            if (found := tensor_statistics(gradient)) is not None and (found.nan or found.inf)
-        ]
 
 
 def _number(loss: Tensor | None) -> str:
