@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.side_channel.channel import Message
-from lightning_lockstep.stragglers.verdict import Step, StragglerTracker, Window
+from lightning_lockstep.stragglers.verdict import StragglerTracker, Window
 from lightning_lockstep.stragglers.waiting import OwnStep, RankTimes
 
 
@@ -57,7 +57,7 @@ class Collection:
         """Compare the steps that all of these ranks have reached."""
         reached = min((self._reached[rank] for rank in ranks), default=-1)
         for number in sorted(step for step in self._steps if step <= reached):
-            self.windows.extend(filter(None, [self.tracker.add(Step(number, self._steps.pop(number)))]))
+            self.windows.extend(filter(None, [self.tracker.add(number, self._steps.pop(number))]))
 
 
 class StragglerExchange:

@@ -14,6 +14,9 @@ from lightning_lockstep.stragglers.waiting import PARTS, Part, RankTimes
 # -- Sums over steps. Of each step the rank that waits least is the one that the others wait for --
 
 
+Times = Mapping[int, RankTimes]  # of one step, of all ranks from which it came
+
+
 class RankSums(NamedTuple):
     """Sums over the steps of one rank."""
 
@@ -34,13 +37,6 @@ class RankSums(NamedTuple):
         return RankTimes(*(each / self.steps for each in self.times)) if self.steps else None
 
 
-class Step(NamedTuple):
-    """One step of all ranks from which it came."""
-
-    number: int
-    times: Mapping[int, RankTimes]
-
-
 class Sums:
     """Sums over steps, by rank."""
 
@@ -48,14 +44,14 @@ class Sums:
         self.steps, self.seconds = 0, 0.0  # the steps and their length
         self.ranks = [RankSums()] * world_size
 
-    def add(self, step: Step) -> None:
+    def add(self, times: Times) -> None:
         self.steps += 1
-        self.seconds += statistics.median(map(sum, step.times.values()))
-        last = min(step.times, key=lambda rank: step.times[rank].waiting)
-        others = [times.waiting for rank, times in step.times.items() if rank != last]
-        for rank, times in step.times.items():
-            lost = statistics.fmean(others) - times.waiting if rank == last and others else 0.0
-            self.ranks[rank] = self.ranks[rank].plus(times, lost)
+        self.seconds += statistics.median(map(sum, times.values()))
+        last = min(times, key=lambda rank: times[rank].waiting)
+        others = [of_rank.waiting for rank, of_rank in times.items() if rank != last]
+        for rank, of_rank in times.items():
+            lost = statistics.fmean(others) - of_rank.waiting if rank == last and others else 0.0
+            self.ranks[rank] = self.ranks[rank].plus(of_rank, lost)
 
     @property
     def lost(self) -> float:
@@ -156,14 +152,14 @@ class StragglerTracker:
         self._world_size, self._every, self._min_share = world_size, every_n_steps, min_share
         self.verdict: Verdict = NOBODY
         self.total = Sums(world_size)  # over all steps so far
-        self._recent: deque[Step] = deque(maxlen=max(_LOOK_BACK, every_n_steps))
+        self._recent: deque[Times] = deque(maxlen=max(_LOOK_BACK, every_n_steps))
         self._since: int | None = None
 
-    def add(self, step: Step) -> Window | None:
+    def add(self, number: int, times: Times) -> Window | None:
         """Take the next step; returns the decision that it completes, if it does."""
-        self.total.add(step)
-        self._recent.append(step)
-        self._since = step.number if self._since is None else self._since
+        self.total.add(times)
+        self._recent.append(times)
+        self._since = number if self._since is None else self._since
         is_time = self.total.steps % self._every == 0 and len(self._recent) >= _FEWEST
         return self.decide_now() if is_time else None
 
@@ -172,8 +168,8 @@ class StragglerTracker:
         if self._since is None:
             return None
         sums, before, since = Sums(self._world_size), self.verdict, self._since
-        for step in self._recent:
-            sums.add(step)
+        for times in self._recent:
+            sums.add(times)
         self.verdict, self._since = decide(sums, min_share=self._min_share, before=before), None
         return Window(since=since, sums=sums, before=before, verdict=self.verdict)
 
