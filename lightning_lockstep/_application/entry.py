@@ -29,13 +29,13 @@ from lightning_lockstep._application.masking import Mask
 from lightning_lockstep._application.overrides import (
     REFUSED,
     JobCheck,
+    Sweep,
     check_command_line,
     read_arguments,
     run_requested,
     whole_message,
 )
 from lightning_lockstep._application.signatures import is_left_out, show_faults, trace
-from lightning_lockstep._application.sweep import Sweep
 from lightning_lockstep._run_folder import forget_run_folders, without_claiming
 from lightning_lockstep._text import first_line, say
 from lightning_lockstep.distributed.failure.process_exit import (

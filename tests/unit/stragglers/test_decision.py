@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from lightning_lockstep.stragglers.report import change_line, figures, report
 from lightning_lockstep.stragglers.verdict import (
     NOBODY,
     StragglerTracker,
@@ -15,7 +14,10 @@ from lightning_lockstep.stragglers.verdict import (
     Times,
     Verdict,
     Window,
+    change_line,
     decide,
+    figures,
+    report,
 )
 from lightning_lockstep.stragglers.waiting import RankTimes
 
