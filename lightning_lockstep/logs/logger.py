@@ -122,8 +122,8 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
                 return
             record.lockstep_collected = True  # this rank's files have it already
         if not plain:
-            record.lockstep_prefix = f"[rank {rank}] "
-            record.msg = record.lockstep_prefix + str(record.msg)
+            record.lockstep_prefix = prefix = f"[rank {rank}] "
+            record.msg = prefix + str(record.msg)
             record.lockstep_ranks, record.lockstep_hosts = (rank,), (_host,)
         self.logger.handle(record)
 

@@ -213,12 +213,11 @@ class Response:
         if record.made_nan:
             report.gradients = ["not shown: this detector has made all of them nan, to tell the other ranks"]
         else:
-            named = ((name, parameter.grad) for name, parameter in self.module.named_parameters())
-            report.gradients = [
-                f"{name}: {found.nan} nan, {found.inf} inf of {gradient.numel()}"
-                for name, gradient in named
-                if (found := tensor_statistics(gradient)) is not None and (found.nan or found.inf)
-            ]
+            for name, parameter in self.module.named_parameters():
+                found = tensor_statistics(parameter.grad)
+                if parameter.grad is not None and found is not None and (found.nan or found.inf):
+                    counts = f"{found.nan} nan, {found.inf} inf of {parameter.grad.numel()}"
+                    report.gradients.append(f"{name}: {counts}")
         report.notes += record.notes
         return report
 

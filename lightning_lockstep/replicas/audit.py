@@ -303,7 +303,9 @@ def unpacked(data: bytes, device: torch.device) -> Any:
     """Return the value; tensors from a device of the sender are put on ``device``."""
 
     def placed(storage: Any, place: str) -> Any:
-        return storage if place == "cpu" else default_restore_location(storage, str(device))
+        if place == "cpu":
+            return storage
+        return default_restore_location(storage, str(device))  # type: ignore[no-untyped-call]
 
     # From a rank of this job, over its process group.
     return torch.load(io.BytesIO(data), map_location=placed, weights_only=False)
