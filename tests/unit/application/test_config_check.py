@@ -46,7 +46,7 @@ WRONG = [
         ("strategy.grace_period=0", "more than 0"),
         ("seed=1,2", "Add -m to run a job for each, or write a list as seed=[1,2]."),
         ("ckpt_path=nowhere.ckpt", "ckpt_path=nowhere.ckpt: there is no checkpoint"),
-        ("model.lr=0.1", "It has: width, norm, dropout, num_classes, learning_rate"),
+        ("model.lr=0.1", "It has: width, norm, dropout, num_classes, in_channels, learning_rate"),
         ("learning_rat=0.1", "Did you mean 'model.learning_rate'?"),
         ("trainer.epochs=2", "Did you mean 'min_epochs' or 'max_epochs'?"),
         ("mode=max", "Did you mean 'objective.mode'"),
