@@ -141,9 +141,7 @@ class RankChecks:
             places = self._communicator.gather(self._place)
             answers = {rank: answer for group, answer in zip(groups, told, strict=True) for rank in group}
             finding = None
-            if (
-                None not in told
-            ):  # else a rank was so late that another forgot the check: the next finds it too
+            if None not in told:  # else one was so late that another forgot the check: the next finds it too
                 finding = judge(count, asked["good"], answers, places, self._statistics, held)
                 is_equal = finding is None
         if self._comparison is not None:
