@@ -61,12 +61,8 @@ def is_command() -> bool:
     if program != "-m":  # what Python puts there until it has found the module of `python -m`
         return PurePath(program).name in _COMMANDS
     commands = tuple(f"{name}." for name in _MODULES)
-    return any(f"{module}.".startswith(commands) for module in _module_of_this_program())
-
-
-def _module_of_this_program() -> list[str]:
-    given = sys.orig_argv
-    return [after for option, after in pairwise(given) if option == "-m"][:1]
+    modules = [after for option, after in pairwise(sys.orig_argv) if option == "-m"]
+    return bool(modules) and f"{modules[0]}.".startswith(commands)
 
 
 # -- Which strategy names ``Trainer(strategy="...")`` knows, and how each is made --
@@ -106,16 +102,12 @@ def strategy_repr(strategy: Any) -> str:
 
 def register_strategies() -> None:
     """Register every strategy by name; a strategy's own module is imported when it is first made."""
-    _register(
-        "lockstep_mpi", "DDP over MPI, started by mpirun or srun", "strategies.mpi", "LockstepMPIStrategy"
-    )
-    _register("lockstep_xla", "one process for each XLA device", "strategies.xla", "LockstepXLAStrategy")
-    _register(
-        "lockstep_xla_spmd",
-        "one process over all XLA devices",
-        "strategies.xla_spmd",
-        "LockstepXLASPMDStrategy",
-    )
+    for name, cls, text in (
+        ("mpi", "LockstepMPIStrategy", "DDP over MPI, started by mpirun or srun"),
+        ("xla", "LockstepXLAStrategy", "one process for each XLA device"),
+        ("xla_spmd", "LockstepXLASPMDStrategy", "one process over all XLA devices"),
+    ):
+        _register(f"lockstep_{name}", text, f"strategies.{name}", cls)
     deepspeed = partial(_register, module="strategies.deepspeed", cls="LockstepDeepSpeedStrategy")
     deepspeed("lockstep_deepspeed", "DeepSpeed that keeps all ranks in step")
     for stage in (1, 2, 3):

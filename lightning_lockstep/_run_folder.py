@@ -259,7 +259,9 @@ def run_folder(wanted: str) -> str:
         return _claimed.get(wanted, wanted)
     if wanted not in _claimed:
         _claimed[wanted] = _former(Path(wanted)) or _claim(wanted)
-        _leave_note(Path(_claimed[wanted]))
+        if names := run_names():
+            # If it cannot be written, a later attempt has its own folder.
+            write_whole(Path(_claimed[wanted], _NOTE), "".join(f"{name}\n" for name, _ in names))
     return _claimed[wanted]
 
 
@@ -322,9 +324,3 @@ def _is_of(note: Path, run: str) -> bool:
         own = note.stat().st_uid == note.parent.stat().st_uid == os.geteuid()
         return own and run in note.read_text(encoding="utf-8").splitlines()
     return False
-
-
-def _leave_note(folder: Path) -> None:
-    if names := run_names():
-        # If it cannot be written, a later attempt has its own folder.
-        write_whole(folder / _NOTE, "".join(f"{name}\n" for name, _ in names))

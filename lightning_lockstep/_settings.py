@@ -6,9 +6,7 @@ import dataclasses
 import difflib
 import math
 import numbers
-import operator
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
 
@@ -128,26 +126,19 @@ class Faults:
         least: float | None = None,
         above: float | None = None,
         below: float | None = None,
-        most: float | None = None,
         such_as: object = None,
-        optional: bool = False,
     ) -> bool:
         """Check a finite number."""
-        bounds = [
-            (bound, holds, text.format(bound))
-            for bound, holds, text in (
-                (least, operator.ge, "{} or more"),
-                (above, operator.gt, "more than {}"),
-                (below, operator.lt, "less than {}"),
-                (most, operator.le, "at most {}"),
-            )
-            if bound is not None
-        ]
-        is_right = is_number(given) and all(holds(given, bound) for bound, holds, _ in bounds)
-        expected = ", ".join(filter(None, [what, " and ".join(text for _, _, text in bounds)]))
-        return self.check(
-            is_right or (optional and given is None), name, given, _with_example(expected, such_as, optional)
+        limits = ((least, "{} or more"), (above, "more than {}"), (below, "less than {}"))
+        bounds = " and ".join(text.format(limit) for limit, text in limits if limit is not None)
+        is_right = (
+            is_number(given)
+            and (least is None or given >= least)
+            and (above is None or given > above)
+            and (below is None or given < below)
         )
+        expected = f"{what}, {bounds}" if bounds else what
+        return self.check(is_right, name, given, _with_example(expected, such_as))
 
     def whole(
         self,
@@ -163,14 +154,12 @@ class Faults:
         """Check a whole number; ``True`` and ``False`` are none."""
         is_right = is_whole(given) and given >= least and (most is None or given <= most)
         expected = f"{what} from {least}" + ("" if most is None else f" to {most}")
-        return self.check(
-            is_right or (optional and given is None), name, given, _with_example(expected, such_as, optional)
-        )
+        expected = _with_example(expected, such_as) + (", or None" if optional else "")
+        return self.check(is_right or (optional and given is None), name, given, expected)
 
-    def flag(self, name: str, given: object, *, optional: bool = False) -> bool:
+    def flag(self, name: str, given: object) -> bool:
         """Check a truth value."""
-        is_right = isinstance(given, bool) or (optional and given is None)
-        return self.check(is_right, name, given, "true or false" + (", or None" if optional else ""))
+        return self.check(isinstance(given, bool), name, given, "true or false")
 
     def fields(self, settings: object) -> None:
         """Check each field of a dataclass that its type makes a truth value, or one of several values."""
@@ -204,13 +193,14 @@ def settings_of(cls: type[_Settings], given: Mapping[str, Any]) -> _Settings:
 
 def did_you_mean(given: str, known: Iterable[str], *, most: int = 2) -> str:
     """Return `` Did you mean 'this' or 'that'?`` with the nearest known names, or nothing if none is near."""
-    near = _near(given, known, most)
+    near = nearest(given, known, most=most)
     return " Did you mean " + " or ".join(map(repr, near)) + "?" if near else ""
 
 
-def nearest(given: str, known: Iterable[str]) -> str | None:
-    """Return the known name nearest to ``given``, or ``None`` if none is near."""
-    return next(iter(_near(given, known, 1)), None)
+def nearest(given: str, known: Iterable[str], *, most: int = 2) -> list[str]:
+    """Return the known names that are spelt most like ``given``, in either case; none if none is near."""
+    names = {name.lower(): name for name in known}
+    return [names[name] for name in difflib.get_close_matches(given.lower(), names, n=most)]
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -230,73 +220,5 @@ def plain_number(value: Any) -> Any:
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
-# What Lightning and other trainers call things whose names here look different, and those names.
-_CALLED_ELSEWHERE = {
-    "fp16 float16 half amp mixed": ("16-mixed", "precision"),
-    "bf16 bfloat16": ("bf16-mixed",),
-    "fp32 float32": ("32-true",),
-    "fp64 float64 double": ("64-true",),
-    "none null false auto cpu": ("none", "default", "single"),
-    "deepspeed zero zero2 zero_2": ("deepspeed_stage_2",),
-    "zero3 zero_3": ("deepspeed_stage_3",),
-    "full_shard": ("fsdp",),
-    "zero1 zero_1": ("deepspeed_stage_1",),
-    "horovod": ("mpi",),
-    "tpu": ("xla",),
-    "tb": ("tensorboard",),
-    "weights_and_biases": ("wandb",),
-    "gpus num_gpus num_processes nproc world_size ranks": ("devices",),
-    "epochs num_epochs num_train_epochs": ("max_epochs",),
-    "steps num_steps": ("max_steps",),
-    "resume resume_from_checkpoint checkpoint_path": ("ckpt_path",),
-    "gradient_accumulation_steps grad_accum": ("accumulate_grad_batches",),
-    "grad_clip max_grad_norm clip_grad_norm": ("gradient_clip_val",),
-    "lr": ("learning_rate",),
-    "monitor": ("metric",),
-    "direction": ("mode",),
-    "train do_train": ("fit",),
-    "eval do_eval": ("validate",),
-    "nan inf": ("overflow",),
-}
-
-
-def _near(given: str, known: Iterable[str], most: int) -> list[str]:
-    words, names = _words(given), {name: _words(name) for name in known}
-    plain = "_".join(words)
-    if not plain:
-        return []
-    joined = {"_".join(its): name for name, its in names.items()}
-    close = [joined[name] for name in difflib.get_close_matches(plain, joined, n=most, cutoff=0.6)]
-    found = [name for name, its in names.items() if its == words]
-    # `train` is nearer to trainer than to what others call so, but `epochs` not to min_epochs.
-    found = found or (close if difflib.get_close_matches(plain, joined, n=1, cutoff=0.8) else [])
-    meant = [those for called, those in _CALLED_ELSEWHERE.items() if plain in called.split()]
-    found = found or [name for those in meant for name in those if name in names]
-    # wd, bs, whichever of the two it is; what is called so elsewhere means nothing else
-    found = found or [
-        name
-        for name, its in names.items()
-        if (plain == _initials(its) and not meant) or (len(words) > 1 and "_".join(its) == _initials(words))
-    ]
-    found = found or close or [name for name in names if name.lower().startswith(given.lower())]
-    # `ddp_spawn` for ddp, `gpt` for byte_gpt: all words of one are words of the other.
-    return (
-        found
-        or [name for name, its in names.items() if its and (set(its) <= set(words) or set(words) <= set(its))]
-    )[:most]
-
-
-def _words(name: str) -> list[str]:
-    """The words of a name in lower case, however they are joined: `early_stopping`, `EarlyStopping`."""
-    parted = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
-    words = re.split(r"[\W_]+", parted.lower())
-    return [word for word in words if word and word != "lockstep"]
-
-
-def _initials(words: Iterable[str]) -> str:
-    return "".join(word[0] for word in words)
-
-
-def _with_example(expected: str, such_as: object, optional: bool) -> str:
-    text = expected if such_as is None else f"{expected}, such as {such_as}"
-    return f"{text}, or None" if optional else text
+def _with_example(expected: str, such_as: object) -> str:
+    return expected if such_as is None else f"{expected}, such as {such_as}"

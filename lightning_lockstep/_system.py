@@ -102,16 +102,6 @@ class Completed:
         return self.returncode == 0
 
     @property
-    def is_missing(self) -> bool:
-        """Whether there is no such program."""
-        return self.returncode == NOT_FOUND
-
-    @property
-    def is_unusable(self) -> bool:
-        """Whether there is such a file, which is no program that can be run here."""
-        return self.returncode == NOT_EXECUTABLE
-
-    @property
     def timed_out(self) -> bool:
         """Whether it was ended because its time was over."""
         return self.returncode == OUT_OF_TIME

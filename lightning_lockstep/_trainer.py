@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader
-
 from lightning_lockstep._lightning import (
     MisconfigurationException,
     Trainer,
@@ -83,34 +81,6 @@ def faults_as_lightnings() -> Iterator[None]:
         yield
     except ConfigurationError as error:
         raise DropInConfigurationError(error.faults) from None
-
-
-def restore_data_classes() -> None:
-    """Undo what Lightning does to ``DataLoader`` and ``BatchSampler`` while it asks a program for its loaders."""
-    # ``_replace_dunder_methods`` of ``lightning.fabric.utilities.data`` leaves its replacements in place when the
-    # program's hook raises: the next run in the process then refuses ``predict`` with ``DataLoader(dataset, 4)``.
-    for base in (DataLoader, BatchSampler):
-        for cls in (base, *_subclasses(base)):
-            for name in ("__init__", "__setattr__", "__delattr__"):
-                method = vars(cls).get(name)
-                if (own := _without_notes(method)) is not method:
-                    setattr(cls, name, own)
-                if f"__old{name}" in vars(cls):
-                    delattr(cls, f"__old{name}")
-
-
-def _subclasses(cls: type) -> Iterator[type]:
-    below: list[type] = cls.__subclasses__()
-    for one in below:
-        yield one
-        yield from _subclasses(one)
-
-
-def _without_notes(method: Any) -> Any:
-    """Return the class's own method; of two runs that failed, each has put a layer around it."""
-    while getattr(method, "__globals__", {}).get("__name__", "").endswith("fabric.utilities.data"):
-        method = method.__wrapped__
-    return method
 
 
 @contextmanager

@@ -22,11 +22,9 @@ from lightning_lockstep._application.signatures import (
     trace,
 )
 from lightning_lockstep._lightning import (
-    Callback,
     LightningEnvironment,
     Logger,
     MisconfigurationException,
-    is_overridden,
 )
 from lightning_lockstep._settings import did_you_mean
 from lightning_lockstep._text import first_line
@@ -74,7 +72,6 @@ def build(config: DictConfig, *, own_callbacks: list[Any]) -> tuple[Any, Any, An
             parts[key] = make(config, key)
         except ConfigurationError as error:
             faults += error.faults
-    faults = faults or _sharing_a_state(parts)
     if faults:
         raise ConfigurationError(faults)
     given = {
@@ -85,22 +82,6 @@ def build(config: DictConfig, *, own_callbacks: list[Any]) -> tuple[Any, Any, An
     if config.trainer.get("enable_checkpointing") is None:
         given["enable_checkpointing"] = bool(names_in(config, "checkpoint"))
     return parts["model"], parts["data"], make(config, "trainer", given)
-
-
-def _sharing_a_state(parts: dict[str, Any]) -> list[str]:
-    """Callbacks that keep their state in checkpoints under one name, as `EarlyStopping` and what replaces it do."""
-    by_state: dict[str, str] = {}
-    faults = []
-    for key, part in parts.items():
-        if isinstance(part, Callback) and is_overridden("state_dict", part, Callback):
-            first = by_state.setdefault(part.state_key, key)
-            if first != key:
-                both = " and ".join(type(parts[one]).__name__ for one in (first, key))
-                text = f"{first} and {key}: {both} keep their state under the same name {part.state_key}, because one"
-                faults.append(
-                    f"{text} can replace the other. Leave one of them out, for example with ~{key}."
-                )
-    return faults
 
 
 def make(
@@ -123,15 +104,12 @@ def make(
             raise
     trace(cause)
     said = cause.faults if isinstance(cause, ConfigurationError) else (first_line(cause),)
-    named = [_setting_named(text, node) for text in said]
+    # The setting that an error is about: the first one that it names, such as `devices` in `Trainer(devices=0)`.
+    settings = set(map(str, node)) - SPECIAL
+    named = [next(filter(settings.__contains__, re.findall(r"\w+", text)), None) for text in said]
     is_ours = isinstance(cause, ConfigurationError)
     faults = [_label(config, key, name, text, is_ours) for name, text in zip(named, said, strict=True)]
     raise RefusedError(faults, named) from cause
-
-
-def _setting_named(text: str, node: DictConfig) -> str | None:
-    """The setting that an error is about: the first one that it names, such as `devices` in `Trainer(devices=0)`."""
-    return next((word for word in re.findall(r"\w+", text) if word in node and word not in SPECIAL), None)
 
 
 def _label(config: DictConfig, component: str, name: str | None, text: str, is_ours: bool) -> str:
@@ -140,9 +118,8 @@ def _label(config: DictConfig, component: str, name: str | None, text: str, is_o
     text = text.removeprefix(f"{str(node['_target_']).rpartition('.')[2]}: ")
     if name is not None:
         return f"{shown(config, f'{component}.{name}')}: {text.removeprefix(f'{name}={node[name]!r}: ')}"
-    if (
-        component == "trainer" and is_ours
-    ):  # its strategy refuses something, perhaps in DeepSpeed's configuration
+    # Its strategy refuses something, perhaps in DeepSpeed's configuration.
+    if component == "trainer" and is_ours:
         inner = f"strategy.config.{re.split('[=:]', text)[0]}"
         return text if OmegaConf.select(config, inner) is None else f"strategy.config.{text}"
     return f"{component}: {text}"
@@ -194,9 +171,5 @@ def _quiet() -> Iterator[None]:
 
 
 def _is_harmless(target: object) -> bool:
-    return f"{getattr(target, '__module__', '')}.".startswith(_HARMLESS) and not is_logger(target)
-
-
-def is_logger(target: object) -> bool:
-    """Return whether this is a class of loggers: making one may begin a run."""
-    return inspect.isclass(target) and issubclass(target, Logger)
+    begins_a_run = inspect.isclass(target) and issubclass(target, Logger)
+    return f"{getattr(target, '__module__', '')}.".startswith(_HARMLESS) and not begins_a_run

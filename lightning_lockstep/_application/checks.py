@@ -109,7 +109,6 @@ def check_training(config: DictConfig, only: Collection[str] | None) -> list[str
     """Look for what is wrong with the configuration of one training run: on rank 0, before others start."""
     faults = [*_resumed(config), *_read_by_nothing(config)]
     is_whole_line = only is None  # else a default may stand in place of an option that is not there
-    faults += _not_fitting(config) if is_whole_line else []
     for name, hint in _SWITCHES.items():
         if (expected := mismatch(_select(config, name), hint)) is not None:
             faults.append(f"{shown(config, name)}: {expected}")
@@ -177,16 +176,6 @@ def _select(config: DictConfig, key: str) -> Any:
         return OmegaConf.select(config, key)
     except OmegaConfBaseException:
         return None
-
-
-def _not_fitting(config: DictConfig) -> list[str]:
-    """A model that takes other samples than the data yields, if both classes say what."""
-    model, data = (_select(config, key) for key in ("model", "data"))
-    takes, yields = getattr(target_of(model), "takes", None), getattr(target_of(data), "yields", None)
-    if not isinstance(takes, str) or not isinstance(yields, str) or takes == yields:
-        return []
-    both = [config.hydra.runtime.choices.get(group) or config[group]._target_ for group in ("model", "data")]
-    return [f"model={both[0]} does not fit data={both[1]}: the model takes {takes}; the data are {yields}."]
 
 
 def _read_by_nothing(config: DictConfig) -> list[str]:

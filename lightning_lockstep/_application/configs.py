@@ -65,14 +65,14 @@ class Loader:
         """Whether `group` has this option; the group `""` holds the primary configs."""
         return bool(self._repository.config_exists(f"{group}/{choice}" if group else choice))
 
-    def choices(self, group: str) -> list[str]:
+    def choices(self, group: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
         """The options of a group, or with `""` the primary configs."""
-        return [name for name in self._repository.get_group_options(group) if not name.startswith("_")]
+        names = self._repository.get_group_options(group, results_filter=kind)
+        return [name for name in names if not name.startswith("_")]
 
     def groups(self) -> list[str]:
         """The groups on the first level."""
-        names = self._repository.get_group_options("", results_filter=ObjectType.GROUP)
-        return [name for name in names if not name.startswith("_")]
+        return self.choices("", ObjectType.GROUP)
 
     def compose(self, overrides: list[str]) -> DictConfig:
         """Compose the configuration of one job, with its `hydra` node."""
@@ -133,32 +133,29 @@ class Loader:
     def _meant(self, override: Override, depth: int, node: DictConfig, config: DictConfig) -> str:
         """What can be meant by a key whose part at `depth` is not in `node`, as the end of a sentence."""
         parts = parts_of(override.key_or_group)
-        last = parts[-1].rpartition("/")[2]
+        whole, last = ".".join(parts), parts[-1].rpartition("/")[2]
         beside = [str(key) for key in node if not str(key).startswith("_") and (depth or key != "hydra")]
         beside += [] if depth else self.groups()
         unset = unset_settings(node)
-        # With the option that brings a key, empty for those that are there, which come first.
-        there = dict.fromkeys(sorted(_keys_in(config), key=lambda key: key.count(".")), "")
-        known = {**there, **self._brought(), **there}
+        # With the option that brings a key, empty for those that are there.
+        known = {**self._brought(), **dict.fromkeys(_keys_in(config), "")}
 
-        def called(name: str | None) -> list[str]:
-            return [key for key in known if parts_of(key)[-1] == name]
+        def called(*names: str) -> list[str]:
+            return [key for key in known if key.rpartition(".")[2] in names]
 
-        found = [key for key in known if parts_of(key) == parts] or called(last)
+        found = [whole] if whole in known else called(last)
         if last in unset:
             found = []
-        elif not found and (near := nearest(last, [*beside, *unset])):
-            if near in beside:
-                return did_you_mean(last, beside)
-            whole = ".".join([*parts[:-1], near])
-            return f" Did you mean {near!r}? It is added with +{whole}={override.get_value_string()}"
         elif not found:
-            found = called(nearest(last, [parts_of(key)[-1] for key in there]))
+            if near := did_you_mean(last, [*beside, *unset]):
+                return near
+            found = called(*nearest(last, [key.rpartition(".")[2] for key in known], most=1))
         if not found:
             has = f" It has: {listed([*beside, *unset], 12)}." if depth == len(parts) - 1 > 0 else ""
             return f"{has} A new key is added with {'+' if depth else '++'}{override.input_line}"
+        found.sort(key=lambda key: (bool(known[key]), key.count(".")))  # those that are there come first
         first = [key for key in found if bool(known[key]) == bool(known[found[0]])][:2]
-        meant = "" if parts_of(first[0]) == parts else " Did you mean " + " or ".join(map(repr, first)) + "?"
+        meant = "" if first[0] == whole else " Did you mean " + " or ".join(map(repr, first)) + "?"
         if not known[first[0]]:
             return meant
         return f"{meant} It comes with the option {' or '.join(known[key] for key in first)}: give that too."

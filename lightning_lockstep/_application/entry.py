@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,8 +21,6 @@ from hydra.core.utils import _flush_loggers, configure_log, env_override, setup_
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
-from rich.console import Console
-from rich.syntax import Syntax
 
 import lightning_lockstep
 from lightning_lockstep._application.config_channel import ConfigChannel, Message
@@ -31,21 +29,19 @@ from lightning_lockstep._application.masking import Mask
 from lightning_lockstep._application.overrides import (
     REFUSED,
     JobCheck,
+    Sweep,
     check_command_line,
     read_arguments,
     run_requested,
     whole_message,
 )
 from lightning_lockstep._application.signatures import is_left_out, show_faults, trace
-from lightning_lockstep._application.sweep import Sweep
 from lightning_lockstep._run_folder import forget_run_folders, without_claiming
 from lightning_lockstep._text import first_line, say
 from lightning_lockstep.distributed.failure.process_exit import (
-    ending_of,
     error_from_bytes,
     error_to_bytes,
     outcome,
-    set_ending,
 )
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 from lightning_lockstep.launchers.external_ranks import external_ranks
@@ -142,8 +138,10 @@ def hydra_main(
                 sys.stdout.write(f"lightning-lockstep {version}, Hydra {hydra.__version__}\n")
                 return None
             arguments = read_arguments(sys.argv[1:])
-            if arguments.experimental_rerun is not None:
-                return _run_child(program)
+            if arguments.experimental_rerun is not None:  # a rank that rank 0 has started
+                config = received_config()
+                assert config is not None
+                return _run_sent(config, program, None)
             ranks = external_ranks()
             channel = ConfigChannel(ranks)
             if ranks is not None and ranks.rank > 0:
@@ -156,11 +154,7 @@ def hydra_main(
             except Stop as stop:
                 error = stop.error
             # Outside of the handler, in which nothing of Hydra is shown.
-            report = application.sweep.report()
-            _end_if_about_settings(error, below=report)
-            if report:
-                text = "\n".join(filter(None, [ending_of(error).text, report]))
-                set_ending(error, replace(ending_of(error), text=text))
+            _end_if_about_settings(error)
             raise error
 
         return decorated
@@ -202,8 +196,7 @@ class _Application:
             try:
                 hydra.main(self.config_path, self.config_name, self.version_base)(self._job())()
             finally:
-                report = self.sweep.report()
-                if report and not isinstance(sys.exc_info()[1], Stop):  # below whose error it is shown
+                if report := self.sweep.report():  # above an error, which is shown last
                     say(report)
 
     def _check(self) -> None:
@@ -231,15 +224,8 @@ class _Application:
         overrides = [word for word in self.arguments.overrides if word not in groups]
         try:
             loader = Loader(search_path, name, overrides)
-            if not groups:
-                sys.stdout.write(loader.help(program_name(), overrides))
-            for text in map(loader.help_of, groups):
-                if sys.stdout.isatty():
-                    Console().print(
-                        Syntax(text, "yaml", theme="ansi_dark", background_color="default", word_wrap=True)
-                    )
-                else:
-                    sys.stdout.write(text)
+            text = "".join(map(loader.help_of, groups))
+            sys.stdout.write(text or loader.help(program_name(), overrides))
         except REFUSED as error:
             _refuse([whole_message(error)])
 
@@ -375,36 +361,26 @@ def _follow(channel: ConfigChannel, program: Program) -> None:
         message = channel.receive()
         if message.config is None:
             sys.exit(message.exit_code)
-        try:
-            _run_frozen(message.config, program)
-        except ConfigurationError as error:
-            _end_beside_rank_0(error, channel)
+        _run_sent(message.config, program, channel)
         if message.last:
             return
 
 
-def _end_beside_rank_0(error: ConfigurationError, channel: ConfigChannel | None) -> NoReturn:
-    """End because of settings that cannot be used; print them only if rank 0 does not."""
-    if outcome.forced_exit:
-        raise error  # this rank failed alone, and rank 0 reports it
-    if not _process_group_exists():  # else every rank raises it
-        with suppress(LaunchError):
-            if channel is not None:
-                channel.receive(patience=_SAME_FAULT)
-                sys.exit(UNUSABLE)
-        _end_if_about_settings(error)
-    sys.exit(UNUSABLE)
-
-
-def _run_child(program: Program) -> None:
-    """Run the job whose configuration rank 0 has given to this rank, which it has started."""
-    config = received_config()
-    assert config is not None
+def _run_sent(config: DictConfig, program: Program, channel: ConfigChannel | None) -> None:
+    """Run a job of rank 0 on another rank; settings that cannot be used are printed only if rank 0 does not."""
     try:
         # Not returned, as Hydra does not on rank 0: a console command exits with what its function returns.
         _run_frozen(config, program)
     except ConfigurationError as error:
-        _end_beside_rank_0(error, None)
+        if outcome.forced_exit:
+            raise  # this rank failed alone, and rank 0 reports it
+        if not _process_group_exists():  # else every rank raises it
+            with suppress(LaunchError):
+                if channel is not None:
+                    channel.receive(patience=_SAME_FAULT)
+                    sys.exit(UNUSABLE)
+            _end_if_about_settings(error)
+        sys.exit(UNUSABLE)
 
 
 def _run_frozen(config: DictConfig, program: Program) -> Any:
@@ -424,18 +400,16 @@ def _run_frozen(config: DictConfig, program: Program) -> Any:
         _flush_loggers()
 
 
-def _end_if_about_settings(error: BaseException, *, below: str = "") -> None:
+def _end_if_about_settings(error: BaseException) -> None:
     """End this process with a message if `error` is about settings; else return."""
     if isinstance(error, ConfigurationError):
         trace(error)
         outcome.expected_exit_code = UNUSABLE  # every rank raises it, and ends so
-        _refuse(error.faults, "the run has ended", below)
+        _refuse(error.faults, "the run has ended")
 
 
-def _refuse(faults: Sequence[str], outcome: str = "nothing was started", below: str = "") -> NoReturn:
+def _refuse(faults: Sequence[str], outcome: str = "nothing was started") -> NoReturn:
     show_faults(program_name(), faults, outcome=outcome)
-    if below:
-        say(below)
     sys.exit(UNUSABLE)
 
 

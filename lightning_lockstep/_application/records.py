@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -82,20 +82,15 @@ def keep_unless_kept(trainer: Any, error: BaseException, steps: int) -> None:
     # An error that was raised on another rank first comes with the record of that rank.
     record = error.record if isinstance(error, RankFailedError) else None
     if not isinstance(record, FailureRecord):
-        record = describe_error(
-            error, trainer.global_rank, trainer.world_size, lambda: _where(trainer, steps)
-        )
+        where = {
+            "epoch": trainer.current_epoch,
+            "step": max(trainer.global_step, steps),  # the Trainer of spawned ranks has made none
+            "stage": str(trainer.state.stage or "setup"),
+        }
+        record = describe_error(error, trainer.global_rank, trainer.world_size, lambda: where)
     if not record.file:
         record = keep_failure(record.in_folder(Path(trainer.default_root_dir)))
         set_ending(error, replace(ending_of(error), text=record.saved_to()))
-
-
-def _where(trainer: Any, steps: int) -> Mapping[str, Any]:
-    return {
-        "epoch": trainer.current_epoch,
-        "step": max(trainer.global_step, steps),  # the Trainer of spawned ranks has made none
-        "stage": str(trainer.state.stage or "setup"),
-    }
 
 
 # -- The report at the end of a run: a table, and `summary.json` --

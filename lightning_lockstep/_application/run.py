@@ -45,7 +45,6 @@ from lightning_lockstep._run_folder import RunFolder
 from lightning_lockstep._text import say
 from lightning_lockstep._trainer import (
     asks_for_training_loader,
-    restore_data_classes,
     weights_as_they_are,
 )
 from lightning_lockstep.distributed.failure.exit_notes import remove_earlier_report
@@ -134,8 +133,9 @@ def run(config: DictConfig) -> float | None:
     try:
         metrics = _loops(config, trainer, record, left_out, model=model, datamodule=data)
     except BaseException as error:
-        restore_data_classes()
-        if interrupted := _is_interrupt(error):
+        # Lightning makes an exit of Ctrl-C.
+        left = isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt)
+        if interrupted := left or isinstance(error, KeyboardInterrupt):
             error = KeyboardInterrupt()
         # What has started an mpirun only waits for it: its rank 0 says how far the run came.
         if not (interrupted and isinstance(trainer.strategy.launcher, MPIRunLauncher)):
@@ -166,12 +166,6 @@ def run(config: DictConfig) -> float | None:
         write(summary, Path(trainer.default_root_dir))
         show(summary)
     return metrics.get(config.objective.metric)
-
-
-def _is_interrupt(error: BaseException) -> bool:
-    """Return whether Ctrl-C has ended a run; Lightning makes an exit of it."""
-    of_lightning = isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt)
-    return of_lightning or isinstance(error, KeyboardInterrupt)
 
 
 def _say_interrupted(trainer: Any, record: RunRecord) -> None:
@@ -223,20 +217,16 @@ def _loops(
     if config.fit:
         loop("fit")
         path = None
-        _keep_the_training_log(trainer)
+        if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+            # Evaluations in separate ranks log no further: a new process would start the file or the run again.
+            once = (CSVLogger, MLFlowLogger, WandbLogger)
+            trainer.loggers = [logger for logger in trainer.loggers if not isinstance(logger, once)]
     if config.validate and "validate" not in left_out and record.validation_is_stale():
         evaluate("validate")
     if config.test and "test" not in left_out:
         path = _best(trainer) if config.fit else path
         evaluate("test")
     return metrics
-
-
-def _keep_the_training_log(trainer: Any) -> None:
-    """Let evaluations in separate ranks log no further: a new process would start the file or the run again."""
-    if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
-        once = (CSVLogger, MLFlowLogger, WandbLogger)
-        trainer.loggers = [logger for logger in trainer.loggers if not isinstance(logger, once)]
 
 
 def _best(trainer: Any) -> str | None:

@@ -11,6 +11,7 @@ import traceback
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -234,9 +235,13 @@ def _hints(target: Callable[..., Any]) -> dict[str, Any]:
 
 def _why_not_found(name: str, cause: BaseException) -> str:
     """Why a target cannot be imported, and what may help."""
-    module = name.partition(".")[0]
+    module, (place, _, wrong) = name.partition(".")[0], name.rpartition(".")
     if not isinstance(cause, ModuleNotFoundError) or cause.name != module:
-        return did_you_mean(name.rpartition(".")[2], _names_beside(name)) or f" {first_line(cause)}"
+        beside: list[str] = []
+        with suppress(Exception):  # importing a module can raise anything; then there is nothing to compare
+            owner = locate(place)
+            beside = [other for other in getattr(owner, "__all__", dir(owner)) if other != wrong]
+        return did_you_mean(wrong, beside) or f" {first_line(cause)}"
     if module == name:
         return " Expected module.Class."
     here = Path.cwd()
@@ -251,13 +256,3 @@ def _why_not_found(name: str, cause: BaseException) -> str:
 def is_left_out() -> bool:
     """Whether Python is told not to import from the folder where it is started; it heeds that from 3.11."""
     return bool(getattr(sys.flags, "safe_path", False) or os.environ.get("PYTHONSAFEPATH"))
-
-
-def _names_beside(name: str) -> list[str]:
-    """Public names of the module or class that `name` is looked for in."""
-    place, _, wrong = name.rpartition(".")
-    try:
-        owner = locate(place)
-        return [other for other in getattr(owner, "__all__", dir(owner)) if other != wrong]
-    except Exception:  # the same: there is nothing to compare with
-        return []

@@ -6,8 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
+from lightning_lockstep._settings import Faults
 from lightning_lockstep.batch_size.memory import attempt, ranks_that_are_full, release_memory
-from lightning_lockstep.errors import BatchSizeError, ConfigurationError
+from lightning_lockstep.errors import BatchSizeError
 
 _Given = ParamSpec("_Given")
 _Returned = TypeVar("_Returned")
@@ -69,10 +70,9 @@ def find_executable_batch_size(
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
-    if not isinstance(starting_batch_size, int) or starting_batch_size < 1:
-        raise ConfigurationError(
-            f"starting_batch_size={starting_batch_size!r}: expected a whole number from 1 (samples)."
-        )
+    faults = Faults()
+    faults.whole("starting_batch_size", starting_batch_size, what="a whole number of samples")
+    faults.raise_all()
     size = starting_batch_size
 
     @functools.wraps(function)
@@ -83,9 +83,7 @@ def find_executable_batch_size(
         def run() -> None:
             values.append(function(size, *args, **kwargs))
 
-        while True:
-            if not ranks_that_are_full(attempt(run), "the function"):
-                return values[0]
+        while ranks_that_are_full(attempt(run), "the function"):
             values.clear()  # this rank may have had room while another had not: its result goes too
             release_memory()
             tried, size = size, reduce_batch_size_fn() if reduce_batch_size_fn is not None else size // 2
@@ -94,5 +92,6 @@ def find_executable_batch_size(
                 raise BatchSizeError(
                     f"no batch size fits: memory ran out even with {tried}, the last size to try"
                 )
+        return values[0]
 
     return call

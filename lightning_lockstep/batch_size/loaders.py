@@ -152,17 +152,14 @@ class BatchLoaders:
         if self._loop._combined_loader is not None:
             self._loop._combined_loader = None
             self._loop.setup_data()
-            if fits:
-                self._go_on_in_fit()
-            else:
+            if not fits:
                 self._loop.reset()
-
-    def _go_on_in_fit(self) -> None:
-        """During a fit: shuffle for this epoch, and validate with the new size from the next time on."""
-        for loader in self._loop._combined_loader.flattened:
-            _set_sampler_epoch(loader, self._trainer.current_epoch)
-        if self.in_attribute:
-            self._loop.epoch_loop.val_loop._combined_loader = None
+                return
+            # During a fit: shuffle for this epoch, and validate with the new size from the next time on.
+            for loader in self._loop._combined_loader.flattened:
+                _set_sampler_epoch(loader, self._trainer.current_epoch)
+            if self.in_attribute:
+                self._loop.epoch_loop.val_loop._combined_loader = None
 
     def batch(self, size: int) -> Any:
         """Return one collated batch of ``size`` samples, in the structure that the step expects."""

@@ -181,21 +181,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether ``error`` says that memory ran out, on whatever device."""
     seen: BaseException | None = error
     while seen is not None:
-        if _says_so(seen):
+        text = str(seen).lower() if isinstance(seen, RuntimeError) else ""
+        if isinstance(seen, (torch.OutOfMemoryError, MemoryError)) or any(known in text for known in _TEXTS):
+            return True
+        if isinstance(seen, OSError) and seen.errno == errno.ENOMEM:
             return True
         seen = seen.__cause__
     return False
-
-
-def _says_so(error: BaseException) -> bool:
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    if not isinstance(error, RuntimeError):
-        return False
-    text = str(error).lower()
-    return any(known in text for known in _TEXTS)
 
 
 @dataclass(frozen=True)

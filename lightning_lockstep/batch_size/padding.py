@@ -12,7 +12,7 @@ import torch
 from lightning_utilities import apply_to_collection
 from torch import Tensor
 
-from lightning_lockstep.batch_size.split_step import tensors_in
+from lightning_lockstep.batch_size.split_step import samples_in, tensors_in
 from lightning_lockstep.errors import ConfigurationError
 
 # -- Batches with more samples, or longer sequences, than they came with --
@@ -20,15 +20,10 @@ from lightning_lockstep.errors import ConfigurationError
 Key = str | int
 
 
-def samples_in(batch: Any) -> int | None:
-    """Return how many samples a batch has: the first dimension of its first tensor that has one."""
-    return next((tensor.size(0) for tensor in tensors_in(batch) if tensor.dim()), None)
-
-
 def with_samples(batch: Any, size: int, ignored: Mapping[Key, float]) -> Any:
     """Return a batch of ``size`` samples: those of ``batch``, then copies of its last, with ``ignored`` values."""
     samples = samples_in(batch)
-    if samples is None or samples >= size:
+    if samples >= size:
         return batch
 
     def padded(key: Key | None, tensor: Tensor) -> Tensor:
@@ -101,14 +96,14 @@ current = CurrentBatch()
 
 def real_samples(batch: Any) -> Tensor:
     """Return which samples of the current batch are real: ``(samples,)`` bool, on the device of the batch."""
-    samples = samples_in(batch)
-    if samples is None:
+    samples, tensors = samples_in(batch), tensors_in(batch)
+    if not any(tensor.dim() for tensor in tensors):
         raise ConfigurationError(
             f"StaticShapes.real_samples({type(batch).__name__}): expected the batch of the step, with a tensor whose"
             " first dimension is the samples."
         )
     mask, current.was_asked = current.mask, True
-    device = tensors_in(batch)[0].device
+    device = tensors[0].device
     if mask is None:
         return torch.ones(samples, dtype=torch.bool, device=device)
     if mask.size(0) != samples:

@@ -93,26 +93,17 @@ class Recovery:
         # For the current step: its gradients when its backward began, and what it has logged.
         self._marks: GradientMarks | None = None
         self._logged = LogRecord()
-        self._undo = self._guard_closures()
+        loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        self.close = put_in_place(loop, "_make_closure", self._make_closure)  # gives it its own closures back
         if (weights := getattr(trainer.strategy, "weights", None)) is not None:
             weights.splits = True
 
-    def close(self) -> None:
-        """Give the loop its own closures back."""
-        self._undo()
-
-    def _guard_closures(self) -> Callable[[], Any]:
-        """Make the fit loop use closures that can be run again in parts; return what undoes it."""
+    def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> _GuardedClosure:
+        """Return a closure that can be run again in parts."""
         loop = self._trainer.fit_loop.epoch_loop.automatic_optimization
-
-        def make_closure(kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
-            backward, zero_grad = (
-                loop._make_backward_fn(optimizer),
-                loop._make_zero_grad_fn(batch_idx, optimizer),
-            )
-            return _GuardedClosure(self, kwargs, loop._make_step_fn, backward, zero_grad)
-
-        return put_in_place(loop, "_make_closure", make_closure)
+        backward = loop._make_backward_fn(optimizer)
+        zero_grad = loop._make_zero_grad_fn(batch_idx, optimizer)
+        return _GuardedClosure(self, kwargs, loop._make_step_fn, backward, zero_grad)
 
     def _trained_now(self) -> list[nn.Parameter]:
         return [p for p in self._module.parameters() if p.requires_grad]

@@ -72,12 +72,9 @@ class AutoBatchSizeSettings:
         for name in ("steps_per_trial", "init_val", "max_trials", "max_val"):
             faults.whole(name, getattr(self, name))
         size = self.global_batch_size
-        faults.check(
-            size in (None, "largest") or (is_whole(size) and size >= 1),
-            "global_batch_size",
-            size,
-            "samples in one optimizer step, a whole number from 1; 'largest', what fits; or None, as configured",
-        )
+        is_right = size in (None, "largest") or (is_whole(size) and size >= 1)
+        expected = "samples in one optimizer step, a whole number from 1; 'largest', what fits; or None, as configured"
+        faults.check(is_right, "global_batch_size", size, expected)
         if self.memory_limit is not None:
             try:
                 parse_bytes(self.memory_limit)
@@ -204,7 +201,9 @@ class TrialRunner:
     def _steps_of(self, size: int, passes: int) -> None:
         self._place.hold(size)  # a step may read it
         for index in range(self._steps * passes):
-            batch = self._on_device(self._place.batch(size))
+            batch = self._trainer.precision_plugin.convert_input(self._place.batch(size))
+            batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
+            batch = self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
             if self._kind == "fit":
                 arguments = step_arguments(self._module.training_step, batch, index)
                 step = partial(run_step, self._trainer, self._module, arguments, index, accumulate=passes)
@@ -218,11 +217,6 @@ class TrialRunner:
                     " yourself, or use find_executable_batch_size around the whole run."
                 ) from error
 
-    def _on_device(self, batch: Any) -> Any:
-        batch = self._trainer.precision_plugin.convert_input(batch)
-        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-
     def _evaluate(self, batch: Any, index: int) -> None:
         step = getattr(self._trainer.strategy, f"{_STEPS[self._kind]}")
         self._module.eval()
@@ -234,11 +228,9 @@ class TrialRunner:
 
 
 def largest_to_try(
-    place: BatchLoaders, max_val: int, global_batch: int | None, *, as_configured: bool, accumulate: int
+    trainer: Trainer, place: BatchLoaders, max_val: int, global_batch: int | None, as_configured: bool
 ) -> tuple[int, str]:
     """Return the largest size of a search, and why it tries none above it. Ranks: all, together; a reduction."""
-    # `global_batch`: samples of all ranks in an optimizer step; None: `accumulate` micro-batches of any size.
-    # `as_configured`: the user has not given it, so it is that of the configuration.
     communicator = current_communicator()
     most, why = max_val, f"it is max_val={max_val}"
     if global_batch is not None:
@@ -248,8 +240,8 @@ def largest_to_try(
             if as_configured:
                 why += ", as configured; global_batch_size= asks for another, or for the 'largest' that fits"
     samples = int(communicator.all_reduce(torch.tensor(place.samples), "min"))
-    if global_batch is None:
-        samples = max(1, samples // accumulate)
+    if global_batch is None and in_fit(trainer):
+        samples = max(1, samples // trainer.accumulate_grad_batches)
     return (samples, "it is all the data of a rank") if samples < most else (most, why)
 
 
@@ -280,25 +272,33 @@ def run_search(
     place: BatchLoaders,
     settings: AutoBatchSizeSettings,
     *,
-    most: int,  # the largest size to try
-    why_none_above: str,
-    accumulates: bool,  # whether batches may be accumulated, by the size found
+    # Samples of all ranks in an optimizer step, for which batches of the size found are accumulated; None: any number.
+    global_batch: int | None,
+    as_configured: bool,  # the user has not given it
 ) -> SearchResult:
     """Search on all ranks together until an answer is found."""
     began, communicator = time.perf_counter(), current_communicator()
+    most, why_none_above = largest_to_try(trainer, place, settings.max_val, global_batch, as_configured)
     limit = _limit_of_run(trainer, settings.memory_limit)
     search = SizeSearch(
         settings.init_val, max_val=most, why_none_above=why_none_above, max_trials=settings.max_trials
     )
     runner = TrialRunner(
-        trainer, module, place, steps=settings.steps_per_trial, limit=limit, accumulates=accumulates
+        trainer,
+        module,
+        place,
+        steps=settings.steps_per_trial,
+        limit=limit,
+        accumulates=global_batch is not None,
     )
     trials: list[Trial] = []
 
     def tried(size: int) -> Trial:
         trial = runner.run(size)
         trials.append(trial)
-        say_once(_trial_line(len(trials), trial))
+        reason = next(iter(trial.reasons.values()), "")
+        how = "fits" if trial.fits else f"out of memory on {ranks_in_words(trial.reasons)} ({reason[:90]})"
+        say_once(f"batch size trial {len(trials)}: {size:>6} per rank, {how}")
         return trial
 
     # On CPU a size must need the same memory whatever was tried before. If a trial ran out of memory, the run itself
@@ -378,23 +378,6 @@ def _nothing_fits(search: SizeSearch, reason: str, limit: MemoryLimit) -> str:
 # -- What a search prints and writes: a line for each trial, two at the end, and a file --
 
 
-def _trial_line(number: int, trial: Trial) -> str:
-    line = f"batch size trial {number}: {trial.size:>6} per rank, "
-    if trial.fits:
-        return line + "fits"
-    first = next(iter(trial.reasons.values()), "")
-    return line + f"out of memory on {ranks_in_words(trial.reasons)} ({first[:90]})"
-
-
-def _closing_lines(result: SearchResult, *, of_fit: bool) -> str:
-    numbers = f"  batch size {result.size} per rank"
-    if of_fit:
-        ranks = counted(result.ranks, "rank")
-        numbers += f" x {result.accumulate} accumulated x {ranks} = {result.global_batch} per optimizer step"
-    head = f"AutoBatchSize: {len(result.trials)} trials in {result.seconds:.1f} s, {result.reason}"
-    return "\n".join([head, numbers])
-
-
 def say_once(text: str) -> None:
     """Print a line on rank 0 alone."""
     if current_communicator().is_main:
@@ -403,7 +386,12 @@ def say_once(text: str) -> None:
 
 def keep_result(trainer: Trainer, folder: Path | None, result: SearchResult) -> None:
     """Print how the search ended, and write what one for a fit has found; on rank 0 alone."""
-    if current_communicator().is_main:
-        say(_closing_lines(result, of_fit=in_fit(trainer)))
-        if folder is not None and in_fit(trainer):
+    numbers = f"  batch size {result.size} per rank"
+    if in_fit(trainer):
+        ranks = counted(result.ranks, "rank")
+        numbers += f" x {result.accumulate} accumulated x {ranks} = {result.global_batch} per optimizer step"
+        if folder is not None and current_communicator().is_main:
             write_report(folder / "batch_size.json", json.dumps(asdict(result), indent=2) + "\n")
+    say_once(
+        f"AutoBatchSize: {len(result.trials)} trials in {result.seconds:.1f} s, {result.reason}\n{numbers}"
+    )

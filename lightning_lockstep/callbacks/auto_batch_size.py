@@ -16,7 +16,6 @@ from lightning_lockstep.batch_size.search_run import (
     AutoBatchSizeSettings,
     SearchResult,
     keep_result,
-    largest_to_try,
     refuse_fixed_sizes,
     refuse_split,
     refuse_strategy,
@@ -165,22 +164,14 @@ class AutoBatchSize(BatchSizeFinder):
             return
         refuse_strategy(trainer)
         place, keeper = self._place_and_keeper(trainer, pl_module)
-        most, why_none_above = largest_to_try(
-            place,
-            self.settings.max_val,
-            None if keeper is None else keeper.global_batch_size,
-            as_configured=self._as_configured is not None,
-            accumulate=trainer.accumulate_grad_batches if in_fit(trainer) else 1,
-        )
         with place.former_size(on_error_only=True):
             found = run_search(
                 trainer,
                 pl_module,
                 place,
                 self.settings,
-                most=most,
-                why_none_above=why_none_above,
-                accumulates=keeper is not None,
+                global_batch=None if keeper is None else keeper.global_batch_size,
+                as_configured=self._as_configured is not None,
             )
             if keeper is not None:
                 keeper.divide(trainer, place, largest=found.size)

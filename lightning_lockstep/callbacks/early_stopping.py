@@ -30,16 +30,9 @@ class Entry(NamedTuple):
     names: Sequence[str] = ()  # what the rank has logged, if the metric is not among it
 
 
-class Reduced(NamedTuple):
-    """One value for all ranks."""
-
-    value: Tensor  # without dimensions, in the dtype of the metric
-    not_finite: tuple[int, ...]  # ranks whose value took part and is nan or infinite
-
-
-def reduce_entries(entries: Sequence[Entry], how: Reduction) -> Reduced:
-    """Return one value from those of the ranks that have the metric; ``rank0`` takes that of the lowest such rank."""
-    # The entries are in rank order, and at least one has a value.
+def reduce_entries(entries: Sequence[Entry], how: Reduction) -> tuple[Tensor, tuple[int, ...]]:
+    """Return one value, in the dtype of the metric, and the ranks whose value took part and is nan or infinite."""
+    # The entries are in rank order, and at least one has a value; ``rank0`` takes that of the lowest such rank.
     values = {rank: entry.value for rank, entry in enumerate(entries) if entry.value is not None}
     first = min(values)
     if how == "rank0":
@@ -54,7 +47,7 @@ def reduce_entries(entries: Sequence[Entry], how: Reduction) -> Reduced:
     if how == "mean" and len(values) > 1 and not dtype.is_floating_point:
         dtype = torch.float32
     not_finite = tuple(rank for rank, value in values.items() if not math.isfinite(value))
-    return Reduced(torch.tensor(number, dtype=dtype), not_finite)
+    return torch.tensor(number, dtype=dtype), not_finite
 
 
 def missing_message(monitor: str, entries: Sequence[Entry]) -> str:

@@ -82,17 +82,6 @@ def plan_effective_batch(requested: int, *, ranks: int, largest: int, any_size: 
     return min(candidates, key=lambda plan: (abs(plan.total - requested), plan.accumulate, plan.total))
 
 
-def scaled_learning_rate(
-    learning_rate: float, *, total: int, reference: int, scaling: LearningRateScaling | None
-) -> float:
-    """Return the learning rate for a global batch of ``total`` samples, chosen for one of ``reference``."""
-    # ``linear`` follows Goyal et al. 2017 (SGD, https://arxiv.org/abs/1706.02677), ``sqrt`` is the rule for
-    # adaptive optimizers (Malladi et al. 2022, https://arxiv.org/abs/2205.10287).
-    ratio = total / reference
-    factor = {None: 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[scaling]
-    return learning_rate * factor
-
-
 # -- EffectiveBatchSize: the same global batch on any number of ranks --
 
 
@@ -146,10 +135,7 @@ class EffectiveBatchSize(Callback):
         self._scaled = False  # whether the learning rates are those of the plan
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget the plan of an earlier fit, and divide the global batch before the optimizers are made.
-
-        Ranks: all ranks; nothing is sent.
-        """
+        """Forget an earlier fit's plan, and divide before the optimizers are made. Ranks: all; nothing is sent."""
         if stage == "fit":
             self.plan = None
             refuse_fixed_sizes(trainer, f"EffectiveBatchSize({self.global_batch_size})", accumulates=True)
@@ -163,8 +149,7 @@ class EffectiveBatchSize(Callback):
 
         def configure_optimizers() -> Any:
             put_back()
-            place = unaccumulated(trainer, module, self.batch_arg_name)
-            self.divide(trainer, place, largest=place.size)
+            self._divide_as_configured(trainer, module)
             return configure()
 
         put_back = put_in_place(module, "configure_optimizers", configure_optimizers)
@@ -172,10 +157,14 @@ class EffectiveBatchSize(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Scale the learning rates, unless a search has just done that. Ranks: all ranks; nothing is sent."""
         if self.plan is None:
-            place = unaccumulated(trainer, pl_module, self.batch_arg_name)
-            self.divide(trainer, place, largest=place.size)
+            self._divide_as_configured(trainer, pl_module)
         elif not self._scaled:
             self._scale_learning_rates(trainer, self.plan.total, self.reference_batch_size)
+
+    def _divide_as_configured(self, trainer: Trainer, module: LightningModule) -> None:
+        with replaced(trainer, accumulate_grad_batches=1):  # a hook that makes a loader may read it
+            place = BatchLoaders(trainer, module, self.batch_arg_name)
+        self.divide(trainer, place, largest=place.size)
 
     def divide(self, trainer: Trainer, place: BatchLoaders, *, largest: int) -> None:
         """Divide the global batch, or divide it again after a search for another micro-batch.
@@ -231,21 +220,23 @@ class EffectiveBatchSize(Callback):
         if self.lr_scaling is None or total == reference:
             return
 
-        def scaled(rate: Any) -> float:
-            return scaled_learning_rate(
-                float(rate), total=total, reference=reference, scaling=self.lr_scaling
-            )
+        # ``linear`` follows Goyal et al. 2017 (SGD, https://arxiv.org/abs/1706.02677), ``sqrt`` is the rule for
+        # adaptive optimizers (Malladi et al. 2022, https://arxiv.org/abs/2205.10287).
+        ratio = total / reference
+        factor = ratio if self.lr_scaling == "linear" else math.sqrt(ratio)
 
         for optimizer in trainer.strategy.optimizers:
             for group in optimizer.param_groups:
                 before = float(group["lr"])
-                group.update({key: scaled(group[key]) for key in ("lr", "initial_lr") if key in group})
+                group.update(
+                    {key: float(group[key]) * factor for key in ("lr", "initial_lr") if key in group}
+                )
                 why = f"{self.lr_scaling} scaling: global batch {reference} -> {total}"
                 say_once(f"learning rate {before:g} -> {group['lr']:g} ({why})")
         for config in trainer.lr_scheduler_configs:
             scheduler: Any = config.scheduler
             if hasattr(scheduler, "base_lrs"):
-                scheduler.base_lrs = [scaled(rate) for rate in scheduler.base_lrs]
+                scheduler.base_lrs = [float(rate) * factor for rate in scheduler.base_lrs]
 
 
 def keeper_of_global_batch(
@@ -262,9 +253,3 @@ def keeper_of_global_batch(
             f" {' and '.join(sorted(sizes))}: expected one size. Give it to one of them."
         )
     return asking[0] if asking else own
-
-
-def unaccumulated(trainer: Trainer, module: LightningModule, name: str) -> BatchLoaders:
-    """Return where the batch size is kept, before the number of accumulated micro-batches is decided."""
-    with replaced(trainer, accumulate_grad_batches=1):  # a hook that makes a loader may read it
-        return BatchLoaders(trainer, module, name)

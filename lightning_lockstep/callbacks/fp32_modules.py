@@ -31,12 +31,9 @@ class FP32Modules(Callback):
         super().__init__()
         faults = Faults("FP32Modules")
         is_list = isinstance(modules, Sequence) and not isinstance(modules, str)
-        faults.check(
-            is_list and all(isinstance(name, str) for name in modules),
-            "modules",
-            modules,
-            "a list of module names or patterns, such as ['decoder.*.mlp']",
-        )
+        are_names = is_list and all(isinstance(name, str) for name in modules)
+        expected = "a list of module names or patterns, such as ['decoder.*.mlp']"
+        faults.check(are_names, "modules", modules, expected)
         faults.raise_all()
         self.modules = tuple(modules)
         self._changed: list[nn.Module] = []

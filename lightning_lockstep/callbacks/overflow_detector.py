@@ -13,7 +13,6 @@ from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 from lightning_lockstep._settings import settings_of
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.overflow.detect import Detection
-from lightning_lockstep.overflow.diagnose import Counters
 from lightning_lockstep.overflow.report import RankReport
 from lightning_lockstep.overflow.settings import Action, Mode, OverflowSettings, refuse_strategy
 
@@ -77,23 +76,9 @@ class OverflowDetector(Callback):
     ) -> None:
         super().__init__()
         self.settings = settings_of(OverflowSettings, locals())
-        self._counters = Counters()
+        self.skipped_steps = self.scaler_skips = self.bad_in_a_row = 0
+        self.reports: list[RankReport] = []
         self._detection: Detection | None = None
-
-    @property
-    def skipped_steps(self) -> int:
-        """Optimizer steps skipped so far."""
-        return self._counters.skipped_steps
-
-    @property
-    def scaler_skips(self) -> int:
-        """Ordinary skips of an fp16 loss scaler so far."""
-        return self._counters.scaler_skips
-
-    @property
-    def reports(self) -> list[RankReport]:
-        """Reports of this rank so far."""
-        return self._counters.reports
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a strategy that cannot work, and open the side channel while all ranks are here."""
@@ -104,7 +89,7 @@ class OverflowDetector(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the detection in place."""
         self._remove()
-        self._detection = Detection(trainer, pl_module, self.settings, self._counters)
+        self._detection = Detection(trainer, pl_module, self.settings, self)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Keep the loss, and let a bad one reach every rank."""
@@ -152,8 +137,8 @@ class OverflowDetector(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the counters."""
-        self._counters.skipped_steps = state_dict["skipped_steps"]
-        self._counters.scaler_skips = state_dict["scaler_skips"]
+        self.skipped_steps = state_dict["skipped_steps"]
+        self.scaler_skips = state_dict["scaler_skips"]
 
     def _remove(self) -> None:
         detection, self._detection = self._detection, None

@@ -63,10 +63,7 @@ class RankOrderedLogging(Callback):
         self._captured = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Take over the console and open this rank's file.
-
-        Ranks: all, together; with files, a broadcast and a gather.
-        """
+        """Take over the console and open this rank's file. Ranks: all, together; with files, two small collectives."""
         global _active
         if _active is not None:
             _active._end()  # a fit before this one ended with an exception, perhaps in a notebook
@@ -76,7 +73,11 @@ class RankOrderedLogging(Callback):
             self._sender = sender_on(communicator.side_channel)
             if self._sender.collector is not None:
                 self._sender.collector.windows.timeout = self.order_timeout
-        handlers: list[logging.Handler] = [self._console(communicator)]
+        console = ConsoleHandler(communicator.rank, level=self.level)
+        if communicator.rank != 0:
+            # Only lines that name their rank are printed here; their caller wants them from every rank.
+            console.addFilter(lambda record: hasattr(record, "lockstep_ranks"))
+        handlers: list[logging.Handler] = [console]
         if self._sender is not None:
             handlers.append(WarningHandler(self._sender))
         if self.files is not None:
@@ -99,13 +100,6 @@ class RankOrderedLogging(Callback):
         """Send what is queued; the files stay open for what is logged until the process ends."""
         if self._sender is not None:
             self._sender.flush()
-
-    def _console(self, communicator: Communicator) -> ConsoleHandler:
-        console = ConsoleHandler(communicator.rank, level=self.level)
-        if communicator.rank != 0:
-            # Only lines that name their rank are printed here; their caller wants them from every rank.
-            console.addFilter(lambda record: hasattr(record, "lockstep_ranks"))
-        return console
 
     def _open_file(self, communicator: Communicator, folder: Path, style: str) -> RankFile:
         file, problem = None, ""

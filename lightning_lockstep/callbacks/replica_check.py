@@ -106,8 +106,7 @@ class ReplicaCheck(Callback):
     ) -> None:
         """Record the batch for a check or audit that is due. Ranks: all, together, if it is audited."""
         if self._run is not None:
-            self._run.take_batch(batch)
-            self._run.audit(batch, batch_idx)
+            self._run.batch_begins(batch, batch_idx)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -179,11 +178,9 @@ class _Run:
             )
         self._check()
 
-    def take_batch(self, batch: Any) -> None:
+    def batch_begins(self, batch: Any, index: int) -> None:
         if self._batches is not None:
             self._batches.take(batch, self._count)
-
-    def audit(self, batch: Any, index: int) -> None:
         if self._audit is None or (self._count + 1) % self._audit_every:
             return
         weights = folded(self._contents.sections()["parameters"].checksums().numbers())
@@ -233,22 +230,9 @@ class _Run:
     def _check(self, *, was_due: bool = True) -> None:
         self._checked = self._count
         row = self._batches.row() if self._batches is not None and self._count >= PROBED else []
-        check = Check(
-            self._count,
-            self._contents.sections(),
-            hyperparameters(self._trainer.optimizers),
-            self._evidence(was_due),
-            [*self._gradients.values()],
-            self._contents.held,
-            row,
-        )
-        self._gradients = {}
-        self._checks.add(check)
-
-    def _evidence(self, was_due: bool) -> dict[str, Any]:
         ddp = ddp_of(self._trainer.strategy.model)
         ignored = set(ddp.parameters_to_ignore) if ddp is not None else set()
-        return {
+        evidence = {
             "steps": list(self._steps),
             "statistics": self._contents.may_be_statistics(),
             "automatic": self._module.automatic_optimization,
@@ -260,6 +244,9 @@ class _Run:
             "synchronizes": ddp is None or ddp.require_backward_grad_sync,
             "outside": sorted(self._contents.trained() - self._trained | ignored),
         }
+        settings, gradients = hyperparameters(self._trainer.optimizers), [*self._gradients.values()]
+        self._checks.pending.append(Check(self._count, self._contents, settings, evidence, gradients, row))
+        self._gradients = {}
 
     def _stepped(self, number: int) -> None:
         self._steps[number] += 1

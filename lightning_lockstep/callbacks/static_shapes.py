@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm
 
-from lightning_lockstep._lightning import Callback, LightningModule, Trainer, TrainerFn
+from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 from lightning_lockstep._settings import Faults, is_number, is_whole
 from lightning_lockstep._text import counted
 from lightning_lockstep.batch_size.padding import (
@@ -21,11 +21,10 @@ from lightning_lockstep.batch_size.padding import (
     mean_of_real,
     parts,
     real_samples,
-    samples_in,
     with_lengths,
     with_samples,
 )
-from lightning_lockstep.batch_size.split_step import tensors_in
+from lightning_lockstep.batch_size.split_step import samples_in, tensors_in
 from lightning_lockstep.callbacks.auto_batch_size import AutoBatchSize
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.patching import batch_size_of, put_in_place
@@ -206,7 +205,7 @@ class StaticShapes(Callback):
         norms = [
             name for name, one in pl_module.named_modules() if isinstance(one, _BATCH_NORMS) and one.training
         ]
-        if norms and self.batch_size is not None and not _drops_last(loaders[0]):
+        if norms and self.batch_size is not None and not getattr(loaders[0], "drop_last", False):
             raise ConfigurationError(
                 f"StaticShapes(batch_size={self.batch_size!r}) with batch normalisation ({', '.join(norms[:3])}):"
                 " expected a model without it, because its statistics would count added samples. Give the training"
@@ -290,12 +289,7 @@ class StaticShapes(Callback):
         self._before[stage] = shapes
 
     def _loaders(self, trainer: Trainer, stage: str) -> list[Any]:
-        loop: Any = trainer.fit_loop
-        if stage == "validation":
-            in_fit = trainer.state.fn == TrainerFn.FITTING
-            loop = trainer.fit_loop.epoch_loop.val_loop if in_fit else trainer.validate_loop
-        elif stage == "test":
-            loop = trainer.test_loop
+        loop: Any = trainer._active_loop
         combined = loop._combined_loader
         if self.batch_size is not None and len(combined.flattened) > 1 and combined._mode != "sequential":
             raise ConfigurationError(
@@ -340,12 +334,12 @@ class StaticShapes(Callback):
         if self.lengths:
             batch = with_lengths(batch, self.lengths, self._values, self.dim)
         real = samples_in(batch)
-        if self.batch_size is None or not real:
+        if self.batch_size is None or not real or not any(one.dim() for one in tensors_in(batch)):
             return batch
         loader, place = self._loaders(trainer, stage)[dataloader_idx], (stage, dataloader_idx)
         wanted = self._training_size if self.batch_size == "train" else self.batch_size
         self._sizes[place] = size = max(wanted or 0, batch_size_of(loader) or 0, real, self._sizes[place])
-        if size > real or not _drops_last(loader):
+        if size > real or not getattr(loader, "drop_last", False):
             current.mask = torch.arange(size) < real
         return with_samples(batch, size, self.ignored)
 
@@ -354,7 +348,3 @@ def _stage_of(trainer: Trainer) -> str:
     if trainer.predicting or trainer.testing:
         return "predict" if trainer.predicting else "test"
     return "training" if trainer.training else "validation"
-
-
-def _drops_last(loader: Any) -> bool:
-    return bool(getattr(loader, "drop_last", False))

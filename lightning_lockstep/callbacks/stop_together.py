@@ -62,7 +62,17 @@ class StopTogether(Callback):
         dirpath: str | Path | None = None,
         filename: str = "preempted",
     ) -> None:
-        _check_settings(signals, exit_code, filename)
+        faults = Faults()
+        expected = "a list of names, such as ['SIGTERM', 'SIGUSR1']"
+        if faults.check(not isinstance(signals, str), "signals", signals, expected):
+            known = {s.name for s in signal.Signals} - {"SIGKILL", "SIGSTOP"}
+            for name in signals:
+                expected = "names of signals that can be caught, such as 'SIGTERM'"
+                faults.check(name in known, "signals", name, expected)
+        faults.whole("exit_code", exit_code, least=0, most=255, optional=True)
+        is_name = isinstance(filename, str) and bool(filename) and "/" not in filename
+        faults.check(is_name, "filename", filename, "a name without a folder, such as 'preempted'")
+        faults.raise_all()
         self.signals, self.stop_file, self.exit_code = tuple(signals), stop_file, exit_code
         self.dirpath, self.filename = dirpath, filename
         self.decision: StopDecision | None = None
@@ -71,7 +81,7 @@ class StopTogether(Callback):
     def _reset(self) -> None:
         self._agreement: StepAgreement | None = None
         self._communicator: Communicator | None = None
-        self._signal_watch: SignalWatch | None = None
+        self._signal_watch = SignalWatch((), self._preempt)
         self._file: StopFile | None = None
         self._minimum: tuple[Any, Any] | None = None
 
@@ -79,7 +89,7 @@ class StopTogether(Callback):
         """Connect to the other ranks and begin to count batches from zero. Ranks: all, together."""
         if stage != "fit":
             return
-        self._give_signals_back()
+        self._signal_watch.restore()
         self._reset()
         self.decision = None
         self._communicator = current_communicator()
@@ -97,12 +107,10 @@ class StopTogether(Callback):
         self._signal_watch = SignalWatch(sorted(numbers), self._preempt)
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
-        """Take over the signals; Lightning has set its own handlers just before."""
-        self._take_signals()
+        """Take over the signals; Lightning has set its own handlers just before. Without a check, before training."""
+        self._signal_watch.install()
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Take over the signals if there was no sanity check."""
-        self._take_signals()
+    on_train_start = on_sanity_check_start
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -118,13 +126,10 @@ class StopTogether(Callback):
             self._leave(trainer, self.decision)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Put the signal handlers back, and act on a signal that arrived after the last batch.
-
-        Ranks: all, together; one reduction.
-        """
+        """Put signal handlers back, and act on a signal after the last batch. Ranks: all, together; one reduction."""
         if self._agreement is None or self._communicator is None:
             return
-        self._give_signals_back()
+        self._signal_watch.restore()
         if self._minimum is not None:
             trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps = self._minimum
             self._minimum = None
@@ -136,26 +141,18 @@ class StopTogether(Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Put the signal handlers back."""
-        self._give_signals_back()
+        self._signal_watch.restore()
         count_in_fit(False)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Put the signal handlers back; :func:`check_breakpoint` still returns the decision."""
         if stage == "fit":
-            self._give_signals_back()
+            self._signal_watch.restore()
             count_in_fit(False)
 
     def _preempt(self, reason: str) -> None:
         if self._agreement is not None:
             self._agreement.request(reason, kind=PREEMPTED)
-
-    def _give_signals_back(self) -> None:
-        if self._signal_watch is not None:
-            self._signal_watch.restore()
-
-    def _take_signals(self) -> None:
-        if self._signal_watch is not None:
-            self._signal_watch.install()
 
     def _leave(self, trainer: Any, decision: StopDecision) -> None:
         """Leave after this batch; all ranks are here, with the same decision."""
@@ -219,17 +216,3 @@ def _completes_optimizer_step(trainer: Any) -> bool:
         return True
     is_last = batches >= trainer.num_training_batches
     return is_last and not trainer.strategy.handles_gradient_accumulation
-
-
-def _check_settings(signals: Any, exit_code: Any, filename: Any) -> None:
-    faults = Faults()
-    expected = "a list of names, such as ['SIGTERM', 'SIGUSR1']"
-    if faults.check(not isinstance(signals, str), "signals", signals, expected):
-        known = {s.name for s in signal.Signals} - {"SIGKILL", "SIGSTOP"}
-        for name in signals:
-            expected = "names of signals that can be caught, such as 'SIGTERM'"
-            faults.check(name in known, "signals", name, expected)
-    faults.whole("exit_code", exit_code, least=0, most=255, optional=True)
-    is_name = isinstance(filename, str) and bool(filename) and "/" not in filename
-    faults.check(is_name, "filename", filename, "a name without a folder, such as 'preempted'")
-    faults.raise_all()

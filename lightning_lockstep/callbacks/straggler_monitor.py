@@ -16,8 +16,7 @@ from lightning_lockstep.distributed.c10d_operators import watch_waits
 from lightning_lockstep.errors import Preempted
 from lightning_lockstep.steps.patching import put_in_place
 from lightning_lockstep.stragglers.exchange import Collection, StragglerExchange
-from lightning_lockstep.stragglers.report import change_line, figures, report
-from lightning_lockstep.stragglers.verdict import NOBODY, Verdict
+from lightning_lockstep.stragglers.verdict import NOBODY, Verdict, change_line, figures, report
 from lightning_lockstep.stragglers.waiting import Part, StepTimer, part_of_action
 
 _log = logging.getLogger(__name__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
@@ -43,8 +42,6 @@ def agreed(communicator: Communicator, work: Callable[[], _Result]) -> _Result:
 
 
 # -- DeepSpeed's engine, made from what Lightning and this package know of the run --
-
-_log = logging.getLogger(__name__)
 
 
 def adopt_process_group(local_rank: int, timeout: timedelta) -> Callable[[], None]:  # takes the variable back
@@ -116,12 +113,10 @@ def make_engine(
     import deepspeed
 
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad] if trains else []
-    printed = io.StringIO()  # DeepSpeed prints how much memory is in use, past its own logger
-    with redirect_stdout(printed):
+    with redirect_stdout(io.StringIO()):  # DeepSpeed prints how much memory is in use, past its own logger
         engine, engine_optimizer, _, _ = deepspeed.initialize(
-            args=argparse.Namespace(
-                device_rank=device_index
-            ),  # read for the index of the device, a CPU's too
+            # Read for the index of the device, a CPU's too.
+            args=argparse.Namespace(device_rank=device_index),
             config=dict(config),
             model=module,
             model_parameters=trained,
@@ -129,6 +124,4 @@ def make_engine(
             lr_scheduler=lr_scheduler,
             dist_init_required=False,
         )
-    if printed.getvalue():
-        _log.debug(printed.getvalue())
     return engine, engine_optimizer

@@ -221,9 +221,8 @@ class FlatGroups(EngineAdapter):
     def pieces(self, rank: int) -> list[list[Pieces]]:
         """Return what is in the vectors of this rank, by groups."""
         found: list[list[Pieces]] = []
-        gaps = getattr(
-            self.optimizer, "round_robin_bit16_padding", None
-        )  # after each parameter, if it is aligned
+        # After each parameter, if it is aligned.
+        gaps = getattr(self.optimizer, "round_robin_bit16_padding", None)
         for number, group in enumerate(self.parameter_groups()):
             (vector,) = self.torch_optimizer.param_groups[number]["params"]
             found.append([(vector, [])])

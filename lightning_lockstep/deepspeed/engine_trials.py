@@ -245,9 +245,8 @@ class EngineTrials:
 
         engine, plugin = self._engine, self._strategy.precision_plugin
         passes = 2 if accumulates or engine.gradient_accumulation_steps() > 1 else 1
-        adapter_of(engine).set_for_trial(
-            passes, self._largest_bucket()
-        )  # the engine's state is put back later
+        # The engine's state is put back later.
+        adapter_of(engine).set_for_trial(passes, self._largest_bucket())
         # DeepSpeed compares the order of the modules with rank 0's, which does not take part.
         alone = SimpleNamespace(get_rank=lambda: 0, broadcast=lambda *a, **k: None)
         with replaced(utils, dist=alone), replaced(plugin, history=LossScaleHistory(), has_accumulated=False):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +18,11 @@ from lightning_lockstep.loaders.global_order import micro_batches
 
 # -- What the two data modules share: the batch size, checked and divided, and the loaders --
 
-# What the samples of a data module are, in words (`yields`): a model fits it whose `takes` is the same.
-# `lockstep-train` compares the two before it starts any rank; a class without one is not compared.
-LABELLED_IMAGES = "images with a class each"
-BYTE_WINDOWS = "windows of bytes"
-
 
 class GlobalBatchDataModule(LightningDataModule):
     """A data module whose global batches are the same on any number of ranks."""
 
-    # A subclass fills `self._splits` with the data sets `"train"`, `"val"` and `"test"` in `setup`, and says
-    # what its samples are.
-
-    yields: ClassVar[str | None] = None  # what the samples are; None: anything
+    # A subclass fills `self._splits` with the data sets `"train"`, `"val"` and `"test"` in `setup`.
 
     def __init__(
         self,
@@ -106,8 +98,6 @@ class ClassifierModule(LightningModule):
     # Logged: `train_loss` every step; `val_loss`, `val_acc`, `test_loss`, `test_acc` at the end of an
     # evaluation, over all samples of all ranks, each sample with the same weight however the samples are
     # divided.
-
-    takes: ClassVar[str | None] = None  # samples it is trained on (see `demo.data_module`); None: any
 
     def __init__(
         self,

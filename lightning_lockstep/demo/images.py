@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_lockstep._settings import Faults, is_number, is_whole
-from lightning_lockstep.demo.data import LABELLED_IMAGES, ClassifierModule, GlobalBatchDataModule
+from lightning_lockstep.demo.data import ClassifierModule, GlobalBatchDataModule
 
 # -- 1797 grey images of 8 x 8 pixels, in the same order as scikit-learn's `load_digits` has them
 
@@ -38,8 +38,6 @@ class DigitsData(GlobalBatchDataModule):
     Ranks:
         Every rank reads the whole set (0.5 MB) and takes its share of each global batch.
     """
-
-    yields = LABELLED_IMAGES
 
     def __init__(
         self,
@@ -137,8 +135,6 @@ class ConvNet(ClassifierModule):
     Ranks:
         See `ClassifierModule`.
     """
-
-    takes = LABELLED_IMAGES
 
     def __init__(
         self,

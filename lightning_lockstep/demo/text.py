@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lightning_lockstep._settings import Faults
-from lightning_lockstep.demo.data import BYTE_WINDOWS, ClassifierModule, GlobalBatchDataModule
+from lightning_lockstep.demo.data import ClassifierModule, GlobalBatchDataModule
 from lightning_lockstep.errors import ConfigurationError
 
 # -- The bytes of the Python standard library's own sources: text that every interpreter brings along --
@@ -42,8 +42,6 @@ class SourceTextData(GlobalBatchDataModule):
     Ranks:
         Every rank reads the whole text (`max_bytes`) and takes its share of each global batch.
     """
-
-    yields = BYTE_WINDOWS
 
     def __init__(
         self,
@@ -150,8 +148,6 @@ class ByteGPT(ClassifierModule):
     Ranks:
         See `ClassifierModule`.
     """
-
-    takes = BYTE_WINDOWS
 
     def __init__(
         self,

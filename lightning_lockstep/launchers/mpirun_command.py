@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
-from lightning_lockstep._system import run_program
+from lightning_lockstep._system import NOT_EXECUTABLE, NOT_FOUND, OUT_OF_TIME, run_program
 from lightning_lockstep._text import plain_table
 from lightning_lockstep.distributed.rendezvous import addresses_here, addresses_of
 from lightning_lockstep.errors import ConfigurationError, LaunchError
@@ -61,7 +61,7 @@ def find_mpirun(settings: MPIRunSettings) -> MPIRun | None:
     if path is None:
         return None
     answer = run_program([path, "--version"], _VERSION)
-    if answer.is_missing or answer.is_unusable or answer.timed_out:
+    if answer.returncode in (NOT_FOUND, NOT_EXECUTABLE, OUT_OF_TIME):
         why = f"no answer within {_VERSION} s" if answer.timed_out else answer.error.strip()
         raise LaunchError(f"mpirun={path!r} cannot be run: {why}")
     return mpirun_of(path, answer.output + answer.error)

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -54,36 +54,27 @@ class Line(NamedTuple):
 def record_of(line: Line, *, prefix: str | None = None) -> logging.LogRecord:
     """Return the record that prints ``line``; the default prefix, which our formats remove, names its ranks."""
     ranks = f"[{ranks_in_words(line.ranks)}] "
-    filename = line.path.rpartition("/")[2]
-    standard = {
-        "name": line.logger,
-        "levelno": line.level,
-        "levelname": logging.getLevelName(line.level),
-        "pathname": line.path,
-        "filename": filename,
-        "module": filename.rpartition(".")[0] or filename,
-        "lineno": line.number,
-        "funcName": line.function,
-        "msg": (ranks if prefix is None else prefix) + line.text,
+    text = (ranks if prefix is None else prefix) + line.text
+    record = logging.LogRecord(line.logger, line.level, line.path, line.number, text, (), None, line.function)
+    own = {
         "created": line.created,
-        "msecs": (line.created - int(line.created)) * 1000.0,
+        "msecs": line.created % 1 * 1000.0,
         "exc_text": line.trace or None,
         "lockstep_prefix": ranks if prefix is None else "",
         "lockstep_ranks": line.ranks,
         "lockstep_hosts": line.hosts,
         "lockstep_collected": True,
     }
-    return logging.makeLogRecord({**line.extra, **standard})
+    vars(record).update({**line.extra, **vars(record), **own})
+    return record
+
+
+_real_path = lru_cache(maxsize=1000)(os.path.realpath)
 
 
 def with_real_path(call: LogCall) -> LogCall:
     """Return the call with the real path, because a rank may have a relative path and another one a link."""
     return *call[:2], _real_path(call[2]), *call[3:]
-
-
-@lru_cache(maxsize=1000)
-def _real_path(path: str) -> str:
-    return os.path.realpath(path)
 
 
 def merge_equal(lines: Iterable[Line]) -> list[Line]:
@@ -116,7 +107,7 @@ class Batch(NamedTuple):
 
     site: tuple[Any, ...]
     lines: list[Line]  # of different ranks, in rising order
-    missing: tuple[int, ...]  # ranks that have logged fewer lines than others in this window
+    missing: tuple[int, ...]  # ranks that have not logged it
     waited: float  # how long the first line was held back [s]
 
 
@@ -178,15 +169,11 @@ class Windows:
         if len(groups) > 1 and not complete[-1] and not to_the_end:
             # The lines of other ranks for the last call may still come.
             self._open[site] = {line.ranks[0]: [(arrived, line)] for arrived, line in groups.pop()}
-        counts = Counter(line.ranks[0] for group in groups for _, line in group)
-        left_out = {rank: max(counts.values()) - counts[rank] for rank in range(self.world_size)}
         batches = []
         for group in groups:
             lines = sorted((line for _, line in group), key=lambda line: line.ranks)
             there = {line.ranks[0] for line in lines}
-            missing = tuple(rank for rank, number in left_out.items() if number and rank not in there)
-            for rank in missing:
-                left_out[rank] -= 1
+            missing = tuple(rank for rank in range(self.world_size) if rank not in there)
             batches.append(Batch(site, lines, missing, now - group[0][0]))
         return batches
 

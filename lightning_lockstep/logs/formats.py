@@ -32,11 +32,14 @@ class TextFormat(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         """Return the line without traceback and stack; :meth:`format` appends them."""
+        # The text of Python's warnings has its place already.
+        is_warning = record.name == "py.warnings"
+        place = record.name if is_warning else f"{record.name} {record.filename}:{record.lineno}"
         parts = [
             (self.formatTime(record), "dim"),
             (f"{record.levelname:<8}", _STYLES.get(record.levelname, "")),
             (self._source(record), "cyan"),
-            (_call_site(record), "dim"),
+            (place, "dim"),
             (_message(record), ""),
         ]
         return " ".join(_coloured(text, style) if self.colour else text for text, style in parts)
@@ -88,11 +91,6 @@ def _origin(record: logging.LogRecord, own_rank: int) -> tuple[tuple[int, ...], 
 def _message(record: logging.LogRecord) -> str:
     """Return the message without the prefix that names its ranks."""
     return record.getMessage().removeprefix(getattr(record, "lockstep_prefix", "")).rstrip("\n")
-
-
-def _call_site(record: logging.LogRecord) -> str:
-    """Return the logger and the place of the call; the text of Python's warnings has their place already."""
-    return record.name if record.name == "py.warnings" else f"{record.name} {record.filename}:{record.lineno}"
 
 
 def _coloured(text: str, style: str) -> str:

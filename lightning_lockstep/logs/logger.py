@@ -93,13 +93,10 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         if len(kwargs) == 1 and kwargs.get("in_order") and not local_handlers and not logger.filters:
             sender = _find_sender()
             if sender is not None:
-                frame = sys._getframe(1)
-                while frame.f_code.co_filename in _SKIPPED_FILES and frame.f_back is not None:
-                    frame = frame.f_back
-                code = frame.f_code
-                text, now = format_message(msg, args), time.time()
-                path, number = code.co_filename, frame.f_lineno
-                sender.send((logger.name, level, path, number, text, now, code.co_name, "", {}))
+                frame = _caller(1)
+                code, text, now = frame.f_code, format_message(msg, args), time.time()
+                place = logger.name, level, code.co_filename, frame.f_lineno
+                sender.send((*place, text, now, code.co_name, "", {}))
                 return
         self._log_record(level, msg, args, kwargs)
 
@@ -125,7 +122,9 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
                 return
             record.lockstep_collected = True  # this rank's files have it already
         if not plain:
-            _mark_rank(record, rank)
+            record.lockstep_prefix = prefix = f"[rank {rank}] "
+            record.msg = prefix + str(record.msg)
+            record.lockstep_ranks, record.lockstep_hosts = (rank,), (_host,)
         self.logger.handle(record)
 
     def _record(self, level: int, msg: object, args: Any, kwargs: dict[str, Any]) -> logging.LogRecord:
@@ -146,13 +145,6 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         return self.logger.makeRecord(
             name, level, path, frame.f_lineno, msg, args, exc_info, function, extra, stack
         )
-
-
-def _mark_rank(record: logging.LogRecord, rank: int) -> None:
-    prefix = f"[rank {rank}] "
-    record.msg = prefix + str(record.msg)
-    record.lockstep_prefix = prefix
-    record.lockstep_ranks, record.lockstep_hosts = (rank,), (_host,)
 
 
 def _caller(stacklevel: int) -> FrameType:

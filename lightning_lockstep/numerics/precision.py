@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -86,11 +86,11 @@ class _Float32Forward:
         example = given if given is not None else next(floating, None)
         device = (example.device if example is not None else torch.device("cpu")).type
         with torch.autocast(device, enabled=False):
-            args, kwargs = pytree.tree_map(_widen, (args, kwargs))
+            args, kwargs = _cast((args, kwargs), LOW_PRECISION, torch.float32)
             output = self._compute(module, args, kwargs)
         if example is None or example.dtype not in LOW_PRECISION:
             return output
-        return pytree.tree_map(lambda x: _narrow(x, example.dtype), output)
+        return _cast(output, (torch.float32,), example.dtype)
 
     def _compute(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         low = {
@@ -110,12 +110,8 @@ class _Float32Forward:
         return output
 
 
-def _widen(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in LOW_PRECISION else value
-
-
-def _narrow(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, Tensor) and value.dtype is torch.float32 else value
+def _cast(values: Any, given: Sequence[torch.dtype], wanted: torch.dtype) -> Any:
+    return pytree.tree_map_only(Tensor, lambda x: x.to(wanted) if x.dtype in given else x, values)
 
 
 # -- Precision plugins that do exactly what Lightning's precision names say --

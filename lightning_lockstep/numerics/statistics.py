@@ -36,8 +36,6 @@ class NamePatterns:
 
     def match(self, name: str) -> bool:
         """Return whether any pattern matches the name."""
-        if not self.patterns:
-            return False
         if name not in self._known:
             names = name, dotted(name)
             self._known[name] = any(fnmatchcase(each, p) for p in self.patterns for each in names)
@@ -226,7 +224,10 @@ def tensor_statistics(value: object, *, used_as: torch.dtype | None = None) -> T
         }
         if not magnitude.is_floating_point():
             return TensorStatistics(**figures)
-        narrow = _narrower(value.dtype, used_as, magnitude.dtype)
+        own = value.dtype  # one of 8 bits has become float32
+        narrow = own if own.is_floating_point and own.itemsize > 1 else magnitude.dtype
+        if used_as in LOW_PRECISION and own in (torch.float32, torch.float64):
+            narrow = used_as
         limits, bad, not_zero = torch.finfo(narrow), ~torch.isfinite(magnitude), magnitude > 0
         vanished = (magnitude.to(narrow) == 0) & not_zero
         small = (magnitude < limits.tiny) & not_zero & ~vanished
@@ -242,12 +243,6 @@ def tensor_statistics(value: object, *, used_as: torch.dtype | None = None) -> T
             subnormal=int(small.sum()) / count,
             places=tuple(rows[:_PLACES_NAMED, 0].tolist()),
         )
-
-
-def _narrower(own: torch.dtype, used_as: torch.dtype | None, fallback: torch.dtype) -> torch.dtype:
-    if used_as in LOW_PRECISION and own in (torch.float32, torch.float64):
-        return used_as
-    return own if own.is_floating_point and own.itemsize > 1 else fallback
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep.distributed import Communicator
+from lightning_lockstep.distributed.failure.process_exit import outcome
 from lightning_lockstep.distributed.local_collectives import UnansweredCollectiveError
 from lightning_lockstep.errors import OverflowDetectedError
 from lightning_lockstep.numerics.statistics import has_bad_values, tensor_statistics
@@ -31,14 +32,13 @@ _TOGETHER = (
 )
 
 
-@dataclass
-class Counters:
-    """What was counted so far; the same on every rank but for the reports."""
+class Counters(Protocol):
+    """What the callback counts; the same on every rank but for the reports."""
 
-    skipped_steps: int = 0  # of the optimizer
-    scaler_skips: int = 0  # ordinary ones of an fp16 loss scaler
-    bad_in_a_row: int = 0  # optimizer steps with a hit since the last one without
-    reports: list[RankReport] = field(default_factory=list)
+    skipped_steps: int  # of the optimizer
+    scaler_skips: int  # ordinary ones of an fp16 loss scaler
+    bad_in_a_row: int  # optimizer steps with a hit since the last one without
+    reports: list[RankReport]
 
 
 @dataclass
@@ -65,7 +65,8 @@ class Response:
         if in_a_row == 1:
             report = self._replayed(record, self._known(record))
             self.counters.reports.append(report)
-            text = self.publisher.publish(report, why)
+            with outcome.writes_report:
+                text = self.publisher.publish(report, why)
         if self.settings.action == "raise":
             raise OverflowDetectedError(text)
         if self.settings.action == "skip":
@@ -75,7 +76,10 @@ class Response:
 
     def _why_alarm(self, record: StepRecord) -> str | None:
         """Return why this is an alarm, the same on every rank; ``None`` for an ordinary skip of a loss scaler."""
-        scaling = self._loss_scale()
+        if self.engine is not None:
+            scaling = self.engine.loss_scale()
+        else:
+            scaling = None if self._scaler is None else (float(self._scaler.get_scale()), 0.0)
         if scaling is None:
             return self._what_is_bad(record)
         scale, floor = scaling
@@ -103,12 +107,6 @@ class Response:
 
     def _is_bad(self, loss: Tensor | None) -> bool:
         return has_bad_values(loss, allow_inf=self.settings.allowed.match("loss"))
-
-    def _loss_scale(self) -> tuple[float, float] | None:
-        """Return the loss scale and its floor; ``None`` if the loss is not scaled."""
-        if self.engine is not None:
-            return self.engine.loss_scale()
-        return None if self._scaler is None else (float(self._scaler.get_scale()), 0.0)
 
     @property
     def _scaler(self) -> Any:
@@ -200,9 +198,9 @@ class Response:
                 "The step communicates with other ranks. In the replay this rank's own tensors stood for theirs, so"
                 " the loss is not compared."
             ]
-        if not _same(recorder.loss, record.loss):
+        if (replayed := _number(recorder.loss)) != (seen := _number(record.loss)):
             return [
-                f"The replayed loss was {_number(recorder.loss)}, not {_number(record.loss)}: the step is not"
+                f"The replayed loss was {replayed}, not {seen}: the step is not"
                 " deterministic (state kept in training_step, or nondeterministic operations)."
             ]
         return []
@@ -215,7 +213,11 @@ class Response:
         if record.made_nan:
             report.gradients = ["not shown: this detector has made all of them nan, to tell the other ranks"]
         else:
-            report.gradients = self._bad_gradients()
+            for name, parameter in self.module.named_parameters():
+                found = tensor_statistics(parameter.grad)
+                if parameter.grad is not None and found is not None and (found.nan or found.inf):
+                    counts = f"{found.nan} nan, {found.inf} inf of {parameter.grad.numel()}"
+                    report.gradients.append(f"{name}: {counts}")
         report.notes += record.notes
         return report
 
@@ -259,26 +261,6 @@ class Response:
             return Producer("code", "", type(self.module).__name__)
         return None
 
-    def _bad_gradients(self) -> list[str]:
-        return [
-            f"{name}: {_counts(parameter.grad)} of {parameter.grad.numel()}"
-            for name, parameter in self.module.named_parameters()
-            if parameter.grad is not None and has_bad_values(parameter.grad)
-        ]
-
-
-def _counts(tensor: Tensor) -> str:
-    statistics = tensor_statistics(tensor)
-    assert statistics is not None
-    return f"{statistics.nan} nan, {statistics.inf} inf"
-
 
 def _number(loss: Tensor | None) -> str:
-    return "none" if loss is None else f"{float(loss.sum()):.8g}"
-
-
-def _same(one: Any, other: Any) -> bool:
-    if one is None or other is None:
-        return one is other
-    a, b = one.detach().float().cpu(), other.detach().float().cpu()
-    return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+    return "none" if loss is None else f"{float(loss.sum()):.9g}"

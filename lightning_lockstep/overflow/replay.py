@@ -159,9 +159,8 @@ class StepRecord:
     random: RandomState  # at the start of the step
     buffers: BufferCopies  # at the start of the step
     occasion: Occasion
-    loss: Tensor | None = (
-        None  # detached, as it went into the backward; None before that, or if it does not count
-    )
+    # Detached, as it went into the backward; None before that, or if it does not count.
+    loss: Tensor | None = None
     weight: float = 1.0  # the loss was multiplied by it
     optimizer_steps: int = 0  # that the step has begun so far (manual optimization)
     activation_flag: Tensor | None = None  # on the device: 0, or nan if one was bad; None: unchecked

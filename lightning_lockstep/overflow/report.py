@@ -16,7 +16,6 @@ import torch
 from lightning_lockstep._system import write_report
 from lightning_lockstep._text import say
 from lightning_lockstep.distributed import Communicator, Gather, Gathered
-from lightning_lockstep.distributed.failure.process_exit import outcome
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.errors import MissingExtraError
 from lightning_lockstep.numerics.statistics import json_number
@@ -179,14 +178,11 @@ def _draw_frames(axes: Any, frames: Sequence[Mapping[str, Any]], limit: float, d
 
 def _limit(frames: Sequence[Mapping[str, Any]]) -> tuple[float, str]:
     """Return the largest number of the narrowest format that any output was used in, and its name."""
-    best = (math.inf, "float32")
-    for frame in frames:
-        for value in frame["values"]:
-            name = value.get("used_as") or ""
-            dtype = getattr(torch, name, None)
-            if isinstance(dtype, torch.dtype) and not value["label"].startswith("input"):
-                best = min(best, (float(torch.finfo(dtype).max), name))
-    return best if math.isfinite(best[0]) else (float(torch.finfo(torch.float32).max), "float32")
+    values = (value for frame in frames for value in frame["values"])
+    names = [value.get("used_as") or "" for value in values if not value["label"].startswith("input")]
+    formats = [one for name in names if isinstance(one := getattr(torch, name, None), torch.dtype)]
+    narrowest = min(formats, key=lambda one: float(torch.finfo(one).max), default=torch.float32)
+    return float(torch.finfo(narrowest).max), str(narrowest).removeprefix("torch.")
 
 
 # -- Collects the findings of all ranks over the side channel, prints them once and writes them to files --
@@ -230,10 +226,6 @@ class ReportPublisher:
 
     def publish(self, report: RankReport, why: str) -> str:
         """Print and write the reports of a hit that all know of; return the error's text, the same on all."""
-        with outcome.writes_report:
-            return self._publish(report, why)
-
-    def _publish(self, report: RankReport, why: str) -> str:
         gathered = self.collect(
             {"head": report.head(), "origin": report.is_origin, "occasion": asdict(report.occasion)}
         )

@@ -26,8 +26,6 @@ Action = Literal["raise", "warn", "skip"]
 class OverflowSettings:
     """The options of :class:`~lightning_lockstep.OverflowDetector`, which documents them."""
 
-    # Lists, as they come from a configuration file, become tuples, and a ``report_dir`` a path.
-
     max_frames_to_save: int = 21
     trace_batch_nums: Sequence[int] = ()
     abort_after_batch_num: int | None = None
@@ -48,19 +46,11 @@ class OverflowSettings:
         for name in ("max_frames_to_save", "max_skips"):
             faults.whole(name, getattr(self, name))
         faults.whole("check_every_n_steps", self.check_every_n_steps, optional=True)
-        faults.whole(
-            "abort_after_batch_num",
-            self.abort_after_batch_num,
-            least=0,
-            what="the number of a batch",
-            optional=True,
-        )
-        faults.check(
-            _is_list_of(self.trace_batch_nums, lambda number: is_whole(number) and number >= 0),
-            "trace_batch_nums",
-            self.trace_batch_nums,
-            "a list of batch numbers from 0, such as [1, 3]",
-        )
+        last, what = self.abort_after_batch_num, "the number of a batch"
+        faults.whole("abort_after_batch_num", last, least=0, what=what, optional=True)
+        are_numbers = _is_list_of(self.trace_batch_nums, lambda number: is_whole(number) and number >= 0)
+        expected = "a list of batch numbers from 0, such as [1, 3]"
+        faults.check(are_numbers, "trace_batch_nums", self.trace_batch_nums, expected)
         for name in ("scale_floor", "timeout"):
             faults.number(name, getattr(self, name), above=0)
         for name in ("allow_inf", "modules"):
@@ -68,22 +58,14 @@ class OverflowSettings:
             is_right = _is_list_of(given, lambda pattern: isinstance(pattern, str))
             expected = "a list of name patterns, such as ['*.mask*']"
             faults.check(is_right or (name == "modules" and given is None), name, given, expected)
-        faults.check(
-            self.report_dir is None or isinstance(self.report_dir, (str, Path)),
-            "report_dir",
-            self.report_dir,
-            "a folder, or None",
-        )
+        is_path = self.report_dir is None or isinstance(self.report_dir, (str, Path))
+        faults.check(is_path, "report_dir", self.report_dir, "a folder, or None")
         if self.check_every_n_steps not in (None, 1) and self.action == "skip":
             faults.add(
                 f"check_every_n_steps={self.check_every_n_steps!r} cannot be combined with action='skip': a step that"
                 " was taken cannot be skipped any more. Use 1, or action='raise' or 'warn'."
             )
         faults.raise_all()
-        for name in ("trace_batch_nums", "allow_inf", "modules"):
-            given = getattr(self, name)
-            object.__setattr__(self, name, None if given is None else tuple(given))
-        object.__setattr__(self, "report_dir", None if self.report_dir is None else Path(self.report_dir))
 
     @cached_property
     def allowed(self) -> NamePatterns:

@@ -15,7 +15,6 @@ gathered with the results.
 from __future__ import annotations
 
 import io
-import pickle
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,12 +26,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.serialization import default_restore_location
+from torch.utils import _pytree as pytree
 
 from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep._text import counted, first_line, listed, plain_table, ranks_in_words
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.replicas.checksums import Checksums, can_be_read, folded
+from lightning_lockstep.replicas.report import parts_of
 from lightning_lockstep.steps.capabilities import missing_capabilities
 from lightning_lockstep.steps.isolated import from_a_state, place_of, run_forward_backward, step_arguments
 from lightning_lockstep.steps.patching import replaced
@@ -68,10 +70,7 @@ class Audit:
         self._known: set[str] = set()  # ranks that were reported
         kinds = communicator.gather(_kind_of(trainer.strategy.root_device))
         if len(set(kinds)) > 1:
-            rows = [
-                (ranks_in_words(rank for rank, one in enumerate(kinds) if one == kind), kind)
-                for kind in dict.fromkeys(kinds)
-            ]
+            rows = [(ranks_in_words(ranks), kinds[ranks[0]]) for ranks in parts_of(dict(enumerate(kinds)))]
             raise ConfigurationError(
                 "ReplicaCheck(audit_every_n_steps=...) compares results bit by bit: expected one kind of device and"
                 " the same number of threads (threads_per_rank=...) on all ranks, not\n\n"
@@ -200,10 +199,7 @@ class Verdict:
     @classmethod
     def of(cls, votes: Sequence[Sequence[int]]) -> Verdict:  # by rank, all its results of one batch
         """Decide by the results of all ranks."""
-        ranks_of: dict[int, list[int]] = {}
-        for rank, folds in enumerate(votes):
-            ranks_of.setdefault(folds[-1], []).append(rank)
-        groups = sorted(ranks_of.values(), key=lambda ranks: (-len(ranks), ranks))
+        groups = parts_of({rank: folds[-1] for rank, folds in enumerate(votes)})
         unstable = [rank for rank, folds in enumerate(votes) if len(set(folds)) > 1]
         if 2 * len(unstable) > len(votes):
             return cls(groups, [], _NOT_DETERMINISTIC)
@@ -294,35 +290,22 @@ def _kind_of(device: torch.device) -> str:
 
 def packed(value: Any) -> bytes:
     """Return a value as bytes, each tensor without the rest of the memory that it is a view of."""
+
+    def alone(tensor: Tensor) -> Tensor:
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
     file = io.BytesIO()
-    packer = _Packer(file)
-    packer.dump(value)
-    return pickle.dumps((file.getvalue(), packer.tensors))
+    torch.save(pytree.tree_map_only(Tensor, alone, value), file)
+    return file.getvalue()
 
 
 def unpacked(data: bytes, device: torch.device) -> Any:
     """Return the value; tensors from a device of the sender are put on ``device``."""
-    body, tensors = pickle.loads(data)  # from a rank of this job, over its process group
-    return _Unpacker(body, [tensor.to(device) if away else tensor for away, tensor in tensors]).load()
 
+    def placed(storage: Any, place: str) -> Any:
+        if place == "cpu":
+            return storage
+        return default_restore_location(storage, str(device))  # type: ignore[no-untyped-call]
 
-class _Packer(pickle.Pickler):
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.tensors: list[tuple[bool, Tensor]] = []
-
-    def persistent_id(self, value: Any) -> int | None:
-        if not isinstance(value, Tensor):
-            return None
-        host = value.detach().cpu().clone().requires_grad_(value.requires_grad)
-        self.tensors.append((value.device.type != "cpu", host))
-        return len(self.tensors) - 1
-
-
-class _Unpacker(pickle.Unpickler):
-    def __init__(self, body: bytes, tensors: Sequence[Tensor]) -> None:
-        super().__init__(io.BytesIO(body))
-        self._tensors = tensors
-
-    def persistent_load(self, number: int) -> Tensor:
-        return self._tensors[number]
+    # From a rank of this job, over its process group.
+    return torch.load(io.BytesIO(data), map_location=placed, weights_only=False)

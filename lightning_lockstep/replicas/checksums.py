@@ -88,12 +88,10 @@ def _checksum(tensor: Tensor) -> Tensor:
                 aligned = piece if piece.dtype is torch.int64 else _aligned(piece)
                 # Shift the highest bits down, because a multiplication does not carry them to lower ones.
                 mixed = (aligned >> 33).bitwise_xor_(aligned)
-                total = total * _MULTIPLIERS[0] + _weighted_sum(mixed, weights[: len(mixed)])
+                own = weights[: len(mixed)]
+                total = total * _MULTIPLIERS[0]
+                total += torch.dot(mixed, own) if mixed.is_cpu else mixed.mul_(own).sum()
         return total
-
-
-def _weighted_sum(words: Tensor, weights: Tensor) -> Tensor:
-    return torch.dot(words, weights) if words.is_cpu else words.mul_(weights).sum()
 
 
 def _aligned(piece: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -100,9 +99,8 @@ class Contents:
         return [
             name
             for name, buffer in self._chosen_buffers()
-            if (
-                buffer.is_floating_point() or buffer.numel() > 1
-            )  # one whole number counts the same everywhere
+            # One whole number counts the same everywhere.
+            if (buffer.is_floating_point() or buffer.numel() > 1)
             and not isinstance(self._module.get_submodule(name.rpartition(".")[0]), nn.SyncBatchNorm)
         ]
 
@@ -196,21 +194,14 @@ def facts(trainer: Any, module: LightningModule) -> dict[str, str]:
     # Some ranks may have more batches than the run takes.
     most = trainer.max_steps * trainer.accumulate_grad_batches if trainer.max_steps >= 0 else float("inf")
     found["batches an epoch"] = str(min(trainer.num_training_batches, most))
-    for package in ("torch", PYTORCH.partition(".")[0], "lightning-lockstep"):
-        found[f"version of {package}"] = _version(package)
+    for package in ("torch", PYTORCH.partition(".")[0], "lightning_lockstep"):
+        found[f"version of {package}"] = sys.modules[package].__version__
     return found
 
 
 def is_remark(what: str) -> bool:
     """Return whether ranks may differ in it and still train rightly; then it is reported and the run goes on."""
     return what.startswith("version of ")
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except ImportError:
-        return "unknown"
 
 
 def _plain(value: Any) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -27,20 +28,18 @@ class BatchSum:
     """A checksum of a batch, on its way from the device."""
 
     def __init__(self, leaves: Sequence[Any]) -> None:
-        self._tensors: Checksums | None = Checksums([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        self._tensors = Checksums([leaf for leaf in leaves if isinstance(leaf, Tensor)])
         self._texts = [zlib.crc32(repr(leaf).encode()) for leaf in leaves if not isinstance(leaf, Tensor)]
-        self._number = 0
 
+    @cached_property
     def number(self) -> int:
-        """Return it; on a GPU this waits for the device, the first time."""
-        if self._tensors is not None:
-            self._number, self._tensors = folded([*self._tensors.numbers(), *self._texts]), None
-        return self._number
+        """The checksum itself; on a GPU this waits for the device, the first time."""
+        return folded([*self._tensors.numbers(), *self._texts])
 
 
 def row_of(sums: Iterable[Iterable[BatchSum]]) -> Row:
     """Return the numbers; on a GPU this waits for the device."""
-    return [[one.number() for one in of_loader] for of_loader in sums]
+    return [[one.number for one in of_loader] for of_loader in sums]
 
 
 def batch_sums(batch: Any, loaders: int) -> list[BatchSum] | None:

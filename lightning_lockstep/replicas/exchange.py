@@ -29,9 +29,9 @@ from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement
 from lightning_lockstep.distributed.side_channel.channel import Message, SideChannel
 from lightning_lockstep.replicas.checksums import Checksums, folded
-from lightning_lockstep.replicas.contents import Named
+from lightning_lockstep.replicas.contents import Contents
 from lightning_lockstep.replicas.data import BatchComparison, BatchSum, row_of, same_batches_text
-from lightning_lockstep.replicas.report import Finding, judge
+from lightning_lockstep.replicas.report import Finding, judge, parts_of
 
 _log = logging.getLogger(__name__)
 
@@ -50,16 +50,16 @@ class Check:
     def __init__(
         self,
         count: int,  # batches of the fit before it
-        sections: Mapping[str, Named],
+        contents: Contents,
         settings: Mapping[str, str],
         evidence: Mapping[str, Any],  # see `judge`
         gradients: Sequence[tuple[list[str], Checksums]],  # of each optimizer
-        held: Mapping[str, tuple[int, ...]],  # by name the ranks that hold the same, of what is divided
         row: Sequence[Sequence[BatchSum]],
     ) -> None:
         self.count, self.settings, self.evidence, self.row = count, settings, evidence, row
-        self._held = dict(held)
-        self._sums = {section: (named.names, named.checksums()) for section, named in sections.items()}
+        sections = contents.sections().items()
+        self._sums = {section: (named.names, named.checksums()) for section, named in sections}
+        self._held = dict(contents.held)  # by name the ranks that hold the same, of what is divided
         self._gradients = gradients
 
     def ready(self) -> bool:
@@ -107,7 +107,7 @@ class RankChecks:
     def __init__(self, communicator: Communicator, fit: int, trainer: Any) -> None:
         self._communicator, self._channel = communicator, communicator.side_channel
         self._place = f"{communicator.host}, {trainer.strategy.root_device}"
-        self._pending: deque[Check] = deque()
+        self.pending: deque[Check] = deque()  # sent as soon as their numbers are there
         self._done: deque[Check] = deque(maxlen=_KEPT)
         self._before: dict[str, int] = {}  # the numbers of the last check
         self._statistics: set[str] = set()  # buffers in which each rank has its own
@@ -119,14 +119,10 @@ class RankChecks:
         if communicator.is_main:
             self._comparison = Comparison(self._channel, self._topic, self._agreement, trainer)
 
-    def add(self, check: Check) -> None:
-        """Send a check as soon as its numbers are there."""
-        self._pending.append(check)
-
     def step_done(self) -> Finding | None:
         """Send what is ready; return a difference that is new, if all ranks meet after this batch for one."""
-        while self._pending and self._pending[0].ready():
-            self._send(self._pending.popleft())
+        while self.pending and self.pending[0].ready():
+            self._send(self.pending.popleft())
         decision = self._agreement.passed()
         if decision is None:
             return None
@@ -145,9 +141,7 @@ class RankChecks:
             places = self._communicator.gather(self._place)
             answers = {rank: answer for group, answer in zip(groups, told, strict=True) for rank in group}
             finding = None
-            if (
-                None not in told
-            ):  # else a rank came so late that another forgot the check: the next one finds it too
+            if None not in told:  # else one was so late that another forgot the check: the next finds it too
                 finding = judge(count, asked["good"], answers, places, self._statistics, held)
                 is_equal = finding is None
         if self._comparison is not None:
@@ -159,8 +153,8 @@ class RankChecks:
 
     def finish(self, timeout: float) -> list[str]:  # of rank 0 [s]
         """Send all; on rank 0 wait until they are compared, and return the questions that are still to be asked."""
-        while self._pending:
-            self._send(self._pending.popleft())
+        while self.pending:
+            self._send(self.pending.popleft())
         comparison, last = self._comparison, self._done[-1].count
         if comparison is None:
             return []
@@ -226,16 +220,14 @@ class Comparison:
         same = self._data.compare({rank: check["row"] for rank, check in checks.items()})
         if same is not None and (text := same_batches_text(self._trainer, *same)):
             wrong.append({"data": text})
-        ranks_of: dict[
-            tuple[int, ...], dict[int, list[int]]
-        ] = {}  # by who holds the same, and the number for it
-        for rank in sorted(checks):
-            for held, fold in checks[rank]["folds"]:
-                ranks_of.setdefault(tuple(held), {}).setdefault(fold, []).append(rank)
-        differing = sorted(held for held, by_fold in ranks_of.items() if len(by_fold) > 1)
-        for held in differing[:_ASKED]:  # first what is whole on all ranks
-            groups = sorted(ranks_of[held].values(), key=lambda ranks: (-len(ranks), ranks))
-            wrong.append({"groups": groups[:_ASKED], "held": held})
+        # By who holds the same, the number of each rank for it.
+        folds: dict[tuple[int, ...], dict[int, int]] = {}
+        for rank, check in checks.items():
+            for held, fold in check["folds"]:
+                folds.setdefault(tuple(held), {})[rank] = fold
+        differing = sorted(held for held, of_ranks in folds.items() if len({*of_ranks.values()}) > 1)
+        # First what is whole on all ranks.
+        wrong += [{"groups": parts_of(folds[held])[:_ASKED], "held": held} for held in differing[:_ASKED]]
         if not differing:
             self._good = count
         if wrong:

@@ -59,7 +59,9 @@ def judge(
     for section in SECTIONS:
         found = _differing({rank: answer["sums"][section] for rank, answer in answers.items()})
         if section == "buffers":
-            statistics |= {name for name in found if _is_own_statistic(name, answers)}
+            # Those that each rank has found in its own batches, as far as can be seen.
+            told = [{*answer["statistics"]} & {*answer["changed"]} for answer in answers.values()]
+            statistics |= found.keys() & set.intersection(*told)
             found = {name: parts for name, parts in found.items() if name not in statistics}
             if any(answer["padding"] for answer in answers.values()):
                 found = {}  # what padding changes is put back on its rank alone, until the next forward pass
@@ -94,11 +96,12 @@ def judge(
 def _differing(values: Mapping[int, Mapping[str, Any]]) -> dict[str, Parts]:
     """Return by name the ranks that have the same value, if not all have it."""
     names = dict.fromkeys(name for of_rank in values.values() for name in of_rank)
-    parts = {name: _parts({rank: of_rank.get(name) for rank, of_rank in values.items()}) for name in names}
+    parts = {name: parts_of({rank: of_rank.get(name) for rank, of_rank in values.items()}) for name in names}
     return {name: found for name, found in parts.items() if len(found) > 1}
 
 
-def _parts(values: Mapping[int, Any]) -> Parts:
+def parts_of(values: Mapping[int, Any]) -> Parts:
+    """Return the ranks that have the same value, the largest group first."""
     found: dict[Any, list[int]] = {}
     for rank in sorted(values):
         found.setdefault(values[rank], []).append(rank)
@@ -111,17 +114,12 @@ def _minority(parts: Parts) -> list[int]:
     return []
 
 
-def _is_own_statistic(name: str, answers: Answers) -> bool:
-    """Return whether a buffer is what each rank has found in its own batches, as far as can be seen."""
-    return all(name in answer["statistics"] and name in answer["changed"] for answer in answers.values())
-
-
 def _suspects(
     tensors: Mapping[str, Mapping[str, Parts]], settings: Mapping[str, Mapping[int, str]], answers: Answers
 ) -> list[int]:
     """Return the ranks in the minority: of the settings, of the optimizer steps, else of most tensors."""
     steps = _steps(answers)
-    for parts in (*map(_parts, settings.values()), _parts(steps)):
+    for parts in (*map(parts_of, settings.values()), parts_of(steps)):
         if found := _minority(parts):
             return found
     counts = Counter(tuple(_minority(parts)) for names in tensors.values() for parts in names.values())
@@ -244,7 +242,7 @@ _PAST_DDP = (
 
 
 def _who_has_what(values: Mapping[int, str]) -> str:
-    return ", ".join(f"{values[ranks[0]]} on {ranks_in_words(ranks)}" for ranks in _parts(values))
+    return ", ".join(f"{values[ranks[0]]} on {ranks_in_words(ranks)}" for ranks in parts_of(values))
 
 
 # -- The text, the same on every rank --
@@ -275,18 +273,15 @@ def report(finding: Finding) -> str:
         lines += [f"  and {', '.join(more)}"] if more else []
         lines.append("")
     known = {None: "never found equal", 0: "last found equal at the start"}
+    who = "No majority agrees, so it is not known which rank is wrong."
+    if finding.suspects:
+        who = f"In the minority: {ranks_in_words(finding.suspects)}."
     lines.append(
-        f"They were {known.get(finding.good, f'last found equal after batch {finding.good}')}.{_who(finding)}"
+        f"They were {known.get(finding.good, f'last found equal after batch {finding.good}')}. {who}"
     )
     lines += ["Likely reasons:" if len(finding.reasons) > 1 else "Likely reason:"]
     lines += [f"  {number}. {reason}" for number, reason in enumerate(finding.reasons, 1)]
     return "\n".join(lines)
-
-
-def _who(finding: Finding) -> str:
-    if finding.suspects:
-        return f" In the minority: {ranks_in_words(finding.suspects)}."
-    return " No majority agrees, so it is not known which rank is wrong."
 
 
 def _in_words(parts: Parts) -> str:

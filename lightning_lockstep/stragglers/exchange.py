@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.side_channel.channel import Message
-from lightning_lockstep.stragglers.verdict import Step, StragglerTracker, Window
+from lightning_lockstep.stragglers.verdict import StragglerTracker, Window
 from lightning_lockstep.stragglers.waiting import OwnStep, RankTimes
-
-_STEPS = "straggler/steps"
 
 
 class Collection:
@@ -34,16 +31,17 @@ class Collection:
         """Whether the last steps of all ranks have come."""
         return len(self._finished) == len(self._ranks)
 
-    def take(self, rank: int, message: Mapping[str, Any]) -> None:
-        """Take a message, as :class:`StragglerExchange` makes it on that rank."""
+    def take(self, message: Message) -> None:
+        """Take a message of :class:`StragglerExchange`."""
+        rank, body = message.sender, message.body
         with self.news:
             if self.missing:
                 return  # the comparison is over
-            self.hosts[rank] = message["host"]
-            for number, *times in message["steps"]:
+            self.hosts[rank] = body["host"]
+            for number, *times in body["steps"]:
                 self._steps[number][rank] = RankTimes(*times)
-            self._reached[rank] = message["reached"]
-            if message["final"]:
+            self._reached[rank] = body["reached"]
+            if body["final"]:
                 self._finished.add(rank)
             self._compare(self._ranks)
             self.news.notify_all()
@@ -59,7 +57,7 @@ class Collection:
         """Compare the steps that all of these ranks have reached."""
         reached = min((self._reached[rank] for rank in ranks), default=-1)
         for number in sorted(step for step in self._steps if step <= reached):
-            self.windows.extend(filter(None, [self.tracker.add(Step(number, self._steps.pop(number)))]))
+            self.windows.extend(filter(None, [self.tracker.add(number, self._steps.pop(number))]))
 
 
 class StragglerExchange:
@@ -68,14 +66,15 @@ class StragglerExchange:
     def __init__(self, communicator: Communicator, *, every_n_steps: int, min_share: float) -> None:
         channel, world_size = communicator.side_channel, communicator.world_size
         self._channel, self._host, self._every = channel, communicator.host, every_n_steps
+        self._topic = propagation_on(channel).topic("straggler")  # no two fits share one
         self.collection: Collection | None = None  # of rank 0
+        self.close: Callable[[], None] = lambda: None
         if communicator.is_main:
             tracker = StragglerTracker(world_size, every_n_steps=every_n_steps, min_share=min_share)
             self.collection = Collection(world_size, tracker)
-        self._fit = propagation_on(channel).topic("straggler")
+            self.close = channel.on(self._topic, self.collection.take)
         self._steps: deque[tuple[int, OwnStep]] = deque()  # not sent yet
         self._reached = -1
-        self.close = channel.on(_STEPS, self._take) if communicator.is_main else lambda: None
 
     def step_done(self, number: int, own: OwnStep | None) -> None:  # own None: not measured
         """Note a step, and send the last ones if it is time to; from the main thread."""
@@ -101,9 +100,5 @@ class StragglerExchange:
             number, own = self._steps.popleft()
             known.append([number, *own.times()])
         reached = self._steps[0][0] - 1 if self._steps else self._reached
-        body = {"fit": self._fit, "host": self._host, "steps": known, "reached": reached, "final": final}
-        self._channel.post(_STEPS, body, to=0)
-
-    def _take(self, message: Message) -> None:
-        if self.collection is not None and message.body["fit"] == self._fit:
-            self.collection.take(message.sender, message.body)
+        body = {"host": self._host, "steps": known, "reached": reached, "final": final}
+        self._channel.post(self._topic, body, to=0)

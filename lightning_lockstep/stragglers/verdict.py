@@ -1,17 +1,20 @@
-"""The rank that the others wait for, if any: sums over steps, and the decision from them."""
+"""The rank that the others wait for, if any: sums over steps, the decision from them, and what is told of it."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lightning_lockstep._text import plain_table, ranks_in_words
 from lightning_lockstep.stragglers.waiting import PARTS, Part, RankTimes
 
 # -- Sums over steps. Of each step the rank that waits least is the one that the others wait for --
+
+Times = Mapping[int, RankTimes]  # of one step, of all ranks from which it came
 
 
 class RankSums(NamedTuple):
@@ -34,13 +37,6 @@ class RankSums(NamedTuple):
         return RankTimes(*(each / self.steps for each in self.times)) if self.steps else None
 
 
-class Step(NamedTuple):
-    """One step of all ranks from which it came."""
-
-    number: int
-    times: Mapping[int, RankTimes]
-
-
 class Sums:
     """Sums over steps, by rank."""
 
@@ -48,14 +44,14 @@ class Sums:
         self.steps, self.seconds = 0, 0.0  # the steps and their length
         self.ranks = [RankSums()] * world_size
 
-    def add(self, step: Step) -> None:
+    def add(self, times: Times) -> None:
         self.steps += 1
-        self.seconds += statistics.median(map(sum, step.times.values()))
-        last = min(step.times, key=lambda rank: step.times[rank].waiting)
-        others = [times.waiting for rank, times in step.times.items() if rank != last]
-        for rank, times in step.times.items():
-            lost = statistics.fmean(others) - times.waiting if rank == last and others else 0.0
-            self.ranks[rank] = self.ranks[rank].plus(times, lost)
+        self.seconds += statistics.median(map(sum, times.values()))
+        last = min(times, key=lambda rank: times[rank].waiting)
+        others = [of_rank.waiting for rank, of_rank in times.items() if rank != last]
+        for rank, of_rank in times.items():
+            lost = statistics.fmean(others) - of_rank.waiting if rank == last and others else 0.0
+            self.ranks[rank] = self.ranks[rank].plus(of_rank, lost)
 
     @property
     def lost(self) -> float:
@@ -156,14 +152,14 @@ class StragglerTracker:
         self._world_size, self._every, self._min_share = world_size, every_n_steps, min_share
         self.verdict: Verdict = NOBODY
         self.total = Sums(world_size)  # over all steps so far
-        self._recent: deque[Step] = deque(maxlen=max(_LOOK_BACK, every_n_steps))
+        self._recent: deque[Times] = deque(maxlen=max(_LOOK_BACK, every_n_steps))
         self._since: int | None = None
 
-    def add(self, step: Step) -> Window | None:
+    def add(self, number: int, times: Times) -> Window | None:
         """Take the next step; returns the decision that it completes, if it does."""
-        self.total.add(step)
-        self._recent.append(step)
-        self._since = step.number if self._since is None else self._since
+        self.total.add(times)
+        self._recent.append(times)
+        self._since = number if self._since is None else self._since
         is_time = self.total.steps % self._every == 0 and len(self._recent) >= _FEWEST
         return self.decide_now() if is_time else None
 
@@ -172,11 +168,76 @@ class StragglerTracker:
         if self._since is None:
             return None
         sums, before, since = Sums(self._world_size), self.verdict, self._since
-        for step in self._recent:
-            sums.add(step)
+        for times in self._recent:
+            sums.add(times)
         self.verdict, self._since = decide(sums, min_share=self._min_share, before=before), None
         return Window(since=since, sums=sums, before=before, verdict=self.verdict)
 
     def conclusion(self) -> Verdict:
         """Return the verdict on all steps so far."""
         return decide(self.total, min_share=self._min_share)
+
+
+# -- What rank 0 prints and logs of it --
+
+Hosts = Mapping[int, str]
+
+
+def change_line(window: Window, hosts: Hosts) -> str:
+    """Return the line that says that the others wait for another rank now, or for none any more."""
+    now, before = window.verdict, window.before
+    if now.rank is None and before.rank is not None:
+        named = _named(before.rank, hosts)
+        return f"StragglerMonitor: since step {window.since} the others no longer wait for {named}."
+    return f"StragglerMonitor: since step {window.since}: {_sentence(now, hosts)}"
+
+
+def report(tracker: StragglerTracker, hosts: Hosts, missing: Collection[int] = ()) -> str:
+    """Return the table of ranks and the conclusion."""
+    total, verdict = tracker.total, tracker.conclusion()
+    said = "the ranks could not be compared, because they waited in none of the measured steps."
+    if total.lost and verdict.rank is None:
+        said = f"no rank stands out; the ranks waited for each other in {total.share:.0%} of the time."
+    elif total.lost:
+        said = _sentence(verdict, hosts)
+    lines = [_table(total.ranks, hosts)] if total.steps else []
+    if missing:
+        lines += [f"StragglerMonitor: no step times came from {ranks_in_words(missing)}, which are left out."]
+    return "\n".join([*lines, f"StragglerMonitor: {said}"])
+
+
+def figures(window: Window) -> dict[str, float]:
+    """Return what the loggers get of the last steps."""
+    sums, verdict = window.sums, window.verdict
+    return {
+        "straggler/rank": float(-1 if verdict.rank is None else verdict.rank),
+        "straggler/lost_share": sums.share,
+        "straggler/lost_seconds": sums.lost / sums.steps,
+        "straggler/step_seconds": sums.seconds / sums.steps,
+    }
+
+
+def _sentence(verdict: Verdict, hosts: Hosts) -> str:
+    assert verdict.rank is not None
+    lost, step = verdict.lost * 1000, verdict.step_seconds * 1000
+    return (
+        f"{_named(verdict.rank, hosts)} is slow in about {verdict.slow_steps} of {verdict.steps} steps: the others wait"
+        f" {lost:.0f} ms of each {step:.0f} ms step for it ({verdict.share:.0%}), in {verdict.where}."
+    )
+
+
+def _named(rank: int, hosts: Hosts) -> str:
+    return f"rank {rank} (host {hosts[rank]})" if rank in hosts else f"rank {rank}"
+
+
+def _table(ranks: list[RankSums], hosts: Hosts) -> str:
+    parts = ("data loading", "forward and backward", "callbacks", "waiting")
+    headings = ("rank", "host", *parts, "was last", "share of lost time")
+    lost = sum(one.lost for one in ranks)
+    rows = []
+    for rank, one in enumerate(ranks):
+        times = [f"{seconds * 1000:.1f}" for seconds in one.mean] if one.mean else ["-"] * 4
+        share = f"{one.lost / lost if lost else 0:.0%}"
+        rows.append((rank, hosts.get(rank, "-"), *times, one.last, share))
+    title = "StragglerMonitor: means of a step [ms], how often a rank was last"
+    return f"{title}\n{plain_table(headings, rows)}"

@@ -21,7 +21,6 @@ from lightning_lockstep._lightning import (
 )
 from lightning_lockstep._text import say
 from lightning_lockstep._trainer import weights_only_of_run
-from lightning_lockstep.deepspeed.builds import load_ops, needed_builders
 from lightning_lockstep.deepspeed.checkpoints.files import is_deepspeed_checkpoint
 from lightning_lockstep.deepspeed.checkpoints.resuming import (
     Load,
@@ -41,7 +40,7 @@ from lightning_lockstep.deepspeed.engine import (
 )
 from lightning_lockstep.deepspeed.engine_adapters import EngineAdapter, gradients_of
 from lightning_lockstep.deepspeed.engine_trials import EngineTrials, without_engine
-from lightning_lockstep.deepspeed.importing import import_deepspeed
+from lightning_lockstep.deepspeed.importing import import_deepspeed, load_ops, needed_builders
 from lightning_lockstep.deepspeed.precision import resolve_deepspeed_precision
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.checkpoint_folder import saved_at

@@ -87,9 +87,7 @@ class LeakCheck:
         if not self.process_group and _has_process_group():
             sys.modules["torch.distributed"].destroy_process_group()
         if "lightning_lockstep._lightning" in sys.modules:
-            from lightning_lockstep._trainer import restore_data_classes
-
-            restore_data_classes()
+            _restore_data_classes()
 
     def _environment_leaks(self, allowed: set[str]) -> list[str]:
         leaks = []
@@ -141,6 +139,23 @@ def _has_process_group() -> bool:
     # Looked up, not imported: a test that never used torch should not pay for it.
     dist = sys.modules.get("torch.distributed")
     return dist is not None and bool(dist.is_available()) and bool(dist.is_initialized())
+
+
+def _restore_data_classes() -> None:
+    """Take away what Lightning leaves in torch's classes when a program's loader hook raises."""
+    from torch.utils.data import BatchSampler, DataLoader
+
+    classes: list[type] = [DataLoader, BatchSampler]
+    for cls in classes:
+        classes += cls.__subclasses__()
+        for name in ("__init__", "__setattr__", "__delattr__"):
+            method = own = vars(cls).get(name)
+            while getattr(own, "__globals__", {}).get("__name__", "").endswith("fabric.utilities.data"):
+                own = own.__wrapped__  # type: ignore[union-attr]
+            if own is not method:
+                setattr(cls, name, own)
+            if f"__old{name}" in vars(cls):
+                delattr(cls, f"__old{name}")
 
 
 def _command(process: psutil.Process) -> str:

@@ -41,9 +41,8 @@ class SavedOptimizer:
         first = entries_of_ranks[0]
         # How many values follow those of the parameters in each vector; the float32 copies are saved without.
         paddings = states[0].get("group_paddings") or [0] * len(vectors[0])
-        kinds, self.odd = _kinds(
-            first, vectors[0], paddings
-        )  # odd: why values cannot be told apart, or nothing
+        # `odd`: why values cannot be told apart, or nothing.
+        kinds, self.odd = _kinds(first, vectors[0], paddings)
         groups = _torch_state(states[0])["param_groups"]
         shapes = checkpoint.model_states[0]["param_shapes"]
         # Float32 weights, by the names of the parameters.

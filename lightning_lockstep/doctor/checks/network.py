@@ -163,17 +163,13 @@ def _backend(ranks: Ranks, backend: str, paths: Paths) -> Iterator[Finding]:
         lines = [f"export {variable}={value}  # on {host}" for host, value in values.items()]
         if len(set(values.values())) == 1:
             lines = [f"export {variable}={next(iter(values.values()))}"]
-        told = f"{first.evidence}. {_cured(ranks, variable, values)}"
+        given = {facts["variables"].get(variable) for facts in ranks.facts.values()} - {None}
+        why = f"it was set to {', '.join(sorted(given))}" if given else _UNSET[variable]
+        how = f"{variable}={listed(list(dict.fromkeys(values.values())), _SHOWN)}"
+        told = f"{first.evidence}. It works with {how}; {why}"
         first = replace(first, evidence=told, fix=tuple(lines))
         break
     yield first
-
-
-def _cured(ranks: Ranks, variable: str, values: Mapping[str, str]) -> str:
-    """Return that a variable helps, and why."""
-    given = {facts["variables"].get(variable) for facts in ranks.facts.values()} - {None}
-    why = f"it was set to {', '.join(sorted(given))}" if given else _UNSET[variable]
-    return f"It works with {variable}={listed(list(dict.fromkeys(values.values())), _SHOWN)}; {why}"
 
 
 def _interfaces(ranks: Ranks, paths: Paths) -> dict[str, str]:
@@ -251,14 +247,10 @@ class Trial:
         return {rank: fault for rank, fault in self.faults.items() if kinds[rank] == first}
 
     def finding(self) -> Finding:
-        return self._failure() if self.step else self._success()
-
-    def _success(self) -> Finding:
-        seconds = max(steps["large"]["seconds"] for steps in self.answers.values())
-        evidence = f"{len(self.answers)} ranks connect, all-reduce correct, one of 16 MB takes"
-        return ok(self.backend, f"{evidence} {time_in_words(seconds)}")
-
-    def _failure(self) -> Finding:
+        if not self.step:
+            seconds = max(steps["large"]["seconds"] for steps in self.answers.values())
+            evidence = f"{len(self.answers)} ranks connect, all-reduce correct, one of 16 MB takes"
+            return ok(self.backend, f"{evidence} {time_in_words(seconds)}")
         step, blamed, faults = _NAMES.get(self.step, self.step), self.blamed, self.faults
         where = "all ranks" if len(blamed) == len(self.answers) else ranks_in_words(blamed)
         lines = [f"the step {step!r} failed on {where}: {listed(self._errors(blamed), _SHOWN)}"]

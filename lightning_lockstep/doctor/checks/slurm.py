@@ -107,7 +107,9 @@ def _devices(environ: Mapping[str, str]) -> int | None:
 
 
 def _mpi_types(machine: Machine, done: Completed) -> Finding:
-    subject, offered = "MPI types", _types_in(done.output + done.error)
+    # One a line, below a title.
+    names = re.findall(r"^\s*(?:srun:)?[ \t]*(\w+)[ \t]*$", done.output + done.error, re.MULTILINE)
+    subject, offered = "MPI types", [name for name in dict.fromkeys(names) if name != "none"]
     if not offered:
         why = "srun --mpi=list gave no answer in time" if done.timed_out else "srun --mpi=list names none"
         return warning(subject, f"{why}: {(done.error or done.output).strip()[:200]}")
@@ -117,7 +119,9 @@ def _mpi_types(machine: Machine, done: Completed) -> Finding:
     vendor = str(machine.probe("mpi_library").facts.get("vendor", ""))
     wanted = _TYPES.get(vendor, ())
     fitting = [kind for kind in offered if kind.startswith(wanted)]
-    default = machine.environment.get("SLURM_MPI_TYPE") or _default_type(machine)
+    config = machine.run(["scontrol", "show", "config"], _ASK).output
+    of_cluster = re.search(r"^MpiDefault\s*=\s*(\S+)", config, re.MULTILINE)
+    default = machine.environment.get("SLURM_MPI_TYPE") or (of_cluster[1] if of_cluster else "")
     if not wanted or default in fitting:
         return ok(subject, f"{listed}, by default {default or 'none'}; mpi4py loads {vendor or '?'}")
     evidence = f"{listed}, by default {default or 'none'}; mpi4py's {vendor} needs {' or '.join(wanted)}"
@@ -125,17 +129,6 @@ def _mpi_types(machine: Machine, done: Completed) -> Finding:
         return warning(subject, evidence, f"srun --mpi={fitting[0]} lockstep-train strategy=mpi")
     fix = "# in the batch script, without srun: lockstep-train strategy=mpi strategy.hostfile=HOSTFILE"
     return problem(subject, f"{evidence}: under srun each rank would be rank 0 of 1", fix)
-
-
-def _types_in(output: str) -> list[str]:
-    names = re.findall(r"^\s*(?:srun:)?[ \t]*(\w+)[ \t]*$", output, re.MULTILINE)  # one a line, below a title
-    return [name for name in dict.fromkeys(names) if name != "none"]
-
-
-def _default_type(machine: Machine) -> str:
-    shown = machine.run(["scontrol", "show", "config"], _ASK).output
-    found = re.search(r"^MpiDefault\s*=\s*(\S+)", shown, re.MULTILINE)
-    return found[1] if found else ""
 
 
 def _time(machine: Machine, job: str) -> Finding:

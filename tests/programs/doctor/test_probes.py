@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from lightning_lockstep._system import run_program
+from lightning_lockstep._system import NOT_FOUND, run_program
 from lightning_lockstep.doctor.machine import Limits, Machine
 
 
@@ -25,7 +25,7 @@ def test_this_machine() -> None:
     assert machine.python.packages["torch"] and machine.python.executable == sys.executable
     assert isinstance(machine.limits, Limits) and machine.limits.cores >= 1
     assert machine.read_text("/absent/file") is None and not machine.exists("/absent")
-    assert machine.run(["absent-program"]).is_missing
+    assert machine.run(["absent-program"]).returncode == NOT_FOUND
     assert machine.run([sys.executable, "-c", "print('\\xff' * 3)"]).succeeded
     assert machine.glob("/proc/self/stat*")
 

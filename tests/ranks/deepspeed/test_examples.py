@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_lockstep.deepspeed.builds import load_ops
+from lightning_lockstep.deepspeed.importing import load_ops
 from lightning_lockstep.errors import LaunchError, RankFailedError
 from tests.common.deepspeed import run_config
 from tests.common.deepspeed.example_configs import HAS_FLOAT16, OF_DEEPSPEED, OF_TRANSFORMERS

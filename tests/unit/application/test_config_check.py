@@ -46,21 +46,19 @@ WRONG = [
         ("strategy.grace_period=0", "more than 0"),
         ("seed=1,2", "Add -m to run a job for each, or write a list as seed=[1,2]."),
         ("ckpt_path=nowhere.ckpt", "ckpt_path=nowhere.ckpt: there is no checkpoint"),
-        ("model.lr=0.1", "Did you mean 'learning_rate'?"),
-        ("lr=0.1", "Did you mean 'model.learning_rate'?"),
-        ("gpus=2", "Did you mean 'trainer.devices'?"),
-        ("trainer.epochs=2", "Did you mean 'max_epochs'?"),
+        ("model.lr=0.1", "It has: width, norm, dropout, num_classes, in_channels, learning_rate"),
+        ("learning_rat=0.1", "Did you mean 'model.learning_rate'?"),
+        ("trainer.epochs=2", "Did you mean 'min_epochs' or 'max_epochs'?"),
         ("mode=max", "Did you mean 'objective.mode'"),
-        ("resume=last", "Did you mean 'ckpt_path'?"),
         ("trainer/max_epochs=3", "Did you mean 'trainer.max_epochs'?"),
         ("model.hidden=3", "there is no key 'hidden' in 'model'. It has: width, norm, dropout, num_classes,"),
         ("trainer.strategy=ddp", "there is no key 'strategy' in 'trainer'. Did you mean 'strategy'?"),
-        ("logger=wandb_logger", "Did you mean 'wandb'?"),
+        ("logger=wandbb", "Did you mean 'wandb'?"),
         ("a:b=c", "'a:b=c' cannot be read ("),
     ],
     [
         ("trainer.fast_dev_run=maybe", "expected a whole number or true or false."),
-        ("precision=32", "group 'precision' has no option '32'. Did you mean '32-true'?"),
+        ("precision=32", "group 'precision' has no option '32'. It has: 16-mixed, 16-true, 32-true,"),
         (
             "+callbacks.auto_batch_size.margn=0.1",
             "AutoBatchSize has no setting 'margn'. Did you mean 'margin'",
@@ -72,40 +70,29 @@ WRONG = [
         ),
         ("data._target_=lightning_lockstep.demo.DigitData", "Did you mean 'DigitsData'?"),
         ("ckpt_path=last", "ckpt_path=last: no run under"),
-        ("strategy=lockstep_ddp", "Did you mean 'ddp'?"),
-        ("trainer.precision=fp16", "Did you mean '16-mixed'?"),
+        ("strategy=lockstep_ddp", "It has: ddp, "),
+        ("trainer.precision=fp16", "'16-mixed'"),
         ("+trainer.strategy=ddp", "the group 'strategy' sets this: write strategy=..."),
-        ("logger=false", "Did you mean 'none'?"),
+        ("logger=false", "group 'logger' has no option 'False'. It has: "),
         ("trainer.max_epochs", "'trainer.max_epochs' cannot be read ("),
         ("trainer.max_steps=true", "expected a whole number."),
         ("trainer.limit_val_batches=many", "expected a whole number, a number or null."),
     ],
     [
-        ("precision=null", "group 'precision' has no option 'None'. Did you mean 'default'?"),
+        ("precision=null", "group 'precision' has no option 'None'. It has: "),
         ("data._target_=no_such_module.Data", "cannot be imported. There is no module 'no_such_module'"),
         ("ckpt_path=3", "ckpt_path=3: expected text or null."),
-        ("strategy=ddp_find_unused_parameters_true", "Did you mean 'ddp'?"),
         ("callbacks=EarlyStopping", "Did you mean 'early_stopping'?"),
         ("trainer.max_epochs=-5", "max_epochs"),
     ],
     [
-        ("strategy=LockstepDDPStrategy", "Did you mean 'ddp'?"),
-        ("precision=fp16", "Did you mean '16-mixed'?"),
+        ("precision=fp16", "It has: 16-mixed, "),
         ("callbacks=ModelCheckpoint", "group 'callbacks' has no option 'ModelCheckpoint'."),
     ],
     [
         ("strategy=lockstep_xla_spmd", "Did you mean 'xla_spmd'?"),
-        ("precision=bf16", "Did you mean 'bf16-mixed'?"),
+        ("precision=bf16", "Did you mean 'bf16-true'?"),
         ("+callbacks=overflow", "is in the configuration already: write callbacks=overflow"),
-    ],
-    [
-        ("strategy=lockstep_fsdp", "Did you mean 'fsdp'?"),
-    ],
-    [
-        ("strategy=auto", "Did you mean 'single'?"),
-    ],
-    [
-        ("strategy=null", "Did you mean 'single'?"),
     ],
 ]
 
@@ -219,13 +206,6 @@ def test_the_global_batch_has_a_sample_for_each_rank_and_micro_batch() -> None:
     assert "expected a multiple of trainer.accumulate_grad_batches=2 under strategy=single" in only(
         faults_of("data.global_batch_size=35", "strategy=single", two[1])
     )
-
-
-def test_a_model_that_takes_other_samples_than_the_data_yields_is_named() -> None:
-    text = "the model takes images with a class each; the data are windows of bytes."
-    assert f"model=cnn does not fit data=source_text: {text}" in faults_of("data=source_text")
-    # Torch's own says nothing.
-    assert faults_of("data=source_text", "~model", "+model._target_=torch.nn.Identity") == []
 
 
 def test_several_devices_need_a_strategy() -> None:

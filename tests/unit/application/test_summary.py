@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from lightning_lockstep._application.overrides import Sweep
 from lightning_lockstep._application.records import (
     Summary,
     read_metrics,
@@ -16,7 +17,6 @@ from lightning_lockstep._application.records import (
     show,
     write,
 )
-from lightning_lockstep._application.sweep import Sweep
 
 SUMMARY = Summary(
     metrics={"val_loss": 0.5, "train_loss": float("nan")},

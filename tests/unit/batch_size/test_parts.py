@@ -10,7 +10,7 @@ import torch
 
 from lightning_lockstep import find_executable_batch_size
 from lightning_lockstep.batch_size.split_step import LogRecord, merged_extra, samples_in, split
-from lightning_lockstep.callbacks.effective_batch_size import plan_effective_batch, scaled_learning_rate
+from lightning_lockstep.callbacks.effective_batch_size import plan_effective_batch
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError
 
 
@@ -43,12 +43,6 @@ def test_any_global_batch_is_kept_where_parts_may_differ(requested, ranks, large
     plan = plan_effective_batch(requested, ranks=ranks, largest=largest, any_size=True)
     assert (plan.sizes, str(plan), plan.exact) == (sizes, text, True)
     assert plan.micro_batch <= largest
-
-
-def test_learning_rates_scale():
-    assert scaled_learning_rate(0.1, total=512, reference=128, scaling="linear") == pytest.approx(0.4)
-    assert scaled_learning_rate(0.1, total=512, reference=128, scaling="sqrt") == pytest.approx(0.2)
-    assert scaled_learning_rate(0.1, total=512, reference=128, scaling=None) == 0.1
 
 
 Pair = namedtuple("Pair", "x name")

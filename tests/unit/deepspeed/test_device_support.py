@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from lightning_lockstep._lightning import Precision
-from lightning_lockstep.deepspeed.builds import needed_builders
 from lightning_lockstep.deepspeed.device_support import refuse_or_adapt
-from lightning_lockstep.deepspeed.importing import import_deepspeed
+from lightning_lockstep.deepspeed.importing import import_deepspeed, needed_builders
 from lightning_lockstep.deepspeed.precision import resolve_deepspeed_precision
 from lightning_lockstep.errors import ConfigurationError
 from tests.common.deepspeed.example_configs import NVME, OFFLOADED, PARTLY_OFFLOADED, RATIO, optimizer, zero

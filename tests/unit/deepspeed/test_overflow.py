@@ -10,7 +10,7 @@ import torch
 
 from lightning_lockstep import ConfigurationError
 from lightning_lockstep.deepspeed.engine_adapters import adapter_of, gradients_of
-from lightning_lockstep.overflow.diagnose import Counters, Response
+from lightning_lockstep.overflow.diagnose import Response
 from lightning_lockstep.overflow.settings import OverflowSettings
 
 
@@ -46,7 +46,7 @@ class Alone:
 def test_an_ordinary_skip_of_a_loss_scale_is_no_alarm(engine: Any, loss: float, why: str | None) -> None:
     nothing: Any = None
     publisher: Any = Alone()
-    response = Response(nothing, nothing, OverflowSettings(), nothing, publisher, Counters(), engine)
+    response = Response(nothing, nothing, OverflowSettings(), nothing, publisher, nothing, engine)
     record: Any = SimpleNamespace(loss=torch.tensor(loss), activation_flag=None)
     found = response._why_alarm(record)
     assert found is None if why is None else found is not None and why in found

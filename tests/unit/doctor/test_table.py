@@ -6,8 +6,8 @@ from textwrap import indent
 
 import pytest
 
+from lightning_lockstep.doctor.command import console, print_fixes, print_result
 from lightning_lockstep.doctor.registry import CheckResult, Finding, Status, ok, problem, warning
-from lightning_lockstep.doctor.table import console, print_fixes, print_result
 
 
 def test_lines_to_paste_are_printed_once_for_all_findings_that_need_them(

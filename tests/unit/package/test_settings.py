@@ -25,15 +25,12 @@ def said(check: Callable[[Faults], Any]) -> list[str]:
         lambda f: f.check(True, "a", 1, "anything"),
         lambda f: f.choice("mode", "model", ("model", "off")),
         lambda f: f.choice("limit", None, ("shard", None)),
-        lambda f: f.number("share", 0.5, above=0, most=1),
-        lambda f: f.number("share", 1, above=0, most=1),
+        lambda f: f.number("share", 0.5, above=0, below=1),
         lambda f: f.number("share", 0, least=0, below=1),
-        lambda f: f.number("seconds", None, optional=True),
         lambda f: f.whole("count", 1),
         lambda f: f.whole("count", 0, least=0, most=0),
         lambda f: f.whole("count", None, optional=True),
         lambda f: f.flag("fold", False),
-        lambda f: f.flag("fold", None, optional=True),
     ],
 )
 def test_what_is_right_adds_nothing(check: Callable[[Faults], Any]) -> None:
@@ -54,8 +51,8 @@ def test_what_is_right_adds_nothing(check: Callable[[Faults], Any]) -> None:
             "hook='zip': expected one of 'fp16' or a function.",
         ),
         (
-            lambda f: f.number("share", 1.5, what="a share", above=0, most=1),
-            "share=1.5: expected a share, more than 0 and at most 1.",
+            lambda f: f.number("share", 1.5, what="a share", above=0, below=1),
+            "share=1.5: expected a share, more than 0 and less than 1.",
         ),
         (
             lambda f: f.number("share", 1, least=0, below=1),
@@ -65,8 +62,8 @@ def test_what_is_right_adds_nothing(check: Callable[[Faults], Any]) -> None:
         (lambda f: f.number("time", math.inf, above=0), "time=inf: expected a number, more than 0."),
         (lambda f: f.number("time", True), "time=True: expected a number."),
         (
-            lambda f: f.number("time", "5", what="seconds", above=0, such_as=30, optional=True),
-            "time='5': expected seconds, more than 0, such as 30, or None.",
+            lambda f: f.number("time", "5", what="seconds", above=0, such_as=30),
+            "time='5': expected seconds, more than 0, such as 30.",
         ),
         (lambda f: f.number("time", None), "time=None: expected a number."),
         (lambda f: f.whole("count", 0), "count=0: expected a whole number from 1."),
@@ -80,7 +77,6 @@ def test_what_is_right_adds_nothing(check: Callable[[Faults], Any]) -> None:
             "code=300: expected a whole number from 0 to 255.",
         ),
         (lambda f: f.flag("fold", 1), "fold=1: expected true or false."),
-        (lambda f: f.flag("fold", "no", optional=True), "fold='no': expected true or false, or None."),
     ],
 )
 def test_what_is_wrong_is_said_with_what_was_given_and_what_was_expected(
@@ -116,33 +112,9 @@ def test_the_nearest_names_ignore_case_and_stay_silent_when_nothing_is_near() ->
     assert did_you_mean("DDP", ["ddp", "single"]) == " Did you mean 'ddp'?"
     assert did_you_mean("max_epoch", epochs) == " Did you mean 'max_epochs' or 'min_epochs'?"
     assert did_you_mean("max_epoch", epochs, most=1) == " Did you mean 'max_epochs'?"
-    assert did_you_mean("Lock", ["lockstep_train_with_all"]) == " Did you mean 'lockstep_train_with_all'?"
     assert did_you_mean("xyz", ["ddp", "single"]) == did_you_mean("", ["ddp"]) == ""
-    assert nearest("DPP", ["ddp", "single"]) == "ddp"
-    assert nearest("xyz", ["ddp", "single"]) is None
-
-
-@pytest.mark.parametrize(
-    ("given", "known", "near"),
-    [
-        ("lr", ["learning_rate", "layers"], "learning_rate"),
-        ("early-stopping", ["early_stopping", "stop"], "early_stopping"),
-        ("SyncedEarlyStopping", ["lr_monitor", "early_stopping"], "early_stopping"),
-        ("ddp_spawn", ["mpi", "ddp"], "ddp"),
-        ("gpt", ["cnn", "byte_gpt"], "byte_gpt"),
-        ("float16", ["32-true", "16-mixed"], "16-mixed"),
-        ("fsdp", ["ddp", "deepspeed_stage_3"], None),
-        ("full_shard", ["deepspeed_stage_3", "fsdp"], "fsdp"),
-        ("train", ["fit", "trainer"], "trainer"),
-        ("train", ["fit", "test"], "fit"),
-        ("*", ["*", "**"], None),
-        ("name", ["*.head"], None),
-    ],
-)
-def test_other_spellings_initials_and_what_others_call_it_are_near(
-    given: str, known: list[str], near: str | None
-) -> None:
-    assert nearest(given, known) == near
+    assert nearest("SyncedEarlyStopping", ["lr_monitor", "early_stopping"]) == ["early_stopping"]
+    assert nearest("fsdp", ["mpi", "single"]) == []
 
 
 def test_truth_values_and_what_is_not_finite_are_no_numbers() -> None:

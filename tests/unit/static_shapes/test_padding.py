@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lightning_lockstep import StaticShapes
-from lightning_lockstep.batch_size.padding import samples_in, with_lengths, with_samples
+from lightning_lockstep.batch_size.padding import with_lengths, with_samples
+from lightning_lockstep.batch_size.split_step import samples_in
 from lightning_lockstep.errors import ConfigurationError
 
 
@@ -40,7 +41,7 @@ def test_what_is_full_or_no_sample_stays() -> None:
     table = with_samples({"rows": torch.ones(2, 3), "weights": torch.ones(7)}, 4, {})
     assert table["rows"].shape == (4, 3) and table["weights"].shape == (7,)
     assert samples_in({"scale": torch.tensor(1.0), "rows": torch.ones(5)}) == 5
-    assert samples_in("text") is None
+    assert with_samples("text", 4, {}) == "text"
 
 
 def test_sequences_get_the_smallest_length_that_holds_them() -> None:

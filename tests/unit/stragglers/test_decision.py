@@ -7,19 +7,22 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from lightning_lockstep.stragglers.report import change_line, figures, report
 from lightning_lockstep.stragglers.verdict import (
     NOBODY,
-    Step,
     StragglerTracker,
     Sums,
+    Times,
     Verdict,
     Window,
+    change_line,
     decide,
+    figures,
+    report,
 )
 from lightning_lockstep.stragglers.waiting import RankTimes
 
 STEP = 0.1
+Step = tuple[int, Times]
 
 
 def step(number: int, cost: dict[int, float], *, ranks: int = 2, part: int = 1) -> Step:
@@ -30,7 +33,7 @@ def step(number: int, cost: dict[int, float], *, ranks: int = 2, part: int = 1) 
         own[part] += cost.get(rank, 0.0)
         # The reduction itself takes all of them as long.
         times[rank] = RankTimes(*own, sum(cost.values()) - cost.get(rank, 0.0) + 0.02)
-    return Step(number, times)
+    return number, times
 
 
 def steps(count: int, cost: Callable[[int], dict[int, float]], **options: int) -> list[Step]:
@@ -40,7 +43,7 @@ def steps(count: int, cost: Callable[[int], dict[int, float]], **options: int) -
 def decided(given: Sequence[Step], *, ranks: int = 2, before: Verdict = NOBODY) -> Verdict:
     sums = Sums(ranks)
     for one in given:
-        sums.add(one)
+        sums.add(one[1])
     return decide(sums, min_share=0.05, before=before)
 
 
@@ -96,7 +99,7 @@ def test_a_value_near_the_limit_does_not_change_the_verdict() -> None:
 
 def track(given: Sequence[Step], every: int = 25, ranks: int = 2) -> tuple[StragglerTracker, list[Window]]:
     tracker = StragglerTracker(ranks, every_n_steps=every, min_share=0.05)
-    windows = [window for one in given if (window := tracker.add(one)) is not None]
+    windows = [window for one in given if (window := tracker.add(*one)) is not None]
     last = tracker.decide_now()
     return tracker, windows + ([last] if last else [])
 
@@ -118,7 +121,7 @@ def test_a_line_when_it_changes_and_only_then() -> None:
 
 def test_few_steps_name_nobody_until_the_run_is_over() -> None:
     tracker = StragglerTracker(2, every_n_steps=4, min_share=0.05)
-    windows = [tracker.add(one) for one in steps(12, lambda i: {1: 0.05})]
+    windows = [tracker.add(*one) for one in steps(12, lambda i: {1: 0.05})]
     assert windows == [None] * 12
     assert tracker.conclusion().rank == 1
     _, windows = track(steps(24, lambda i: {1: 0.05}), every=4)

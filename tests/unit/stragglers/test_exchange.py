@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_lockstep import ConfigurationError, StragglerMonitor
+from lightning_lockstep.distributed.side_channel.channel import Message
 from lightning_lockstep.stragglers.exchange import Collection
 from lightning_lockstep.stragglers.verdict import StragglerTracker
 from lightning_lockstep.stragglers.waiting import OwnStep, StepTimer, _Wait
@@ -54,9 +55,9 @@ def test_what_comes_after_the_backward_pass_itself_is_a_wait() -> None:
 # -- what rank 0 collects -------------------------------------------------------------------------------
 
 
-def message(first: int, last: int, **changes: Any) -> dict[str, Any]:
+def message(rank: int, first: int, last: int, *, final: bool = False) -> Message:
     steps = [[number, 0.0, 1.0, 0.0, 0.1] for number in range(first, last + 1)]
-    return {"host": "h", "final": False, "reached": last, "steps": steps, **changes}
+    return Message("straggler", rank, {"host": "h", "final": final, "reached": last, "steps": steps})
 
 
 def collection(world_size: int = 2) -> Collection:
@@ -65,22 +66,22 @@ def collection(world_size: int = 2) -> Collection:
 
 def test_steps_are_compared_when_the_last_rank_has_sent_them() -> None:
     rank_0 = collection()
-    rank_0.take(0, message(0, 29))
+    rank_0.take(message(0, 0, 29))
     assert rank_0.tracker.total.steps == 0
-    rank_0.take(1, message(0, 14))
+    rank_0.take(message(1, 0, 14))
     assert rank_0.tracker.total.steps == 15
-    rank_0.take(1, message(15, 29))
+    rank_0.take(message(1, 15, 29))
     assert rank_0.tracker.total.steps == 30
     assert [window.since for window in rank_0.windows] == [0, 20], "not after 10, which are too few"
 
 
 def test_the_end_waits_for_nobody_who_is_missing() -> None:
     rank_0 = collection()
-    rank_0.take(0, message(0, 4, final=True))
+    rank_0.take(message(0, 0, 4, final=True))
     assert not rank_0.complete
     rank_0.finish()
     assert rank_0.missing == {1} and rank_0.tracker.total.steps == 5
-    rank_0.take(1, message(0, 4, final=True))
+    rank_0.take(message(1, 0, 4, final=True))
     assert rank_0.tracker.total.steps == 5, "what comes later is left out"
     assert rank_0.tracker.total.ranks[0].mean is not None and rank_0.tracker.total.ranks[1].mean is None
 

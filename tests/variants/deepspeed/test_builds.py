@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_lockstep.deepspeed.builds import load_ops
-from lightning_lockstep.deepspeed.importing import import_deepspeed
+from lightning_lockstep.deepspeed.importing import import_deepspeed, load_ops
 from lightning_lockstep.distributed import shut_down
 from lightning_lockstep.errors import LockstepError
 from tests.helpers import RankOutcome, run_ranks, run_ranks_raw
