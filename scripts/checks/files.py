@@ -74,7 +74,7 @@ def examples() -> Iterator[str]:
             module, last = (name, "") if name in public else name.rpartition(".")[::2]
             if name.partition(".")[0] == "lightning_lockstep" and last not in public.get(module, ()):
                 yield f"{at(path, line)}: an example imports {name}, which no public module names"
-    program = ROOT / "tests" / "common" / "package" / "typed_program.py"
+    program = ROOT / "scripts" / "typed_program.py"
     used = {name.rpartition(".")[2] for _, name in imports_of(ast.parse(program.read_text()))}
     for name in sorted(public["lightning_lockstep"] - used - {"", "__version__"}):
         yield f"{at(program)}: the program that type checkers get does not use {name}"
