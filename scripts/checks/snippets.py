@@ -296,7 +296,8 @@ def error_of(command: Snippet, part: str) -> Exception | None:
             if part == "lightning-hydra-template" and not command.text.startswith("ckpt_path"):
                 compose_in(ROOT / "examples" / "foreign_app", words)
             else:
-                assert faults_of(*words) == []
+                faults = faults_of(*words)
+                assert not faults, faults
         elif (project := project_of(command)) is None:
             look_at(command, *parts_of(command.text))
         else:
@@ -329,7 +330,8 @@ def look_at(command: Snippet, program: str, arguments: list[str]) -> None:
     """Check what starts nothing, or no Python of ours."""
     if program == "lockstep-train":
         # What the command itself finds out before it starts anything; a sweep's first job stands for all.
-        assert faults_of(*(word for word in first_job(arguments) if word not in ELSEWHERE)) == []
+        faults = faults_of(*(word for word in first_job(arguments) if word not in ELSEWHERE))
+        assert not faults, faults
     elif program == "lockstep-doctor":
         from lightning_lockstep.doctor.command import read
 

@@ -13,8 +13,6 @@ from tests.common.loaders.same_numbers import difference, fitted
 from tests.helpers import run_ranks
 
 SHARD: dict[str, Any] = {"iterable_datasets": "shard"}
-
-
 FLOAT32: dict[str, Any] = {"dtype": torch.float32}
 
 
