@@ -61,7 +61,6 @@ WRONG = [
         ("+trainer.strategy=ddp", "the group 'strategy' sets this: write strategy=..."),
         ("trainer.max_steps=true", "expected a whole number."),
         ("trainer.max_epochs=-5", "max_epochs"),
-        ("callbacks=ModelCheckpoint", "group 'callbacks' has no option 'ModelCheckpoint'."),
     ],
     [
         ("strategy=null", "Did you mean 'single'?"),
