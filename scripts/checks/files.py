@@ -1,4 +1,4 @@
-"""What visitors of the repository get fits together: costs, pictures, examples, the citation and forms for issues."""
+"""What people get fits together: costs, pictures, examples, config files, the citation and forms for issues."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import yaml
-from repository import ROOT, at, imports_of
+from repository import PACKAGE, ROOT, at, imports_of
 
 README = ROOT / "README.md"
 
@@ -19,6 +19,7 @@ def problems() -> Iterator[str]:
     yield from results()
     yield from releases()
     yield from examples()
+    yield from config_files()
     yield from citation_and_forms()
 
 
@@ -74,10 +75,27 @@ def examples() -> Iterator[str]:
             module, last = (name, "") if name in public else name.rpartition(".")[::2]
             if name.partition(".")[0] == "lightning_lockstep" and last not in public.get(module, ()):
                 yield f"{at(path, line)}: an example imports {name}, which no public module names"
-    program = ROOT / "tests" / "common" / "package" / "typed_program.py"
+    program = ROOT / "scripts" / "typed_program.py"
     used = {name.rpartition(".")[2] for _, name in imports_of(ast.parse(program.read_text()))}
     for name in sorted(public["lightning_lockstep"] - used - {"", "__version__"}):
         yield f"{at(program)}: the program that type checkers get does not use {name}"
+
+
+def config_files() -> Iterator[str]:
+    """A config file opens with a comment, and explains each of its keys in one."""
+    for path in sorted((PACKAGE / "conf").rglob("*.yaml")):
+        lines, in_defaults = path.read_text().splitlines(), False
+        opening = [line for line in lines[:3] if line.startswith("# ") and not line.startswith("# @package")]
+        if not opening and len(lines) > 3:
+            yield f"{at(path)}: expected a comment in the first line that says what it is"
+        for number, line in enumerate(lines, 1):
+            if re.match(r"\S", line):
+                in_defaults = line.startswith("defaults:")
+            value = re.match(r"\s*(\w+): +[^#\s]", line)
+            if in_defaults or value is None or value[1] == "_target_" or path.stem == "lockstep_train":
+                continue
+            if " # " not in line:
+                yield f"{at(path, number)}: expected a comment with the unit or the choices of {value[1]}"
 
 
 def citation_and_forms() -> Iterator[str]:

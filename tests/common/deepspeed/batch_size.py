@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from lightning_lockstep import AutoBatchSize, EffectiveBatchSize, LockstepDeepSpeedStrategy
 from lightning_lockstep._lightning import Callback, LightningModule, Trainer
-from tests.common.batch_size.models import FULL, RunPeak, _FailsInBackward, largest
+from tests.common.batch_size.models import FULL, _FailsInBackward, largest
 from tests.common.deepspeed import run_config
 from tests.common.deepspeed.run_config import loader
-
-STAGES = (0, 1, 2, 3)
-MIB = 2**20
-LARGER_TOO = (1, 3)  # stages that are also run with a batch twice as large as the one found
 
 
 class Walled(LightningModule):
@@ -61,26 +55,6 @@ class Walled(LightningModule):
         return loader(self.batch_size, 256)
 
     val_dataloader = train_dataloader
-
-
-class Big(LightningModule):
-    """9 MB of parameters and about 0.4 MB of activations per sample."""
-
-    def __init__(self, batch_size: int = 32) -> None:
-        super().__init__()
-        self.batch_size = batch_size
-        self.layers = nn.Sequential(nn.Linear(8, 1000), nn.ReLU(), nn.Linear(1000, 1000), nn.ReLU())
-        self.more = nn.Sequential(nn.Linear(1000, 1000), nn.ReLU(), nn.Linear(1000, 300))
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        hidden = self.more(self.layers(batch[0]))
-        return nn.functional.pad(hidden, (0, 30000)).square().abs().pow(2).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=1e-4)
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(TensorDataset(torch.randn(8000, 8)), self.batch_size)
 
 
 def trainer(strategy: Any, *callbacks: Any, **options: Any) -> Trainer:
@@ -157,47 +131,12 @@ class Counts(Callback):
         )
 
 
-def other_loops(folder: str, evaluated: tuple[int, ...], fitted: tuple[int, ...]) -> list[Any]:
-    """Sizes of evaluations in some stages, and what fits in others keep of the global batch."""
-    found: list[Any] = []
-    for stage in evaluated:
-        callback, module = AutoBatchSize(margin=0, max_val=24), Walled("forward")
-        trainer(stage, callback, limit_val_batches=2, default_root_dir=folder).validate(module, verbose=False)
-        found.append(module.sizes)
-    for stage in fitted:
-        counts = Counts()
-        callbacks = AutoBatchSize(margin=0, max_val=24), EffectiveBatchSize(64), counts
-        trainer(stage, *callbacks, default_root_dir=folder).fit(Walled("backward"))
-        found.append(counts.found)
-    kept = AutoBatchSize(margin=0), counts
-    trainer(2, *kept, default_root_dir=folder).fit(Walled("backward", batch_size=16))
-    return [*found, counts.found]
-
-
-def real_limits(folder: str, stages: tuple[int, ...], room: int = 190) -> list[Any]:
-    """Search in some stages within this memory [MiB], and train with what was found, and with twice as much."""
-    found = []
-    options: dict[str, Any] = {"default_root_dir": folder}
-    trainer(stages[0], max_steps=1, **options).fit(Big())  # what is loaded once is no part of a run's memory
-    for stage in stages:
-        gc.collect()
-        resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-        # Of the second stage rank 1 has less.
-        limit = resident + (230 - 40 * torch.distributed.get_rank() if found else room) * MIB
-        callback, peak, module = largest(memory_limit=limit), RunPeak(), Big()
-        trainer(stage, callback, peak, max_steps=3, **options).fit(module)
-        larger = RunPeak()
-        if stage in LARGER_TOO:
-            trainer(stage, larger, max_steps=2, **options).fit(Big(module.batch_size * 2))
-        found.append((stage, module.batch_size, peak.peak, limit, larger.peak))
-    return found
-
-
-def check_limits(both: list[list[Any]]) -> None:
-    for ranks in zip(*both, strict=True):
-        stage, size = ranks[0][:2]
-        assert {each[1] for each in ranks} == {size} and 50 < size < 600, stage
-        # The limit is one of data, and the peak of resident memory, which C libraries share out by threads.
-        assert all(peak < 1.08 * limit for _, _, peak, limit, _ in ranks), (stage, ranks)
-        if stage in LARGER_TOO:
-            assert any(larger > limit for *_, limit, larger in ranks), stage
+def other_loops(folder: str) -> list[Any]:
+    """Sizes of an evaluation, and what fits keep of the global batch."""
+    callback, module = AutoBatchSize(margin=0, max_val=24), Walled("forward")
+    trainer(2, callback, limit_val_batches=2, default_root_dir=folder).validate(module, verbose=False)
+    fitted, kept = Counts(), Counts()
+    callbacks = AutoBatchSize(margin=0, max_val=24), EffectiveBatchSize(64), fitted
+    trainer(1, *callbacks, default_root_dir=folder).fit(Walled("backward"))
+    trainer(2, AutoBatchSize(margin=0), kept, default_root_dir=folder).fit(Walled("backward", batch_size=16))
+    return [module.sizes, fitted.found, kept.found]

@@ -11,13 +11,6 @@ HAS_FLOAT16 = bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 #: Facts of https://www.deepspeed.ai/docs/config-json and of the tutorials beside it.
 OF_DEEPSPEED: dict[str, dict[str, Any]] = {
-    "getting-started": {
-        "train_batch_size": 8,
-        "gradient_accumulation_steps": 1,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.00015}},
-        "fp16": {"enabled": True},
-        "zero_optimization": True,
-    },
     "zero-infinity": {
         "zero_optimization": {
             "stage": 3,
@@ -90,29 +83,6 @@ OF_DEEPSPEED: dict[str, dict[str, Any]] = {
             "overlap_comm": True,
             "contiguous_gradients": True,
             "cpu_offload": False,
-        },
-    },
-    "all-sections": {
-        "train_micro_batch_size_per_gpu": 4,
-        "communication_data_type": "fp32",
-        "seq_parallel_communication_data_type": "fp32",
-        "gradient_predivide_factor": 1.0,
-        "dump_state": False,
-        "dataloader_drop_last": False,
-        "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "checkpoint": {"tag_validation": "Warn", "parallel_write": {"pipeline_stage": False}},
-        "data_efficiency": {"enabled": False, "data_sampling": {"enabled": False, "num_workers": 0}},
-        **{
-            section: {"enabled": False}
-            for section in (
-                "flops_profiler",
-                "tensorboard",
-                "wandb",
-                "csv_monitor",
-                "comms_logger",
-                "torch_autocast",
-            )
         },
     },
 }

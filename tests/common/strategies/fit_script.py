@@ -17,7 +17,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_lockstep
@@ -26,13 +25,8 @@ from lightning_lockstep.errors import BatchSizeError, LockstepError
 
 FAULT = sys.argv[1] if len(sys.argv) > 1 else "none"
 START = sys.argv[2] if len(sys.argv) > 2 else "popen"
-SIGNALS = {
-    "kill": signal.SIGKILL,
-    "term": signal.SIGTERM,
-    "predict": signal.SIGTERM,
-    "interrupt": signal.SIGINT,
-}
-GRACE = 2.0 if FAULT == "pruned" else 600.0 if FAULT == "raise@0" else 8.0
+SIGNALS = {"kill": signal.SIGKILL, "predict": signal.SIGTERM}
+GRACE = 600.0 if FAULT == "raise@0" else 8.0
 
 
 class Net(L.LightningModule):
@@ -63,16 +57,8 @@ class Net(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-class Pruned(Exception):
-    """What a sweep's pruning callback raises on every rank."""
-
-
 def provoke(rank: int) -> None:
     kind, _, where = FAULT.partition("@")
-    if kind == "pruned":
-        # The ranks of a sweep agree on it; a rank that is still between two batches would be stopped by the first's.
-        torch.distributed.barrier()
-        raise Pruned(f"on rank {rank}")
     if kind == "flood":
         threading.Thread(target=log_for_ever, args=(rank,), daemon=True).start()
     if kind == "endless":
@@ -147,10 +133,7 @@ def main() -> None:
     callbacks: list[Any] = []
     if FAULT == "endless":
         callbacks.append(lightning_lockstep.StopTogether(dirpath="stopped"))
-    saves = FAULT.startswith("interrupt")
-    if saves:
-        callbacks.append(ModelCheckpoint("saved", "{step}", every_n_train_steps=2))
-    options = {"logger": False, "enable_checkpointing": saves, "enable_progress_bar": False}
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1 if FAULT == "nodes" else 2,
@@ -166,13 +149,6 @@ def main() -> None:
     if FAULT.startswith("predict"):
         trainer.predict(net, DataLoader(data, batch_size=2))
         print("predicted all", flush=True)
-    if FAULT == "pruned":
-        try:
-            trainer.fit(net, DataLoader(data, batch_size=16))
-        except Pruned as error:
-            print(f"caught {error}", flush=True)
-        time.sleep(1.5 * GRACE)  # the program evaluates, draws, loads its next data
-        return
     if FAULT.startswith("late"):
         for _ in range(2):  # each fit makes a process group of its own
             trainer.fit(net, DataLoader(data, batch_size=16))

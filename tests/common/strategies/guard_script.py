@@ -48,14 +48,6 @@ def part_ways(rank: int) -> None:
         dist.all_gather([torch.empty_like(given) for _ in range(2)], given)
     if CASE == "operations":
         dist.all_reduce(values) if rank == 0 else dist.broadcast(values, 0)
-    if CASE == "roots":
-        dist.broadcast(values, rank)
-    if CASE == "caught" and rank == 0:
-        try:
-            dist.all_reduce(values)
-        except RuntimeError as error:
-            print(f"caught {type(error).__name__}", flush=True)
-            raise
     if rank == 1:
         keep_waiting()
 

@@ -5,9 +5,7 @@ Starting ranks is what costs, and importing DeepSpeed, so three pairs of ranks r
 
 from __future__ import annotations
 
-import io
 import os
-from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from lightning_lockstep import (
     ConsolidateCheckpoints,
     LockstepDDPStrategy,
     LockstepDeepSpeedStrategy,
-    SyncedEarlyStopping,
 )
 from lightning_lockstep._lightning import LightningModule, ModelCheckpoint, Trainer
 from tests.common.distributed.mpi.launch import mpi_environ
@@ -302,56 +299,6 @@ def test_what_contradicts_or_cannot_be_is_said_by_name(found: Found) -> None:
             assert word in one[name], (name, one[name])
 
 
-# -- skipped steps ---------------------------------------------------------------------------------------
-
-
-class Exploding(Net):
-    """From the third batch on its gradients are not finite."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss * float("nan") if batch_idx >= 2 else loss
-
-
-def explodes() -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
-    for precision in ("bf16-mixed", "32-true"):
-        net, said = Exploding(), io.StringIO()
-        with redirect_stderr(said):
-            runner = trainer(LockstepDeepSpeedStrategy(stage=2), precision=precision)
-            runner.fit(net, loader(2))
-        lines = [line for line in said.getvalue().splitlines() if line.startswith("lightning-lockstep:")]
-        finite = all(parameter.isfinite().all() for parameter in net.parameters())
-        found[precision] = [lines, finite, runner.precision_plugin.history.skips]  # type: ignore[attr-defined]
-    return found
-
-
-def test_steps_that_are_skipped_in_a_row_are_said_once_by_rank_0(found: Found) -> None:
-    first, second = found["skipped"]
-    for precision in ("bf16-mixed", "32-true"):
-        lines, finite, skips = first[precision]
-        assert len(lines) == 1 and "just skipped 1 optimizer step" in lines[0], lines
-        assert finite and skips == 14
-        assert second[precision] == [[], True, 14]
-
-
-# -- callbacks -----------------------------------------------------------------------------------------
-
-
-def stops_early() -> list[int]:
-    found = []
-    for stage in (1, 3):
-        stop = SyncedEarlyStopping("val_loss", patience=0, min_delta=10.0, verbose=False)
-        runner = trainer(LockstepDeepSpeedStrategy(stage=stage), callbacks=[stop], max_epochs=5)
-        runner.fit(Net(), loader(), loader())
-        found.append(runner.current_epoch)
-    return found
-
-
-def test_early_stopping(found: Found) -> None:
-    assert found["early"] == ([2, 2], [2, 2])
-
-
 # -- One group of ranks for what is quick --
 
 Found = dict[str, tuple[Any, Any]]
@@ -362,8 +309,6 @@ def quick() -> dict[str, Any]:
         "refused": refusals(),
         "uneven accumulation": uneven_accumulation(),
         "bf16": half_curves(),
-        "skipped": explodes(),
-        "early": stops_early(),
     }
 
 

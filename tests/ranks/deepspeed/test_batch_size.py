@@ -1,6 +1,6 @@
 """AutoBatchSize under real DeepSpeed on two CPU ranks: the size, its memory, and a run that is as without a search.
 
-Other stages and options, and real limits of memory, are in ``tests/variants``.
+Other stages and options are in ``tests/variants``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def refusals(folder: str) -> list[str]:
 def searches(folder: str) -> dict[str, Any]:
     return {
         "runs": with_and_without(folder, SOME),
-        "loops": other_loops(folder, (2,), (1,)),
+        "loops": other_loops(folder),
         "refused": refusals(folder),
     }
 

@@ -219,12 +219,6 @@ def masks() -> list[list[int]]:
     return found
 
 
-def lbfgs() -> float:
-    net = Net(lambda net, batch, index: (net.weight * batch[0] - 1).square().mean(), torch.optim.LBFGS)
-    fit(net, DataLoader(rows(5), 2))
-    return moved(net)
-
-
 def cases() -> dict[str, Any]:
     for name in ("lightning.pytorch", "lightning_lockstep"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -244,7 +238,6 @@ def cases() -> dict[str, Any]:
         "joined": joined_by_hand(),
         "schedule": schedule(),
         "masks": masks(),
-        "lbfgs": lbfgs(),
         "two sizes": refused(
             BatchSizeError, lambda: fit(Net(mean_of), two, callbacks=[EffectiveBatchSize(6)])
         ),
@@ -303,20 +296,6 @@ def test_padding_leaves_nothing_in_a_module(found: list[dict[str, Any]]) -> None
 def test_ranks_draw_numbers_of_their_own(found: list[dict[str, Any]]) -> None:
     first, *others = [rank["masks"] for rank in found]
     assert all(mask != other for rank in others for mask, other in zip(first, rank, strict=True))
-
-
-def test_lbfgs_sees_the_loss_of_all_samples(found: list[dict[str, Any]]) -> None:
-    weight = torch.ones(1, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([weight], lr=0.1)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = (weight * torch.arange(5.0, dtype=torch.float64) - 1).square().mean()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    assert [rank["lbfgs"] for rank in found] == pytest.approx([float(weight.detach()) - 1] * RANKS, abs=1e-12)
 
 
 def test_what_the_ranks_do_not_have_alike_is_one_error_on_all(found: list[dict[str, Any]]) -> None:

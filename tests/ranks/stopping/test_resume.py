@@ -1,6 +1,6 @@
 """A resumed epoch goes on with the next batch, sample for sample, whatever the loader and the stop.
 
-The other loaders, stops and numbers of ranks are in ``tests/variants``.
+The other loaders are in ``tests/variants``, other numbers of ranks among the random programs.
 """
 
 from __future__ import annotations

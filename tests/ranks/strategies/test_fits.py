@@ -1,4 +1,4 @@
-"""Fits on two real ranks: precision, compression, and the same numbers as Lightning's DDP.
+"""Fits on two real ranks: precision, and the same numbers as Lightning's DDP.
 
 Starting ranks is what costs, so two pairs of ranks run nearly all the fits.
 """
@@ -171,28 +171,6 @@ def test_join_gives_the_weights_that_one_process_computes(anywhere: Found) -> No
         assert fitted == pytest.approx(reference, abs=1e-5)
 
 
-def none_fits() -> dict[str, Any]:
-    answers = {}
-    for name, options in {
-        "plain": {},
-        "unused": {"find_unused_parameters": True},
-        "static": {"static_graph": True},
-    }.items():
-        net = seeded(none_at=1)
-        trainer = fit(net, loader(4), strategy=LockstepDDPStrategy(**options))
-        answers[name] = (trainer.global_step, net.digest())
-    everyone = seeded(none_at=1, none_on=(0, 1))
-    answers["everyone"] = (fit(everyone, loader(4)).global_step, everyone.digest())
-    return answers
-
-
-def test_a_loss_of_none_on_one_rank_hangs_nobody(on_cpu: Found) -> None:
-    first, second = on_cpu["none"]
-    assert first == second, "the weights stay equal"
-    assert {steps for steps, _ in first.values()} == {8}
-    assert first["plain"] == first["unused"] == first["static"]
-
-
 def precision_fits() -> dict[str, Any]:
     answers: dict[str, Any] = {}
     for name in ("64-true", "32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"):
@@ -227,34 +205,6 @@ def test_each_precision_does_what_it_says(anywhere: Found, device: str) -> None:
         "16-true": ("16-true", ["float16"], False, "torch.float16"),
         "bf16-true": ("bf16-true", ["bfloat16"], False, "torch.bfloat16"),
     }
-
-
-def compressed_fits() -> dict[str, Any]:
-    answers = {}
-    for hook in (None, "fp16_compress", "bf16_compress", "power_sgd", doubled):
-        net = seeded()
-        fit(net, loader(4), strategy=LockstepDDPStrategy(ddp_comm_hook=hook), epochs=1)
-        answers[hook.__name__ if callable(hook) else str(hook)] = net.digest()
-    return answers
-
-
-def doubled(state, bucket):  # type: ignore[no-untyped-def]  # torch looks at annotations of hooks
-    """A hook of the user's: no reduction at all, twice the gradient."""
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer() * 2)
-    return done
-
-
-def test_gradient_compression_works_on_cpu_too(anywhere: Found) -> None:
-    first, second = anywhere["compressed"]
-    for name in ("None", "fp16_compress", "bf16_compress", "power_sgd"):
-        assert first[name] == second[name], name
-    assert first["fp16_compress"] == pytest.approx(first["None"], rel=1e-3)
-    assert first["bf16_compress"] == pytest.approx(first["None"], rel=1e-2)
-    # Torch's PowerSGD begins to compress after 1,000 steps; until then it reduces as without a hook.
-    assert first["power_sgd"] == first["None"]
-    assert len({first[name] for name in ("None", "fp16_compress", "bf16_compress", "doubled")}) == 4
-    assert first["doubled"] != second["doubled"], "a hook of the user's is really used"
 
 
 def beside_lightning() -> dict[str, Any]:
@@ -301,7 +251,6 @@ def fits_on_cpu() -> dict[str, Any]:
     return {
         "placement": placement_shown(),  # once in a process
         "contrastive": contrastive_fits(),
-        "none": none_fits(),
     }
 
 
@@ -309,7 +258,6 @@ def fits_anywhere() -> dict[str, Any]:
     return {
         "join": join_by_hand(),
         "precision": precision_fits(),
-        "compressed": compressed_fits(),
         "beside Lightning": beside_lightning(),
     }
 

@@ -66,12 +66,6 @@ class TiedUnits(Net):
         self.blocks[0].linear.weight = self.blocks[1].linear.weight
 
 
-class OneBlockTwice(Net):
-    def __init__(self) -> None:
-        super().__init__(blocks=1)
-        self.blocks.append(self.blocks[0])
-
-
 class Frozen(Net):
     """A whole block is frozen, and a part of another."""
 
@@ -182,25 +176,6 @@ class Peeks(Net):
             self(torch.ones(2, 8, device=self.device))
 
 
-class TakesBatches(Net):
-    """Its step is given the batch alone, as are those of its evaluation."""
-
-    def training_step(self, batch: Any) -> Any:
-        return self.loss(batch)
-
-    def validation_step(self, batch: Any) -> None:
-        self.log("val", self.loss(batch), sync_dist=True)
-
-    def val_dataloader(self) -> Any:
-        return loader(self.trainer.world_size)
-
-
-class TakesIterator(Net):
-    def training_step(self, dataloader_iter: Any) -> Any:
-        batch, *_ = next(dataloader_iter)
-        return self.loss([tensor.to(self.device) for tensor in batch])
-
-
 class Differentiates(OwnMeans):
     """Second derivatives, and a layer in no unit that is called after a backward within the step."""
 
@@ -242,15 +217,6 @@ class FrozenInHalf(Net):
         self.first.register_forward_hook(lambda module, given, output: output.float())
 
 
-class ChannelsLast(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.conv(x.view(-1, 2, 2, 2)).flatten(1))
-
-
 class Thaws(Frozen):
     """What is frozen at first is trained from the fourth step, and a part of it frozen again."""
 
@@ -289,24 +255,19 @@ Works = dict[str, tuple[Callable[[], Net], dict[str, Any], dict[str, Any]]]
 MODELS: Works = {
     "layers called from the step": (OwnMeans, {}, {}),
     "layers called in between": (Peeks, {}, {}),
-    "steps that take a batch alone": (TakesBatches, {}, {}),
-    "steps that take an iterator": (TakesIterator, {}, {}),
     "second derivatives": (Differentiates, {}, {}),
     "second derivatives, manual optimization": (DifferentiatesByHand, {}, {}),
     "frozen in another dtype": (FrozenInHalf, {}, {}),
-    "channels_last": (ChannelsLast, {}, {}),
     "frozen and trained in turn": (Thaws, {}, {}),
     "a copy that follows": (Follows, {}, {}),
     "made in configure_model, on meta": (MadeLater, {}, {}),
     "divided by configure_model itself": (DividesItself, {}, {}),
     "shared weights": (Tied, {}, {}),
     "shared weights of units": (TiedUnits, {"shard": "auto"}, {}),
-    "a block used twice": (OneBlockTwice, {}, {}),
     "frozen parameters": (Frozen, {}, {}),
 }
 OPTIONS: Works = {
     "shard by size": (Net, {"shard": "auto"}, {}),
-    "shard by class": (Net, {}, {}),
     "shard by classes": (Net, {"shard": ["Block", "Linear"]}, {}),
     "shard by a function": (Net, {"shard": lambda name, module: name == "blocks.1"}, {}),
     "whole parameters kept until the backward": (Net, {"reshard_after_forward": False}, {}),
@@ -320,11 +281,6 @@ OPTIONS: Works = {
     "clipping by norm": (Net, {}, {"gradient_clip_val": 0.1}),
     "clipping by value": (Net, {}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "accumulated gradients": (Net, {}, {"accumulate_grad_batches": 2}),
-    "accumulated gradients, kept whole": (
-        Net,
-        {"reshard_after_forward": False},
-        {"accumulate_grad_batches": 2},
-    ),
 }
 WORKS = {"models": MODELS, "options": OPTIONS}
 

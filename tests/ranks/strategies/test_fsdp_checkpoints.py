@@ -363,13 +363,6 @@ def killed_while_replacing(folder: Path) -> None:
     trainer.save_checkpoint(folder / "last.ckpt")
 
 
-def read_and_replaced(path: Path) -> Any:
-    trainer = resumed(2, path, fsdp(state_dict="sharded"))
-    found = whole(trainer)
-    trainer.save_checkpoint(path)
-    return found
-
-
 class Killed(NamedTuple):
     """What a save leaves that is killed, and what the command says that makes a plain file of it."""
 

@@ -17,7 +17,6 @@ from lightning_lockstep import (
     ConfigurationError,
     LockstepDDPStrategy,
     LockstepDeepSpeedStrategy,
-    OverflowDetector,
 )
 from lightning_lockstep._lightning import (
     CombinedLoader,
@@ -25,8 +24,6 @@ from lightning_lockstep._lightning import (
     MisconfigurationException,
     Trainer,
 )
-from lightning_lockstep.distributed.coordination.communicator import Communicator
-from lightning_lockstep.strategies.uneven_inputs import AgreeingLoader
 from tests.helpers import run_ranks
 from tests.ranks.strategies.test_fits import QUIET, logged
 
@@ -154,33 +151,23 @@ CASES: dict[tuple[Any, str], tuple[Callable[[], Any], dict[str, Any], int | str]
     ("error", "unlike"): (lambda: stream(promised=5 - this_rank()), {}, "(rank 0: 5, rank 1: 4)"),
     ("error", "shorter on all"): (lambda: stream((3, 3)), {}, 6),
     ("error", "longer"): (lambda: stream((7, 6)), {}, 10),
-    ("error", "cut short"): (stream, {"limit_train_batches": 2}, 4),
     ("truncate", "shorter"): (stream, {}, 6),
-    ("truncate", "unlike"): (lambda: stream(promised=5 - this_rank()), {}, 6),
     ("truncate", "accumulated"): (stream, {"accumulate_grad_batches": 2}, 4),
-    ("truncate", "min_size"): (lambda: with_other("min_size", 8), {}, 6),
     ("truncate", "cycle, longer"): (lambda: with_other("max_size_cycle", 8), {}, 16),
     ("join", "shorter"): (stream, {}, 10),
     ("join", "longer"): (lambda: stream((7, 3)), {}, 14),
     ("join", "sampler"): (lambda: rows(5, sampler=Short()), {}, 10),
     ("join", "accumulated"): (stream, {"accumulate_grad_batches": 2}, 6),
-    ("join", "min_size"): (lambda: with_other("min_size", 8), {}, 10),
     ("join", "cycle, longer"): (lambda: with_other("max_size_cycle", 8), {}, 16),
-    ("join", "cycle, shorter"): (lambda: with_other("max_size_cycle", 2), {}, 10),
     ("join", "true length"): (own_rows, {}, 10),
     ("error", "true length"): (own_rows, {}, "(rank 0: 5, rank 1: 3): expected"),
     ("error", "as far as the loop goes"): (own_rows, {"limit_train_batches": 2}, 4),
     ("error", "as far as the loop goes, steps"): (own_rows, {"max_steps": 3}, 3),
-    ("error", "as far as the loop goes, try"): (own_rows, {"fast_dev_run": 2}, 2),
-    ("error", "as far as the loop goes, overfit"): (own_rows, {"overfit_batches": 2}, 4),
     ("truncate", "true length"): (own_rows, {}, 6),
-    ("truncate", "true length, accumulated"): (own_rows, {"accumulate_grad_batches": 2}, 4),
     ("truncate", "true length, min_size"): (lambda: with_other("min_size", 2, own_rows()), {}, 4),
     ("truncate", "true length, cycle"): (lambda: with_other("max_size_cycle", 8, own_rows()), {}, 16),
     ("error", "no length"): (without_length, {}, LACKS),
     ("error", "no length, even"): (lambda: without_length((4, 4)), {}, 8),
-    ("error", "no length, cut short"): (without_length, {"limit_train_batches": 3}, 6),
-    ("error", "no length, steps"): (without_length, {"max_steps": 3}, 3),
     ("truncate", "no length"): (without_length, {}, 6),
     ("join", "no length"): (without_length, {}, 10),
 }
@@ -286,25 +273,6 @@ def test_in_validation_each_rank_has_its_own_number_of_batches(found: Found) -> 
     assert both[0]["test"] == both[1]["test"]
 
 
-class Fetching(Net):
-    def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
-        batch, index, _ = next(dataloader_iter)
-        loss = super().training_step(batch, index)
-        self.log("loss", loss)
-        return loss
-
-
-def look_at_hooks() -> dict[str, Any]:
-    cases: dict[str, list[Any]] = {"alone": [], "detector": [OverflowDetector()]}
-    return {name: fitted("error", rows(2), net=Fetching(), callbacks=cases[name]) for name in cases}
-
-
-def test_a_step_that_fetches_its_batches_must_log_with_a_batch_size(found: Found) -> None:
-    for answers in found["fetching"]:
-        for text in answers.values():
-            assert "`self.log(..., batch_size=...)` should be provided" in text
-
-
 def loaders_of_libraries() -> list[str]:
     names = []
     for data in (rows(4), stream((4, 4), 4)):
@@ -328,7 +296,6 @@ def quick() -> dict[str, Any]:
     return {
         "workers": with_workers(),
         "other loops": other_loops(),
-        "fetching": look_at_hooks(),
         "loaders": loaders_of_libraries(),
         "deepspeed": under_deepspeed(),
     }
@@ -339,16 +306,3 @@ def found() -> Found:
     """What came of each, by rank."""
     first, second = run_ranks(2, quick, backend=None, timeout=240)
     return {name: (first[name], second[name]) for name in first}
-
-
-class Epoch:
-    """What a loader asks of a Trainer."""
-
-    current_epoch, max_steps, limit_train_batches = 0, -1, 1.0
-
-
-def test_a_loader_without_a_length_stays_without() -> None:
-    loader = AgreeingLoader(iter(range(4)), Communicator(), "error", Epoch(), None)
-    with pytest.raises(TypeError, match="has no length"):
-        len(loader)
-    assert list(loader) == [0, 1, 2, 3]

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from tests.sites.notebook.kernels import Kernel
 
-ROOT = Path(__file__).parents[3]
 pytestmark = [pytest.mark.allow_leaks("threads")]
 
 
 def test_ranks_have_their_devices_and_the_kernel_must_have_none(tmp_path: Path) -> None:
     with Kernel(tmp_path, PJRT_DEVICE="CPU", CPU_NUM_DEVICES="1", XLA_USE_SPMD="0") as kernel:
         output = kernel.run("""
-            import os
-            import lightning as L
+                        import lightning as L
             import torch, torch_xla
             from lightning_lockstep import notebook_launcher
             model = torch.nn.Linear(4, 4)
@@ -50,25 +47,3 @@ def test_ranks_have_their_devices_and_the_kernel_must_have_none(tmp_path: Path) 
         assert output.stdout.startswith("XLA was already used in this process"), output.error
         assert output.error_type == "LaunchError" and output.error is not None
         assert "XLA was already used in this process" in output.error
-
-
-def test_a_trainer_takes_the_ranks_that_the_notebook_has_started(tmp_path: Path) -> None:
-    """With a stand-in for what TPUs send each other (``host_runtime.py``)."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    with Kernel(
-        tmp_path, PYTHONPATH=path, PJRT_DEVICE="CPU", CPU_NUM_DEVICES="1", XLA_USE_SPMD="0"
-    ) as kernel:
-        output = kernel.run("""
-            from pathlib import Path
-            from lightning_lockstep import notebook_launcher
-            from tests.sites.xla.host_runtime import use_host_runtime
-            from tests.sites.xla.two_ranks import Module, data, trainer
-            def train():
-                use_host_runtime()
-                module, made = Module(), trainer(Path.cwd(), max_epochs=1)
-                made.fit(module, data(made.global_rank, 2))
-                return made.world_size, made.global_step, float(made.callback_metrics["rank"])
-            notebook_launcher(train, num_processes=2)
-        """)
-    assert output.error is None, output.error
-    assert output.result == "(2, 4, 0.5)", "the mean of what both ranks have logged"

@@ -53,19 +53,12 @@ def loader(batches: int, *bad: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(rows.flatten(0, 1)), BATCH)
 
 
-def fit(folder: Path, net: Net, data: DataLoader[Any], *callbacks: L.Callback, **options: Any) -> None:
+def fit(folder: Path, net: Net, data: DataLoader[Any], *callbacks: L.Callback) -> None:
     torch.manual_seed(0)
     importlib.import_module("torch_xla").manual_seed(0)
     for parameter in net.parameters():  # made before the seed was set
         torch.nn.init.uniform_(parameter, -0.5, 0.5)
-    strategy = options.pop("strategy", None) or spmd()
-    trainer(folder, strategy, callbacks=list(callbacks), **{"max_epochs": 1, **options}).fit(net, data)
-
-
-def assert_same(one: Net, other: Net) -> None:
-    expected = {name: value.cpu() for name, value in other.state_dict().items()}
-    for name, value in one.state_dict().items():
-        assert torch.equal(value.cpu(), expected[name]), name
+    trainer(folder, spmd(), callbacks=list(callbacks), max_epochs=1).fit(net, data)
 
 
 @pytest.mark.parametrize("mode", ["replay", "hooks"])
@@ -97,32 +90,6 @@ def test_steps_that_are_looked_at_together_name_the_first_bad_batch(tmp_path: Pa
         fit(tmp_path, Net(7), loader(20, 3, 5), detector, counts)
     assert len(counts.reads) == 9
     assert "Found 6 batches later (check_every_n_steps=10)" in "\n".join(detector.reports[0].notes)
-
-
-def test_a_run_without_a_hit_is_the_same_to_the_bit(tmp_path: Path) -> None:
-    for options in ({}, {"parameters": "fsdp", "min_size": 1}):
-        plain, watched = Net(8), Net(8)
-        fit(tmp_path, plain, loader(12), strategy=spmd(**options))
-        fit(tmp_path, watched, loader(12), OverflowDetector(), strategy=spmd(**options))
-        assert_same(plain, watched)
-
-
-def test_bad_values_of_the_last_steps_are_found_at_the_end(tmp_path: Path) -> None:
-    with pytest.raises(OverflowDetectedError, match="batch_number=4 "):
-        fit(tmp_path, Net(7), loader(6, 4), OverflowDetector())
-
-
-def test_a_bad_micro_batch_of_several_is_named(tmp_path: Path) -> None:
-    with pytest.raises(OverflowDetectedError, match=r"\(epoch 0, batch 4, step 2\)"):
-        fit(tmp_path, Net(7), loader(8, 4), OverflowDetector(), accumulate_grad_batches=2)
-
-
-def test_a_warning_lets_the_run_go_on(tmp_path: Path) -> None:
-    detector, counts = OverflowDetector(action="warn"), Counts()
-    fit(tmp_path, Net(7), loader(25, 3), detector, counts)
-    assert len(counts.reads) == 25 and len(detector.reports) == 1, "one report for all bad steps in a row"
-    assert detector.reports[0].occasion.batch_number == 3
-    assert (tmp_path / "overflow" / "batch-3.txt").exists()
 
 
 def test_a_bad_step_is_skipped(tmp_path: Path) -> None:

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torchmetrics import MeanMetric, SumMetric
+from torchmetrics import MeanMetric
 
-from lightning_lockstep.xla.steps import CastPrecision
 from tests.sites.xla.digits import Classifier, fitted, spmd
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -36,32 +35,6 @@ class Notes(Classifier):
         self.dtypes["state"] = optimizer.state[weight]["exp_avg"].dtype
         self.dtypes["metric"] = self.mean.mean_value.dtype  # type: ignore[assignment]
         self.dtypes["state of float64"] = optimizer.state[scale]["exp_avg"].dtype
-
-
-class MakesLate(Notes):
-    """Makes its layers and its metrics in ``configure_model``."""
-
-    def configure_model(self) -> None:
-        if not hasattr(self, "seen"):
-            self.net[2] = torch.nn.Linear(128, 12)
-            self.mean, self.seen = MeanMetric(), SumMetric()
-
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        self.seen.update(len(batch[0]) + 0.5)
-        self.log("seen", self.seen, on_step=False, on_epoch=True)
-        self.dtypes["made late"] = self.net[2].weight.dtype  # type: ignore[assignment]
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize("downcast", [False, True])
-def test_metrics_made_in_configure_model_count_exactly(tmp_path: Path, downcast: bool) -> None:
-    module = MakesLate(torch.float64)
-    made, _ = fitted(tmp_path, spmd(downcast_bf16=downcast), module=module, precision="bf16-true")
-    assert module.dtypes["made late"] is BF16
-    assert module.seen.sum_value.dtype is F32 and module.dtypes["metric"] is F32
-    assert float(made.callback_metrics["seen"]) == 302.5, (
-        "five batches of 300 samples; bfloat16 has steps of 2 there"
-    )
 
 
 @pytest.mark.parametrize(
@@ -98,19 +71,3 @@ def test_the_dtype_of_each_tensor(
     logged = {name: value.dtype for name, value in made.callback_metrics.items()}
     assert all(dtype in (F32, F64) for dtype in logged.values()), logged
     assert module.losses[-1] < module.losses[0]
-
-
-def test_a_downcast_takes_each_tensor_by_its_own_dtype() -> None:
-    plugin = CastPrecision(downcast=True)
-    batch = {
-        "a": torch.ones(2),
-        "b": [torch.ones(2, dtype=F64), torch.ones(2, dtype=torch.int64)],
-        "c": "text",
-    }
-    cast = plugin.convert_input(batch)
-    assert (cast["a"].dtype, cast["b"][0].dtype, cast["b"][1].dtype) == (BF16, F32, torch.int64)
-    assert cast["c"] == "text"
-    module = torch.nn.BatchNorm1d(2)
-    plugin.convert_module(module)
-    assert module.weight.dtype is BF16 and module.num_batches_tracked is not None
-    assert module.num_batches_tracked.dtype is torch.int64

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,40 +31,6 @@ def test_a_smaller_last_batch_is_named_once(tmp_path: Path, caplog: pytest.LogCa
     assert any(
         "its shapes are (44, 64), (44,), those of the batch before (64, 64), (64,)" in line for line in lines
     )
-
-
-class Wide(Wider):
-    """Of another size again; a value of it is made between two batches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Linear(64, 97), torch.nn.ReLU(), torch.nn.Linear(97, 12))
-
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def on_train_epoch_end(self) -> None:
-        if self.current_epoch == 1:
-            self.sum_of_weights = (self.net[0].weight * 3.5 - 1.25).sum()  # pending until something runs it
-
-
-def test_what_is_pending_after_a_batch_is_no_matter_of_the_next_one(tmp_path: Path) -> None:
-    shapes = StaticShapes()
-    options: dict[str, Any] = {"limit_train_batches": 4, "limit_val_batches": 0, "max_epochs": 4}
-    fitted(tmp_path, spmd(), module=Wide(), callbacks=[shapes], **options)
-    assert [one.line() for one in shapes.late] == []
-
-
-def test_the_first_batches_that_accumulate_compile_as_expected(tmp_path: Path) -> None:
-    class Accumulates(Wider):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = torch.nn.Sequential(torch.nn.Linear(64, 89), torch.nn.ReLU(), torch.nn.Linear(89, 12))
-
-    shapes = StaticShapes()
-    options: dict[str, Any] = {"limit_train_batches": 4, "limit_val_batches": 0, "accumulate_grad_batches": 4}
-    fitted(tmp_path, spmd(), module=Accumulates(), callbacks=[shapes], max_epochs=4, **options)
-    assert [one.line() for one in shapes.late] == []
 
 
 def test_padded_batches_compile_nothing_new_and_give_the_same_losses(tmp_path: Path) -> None:

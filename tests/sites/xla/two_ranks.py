@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_lockstep import LockstepXLAStrategy, OverflowDetector, StopTogether, set_breakpoint
+from lightning_lockstep import LockstepXLAStrategy
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.errors import OverflowDetectedError
 from tests.helpers import QUIET
 from tests.sites.xla.digits import Classifier, loaders
 from tests.sites.xla.host_runtime import use_host_runtime
@@ -123,10 +121,6 @@ def train(folder: Path) -> None:
     resumed = Module()
     third.fit(resumed, data(rank, 2), ckpt_path=path)
     found["resumed"] = [third.global_step, resumed.batches]
-    stopped = Module()
-    stop = trainer(folder, callbacks=[Breaks(), StopTogether()])
-    stop.fit(stopped, data(rank, 2))
-    found["stopped after"] = stopped.batches
     everyone = current_communicator().gather(
         {name: value.tolist() for name, value in resumed.state_dict().items()}
     )
@@ -145,56 +139,21 @@ def alone(folder: Path, start: dict[str, torch.Tensor], expected: dict[str, torc
     return max(float((ours[name] - value).abs().max()) for name, value in expected.items())
 
 
-class Breaks(L.Callback):
-    """Rank 1 asks for a stop in its second batch."""
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        if trainer.global_rank == 1 and trainer.global_step == 2:
-            set_breakpoint()
-
-
-class Overflows(Module):
-    """Rank 1 has a third batch with which every layer overflows."""
-
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        if self.global_rank == 1 and self.batches == 2:
-            batch = [batch[0] + 3e38, batch[1]]
-        return super().training_step(batch, batch_idx)
-
-
-def overflow(folder: Path) -> None:
-    rank = int(os.environ.get("LOCAL_RANK", 0))
-    module = Overflows()
-    detector = OverflowDetector(mode="hooks", report_dir=folder)
-    try:
-        trainer(folder, callbacks=[detector], max_epochs=4).fit(module, data(rank, 2))
-    except OverflowDetectedError as error:
-        found = {"error": str(error), "batches": module.batches}
-        (folder / f"rank{rank}.json").write_text(json.dumps(found))
-
-
 class Fails(L.Callback):
     """Rank 1 fails in its third batch."""
 
-    def __init__(self, case: str) -> None:
-        self.case = case
-
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_rank == 1 and batch_idx == 2:
-            if self.case == "raises":
-                raise ValueError("the third batch of rank 1")
-            os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("the third batch of rank 1")
 
 
 def main(case: str, folder: Path) -> None:
     use_host_runtime()
     if case == "train":
         train(folder)
-    elif case == "overflows":
-        overflow(folder)
     else:
         rank = int(os.environ.get("LOCAL_RANK", 0))
-        trainer(folder, callbacks=[Fails(case)]).fit(Module(), data(rank, 2))
+        trainer(folder, callbacks=[Fails()]).fit(Module(), data(rank, 2))
 
 
 if __name__ == "__main__":

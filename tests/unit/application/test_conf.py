@@ -1,8 +1,7 @@
-"""Every config file composes, fits what it names, and explains itself."""
+"""Every config file composes, and fits what it names."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import hydra.utils
@@ -71,18 +70,3 @@ def test_a_trainer_takes_the_callbacks_of_each_choice_of_checkpoints(path: Path,
     callbacks = [hydra.utils.instantiate(callback) for callback in config.checkpoint.values()]
     trainer = Trainer(callbacks=[*callbacks], logger=False, accelerator="cpu")
     assert set(callbacks) <= set(trainer.checkpoint_callbacks)
-
-
-@pytest.mark.parametrize("path", FILES, ids=choice_of)
-def test_a_file_opens_with_a_comment_and_explains_each_of_its_keys(path: Path) -> None:
-    lines = path.read_text().splitlines()
-    opening = [line for line in lines[:3] if line.startswith("# ") and not line.startswith("# @package")]
-    assert opening or len(lines) <= 3, "say in the first line what it is"
-    in_defaults = False
-    for line in lines:
-        if re.match(r"\S", line):
-            in_defaults = line.startswith("defaults:")
-        value = re.match(r"\s*([\w]+): +[^#\s]", line)
-        if in_defaults or value is None or value[1] == "_target_" or path.name == "lockstep_train.yaml":
-            continue
-        assert " # " in line, f"{line!r} needs a comment with its unit or its choices"

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_lockstep._application import config_channel
 from lightning_lockstep._application.checks import prepare_training
 from lightning_lockstep._application.config_channel import ConfigChannel, Message
 from lightning_lockstep.distributed import rendezvous
@@ -64,20 +63,6 @@ def test_a_step_of_slurm_has_the_devices_of_its_own_tasks(
     )
     prepare_training(config)
     assert (config.trainer.devices, config.trainer.num_nodes) == (devices, nodes)
-
-
-@pytest.mark.parametrize(("nodes", "waits"), [(1, False), (2, True), (None, True)])
-def test_only_nodes_that_there_are_are_waited_for(
-    nodes: int | None, waits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    channel = ConfigChannel(ExternalRanks(0, None, None, "here", 29500))
-    channel.nodes = nodes
-    asked: list[str] = []
-    store = SimpleNamespace(set=lambda *_: None, add=lambda key, _: asked.append(key) or 0)
-    monkeypatch.setattr(channel, "_store", lambda: store)
-    monkeypatch.setattr(config_channel, "_LAST_MESSAGE", 0.2)
-    channel.close(0, unusable=False)
-    assert (len(asked) > 1) == waits
 
 
 def test_a_store_that_is_lost_is_said_with_the_time_that_was_waited(monkeypatch: pytest.MonkeyPatch) -> None:

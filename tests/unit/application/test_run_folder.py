@@ -10,9 +10,7 @@ import pytest
 
 from lightning_lockstep._run_folder import (
     forget_run_folders,
-    new_version,
     run_folder,
-    run_names,
     without_claiming,
 )
 from lightning_lockstep.errors import ConfigurationError
@@ -76,19 +74,6 @@ def test_a_later_attempt_finds_the_folder_of_the_former(
     assert claim(str(tmp_path / "third")) == str(tmp_path / "third"), "another job"
 
 
-def test_attempts_are_known_by_their_job() -> None:
-    assert run_names({}) == []
-    array = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
-    assert run_names(array) == [("slurm-7_1", 0)]
-    step = {
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_PROCID": "0",
-        "SLURM_STEP_ID": "3",
-        "SLURM_RESTART_COUNT": "2",
-    }
-    assert run_names({"SLURM_JOB_ID": "8", **step}) == [("slurm-8-3", 2)]
-
-
 JOB = {
     "SLURM_JOB_ID": "8",
     "SLURM_RESTART_COUNT": "0",
@@ -129,14 +114,6 @@ def test_a_restart_that_moves_rank_0_goes_on_if_the_job_has_a_run_id(
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setenv("MASTER_ADDR", "n2")
     assert claim(str(tmp_path / "second")) == (first if goes_on else str(tmp_path / "second"))
-
-
-def test_what_a_later_attempt_logs_has_a_place_of_its_own(tmp_path: Path) -> None:
-    assert new_version(str(tmp_path)) == ""
-    (tmp_path / "metrics.csv").touch()
-    assert new_version(str(tmp_path)) == "attempt-1"
-    (tmp_path / "attempt-1").mkdir()
-    assert new_version(str(tmp_path)) == "attempt-2"
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:

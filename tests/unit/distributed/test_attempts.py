@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 import sys
@@ -197,31 +196,3 @@ def test_of_two_failures_all_ranks_know_the_same_one() -> None:
         wires.end()
         first = {rank.crash.record.summary for rank in ranks if rank.crash.record is not None}
         assert len(first) == 1, f"seed {seed}: {first}"
-
-
-def test_a_failure_explains_more_than_a_diagnosis_and_ends_nobody_who_is_over() -> None:
-    crash = FailurePropagation(WiredChannel(0, SimpleNamespace(send=lambda *_: None)))  # type: ignore[arg-type]
-    crash.enter()
-    crash.leave()
-    crash._take(1, crash.describe(boom()))
-    crash.check()
-    assert crash.state == "over" and not crash.failed
-    assert not crash.report_diagnosis(CollectiveStallError("rank 2 never came"))
-
-
-def test_the_end_of_a_rank_whose_error_all_have_raised_is_not_said_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    said = list[str]()
-    monkeypatch.setattr(module.outcome, "say_last", said.append)
-    crash = FailurePropagation(WiredChannel(0, SimpleNamespace(send=lambda *_: None)))  # type: ignore[arg-type]
-    crash.folder, crash._soon = (lambda: None), lambda _, function, *args: function(*args)  # type: ignore[assignment]
-    crash.enter()
-    of_rank_1 = dataclasses.replace(crash.describe(boom()), rank=1)
-    crash._decide(1, of_rank_1)
-    assert isinstance(crash.error_to_raise(boom()), ValueError)
-    crash.leave()
-    crash.report_child_exit(1, 1, of_rank_1.pid)
-    assert said == []
-    crash.report_child_exit(2, -9, 3)
-    assert crash.end_of_others() == crash.record == of_rank_1

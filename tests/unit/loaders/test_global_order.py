@@ -30,7 +30,6 @@ from lightning_lockstep.loaders.global_order import (
     bounds,
     check_the_same,
     divided,
-    drawn,
     in_global_order,
     kind_of,
     micro_batches,
@@ -258,16 +257,6 @@ def test_a_resumed_epoch_asks_a_sampler_once() -> None:
     parts = parts_of(divided(DataLoader(DATA, 8, sampler=Counts()), Share(0, 1, True)))
     parts.go_on_at(8, 0, [], 1)
     assert list(chain(*parts)) == list(range(8, 24))
-
-
-def test_a_large_order_is_an_array() -> None:
-    for sampler in (SequentialSampler(range(10)), RandomSampler(range(10)), SubsetRandomSampler(range(10))):
-        assert isinstance(drawn(sampler, 100), numpy.ndarray)
-    assert drawn([("a", 1), ("b", 2)], 100) == [("a", 1), ("b", 2)]
-    torch.manual_seed(1)
-    theirs = list(RandomSampler(range(10), num_samples=25))
-    torch.manual_seed(1)
-    assert drawn(RandomSampler(range(10), num_samples=25), 100).tolist() == theirs  # type: ignore[union-attr]
 
 
 def test_ranks_with_other_loaders_are_told_apart() -> None:

@@ -51,10 +51,7 @@ def test_stopping_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("way", "code", "said"),
     [
-        ("backward", 1, "self.manual_backward(loss)"),
         ("data", 1, "ranks 0-1 work on the same batches"),
-        ("step", 1, "An optimizer has stepped on some ranks only"),
-        ("weights", 1, "a hook or a callback wrote other weights on some ranks"),
         ("none", 0, "sum of the weights"),
     ],
 )
@@ -137,9 +134,8 @@ def test_a_tiny_t5_that_overflows(options: list[str], ending: str, tmp_path: Pat
     assert f"\n{ending}" in outcome.stdout
 
 
-@pytest.mark.parametrize("model", ["byte_gpt", "cnn"])
-def test_the_same_run_under_several_strategies(model: str, tmp_path: Path) -> None:
-    options = ["ddp", "fsdp, 2", "--steps", "14" if model == "byte_gpt" else "8", "--model", model]
+def test_the_same_run_under_several_strategies(tmp_path: Path) -> None:
+    options = ["ddp", "fsdp, 2", "--steps", "8", "--model", "cnn"]
     outcome = run_script([EXAMPLES / "same_run" / "compare.py", *options], cwd=tmp_path, timeout=300)
     assert outcome.returncode == 0, outcome.output
     rows = [line.split("|")[1:-1] for line in outcome.stdout.splitlines() if line.startswith("| ")][2:]

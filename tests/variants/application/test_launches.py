@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -54,21 +53,6 @@ def test_ctrl_c_on_one_rank(tmp_path: Path) -> None:
     assert outcome.returncode == 130, outcome.output
     assert "Traceback" not in outcome.output
     assert "interrupted after optimizer step" in outcome.stderr
-
-
-def test_a_sweep_starts_the_ranks_of_each_job(tmp_path: Path) -> None:
-    more = ("trainer.devices=2", "trainer.max_epochs=1", "trainer.limit_train_batches=4", "test=false")
-    outcome = run_script(
-        [*TRAIN, "-m", *QUICK, *more, "seed=1,2", "hydra.sweep.dir=sweep"], cwd=tmp_path, timeout=180
-    )
-    assert outcome.returncode == 0, outcome.output
-    assert not outcome.leftovers
-    sweep = tmp_path / "sweep"
-    assert sorted(path.name for path in sweep.iterdir()) == ["0", "1", "multirun.yaml"]
-    results = [json.loads((sweep / job / "summary.json").read_text()) for job in ("0", "1")]
-    assert [result["ranks"] for result in results] == [2, 2]
-    losses = [result["metrics"]["val_loss"] for result in results]
-    assert losses[0] != losses[1]
 
 
 @pytest.mark.mpi

@@ -33,17 +33,6 @@ def summaries(cwd: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(cwd.glob("sweep/*/summary.json"))]
 
 
-FAILS_ONCE = """
-from lightning_lockstep.train import hydra_main
-@hydra_main(config_path=None, config_name=None, version_base=None)
-def main(config):
-    if config.a == 2:
-        raise ValueError("two is too many")
-    return config.a / 4 if config.a > 2 else None
-main()
-"""
-
-
 FAILS_ONCE_ON_RANKS = """
 import os
 import lightning as L
@@ -82,21 +71,6 @@ def test_a_sweep_goes_on_after_a_job_of_which_one_rank_failed(tmp_path: Path) ->
         outcome.output
     )
     assert outcome.returncode == 1 and outcome.leftovers == ()
-
-
-def test_a_sweep_goes_on_after_a_job_that_failed_and_names_it(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(FAILS_ONCE)
-    outcome = run_script(["program.py", "-m", "hydra.sweep.dir=sweep", "+a=1,2,3"], cwd=tmp_path, timeout=60)
-    assert "lightning-lockstep: job 1 failed: ValueError: two is too many" in outcome.stderr
-    assert "#2 : +a=3" in outcome.stdout
-    table = [line.split() for line in outcome.stderr.splitlines()[-4:]]
-    assert table[0] == ["job", "overrides", "objective", "exit"]
-    assert [row[1:4] for row in table[1:]] == [
-        ["+a=1", "-", "0"],
-        ["+a=2", "-", "ValueError:"],
-        ["+a=3", "0.75", "0"],
-    ]
-    assert outcome.returncode == 1
 
 
 # A script with Hydra's own decorator, by joblib: test_examples.py.

@@ -1,4 +1,4 @@
-"""The same run on two and four ranks, and by the command line."""
+"""The same run by the command line."""
 
 from __future__ import annotations
 
@@ -6,17 +6,7 @@ import csv
 import sys
 from pathlib import Path
 
-from tests.common.batch_size.same_run import SETUPS
-from tests.helpers import run_ranks, run_script
-from tests.ranks.batch_size.test_same_run import compare, curves_of
-
-
-def test_each_way_of_training_with_and_without_accumulation(tmp_path: Path) -> None:
-    one = run_ranks(1, curves_of, 1, str(tmp_path), SETUPS, backend=None, timeout=170)[0]
-    compare(one, one[0])
-    for ranks in (2, 4):
-        found = run_ranks(ranks, curves_of, ranks, str(tmp_path), SETUPS, backend=None, timeout=170)[0]
-        compare(found, one[0])
+from tests.helpers import run_script
 
 
 def losses(run: Path, name: str) -> list[float]:

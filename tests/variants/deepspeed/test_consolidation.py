@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lockstep.deepspeed.checkpoints.consolidation import consolidated
-from lightning_lockstep.errors import ConfigurationError
 from tests.common.deepspeed.program_checkpoints import CONFIGS, check_consolidated, write_checkpoints
 from tests.helpers import COMMON, run_ranks, run_script
 
@@ -50,30 +48,3 @@ def test_model_loads_all_where_deepspeed_cannot_be_imported(written: dict[int, P
     assert outcome.returncode == 0, outcome.output
     lines = [line for line in outcome.stdout.splitlines() if "wrong:" in line]
     assert sorted(lines) == sorted(f"{name} wrong: [] tied: True width: 5" for name in names(2))
-
-
-def test_files_of_two_runs_do_not_go_together(written: dict[int, Path], tmp_path: Path) -> None:
-    two, three = (written[ranks] / "stage_3_bf16.ckpt" / "checkpoint" for ranks in (2, 3))
-    copy = Path(shutil.copytree(two.parent, tmp_path / "copy.ckpt"))
-    rank_1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    shutil.copy(three / rank_1, copy / "checkpoint" / rank_1)
-    with pytest.raises(
-        ConfigurationError, match=r"hold \d+ values of rank 1, expected \d+\. Either the files are of"
-    ):
-        consolidated(copy)
-    model = "zero_pp_rank_1_mp_rank_00_model_states.pt"
-    shutil.copy(three / model, copy / "checkpoint" / model)
-    with pytest.raises(ConfigurationError, match=r"files of one save, but dp_world_size is 2 in .* and 3 in"):
-        consolidated(copy)
-    shutil.copytree(written[2] / "stage_2_bf16.ckpt", copy, dirs_exist_ok=True)
-    with pytest.raises(
-        ConfigurationError, match="files of several runs, some of which begin with 'mp_rank_' and"
-    ):
-        consolidated(copy)
-    other = Path(shutil.copytree(written[2] / "stage_2_fp32.ckpt", tmp_path / "other.ckpt"))
-    rank_0 = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    shutil.copy(written[3] / "stage_2_fp32.ckpt" / "checkpoint" / rank_0, other / "checkpoint" / rank_0)
-    with pytest.raises(
-        ConfigurationError, match=r"hold \d+ values of parameter group 0, expected \d+\. Either"
-    ):
-        consolidated(other)

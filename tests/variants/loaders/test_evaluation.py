@@ -15,22 +15,17 @@ from tests.helpers import COMMON, run_ranks, run_script
 from tests.ranks.loaders.test_evaluation import check, found
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks"),
-    [("ddp", 4), ("fsdp", 3), ("deepspeed 3", 3)],
-)
-def test_a_strategy(strategy: str, ranks: int) -> None:
-    check(found(strategy, ranks))
+def test_deepspeed() -> None:
+    check(found("deepspeed 3", 3))
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("ranks", [3])
-def test_mpi(tmp_path: Path, ranks: int) -> None:
+def test_mpi(tmp_path: Path) -> None:
     program = COMMON / "loaders" / "program_mpi.py"
-    command = [*mpi_command("open_mpi", ranks), str(program), str(tmp_path), str(ranks)]
+    command = [*mpi_command("open_mpi", 3), str(program), str(tmp_path), "3"]
     outcome = run_script(command, env=mpi_environ(), cwd=tmp_path, timeout=240)
     assert outcome.returncode == 0, outcome.output
-    of_ranks = [pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in range(ranks)]
+    of_ranks = [pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in range(3)]
     ((steps, weights),) = run_ranks(1, a_stream, backend=None)
     for of_rank in of_ranks:
         found_steps, found_weights = of_rank.pop("stream")

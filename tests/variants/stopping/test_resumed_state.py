@@ -12,8 +12,6 @@ CASES = [
     "max_steps",
     "no validation",
     "two optimizers",
-    "stock strategy",
-    "DeepSpeed, stage 1",
     "DeepSpeed, stage 3",
     "DeepSpeed, accumulated",
 ]

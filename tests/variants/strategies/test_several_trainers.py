@@ -44,11 +44,6 @@ SPAWNED = {
     "test:lockstep_ddp!:1": 1,
     "fit:lockstep_ddp_spawn!:2": 2,
 }
-STOCK_FIRST = {
-    "fit:ddp:2": 2,
-    "fit:lockstep_ddp!:2": 2,
-    "fit:lockstep_ddp:3": OTHER_RANKS,
-}
 TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc_per_node=2"]
 
 
@@ -56,7 +51,6 @@ TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--
     ("command", "table", "strategy", "ranks"),
     [
         pytest.param(PYTHON, ON_RANKS | OTHER_STRATEGIES, "lockstep_ddp", 2, id="the script again"),
-        pytest.param(PYTHON, STOCK_FIRST, "lockstep_ddp", 2, id="the script again, by Lightning"),
         pytest.param(PYTHON, SPAWNED, "lockstep_ddp", 1, id="multiprocessing"),
         pytest.param(TORCHRUN, ON_RANKS, "lockstep_ddp", 2, id="torchrun"),
         pytest.param(PYTHON, ON_RANKS, "lockstep_mpi", 2, id="mpirun", marks=pytest.mark.mpi),

@@ -18,10 +18,8 @@ from tests.helpers import ScriptOutcome, costs, run_script
 from tests.helpers.children import CHILD_SITE
 from tests.helpers.ranks import forks_of_launched_ranks
 
-__all__ = ["MPI_KINDS", "mpi_command", "mpi_environ", "run_program", "why_no"]
+__all__ = ["mpi_command", "mpi_environ", "run_program", "why_no"]
 
-#: Open MPI from the wheel next to this Python; MPICH from a second environment, or from the system.
-MPI_KINDS = ("open_mpi", "mpich")
 ROOT = Path(__file__).parents[4]
 HERE = Path(__file__).parent
 

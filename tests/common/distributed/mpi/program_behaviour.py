@@ -1,9 +1,7 @@
 """What torch.distributed promises of a backend, asked of mpi4py; writes down what each rank saw."""
 
-import atexit
 import json
 import sys
-import threading
 import time
 import traceback
 import warnings
@@ -207,14 +205,6 @@ def gradients(rank, size):
     ]
 
 
-def impatient_barrier(rank, size):
-    group = dist.new_group()
-    if rank == 1:
-        time.sleep(1.5)
-        return None
-    return caught(lambda: group.barrier(timeout=timedelta(milliseconds=200)).wait())
-
-
 def error_in_backward(rank, size):
     """A failing reduction reaches the caller of backward as an error, not as a hang."""
     group = dist.new_group(timeout=timedelta(seconds=0.6))
@@ -280,30 +270,6 @@ def too_late(rank, size):
     first = caught(dist.all_reduce, torch.ones(2), group=group)
     seconds = time.monotonic() - began
     return [first, seconds, caught(dist.all_reduce, torch.ones(2), group=group)]
-
-
-def behind_too_late(rank, size):
-    """A thread calls a collective while that of another one, which times out, is under way."""
-    group = dist.new_group(timeout=timedelta(seconds=1))
-    found = []
-
-    def reduce():
-        found.append(caught(dist.all_reduce, torch.ones(2), group=group))
-
-    threads = [threading.Thread(target=reduce) for _ in range(2 * (rank == 0))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
-
-
-def impatient_wait(rank, size):
-    group = dist.new_group()
-    if rank == 1:
-        time.sleep(0.5)
-    work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
-    return caught(work.wait, timedelta(milliseconds=200)) if rank != 1 else None
 
 
 def queued(rank, size):
@@ -383,35 +349,26 @@ ASKED = [
     inference,
     local,
     too_late,
+    error_in_backward,
     queued,
     late_after_a_mismatch,
     guarded,
 ]
-#: Other waits for a rank that is late.
-LATE = [behind_too_late, impatient_wait, impatient_barrier, error_in_backward]
 
 
 def end_in_a_callback(rank):
-    """Leave a callback under way at the end of the program; with --no-thread it starts another operation then."""
+    """Leave a callback under way at the end of the program."""
 
     def late(future):
         time.sleep(1)
         result = future.value()[0]
-        if "--no-thread" in sys.argv:
-            result = dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()[0]
         Path(sys.argv[1], f"callback-{rank}.json").write_text(json.dumps(result.tolist()))
-
-    def refuse(thread):
-        """Do as Thread.start does from Python 3.12 on, once the main thread has ended."""
-        raise RuntimeError("can't create new thread at interpreter shutdown")
 
     work = dist.all_reduce(torch.ones(1), async_op=True)
     work.get_future().then(late)
     work.wait()
     if "--destroy" in sys.argv:
         dist.destroy_process_group()
-    if "--no-thread" in sys.argv:
-        atexit.register(setattr, threading.Thread, "start", refuse)
 
 
 def main():
@@ -423,7 +380,7 @@ def main():
     rank, size = meet(seconds=30)
     from lightning_lockstep.distributed.mpi import process_group
 
-    for function in [*ASKED, *(LATE if "--late" in sys.argv else [])]:
+    for function in ASKED:
         try:
             SEEN[function.__name__] = function(rank, size)
         except Exception:

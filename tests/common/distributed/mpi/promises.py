@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.common.distributed import local_calls
 
-__all__ = ["BEHAVIOUR", "LATE", "OPERATIONS", "broken", "guarded"]
+__all__ = ["BEHAVIOUR", "OPERATIONS", "broken", "guarded"]
 
 #: A condition on what rank 0, rank 1, ... saw.
 Holds = Callable[..., bool]
@@ -110,15 +110,6 @@ BEHAVIOUR: dict[str, Holds] = {
     "late_after_a_mismatch": lambda zero, one: (
         is_error(zero[0], "CollectiveStallError", "timed out after 0.6 s") and zero[1] < 1.3
     ),
-}
-
-#: Of program_behaviour.py with --late.
-LATE: dict[str, Holds] = {
-    "behind_too_late": lambda zero, one: (
-        {kind for kind, _ in zero} == {"CollectiveStallError", "DistBackendError"}
-    ),
-    "impatient_wait": lambda zero, one: zero[0] == "CollectiveStallError",
-    "impatient_barrier": lambda zero, one: is_error(zero, "CollectiveStallError", "timed out after 0.2 s"),
     "error_in_backward": lambda zero, one: is_error(zero, "RuntimeError", "timed out after 0.6 s over MPI"),
 }
 

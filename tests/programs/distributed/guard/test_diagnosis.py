@@ -1,4 +1,4 @@
-"""What rank 0 does with what the others say, when it asks once more, and what a rank does that rank 0 leaves alone."""
+"""What rank 0 does with what the others say, and when it asks once more."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from lightning_lockstep.distributed.guard import diagnosis, guard
+from lightning_lockstep.distributed.guard import diagnosis
 from lightning_lockstep.distributed.guard.collective_call import CollectiveCall
 from lightning_lockstep.distributed.guard.diagnosis import StallDiagnosis
 from lightning_lockstep.distributed.guard.observer import Activity
@@ -48,12 +48,14 @@ WAITS, DONE, NOT_YET = state(0, called=True), state(0, called=True, done=True), 
 
 
 class OtherRank:
-    """A rank's side channel to the other one of two; a rank 1 answers from a list."""
+    """The side channel of rank 0 to the other one of two, which answers from a list."""
 
     world_size = 2
 
-    def __init__(self, answers: Iterator[RankState], *, rank: int = 0, process: int = 0) -> None:
-        self.rank, self._process = rank, process
+    rank = 0
+
+    def __init__(self, answers: Iterator[RankState], *, process: int = 0) -> None:
+        self._process = process
         self._answers, self._handlers = answers, dict[str, Callable[[Message], None]]()
         self.asked = 0
 
@@ -65,9 +67,6 @@ class OtherRank:
         if topic == "guard/where":
             self.asked += 1
             self._handlers["guard/state"](Message("guard/state", 1, [body[0], next(self._answers).to_data()]))
-
-    def deliver(self, topic: str, body: Any) -> None:
-        self._handlers[topic](Message(topic, 0, body))
 
     def process_of(self, rank: int) -> tuple[str, int]:
         return socket.gethostname(), self._process
@@ -178,39 +177,3 @@ def test_a_remark_is_made_again_once_the_wait_is_twice_as_long(caplog: pytest.Lo
     assert channel.asked == 10
     remarks = [record.getMessage().partition(" in ")[0] for record in caplog.records]
     assert remarks == [f"rank 0 has waited {seconds} s" for seconds in (60, 120, 240)]
-
-
-def test_a_rank_waits_for_an_explanation_as_long_as_rank_0_looks_for_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Rank 2 never answers, and its process moves; rank 0 is in another look when rank 1 asks about an error."""
-    now, whole = [100.0], state(1, called=True)
-    differs = replace(whole.calls[0], call=replace(whole.calls[0].call, shapes=((5,),)))
-    channel = OtherRank(iter([replace(whole, calls=(differs,))] * 3), process=os.getpid())
-    channel.world_size = 3
-    monkeypatch.setattr(diagnosis, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    stall = diagnosis_of(channel, lambda: WAITS)
-    stall.request(DiagnosisRequest(rank=0, outstanding=Outstanding("other", 1), seconds=60.0))
-    stall.work()
-    asked_at = now[0]
-    stall.request(DiagnosisRequest(rank=1, outstanding=None, seconds=0.0, raised="data size"))
-    while not TOLD.failed and now[0] < asked_at + 100.0:
-        while not TO_DO.empty():
-            TO_DO.get()()
-        stall.work()
-        now[0] += 0.1
-    assert "ranks disagree" in str(TOLD.error) and "(5,)" in str(TOLD.error)
-    assert 20.0 < now[0] - asked_at < guard._EXPLAIN_FOR
-
-
-def test_the_end_of_a_wait_is_not_taken_for_the_answer_about_an_error() -> None:
-    channel = OtherRank(iter(()), rank=1)
-    stall = diagnosis_of(channel, lambda: state(1, called=True))
-    stall.request(DiagnosisRequest(rank=1, outstanding=WANTED, seconds=60.0))
-    stall.request(DiagnosisRequest(rank=1, outstanding=None, seconds=0.0, raised="Connection closed"))
-    answered = []
-    for is_of_error in (False, True):
-        channel.deliver("guard/answer", is_of_error)
-        TO_DO.get()()
-        answered.append(stall.answers)
-    assert answered == [0, 1]

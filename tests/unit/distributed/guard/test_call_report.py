@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
 import lightning
-import pytest
 import torch
 
 from lightning_lockstep.distributed.guard.collective_call import (
     BACKWARD,
     CollectiveCall,
     call_site,
-    fingerprint,
     mismatch_report,
     nearest_site,
 )
@@ -33,54 +30,6 @@ def report(*changes: dict[str, Any]) -> list[str]:
     return mismatch_report({rank: call(rank, **change) for rank, change in enumerate(changes)}).splitlines()
 
 
-def test_the_report_is_that_of_the_contract() -> None:
-    assert report({}, {"shapes": ((1, 2, 5),)}) == [
-        "ranks disagree on collective #412 of group 'world'",
-        "",
-        "  rank  operation   dtype    shape      called from",
-        "  0     all_gather  float32  (1, 5)     train.py:80 in step",
-        "  1     all_gather  float32  (1, 2, 5)  train.py:80 in step  <- differs",
-        "",
-        "Make the shapes equal on all ranks before the call, or use lightning_lockstep.gather_uneven().",
-    ]
-
-
-def test_shapes_that_may_differ_count_by_their_number_of_dimensions() -> None:
-    usual: dict[str, Any] = {"operation": "gather_uneven", "number": 0, "uneven": True}
-    lines = report(usual, usual | {"shapes": ((7, 2),)}, usual | {"shapes": ((5,),)})
-    assert lines[0] == "ranks disagree on a collective of group 'world'"
-    assert ["differs" in line for line in lines[3:6]] == [False, False, True]
-    assert lines[-1] == "Make the numbers of dimensions equal on all ranks before the call."
-
-
-@pytest.mark.parametrize(
-    ("change", "cell", "remedy"),
-    [
-        ({"shapes": ((2,), (2,), (2,))}, "3 x (2,)", "Make the shapes equal on all ranks"),
-        ({"shapes": ((1,), (2,))}, "(1,), (2,)", "Make the shapes equal on all ranks"),
-        ({"shapes": ((1, 6),), "dtypes": ("bfloat16",)}, "bfloat16", "Make the dtypes and shapes equal"),
-        (
-            {"operation": "reduce", "reduce_op": "sum", "root": 3},
-            "reduce(sum) to 3",
-            "Call the same collectives",
-        ),
-        ({"operation": "broadcast", "root": 0}, "broadcast from 0", "Call the same collectives"),
-        ({"reduce_op": "max"}, "all_gather(max)", "Call the same collectives with the same arguments"),
-        (
-            {"note": "ValueError: no [red]tensor[/red]"},
-            "ValueError: no [red]tensor[/red]",
-            "Make the arguments",
-        ),
-    ],
-)
-def test_the_report_shows_what_differs_and_says_what_to_do(
-    change: dict[str, Any], cell: str, remedy: str
-) -> None:
-    lines = report({}, {}, change)
-    assert cell in lines[5] and lines[5].endswith("<- differs")
-    assert lines[-1].startswith(remedy)
-
-
 def test_ranks_that_are_in_different_batches_are_shown_with_them() -> None:
     calls = [{"batch": f"epoch 0, batch {n}", "where": {"epoch": 0, "batch": n}} for n in (4, 4, 3)]
     lines = report(*calls)
@@ -88,17 +37,6 @@ def test_ranks_that_are_in_different_batches_are_shown_with_them() -> None:
     assert lines[5].startswith("  2     all_gather") and lines[5].endswith("<- differs")
     assert "Ranks 0-1 are at epoch 0, batch 4; rank 2 is at epoch 0, batch 3." in lines
     assert "as many backward passes" in lines[-1]
-
-
-def test_a_call_goes_through_json() -> None:
-    given = call(1, shapes=((1, 5), ()), reduce_op="sum", root=2, note="why")
-    data = json.loads(json.dumps(given.to_data()))
-    assert CollectiveCall.from_data(data) == given
-
-
-def test_fingerprints_are_the_same_in_every_process() -> None:
-    signature = ("all_reduce", "sum", (2, 3))
-    assert fingerprint(signature) == 3926501282618574718 != fingerprint(("all_reduce", "max", (2, 3)))
 
 
 def at(*sites: str, last: str = "all_gather") -> str:

@@ -1,4 +1,4 @@
-"""Fits under an mpirun of each MPI, the loss of gloo, a foreign mpiexec, and ends that take long."""
+"""Fits under an mpirun of each MPI, a foreign mpiexec, and a second Ctrl-C."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.common.distributed.mpi.launch import HERE, MPI_KINDS, mpi_command, mpi_environ, run_program, why_no
+from tests.common.distributed.mpi.launch import HERE, mpi_command, mpi_environ, run_program, why_no
 from tests.helpers import Script, run_script
 
 pytestmark = pytest.mark.mpi
@@ -21,9 +21,7 @@ def needs(kind: str) -> None:
         pytest.skip(reason)
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks"), [*((kind, 2) for kind in MPI_KINDS), ("open_mpi", 1), ("open_mpi", 4)]
-)
+@pytest.mark.parametrize(("kind", "ranks"), [("mpich", 2), ("open_mpi", 4)])
 def test_fit_under_mpirun(kind: str, ranks: int, tmp_path: Path) -> None:
     needs(kind)
     outcome, found = run_program(kind, ranks, "program_fit.py", tmp_path)
@@ -32,20 +30,6 @@ def test_fit_under_mpirun(kind: str, ranks: int, tmp_path: Path) -> None:
     assert {(one["world"], one["backend"]) for one in found.values()} == {(ranks, "mpi4py")}
     assert len({(one["weights"], one["val_loss"]) for one in found.values()}) == 1
     assert outcome.leftovers == ()
-
-
-def test_the_loss_curve_is_that_of_gloo(tmp_path: Path) -> None:
-    curves = []
-    for backend in ("mpi4py", "gloo"):
-        folder = tmp_path / backend
-        folder.mkdir()
-        outcome, found = run_program(
-            "open_mpi", 2, "program_fit.py", folder, arguments=["--backend", backend]
-        )
-        assert outcome.returncode == 0, outcome.output
-        assert found[0]["backend"] == backend
-        curves.append([found[rank]["losses"] for rank in (0, 1)])
-    assert curves[0] == curves[1]
 
 
 def test_the_trainer_and_mpirun_disagree(tmp_path: Path) -> None:

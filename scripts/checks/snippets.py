@@ -1,4 +1,4 @@
-"""Every snippet of the pages runs, or is checked as far as it can be without what it needs.
+"""Each snippet of the pages runs, or is checked as far as it can be without what it needs.
 
 Python that only makes objects runs in one process, one after the other; what fits or starts ranks gets one of its own.
 A `lockstep-train` line is checked as the command itself does before it starts anything; that of a project of the
@@ -11,28 +11,40 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import importlib
+import io
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import _locate
 from hydra.errors import HydraException
+from repository import PAGES, ROOT
 
-from tests.common.application.command_lines import faults_of
-from tests.helpers import run_script
 
-ROOT = Path(__file__).parents[3]
-PAGES = [
-    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"),
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "examples").rglob("README.md")),
-]
+def problems() -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        readers_folder(Path(folder))
+        yield from python(Path(folder))
+        with as_a_reader(Path(folder)):
+            for command in COMMANDS:
+                if not why_not(command):
+                    yield from wrong_with(command)
+            for cell, part in SHELL_CELLS:
+                if not why_not(cell):
+                    yield from wrong_with(cell, part)
+    for block in DATA:
+        yield from wrong_with_data(block)
+
 
 # -- What is on a page --
 
@@ -150,34 +162,33 @@ sys.stdout.write("\\n" + json.dumps(failed))
 """
 
 
-@pytest.fixture(scope="module")
-def failed_objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The snippets that make objects and failed, with the traceback of each."""
-    folder = readers_folder(tmp_path_factory.mktemp("objects"))
+def python(folder: Path) -> Iterator[str]:
+    """What makes objects runs in one process, what fits or starts ranks in one of its own; the rest is compiled."""
     programs = {str(snippet): program_of(snippet) for snippet in RUNS if not ALONE.search(snippet.text)}
-    (folder / "programs.json").write_text(json.dumps(programs | {"docs/coming-from.md": program_of_cells()}))
-    (folder / "program.py").write_text(OBJECTS)
-    outcome = run_script([folder / "program.py", "programs.json"], cwd=folder, timeout=120, env=ONE_THREAD)
-    assert (outcome.returncode, outcome.leftovers) == (0, ()), outcome.stderr
-    found: dict[str, str] = json.loads(outcome.stdout.splitlines()[-1])
-    return found
+    programs["docs/coming-from.md"] = program_of_cells()
+    (folder / "programs.json").write_text(json.dumps(programs))
+    printed = run(OBJECTS, folder, "programs.json")
+    if printed.returncode:
+        yield f"scripts/checks/snippets.py: the snippets that make objects end their process: {printed.stderr}"
+    else:
+        failed = json.loads(printed.stdout.splitlines()[-1])
+        yield from (f"{name}: does not run:\n{error}" for name, error in failed.items())
+    for snippet in PYTHON:
+        if snippet.not_run:
+            compile(snippet.text, str(snippet), "exec")
+        elif ALONE.search(snippet.text):
+            printed = run(program_of(snippet), folder)
+            if printed.returncode:
+                yield f"{snippet}: does not run:\n{printed.stderr}"
 
 
-@pytest.mark.parametrize("snippet", [one for one in RUNS if not ALONE.search(one.text)], ids=str)
-def test_python_that_makes_objects_runs(snippet: Snippet, failed_objects: dict[str, str]) -> None:
-    assert failed_objects.get(str(snippet), "") == ""
-
-
-@pytest.mark.parametrize("snippet", [one for one in RUNS if ALONE.search(one.text)], ids=str)
-def test_python_that_fits_or_starts_ranks_runs(snippet: Snippet, tmp_path: Path) -> None:
-    (tmp_path / "snippet.py").write_text(program_of(snippet))
-    outcome = run_script([tmp_path / "snippet.py"], cwd=tmp_path, timeout=120, env=ONE_THREAD)
-    assert (outcome.returncode, outcome.leftovers) == (0, ()), outcome.stderr
-
-
-@pytest.mark.parametrize("snippet", [one for one in PYTHON if one.not_run], ids=str)
-def test_python_that_needs_what_no_test_has_can_be_compiled(snippet: Snippet) -> None:
-    compile(snippet.text, str(snippet), "exec")
+def run(program: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "program.py").write_text(program)
+    command = [sys.executable, "program.py", *arguments]
+    environment = {**os.environ, **ONE_THREAD}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 # -- Commands --
@@ -207,11 +218,23 @@ PROGRAMS = ("lockstep-train", "lockstep-doctor", "lockstep-consolidate")
 MODULES = {"lightning_lockstep.train": "lockstep-train", "lightning_lockstep.doctor": "lockstep-doctor"}
 
 
-def readers_folder(folder: Path) -> Path:
+def readers_folder(folder: Path) -> None:
     for name, text in READERS_FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    return folder
+
+
+@contextlib.contextmanager
+def as_a_reader(folder: Path) -> Iterator[None]:
+    """Be in a folder with what readers have, where a command finds it."""
+    before, path = Path.cwd(), list(sys.path)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        os.chdir(before)
+        sys.path[:] = path
 
 
 def parts_of(line: str) -> tuple[str, list[str]]:
@@ -258,30 +281,57 @@ def compose_in(project: Path, arguments: list[str]) -> None:
         compose("config", words)
 
 
-@pytest.fixture
-def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Be in a folder with what readers have, where a command finds it."""
-    monkeypatch.chdir(readers_folder(tmp_path))
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
+def wrong_with(command: Snippet, part: str = "") -> Iterator[str]:
+    """Return what is wrong with a command, or with overrides in a table of docs/coming-from.md."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        error = error_of(command, part)
+    if error is not None:
+        yield f"{command}: {command.text} cannot be given: {type(error).__name__}: {error}"
 
 
-@pytest.mark.usefixtures("reader")
-@pytest.mark.parametrize("command", [one for one in COMMANDS if not why_not(one)], ids=str)
-def test_a_command_can_be_given(command: Snippet) -> None:
-    if (project := project_of(command)) is None:
-        look_at(command, *parts_of(command.text))
-        return
-    refused = pytest.raises(HydraException) if "exit code 2" in command.text else contextlib.nullcontext()
-    with refused:
-        compose_in(project, parts_of(command.text)[1][1:])
+def error_of(command: Snippet, part: str) -> Exception | None:
+    try:
+        if part and kind_of(command.text) == "overrides":
+            words = shlex.split(command.text)
+            if part == "lightning-hydra-template" and not command.text.startswith("ckpt_path"):
+                compose_in(ROOT / "examples" / "foreign_app", words)
+            else:
+                faults = faults_of(*words)
+                assert not faults, faults
+        elif (project := project_of(command)) is None:
+            look_at(command, *parts_of(command.text))
+        else:
+            is_refused = False
+            try:
+                compose_in(project, parts_of(command.text)[1][1:])
+            except HydraException:
+                is_refused = True
+            assert is_refused == ("exit code 2" in command.text)
+    except Exception as error:
+        return error
+    return None
+
+
+def faults_of(*arguments: str) -> list[str]:
+    """What `lockstep-train` finds wrong with these arguments before it starts anything."""
+    configs = importlib.import_module("lightning_lockstep._application.configs")
+    overrides = importlib.import_module("lightning_lockstep._application.overrides")
+    checks = importlib.import_module("lightning_lockstep._application.checks")
+    main = importlib.import_module("lightning_lockstep.train").main
+    parsed = overrides.read_arguments(list(arguments))
+    search_path = configs.search_path_of(main, "pkg://lightning_lockstep.conf", parsed)
+    found: list[str] = overrides.check_command_line(
+        parsed, search_path, "lockstep_train", checks.check_training, alone=True
+    )[0]
+    return found
 
 
 def look_at(command: Snippet, program: str, arguments: list[str]) -> None:
     """Check what starts nothing, or no Python of ours."""
     if program == "lockstep-train":
         # What the command itself finds out before it starts anything; a sweep's first job stands for all.
-        assert faults_of(*(word for word in first_job(arguments) if word not in ELSEWHERE)) == []
+        faults = faults_of(*(word for word in first_job(arguments) if word not in ELSEWHERE))
+        assert not faults, faults
     elif program == "lockstep-doctor":
         from lightning_lockstep.doctor.command import read
 
@@ -300,8 +350,8 @@ def look_at(command: Snippet, program: str, arguments: list[str]) -> None:
         named = re.findall(r"(?:lightning-lockstep|\.)\[([\w,-]+)\]", command.text)
         assert {*",".join(named).split(",")} - {""} <= {*extras}
     elif program == "export":
-        outcome = run_script(["bash", "-ec", command.text], cwd=Path.cwd())
-        assert (outcome.returncode, outcome.stderr) == (0, "")
+        done = subprocess.run(["bash", "-ec", command.text], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
     else:
         assert program.startswith("scripts/"), f"nothing here knows how to check {program!r}"
         assert (ROOT / program).stat().st_mode & 0o100
@@ -371,31 +421,19 @@ def program_of_cells() -> str:
     return "\n".join(lines)
 
 
-def test_what_users_of_other_packages_are_to_write_in_python_runs(failed_objects: dict[str, str]) -> None:
-    assert program_of_cells().count("\n") > 30
-    assert failed_objects.get("docs/coming-from.md", "") == ""
-
-
-@pytest.mark.usefixtures("reader")
-@pytest.mark.parametrize(("cell", "part"), [one for one in SHELL_CELLS if not why_not(one[0])], ids=str)
-def test_what_users_of_other_packages_are_to_write_in_a_shell_is_right(cell: Snippet, part: str) -> None:
-    if kind_of(cell.text) == "command":
-        look_at(cell, *parts_of(cell.text))
-    elif part == "lightning-hydra-template" and not cell.text.startswith("ckpt_path"):
-        compose_in(ROOT / "examples" / "foreign_app", shlex.split(cell.text))
-    else:
-        assert faults_of(*shlex.split(cell.text)) == []
-
-
 # -- Configuration --
 
 
-@pytest.mark.parametrize("block", DATA, ids=str)
-def test_a_file_can_be_read_and_its_names_are_there(block: Snippet) -> None:
-    if block.language == "toml":
-        tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
-        assert tomllib.loads(block.text)
+def wrong_with_data(block: Snippet) -> Iterator[str]:
+    """Return what of a file cannot be read, and which of its names are not there."""
+    try:
+        if block.language == "toml":
+            importlib.import_module("tomllib").loads(block.text)  # Python 3.11
+            return
+        assert list(yaml.safe_load_all(block.text)) != [None]
+        for name in re.findall(r"(?:_target_|class_path): (lightning_lockstep\S+)", block.text):
+            assert callable(_locate(name)), name
+    except ModuleNotFoundError:
         return
-    assert list(yaml.safe_load_all(block.text)) != [None]
-    for name in re.findall(r"(?:_target_|class_path): (lightning_lockstep\S+)", block.text):
-        assert callable(_locate(name))
+    except Exception as error:
+        yield f"{block}: cannot be read, or has a name that is not there: {type(error).__name__}: {error}"
