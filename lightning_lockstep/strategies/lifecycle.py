@@ -237,12 +237,14 @@ class RankLifecycle(BySample, LockstepStrategy, ParallelStrategy):
     def set_world_ranks(self) -> None:
         """Give this rank's number and the number of ranks to the cluster environment and to Lightning's logging."""
         environment, membership = self.cluster_environment, current_membership()
-        rank = self.node_rank * self.num_processes + self.local_rank
-        members: Sequence[int] = range(self.num_nodes * self.num_processes)
-        if membership is not None and membership.current.members:  # others may be lost
-            members, rank = membership.current.members, membership.me
-        environment.set_global_rank(members.index(rank))
-        environment.set_world_size(len(members))
+        rank, ranks = (
+            self.node_rank * self.num_processes + self.local_rank,
+            self.num_nodes * self.num_processes,
+        )
+        if membership is not None and (members := membership.current.members):  # others may be lost
+            rank, ranks = members.index(membership.me), len(members)
+        environment.set_global_rank(rank)
+        environment.set_world_size(ranks)
         rank_zero_only.rank = environment.global_rank()  # type: ignore[attr-defined]
 
     def setup_distributed(self) -> None:
