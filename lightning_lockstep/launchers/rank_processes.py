@@ -1,23 +1,85 @@
-"""What ties ranks to the process that has started them: signals go to them, and they end when it is gone."""
+"""What ties ranks to the process that has started them: it sees them end, signals reach them, they end with it."""
 
 from __future__ import annotations
 
 import signal
+import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
-from lightning_lockstep.distributed.failure.process_exit import end_now
+from lightning_lockstep.distributed.failure.process_exit import end_now, outcome
 
 #: Signals that ask the ranks to end.
 ASKS_TO_END = (signal.SIGTERM, signal.SIGHUP)
-_PASSED_ON = (*ASKS_TO_END, signal.SIGUSR1, signal.SIGUSR2)
+_PASSED_ON = signal.SIGUSR1, signal.SIGUSR2
 # `timeout` and schedulers send a signal to a process and at the same time to its group [s].
 _SAME = 1.0
 # How often a rank looks whether the process that has started it lives [s].
 _LOOK_EVERY = 0.25
+# How long the operating system may take to end a killed process [s].
+_KILLED = 5.0
+
+
+class RankProcesses:
+    """Processes that this one has started, each a rank that runs the same program again."""
+
+    look_every = 0.1  # how often this process looks for ranks that have ended [s]
+
+    def __init__(self) -> None:
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}  # by the number of the rank on this node
+        self.stopping = False  # True: a rank that ends badly from then on was stopped
+        outcome.on_force = self.kill  # they end before a forced end of this process
+
+    def start(
+        self,
+        numbers: Iterable[int],
+        command: tuple[list[str], str | None, Mapping[str, str]],  # see `rank_command`
+        environ: Mapping[str, str],
+        **options: Any,
+    ) -> None:
+        """Start ranks with these numbers on this node; ``options`` are those of ``Popen``."""
+        program, folder, variables = command
+        try:
+            for number in numbers:
+                own = {**environ, **variables, "LOCAL_RANK": str(number)}
+                self.processes[number] = subprocess.Popen(program, env=own, cwd=folder, **options)
+        except OSError:  # memory or processes have run out
+            self.kill()
+            raise
+
+    def running(self) -> bool:
+        """Return whether one still runs."""
+        return any(process.poll() is None for process in self.processes.values())
+
+    def looks(self) -> Iterator[None]:
+        """Let the caller look, again and again until all have ended, who has."""
+        is_last = False
+        while not is_last:
+            # Before the question who has ended: one that ends after it is found by the next look.
+            is_last = not self.running()
+            yield
+            time.sleep(0.0 if is_last else self.look_every)
+
+    def wait(self, seconds: float = float("inf")) -> None:
+        """Wait until all have ended, or for so long."""
+        deadline = time.monotonic() + seconds
+        for _ in self.looks():
+            if time.monotonic() > deadline:
+                return
+
+    def send(self, number: int) -> None:
+        """Send a signal to all that still run."""
+        for process in self.processes.values():
+            process.send_signal(number)  # nothing for one that has ended
+
+    def kill(self) -> None:
+        """End all that still run, at once."""
+        self.stopping = True
+        self.send(signal.SIGKILL)
+        self.wait(_KILLED)
 
 
 class SignalForwarding:
@@ -26,15 +88,20 @@ class SignalForwarding:
     # SIGTERM and SIGHUP ask the ranks to end; when one of these comes again, they are ended by force. A signal
     # that this process ignores, as under ``nohup``, is left alone.
 
-    def __init__(self, send: Callable[[int], None], force: Callable[[], None]) -> None:
-        self._send, self._force = send, force
+    def __init__(
+        self,
+        send: Callable[[int], None],
+        force: Callable[[], None],
+        asks: tuple[signal.Signals, ...] = ASKS_TO_END,
+    ) -> None:
+        self._send, self._force, self._asks = send, force, asks
         self.asked: signal.Signals | None = None  # the first that asked the ranks to end
         self._since = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> SignalForwarding:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
-            for number in _PASSED_ON:
+            for number in (*self._asks, *_PASSED_ON):
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: a handler in C
                     self._before[number] = signal.signal(number, self._arrived)
         return self
@@ -44,7 +111,7 @@ class SignalForwarding:
             signal.signal(number, handler)
 
     def _arrived(self, number: int, _: FrameType | None) -> None:
-        if number not in ASKS_TO_END:
+        if number not in self._asks:
             self._send(number)
         elif self.asked is None:
             self.asked, self._since = signal.Signals(number), time.monotonic()

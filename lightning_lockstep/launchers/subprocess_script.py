@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from lightning_lockstep.distributed.side_channel.opening import close_side_chann
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.environments import LockstepEnvironment, check_has_device
 from lightning_lockstep.launchers.hydra import hydra_child_command, program_file
-from lightning_lockstep.launchers.rank_processes import end_with_parent
+from lightning_lockstep.launchers.rank_processes import RankProcesses, end_with_parent
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, current_job
 
 # -- Starts the ranks of this node by running the same program again, and watches them --
@@ -46,10 +46,6 @@ from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, current
 # who it is go into the children's environment only, so that the parent can start the ranks of a next job (a
 # Hydra multirun does) as if there had been none before.
 
-# How often the parent looks for children that have ended [s].
-_LOOK_EVERY = 0.1
-# How long the operating system may take to end a killed process [s].
-_KILLED = 5.0
 # How long the report of a child that has exited may still take to arrive [s].
 _REPORT_DELAY = 0.5
 # Python exits with this code if all went well but it could not write out a standard stream at its end.
@@ -62,41 +58,22 @@ _TOO_LATE = (
 )
 
 
-class _StartedRanks:
+class _StartedRanks(RankProcesses):
     """The child ranks of one job of this process, and the supervisor of the Trainer that they work for now."""
 
     def __init__(self, job: object, supervisor: RankSupervisor, first_rank: int = 0) -> None:
+        super().__init__()
         self.job, self.first_rank = job, first_rank  # that of this process
-        self.processes: list[subprocess.Popen[bytes]] = []  # of the ranks 1, 2, ... of this node
         self.have_met = False  # True: each has been connected with this rank
-        self._stopping = False  # True: a rank that ends badly from then on was stopped
         self.supervisor = supervisor  # of the Trainer that they work for now: it learns when a child exits
-        outcome.on_force = self.kill  # children end before a forced end of this process
-
-    def start(self, number: int, environ: Mapping[str, str]) -> None:
-        """Start as many, each with its number on this node."""
-        if not number:
-            return
-        command, folder, variables = rank_command()
-        try:
-            for local_rank in range(1, number + 1):
-                of_rank = {**environ, **variables, "LOCAL_RANK": str(local_rank)}
-                self.processes.append(subprocess.Popen(command, env=of_rank, cwd=folder))
-        except OSError:  # memory or processes have run out
-            self.kill()
-            raise
-
-    def running(self) -> bool:
-        """Return whether one still runs."""
-        return any(process.poll() is None for process in self.processes)
 
     def ended_badly(self) -> dict[int, subprocess.Popen[bytes]]:
         """Return the ranks that have failed by themselves, as far as is known now."""
         orderly = None, outcome.expected_exit_code, *((0, _NOT_FLUSHED) if self.have_met else ())
         return {
             rank: process
-            for rank, process in enumerate(self.processes, 1)
-            if not self._stopping and (process.poll() not in orderly or self._has_gone(rank))
+            for rank, process in self.processes.items()
+            if not self.stopping and (process.poll() not in orderly or self._has_gone(rank))
         }
 
     def _has_gone(self, local_rank: int) -> bool:
@@ -104,21 +81,8 @@ class _StartedRanks:
         propagation = self.supervisor.propagation
         if propagation is None or propagation.state != "running":
             return False
-        has_ended = self.processes[local_rank - 1].poll() is not None
+        has_ended = self.processes[local_rank].poll() is not None
         return has_ended and not propagation.channel.has_closed(self.first_rank + local_rank)
-
-    def wait(self, seconds: float = float("inf")) -> None:
-        """Wait until all have ended, or for so long."""
-        deadline = time.monotonic() + seconds
-        while self.running() and time.monotonic() < deadline:
-            time.sleep(_LOOK_EVERY)
-
-    def kill(self) -> None:
-        """End all that still run, at once."""
-        self._stopping = True
-        for process in self.processes:
-            process.kill()  # nothing for one that has ended
-        self.wait(_KILLED)
 
 
 _started: _StartedRanks | None = None
@@ -188,15 +152,17 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             if self.num_processes != len(_started.processes) + 1:
                 raise LaunchError(_TOO_LATE.format(self.num_processes))
             # The children, and the ranks of other nodes, run this same script and will reach this Trainer too.
-            self.procs = _started.processes
+            self.procs = list(_started.processes.values())
             _started.supervisor = self._supervisor
             return
         forget_earlier_job()
         self._check_can_spawn_children()
         first_rank = self.cluster_environment.node_rank() * self.num_processes
         ranks = _StartedRanks(job, self._supervisor, first_rank)
-        ranks.start(self.num_processes - 1, self._rank_environment())
-        _started, self.procs = ranks, ranks.processes
+        environ = self._rank_environment()
+        if self.num_processes > 1:
+            ranks.start(range(1, self.num_processes), rank_command(), environ)
+        _started, self.procs = ranks, list(ranks.processes.values())
         threading.Thread(target=self._watch, args=(ranks,), name="lockstep-watch", daemon=True).start()
 
     def _rank_environment(self) -> dict[str, str]:
@@ -218,10 +184,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         }
 
     def _watch(self, ranks: _StartedRanks) -> None:
-        running = True
-        while running and _started is ranks:
-            # Before the question who has failed: one that fails after it is found by the next look.
-            running = ranks.running()
+        for _ in ranks.looks():
+            if _started is not ranks:
+                return
             if ranks.ended_badly():
                 time.sleep(_REPORT_DELAY)
             if bad := ranks.ended_badly():
@@ -229,7 +194,6 @@ class ScriptLauncher(_SubprocessScriptLauncher):
                 first = min(bad, key=lambda rank: bad[rank].returncode >= 0)
                 self._child_ended(ranks, first, bad[first])
                 return
-            time.sleep(_LOOK_EVERY)
 
     def _child_ended(self, ranks: _StartedRanks, local_rank: int, process: subprocess.Popen[bytes]) -> None:
         rank, propagation = ranks.first_rank + local_rank, ranks.supervisor.propagation
