@@ -158,11 +158,9 @@ def parameters_in_words(module: nn.Module) -> list[str]:
     """Return for each parameter what must be equal on all ranks, in the order in which DDP reduces gradients."""
 
     def shape(parameter: Any) -> object:
-        return (
-            "of unknown shape"
-            if is_lazy(parameter)
-            else tuple(getattr(parameter, "ds_shape", parameter.shape))
-        )
+        if is_lazy(parameter):
+            return "of unknown shape"
+        return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
     return [
         f"{name} {shape(p)} {str(p.dtype).removeprefix('torch.')} {'trained' if p.requires_grad else 'frozen'}"
@@ -258,9 +256,8 @@ def sum_of_nothing(parameters: Sequence[Tensor], model: nn.Module | None) -> Ten
 
 def sparse_weights(model: nn.Module) -> list[Tensor]:
     """Return the trained weights for which DDP expects sparse gradients."""
-    layers = (
-        one for one in model.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.sparse
-    )
+    kinds = nn.Embedding, nn.EmbeddingBag
+    layers = (one for one in model.modules() if isinstance(one, kinds) and one.sparse)
     return [layer.weight for layer in layers if layer.weight.requires_grad]
 
 

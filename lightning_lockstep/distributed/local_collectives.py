@@ -20,12 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lockstep.distributed.c10d_operators import (
-    OPERATIONS,
-    Operator,
-    local_answers,
-    reduction_kind,
-)
+from lightning_lockstep.distributed.c10d_operators import OPERATIONS, Operator, local_answers, reduction_kind
 from lightning_lockstep.distributed.process_group import process_group_exists
 from lightning_lockstep.errors import CollectiveError
 

@@ -207,7 +207,7 @@ def start_process_group(
 ) -> None:
     """Make the default process group, unless this process has one already."""
     if (existing := current_group()) is not None:
-        # The ranks may have to meet anew, and a store whose last owner leaves it is lost to those who have come already.
+        # The ranks may have to meet anew, and a store whose last owner leaves it is lost to those who have come.
         _stores.setdefault((address, port), existing.store)
         return
     here = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}

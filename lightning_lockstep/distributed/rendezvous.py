@@ -19,6 +19,7 @@ from lightning_lockstep.errors import LaunchError
 #: Every address of this host.
 ANY = "0.0.0.0"
 _LOOPBACK = ("127.0.0.1", "127.0.1.1", "::1")
+_THIS_HOST = (*_LOOPBACK, "localhost")
 
 
 def own_address(name: str) -> str:
@@ -26,7 +27,7 @@ def own_address(name: str) -> str:
     if on_one_host():
         return "127.0.0.1"
     found = addresses_of(name)
-    if _means_this_host(name):  # whoever can reach rank 0 by this is on its host
+    if name in _THIS_HOST:  # whoever can reach rank 0 by this is on its host
         return next(iter(found), "127.0.0.1")
     return next(iter(_reachable(found)), ANY)  # others can use none of them: 127.0.1.1, address translation
 
@@ -34,7 +35,7 @@ def own_address(name: str) -> str:
 def listening_address(name: str) -> str:
     """Return the address at which this host has to listen so that ranks find it by ``name`` itself."""
     found = addresses_of(name)
-    if on_one_host() or _means_this_host(name):
+    if on_one_host() or name in _THIS_HOST:
         return next((address for address in found if _is_own(address)), ANY)
     reachable = _reachable(found)
     return reachable[0] if len(reachable) == 1 == len(found) else ANY  # others may take another address
@@ -54,10 +55,6 @@ def on_one_host() -> bool:
     if any(environ.get(here, "") == environ.get(everywhere, " ") for here, everywhere in _SIZES):
         return True
     return "SLURM_PROCID" in environ and environ.get("SLURM_STEP_NUM_NODES") == "1"
-
-
-def _means_this_host(name: str) -> bool:
-    return name in (*_LOOPBACK, "localhost")
 
 
 def _reachable(addresses: list[str]) -> list[str]:

@@ -20,12 +20,7 @@ from lightning_lockstep.distributed.failure.process_exit import end_now
 from lightning_lockstep.distributed.mpi.rendezvous import MPIRendezvous, agree_on_rendezvous
 from lightning_lockstep.distributed.process_group import RankGroup
 from lightning_lockstep.errors import LaunchError
-from lightning_lockstep.launchers.rank_variables import (
-    StartedRank,
-    find_mpi_rank,
-    find_slurm_step,
-    slurm_job,
-)
+from lightning_lockstep.launchers.rank_variables import StartedRank, find_mpi_rank, find_slurm_step, slurm_job
 
 # -- Ranks that another program has started --
 

@@ -11,6 +11,7 @@ import operator
 import subprocess
 import sys
 import zlib
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,38 +32,26 @@ def config_to_text(config: DictConfig | None, *, with_classes: bool = False) -> 
 
     if config is None:
         return ""
-    classes = _classes_in(config) if with_classes else []
-    return json.dumps([OmegaConf.to_yaml(config), OmegaConf.is_struct(config), classes, _enums_in(config)])
+    types = [one for one in _types_in(config) if with_classes or one[3]]
+    return json.dumps([OmegaConf.to_yaml(config), OmegaConf.is_struct(config), types])
 
 
-def _enums_in(container: Any, key: str = "") -> list[tuple[str, str, str, str]]:
-    """Key, module, class and name of each member of an enumeration in a configuration; YAML has the name alone."""
-    from omegaconf import OmegaConf
-
-    found = []
-    for name in container if OmegaConf.is_dict(container) else range(len(container)):
-        place = f"{key}[{name}]"
-        if (inner := inner_container(container, name)) is not None:
-            found += _enums_in(inner, place) if key or name != "hydra" else []
-            continue
-        is_plain = not OmegaConf.is_missing(container, name) and not OmegaConf.is_interpolation(
-            container, name
-        )
-        if is_plain and isinstance(value := container[name], enum.Enum):
-            found.append((place, type(value).__module__, type(value).__qualname__, value.name))
-    return found
-
-
-def _classes_in(container: Any, key: str = "") -> list[tuple[str, str, str]]:
-    """Key, module and name of each dataclass that a part of a configuration is made of, outermost first."""
+def _types_in(container: Any, key: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """Yield what YAML leaves out, outermost first: key, module and class of dataclasses and members of enumerations."""
+    # The last entry is the name of the member; that of a dataclass is empty.
     from omegaconf import OmegaConf
 
     kind = OmegaConf.get_type(container)
-    found = [] if kind is None or kind in (dict, list) else [(key, kind.__module__, kind.__qualname__)]
+    if kind not in (None, dict, list):
+        yield key, kind.__module__, kind.__qualname__, ""
     for name in container if OmegaConf.is_dict(container) else range(len(container)):
-        inner = None if not key and name == "hydra" else inner_container(container, name)
-        found += [] if inner is None else _classes_in(inner, f"{key}[{name}]")
-    return found
+        if OmegaConf.is_missing(container, name) or OmegaConf.is_interpolation(container, name):
+            continue
+        place, value = f"{key}[{name}]", container[name]
+        if OmegaConf.is_config(value) and place != "[hydra]":
+            yield from _types_in(value, place)
+        elif isinstance(value, enum.Enum):
+            yield place, type(value).__module__, type(value).__qualname__, value.name
 
 
 def config_from_text(text: str) -> DictConfig | None:
@@ -72,8 +61,9 @@ def config_from_text(text: str) -> DictConfig | None:
 
     if not text:
         return None
-    values, is_struct, classes, enums = json.loads(text)
+    values, is_struct, types = json.loads(text)
     config: DictConfig = OmegaConf.create(values)
+    classes = [(key, module, name) for key, module, name, member in types if not member]
     for key, module, name in classes:
         given = OmegaConf.select(OmegaConf.create(values), key)
         typed: Any = OmegaConf.structured(operator.attrgetter(name)(importlib.import_module(module)))
@@ -88,9 +78,10 @@ def config_from_text(text: str) -> DictConfig | None:
             OmegaConf.update(config, key, typed, merge=False)
         else:
             config = typed
-    for key, module, name, member in enums:
-        kind: Any = operator.attrgetter(name)(importlib.import_module(module))
-        OmegaConf.update(config, key, kind[member])
+    for key, module, name, member in types:
+        if member:
+            kind: Any = operator.attrgetter(name)(importlib.import_module(module))
+            OmegaConf.update(config, key, kind[member])
     for key, *_ in classes:
         OmegaConf.set_struct(OmegaConf.select(config, key), None)
     if "hydra" in config:  # Hydra accepts only its own dataclass
@@ -197,17 +188,13 @@ def freeze(config: Any) -> Any:
     from omegaconf.errors import OmegaConfBaseException
 
     keys = list(config.keys()) if OmegaConf.is_dict(config) else range(len(config))
-    for key in keys:
-        # Hydra makes its own part read-only; an interpolation may name a value that nobody gave.
-        with (
-            flag_override(config, ["readonly", "struct"], [False, False]),
-            suppress(OmegaConfBaseException),
-        ):
-            if OmegaConf.is_interpolation(config, key):
-                config[key] = config[key]
-        inner = inner_container(config, key)
-        if inner is not None:
-            freeze(inner)
+    with flag_override(config, ["readonly", "struct"], [False, False]):  # Hydra's own part is read-only
+        for key in keys:
+            with suppress(OmegaConfBaseException):  # an interpolation may name a value that nobody gave
+                if OmegaConf.is_interpolation(config, key):
+                    config[key] = config[key]
+            if (inner := inner_container(config, key)) is not None:
+                freeze(inner)
     return config
 
 

@@ -55,10 +55,8 @@ _LOST = (
 class MPIRunLauncher(_SubprocessScriptLauncher):
     """Runs this program under mpirun and waits for it."""
 
-    def __init__(
-        self, settings: MPIRunSettings, mpirun: MPIRun, *, num_processes: int, num_nodes: int
-    ) -> None:
-        super().__init__(LockstepEnvironment(), num_processes, num_nodes)
+    def __init__(self, strategy: Any, settings: MPIRunSettings, mpirun: MPIRun) -> None:
+        super().__init__(LockstepEnvironment(), strategy.num_processes, strategy.num_nodes)
         self.settings, self.mpirun = settings, mpirun
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:

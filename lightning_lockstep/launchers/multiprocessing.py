@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch.multiprocessing as mp
@@ -260,15 +260,9 @@ class SpawnedLauncher(_MultiProcessingLauncher):
 
     _strategy: Any  # Lightning's annotation names a base that knows no numbers of processes and nodes
 
-    def __init__(
-        self,
-        strategy: Any,  # travels to the ranks
-        supervisor: RankSupervisor,
-        *,
-        start_method: Literal["spawn", "fork", "forkserver"],
-    ) -> None:
-        super().__init__(strategy, start_method=start_method)
-        self._supervisor = supervisor
+    def __init__(self, strategy: Any, start_method: Any) -> None:
+        super().__init__(strategy, start_method=start_method)  # the strategy travels to the ranks
+        self._supervisor: RankSupervisor = strategy.supervisor
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Run ``function`` in every rank and return what rank 0 returned."""

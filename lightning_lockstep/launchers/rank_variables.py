@@ -110,9 +110,8 @@ def find_mpi_rank(environ: Mapping[str, str] | None = None) -> StartedRank | Non
     """Return the rank that this process is in an MPI job, or ``None`` when it is not part of one."""
     environ = os.environ if environ is None else environ
     session = environ.get("PMIX_SERVER_TMPDIR") or environ.get("OMPI_FILE_LOCATION") or "none"
-    open_mpi = (
-        _numbered("Open MPI's mpirun", environ, "OMPI_COMM_WORLD_{}") if Path(session).exists() else None
-    )
+    has_session = Path(session).exists()
+    open_mpi = _numbered("Open MPI's mpirun", environ, "OMPI_COMM_WORLD_{}") if has_session else None
     mvapich = _numbered("MVAPICH's mpirun", environ, "MV2_COMM_WORLD_{}")
     return open_mpi or mvapich or _task_of_mpi(environ) or _mpich(environ)
 

@@ -32,13 +32,8 @@ from lightning_lockstep._lightning import Callback, CombinedLoader, TrainerFn, _
 from lightning_lockstep._text import counted
 from lightning_lockstep._trainer import asks_for_training_loader, limited_batches
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.loaders.global_order import (
-    GlobalBatches,
-    generators_of,
-    parts_of,
-    seed_of_run,
-)
-from lightning_lockstep.steps.generators import seed_generators
+from lightning_lockstep.loaders.global_order import GlobalBatches, generators_of, parts_of, seed_of_run
+from lightning_lockstep.steps.generators import gpu_state, seed_generators
 from lightning_lockstep.steps.patching import (
     STATEFUL,
     LoaderAround,
@@ -114,7 +109,7 @@ class LoaderPosition(Callback):
         mine: dict[str, Any] = {
             "loaders": [_record(loader, trainer) for loader in loaders],
             # Dropout on this rank's GPU draws from its generator.
-            "device": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
+            "device": gpu_state(),
             # What schedulers, early stopping and checkpoints look at after the resume.
             "metrics": {} if alone else _metrics(trainer),
         }
@@ -153,13 +148,10 @@ class LoaderPosition(Callback):
         record = resume.records[number] if resume.within_epoch and number < len(resume.records) else {}
         return resume.batches, record.get("drawn_from")
 
-    def has_begun(self, asks: Any) -> None:
-        """Note that a loader gives its first batch: if it is asked for its batches again, it has ended."""
-        if self._resume is not None:
+    def first_batch(self, asks: Any) -> int | None:
+        """Note that a loader gives its first batch; return the seed of what ranks draw alike, if it has others."""
+        if self._resume is not None:  # if it is asked for its batches again, it has ended
             self._resume.begun.append(asks)
-
-    def shared_seed(self) -> int | None:
-        """Return the seed of what all ranks draw alike in this epoch; ``None`` for a rank without others."""
         if current_communicator().world_size == 1:
             return None
         return seed_of_run() + int(self._trainer.fit_loop.epoch_progress.current.processed)
@@ -176,12 +168,11 @@ class LoaderPosition(Callback):
         self._lengths = [length_of(loader) for loader in loaders]
         if self._begins_again:
             iter(trainer.fit_loop._data_fetcher)
-        if resume.within_epoch:
-            combined = trainer.fit_loop._combined_loader
-            if combined._mode == "max_size_cycle":
-                for number, loader in enumerate(loaders):  # Lightning has not seen those that have ended.
-                    ended = (length_of(loader) or math.inf) < resume.batches
-                    combined._iterator._consumed[number] |= ended
+        combined = trainer.fit_loop._combined_loader
+        if resume.within_epoch and combined._mode == "max_size_cycle":
+            for number, loader in enumerate(loaders):  # Lightning has not seen those that have ended.
+                ended = (length_of(loader) or math.inf) < resume.batches
+                combined._iterator._consumed[number] |= ended
         if (resume.within_epoch or resume.point.no_batches_left) and resume.same_ranks:
             for loader, record in zip(loaders, resume.records, strict=False):
                 _set_states(record["now"], None if _divided(loader) else loader)
@@ -298,8 +289,7 @@ class _Resumable(LoaderAround):
 
     def _behind(self, seen: int, drawn_from: list[Any] | None) -> Iterator[Any]:
         # This runs when the first batch is asked for, which without workers is after the start of the training.
-        self._position.has_begun(self)
-        outside, seed = _states(), self._position.shared_seed()
+        outside, seed = _states(), self._position.first_batch(self)
         if drawn_from is not None:
             _set_states(drawn_from, self)
         elif seed is not None:  # programs divide orders that they expect to be the same on all ranks
@@ -353,12 +343,10 @@ def _record(loader: Any, trainer: Any) -> dict[str, Any]:
         "units": {},
     }
     if parts is None:
-        own = loader.state_dict() if _is_stateful(loader) else None
-        return (
-            found
-            | {"drawn_from": getattr(_keeper(loader), "drawn_from", None)}
-            | ({"own": own} if own else {})
-        )
+        found["drawn_from"] = getattr(_keeper(loader), "drawn_from", None)
+        if _is_stateful(loader) and (own := loader.state_dict()):
+            found["own"] = own
+        return found
     # Also at each micro-batch of an optimizer step that is not complete, because that step is repeated.
     progress, length = trainer.fit_loop.epoch_loop.batch_progress.current, max(len(parts), 1)
     numbers = range(min(progress.processed, progress.ready) // accumulated * accumulated, progress.ready + 1)

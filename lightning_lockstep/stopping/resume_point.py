@@ -45,10 +45,8 @@ def settle_counters(loops: dict[str, Any], accumulated: int) -> ResumePoint:
     epoch_ended = epoch["processed"] == epoch["started"]
     if epoch["ready"] > epoch["started"] or (epoch_ended and (no_batches_left or not done)):
         total, done = batches["total"]["processed"], 0
-        epoch_open = (
-            epoch_ended and epoch["completed"] < epoch["processed"] and epoch["ready"] == epoch["started"]
-        )
-        point = ResumePoint(epoch["processed"], epoch_open=epoch_open)
+        is_open = epoch["completed"] < epoch["processed"] and epoch["ready"] == epoch["started"]
+        point = ResumePoint(epoch["processed"], epoch_open=epoch_ended and is_open)
     else:
         partial = 0 if no_batches_left else done % accumulated  # their gradients are not saved
         total, done = batches["total"]["processed"] - batch["processed"] + done - partial, done - partial
@@ -66,13 +64,12 @@ def settle_counters(loops: dict[str, Any], accumulated: int) -> ResumePoint:
     _set(batches["current"], done)
     batches["is_last_batch"] = point.no_batches_left
     seen = validation["current"]
-    validated = (
-        not point.batch_open and validation["is_last_batch"] and seen["completed"] == seen["ready"] > 0
-    )
+    is_over = validation["is_last_batch"] and seen["completed"] == seen["ready"] > 0
     _set(validation["total"], 0)
     _set(validation["current"], 0)
     validation["is_last_batch"] = False
-    if point.rest_open and not validated:  # so that Lightning knows that it is still to be done
+    # So that Lightning knows that it is still to be done.
+    if point.rest_open and (point.batch_open or not is_over):
         validation["total"]["ready"] = validation["total"]["started"] = 1
     return point
 
@@ -88,9 +85,8 @@ def go_on(trainer: Any, point: ResumePoint) -> None:
     if not point.batches:
         if point.epoch_open:
             _step_plateaus(trainer, point.epoch)
-        loop.restarting = (
-            False  # with `max_steps` Lightning takes the epoch that begins for one to be continued
-        )
+        # With `max_steps` Lightning takes the epoch that begins for one to be continued.
+        loop.restarting = False
         return
     if point.no_batches_left:
         fetcher.done, fetcher.batches = True, []

@@ -54,8 +54,7 @@ def set_breakpoint(reason: str = "a breakpoint was set") -> None:
         )
         return
     with _lock:
-        if _is_current(_active):
-            assert _active is not None
+        if _active is not None and _is_current(_active):
             _active.request(str(reason))
         else:
             _early_requests.append(str(reason))
@@ -109,11 +108,9 @@ def count_in_fit(counts: bool) -> None:
     _fit_counts = counts
 
 
-def _is_current(agreement: StepAgreement | None) -> bool:
-    if agreement is None or not agreement.channel.usable:
-        return False
-    group = current_group()
-    return agreement.channel.world_size == (1 if group is None else group.world_size)
+def _is_current(agreement: StepAgreement) -> bool:
+    group, channel = current_group(), agreement.channel
+    return channel.usable and channel.world_size == (1 if group is None else group.world_size)
 
 
 # -- What can request a stop from outside of the program: a signal, and a file --

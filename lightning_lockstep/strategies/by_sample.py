@@ -32,10 +32,9 @@ class BySample(Strategy):
     def begin_numbers(self, *, fits: bool) -> None:
         """Begin the random numbers and norms of a fit, if they are not those of the rank."""
         by_sample, norm = self.draws_by_sample, self.settings.batch_norm == "of_batch" and self.world_size > 1
-        is_needed = fits and (by_sample or norm)
-        self.sample_numbers = (
-            SampleNumbers(seed_of_run(), numbers=by_sample, norm=norm) if is_needed else None
-        )
+        self.sample_numbers = None
+        if fits and (by_sample or norm):
+            self.sample_numbers = SampleNumbers(seed_of_run(), numbers=by_sample, norm=norm)
 
     def check_not_by_sample(self, dataloader: object) -> None:
         """Raise, on all ranks, if the samples of a training loader that is not divided need numbers of their own."""

@@ -146,10 +146,7 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
         DDPStrategy.setup_environment(self)
 
     def setup_distributed(self) -> None:
-        """Make the process group, open the side channel, show which rank runs where, and hand the group to DeepSpeed.
-
-        Ranks: all, together.
-        """
+        """Connect the ranks, as under any strategy, and hand their group to DeepSpeed. Ranks: all, together."""
         super().setup_distributed()
         self._let_go = adopt_process_group(self.local_rank, self.settings.duration)
         if self.lightning_module is None or self._fits:
@@ -172,12 +169,8 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Divide parameters among the ranks as they are made, in stage 3.
-
-        This reads only the settings that it needs: the module has no layers yet, so it cannot make its optimizer.
-
-        Ranks: all, together.
-        """
+        """Divide parameters among the ranks as they are made, in stage 3. Ranks: all, together."""
+        # This reads only the settings that it needs: the module has no layers yet, so it cannot make its optimizer.
         with divided_as_made(self._run_config.of_evaluation(self._precision_name)):
             yield
 
@@ -208,10 +201,7 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
         )
 
     def teardown(self) -> None:
-        """Release what the run used; the ranks stay connected for a next call of the Trainer.
-
-        Ranks: every rank; waits for none.
-        """
+        """Release what the run used; the ranks stay connected for a next call. Ranks: every rank; waits for none."""
         engine: Any = self.model
         super().teardown()
         self._let_go()
@@ -229,10 +219,8 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
 
     @property
     def handles_gradient_accumulation(self) -> bool:
-        """Whether the engine decides when the optimizer steps: no, Lightning's loop does, as under any strategy.
-
-        Lightning counts from the start of each epoch and steps after its last batch, DeepSpeed goes on counting.
-        """
+        """Whether the engine decides when the optimizer steps: no, Lightning's loop does, as under any strategy."""
+        # Lightning counts from the start of each epoch and steps after its last batch, DeepSpeed goes on counting.
         return False
 
     @contextmanager

@@ -260,10 +260,7 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
     needs_loss = "the ranks gather and reduce the parts of the model together in the backward"
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Make an optimizer's step, then free the old weights that this rank has gathered.
-
-        Ranks: each, alone, but for what the closure does.
-        """
+        """Make an optimizer's step. Ranks: each, alone, but for what the closure does."""
         output = super().optimizer_step(*args, **kwargs)
         # A part that was called but had no backward (frozen, or without gradients) still has its old weights gathered.
         give_up_gathered(self._module)
@@ -319,10 +316,7 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write a file on rank 0, or a folder on all, in place of one of that name once it is whole.
-
-        Ranks: all, together.
-        """
+        """Write a file on rank 0, or a folder on all ranks that is there once it is whole. Ranks: all, together."""
         if not self._saves_parts:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return

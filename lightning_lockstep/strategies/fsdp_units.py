@@ -119,10 +119,7 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _called(child)
-        elif (
-            not isinstance(child, (nn.ParameterList, nn.ParameterDict))
-            and next(child.parameters(), None) is not None
-        ):
+        elif not isinstance(child, (nn.ParameterList, nn.ParameterDict)) and [*child.parameters()]:
             yield child
 
 

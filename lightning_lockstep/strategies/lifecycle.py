@@ -45,13 +45,7 @@ from lightning_lockstep.launchers.environments import (
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 from lightning_lockstep.launchers.subprocess_script import check_ranks, have_met
 from lightning_lockstep.loaders.counting import Counting, StepCopies
-from lightning_lockstep.loaders.global_order import (
-    GlobalBatches,
-    Share,
-    check_the_same,
-    divided,
-    parts_of,
-)
+from lightning_lockstep.loaders.global_order import GlobalBatches, Share, check_the_same, divided, parts_of
 from lightning_lockstep.loaders.streams import shared_stream
 from lightning_lockstep.loaders.weights import StepWeights, samples_in
 from lightning_lockstep.numerics.precision import requested_precision, resolve_precision
@@ -213,17 +207,14 @@ class RankLifecycle(BySample, LockstepStrategy, ParallelStrategy):
         self.precision_plugin = self.resolve_precision(
             self.precision_plugin, requested_precision(), self.root_device.type
         )
-        if given_to_trainer("sync_batchnorm") and (
-            self.device_type == "cpu" or self.settings.batch_norm == "of_batch"
-        ):
-            why = (
-                "torch's layer refuses CPUs" if self.settings.batch_norm == "of_rank" else "both do the same"
-            )
+        of_rank = self.settings.batch_norm == "of_rank"
+        if given_to_trainer("sync_batchnorm") and (self.device_type == "cpu" or not of_rank):
+            why = "torch's layer refuses CPUs" if of_rank else "both do the same"
             raise ConfigurationError(
                 f"sync_batchnorm=True: expected False, because {why}. batch_norm='of_batch' of the strategy works on"
                 " any device, and replaces no layer."
             )
-        self._launcher = self.startup.launcher(self, self.supervisor)
+        self._launcher = self.startup.launcher(self)
 
     def setup(self, trainer: Any) -> None:
         """Set the run up; in a fit, random numbers follow seed and rank from here on. Ranks: all, together."""
@@ -421,11 +412,8 @@ class RankLifecycle(BySample, LockstepStrategy, ParallelStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a value over all ranks. Ranks: all, together."""
         # Lightning divides a logged mean by the ranks' mean number of samples, which would be cut to a whole number.
-        if (
-            isinstance(tensor, Tensor)
-            and not tensor.dtype.is_floating_point
-            and reduce_op in ("mean", "avg", None)
-        ):
+        is_whole = isinstance(tensor, Tensor) and not tensor.dtype.is_floating_point
+        if is_whole and reduce_op in ("mean", "avg", None):
             tensor = tensor.float()
         return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
 

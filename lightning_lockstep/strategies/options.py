@@ -299,17 +299,10 @@ def mixed_gpus_warning(placements: Sequence[RankPlacement]) -> str | None:
     gpus = [place for place in placements if place.capability != (0, 0)]
     if len({(gpu.device_name, gpu.memory, gpu.capability) for gpu in gpus}) < 2:
         return None
-    slowest = min(gpus, key=lambda gpu: (gpu.capability, gpu.memory))
-    fastest = max(gpus, key=lambda gpu: (gpu.capability, gpu.memory))
-    return (
-        "This run has mixed GPUs, and every step waits for the slowest:"
-        f" {_described(slowest)}, {_described(fastest)}."
-    )
-
-
-def _described(gpu: RankPlacement) -> str:
-    major, minor = gpu.capability
-    return (
+    gpus.sort(key=lambda gpu: (gpu.capability, gpu.memory))
+    slowest, fastest = (
         f"rank {gpu.rank} on {gpu.host} has {gpu.device_name} ({size_in_words(gpu.memory)}, compute capability"
-        f" {major}.{minor})"
+        f" {gpu.capability[0]}.{gpu.capability[1]})"
+        for gpu in (gpus[0], gpus[-1])
     )
+    return f"This run has mixed GPUs, and every step waits for the slowest: {slowest}, {fastest}."

@@ -46,21 +46,17 @@ class RankStartup:
     def adopt_ranks(self, strategy: Any) -> None:
         """Before the launch, take the number of ranks from the program that has started them."""
 
-    def launcher(self, strategy: Any, supervisor: RankSupervisor) -> Any:
+    def launcher(self, strategy: Any) -> Any:
         """Return the launcher that starts the ranks of this node."""
         environment, group = strategy.cluster_environment, connected_group()
         # Ranks that an earlier Trainer has connected run this script too, and are used again.
         exist = environment.creates_processes_externally or (group is not None and group.world_size > 1)
         if self.start_method == "popen" or exist:
-            return self.script_launcher(
-                supervisor,
-                environment,
-                num_processes=strategy.num_processes,
-                num_nodes=strategy.num_nodes,
-            )
+            ranks = {"num_processes": strategy.num_processes, "num_nodes": strategy.num_nodes}
+            return self.script_launcher(strategy.supervisor, environment, **ranks)
         if self.start_method == "fork":
             check_untouched()
-        return SpawnedLauncher(strategy, supervisor, start_method=self.start_method)  # type: ignore[arg-type]
+        return SpawnedLauncher(strategy, self.start_method)
 
     def ranks_on_these_cores(self, strategy: Any) -> int:
         """Return how many ranks share the cores that this one may use."""
@@ -100,10 +96,10 @@ class OutlivingStartup(RankStartup):
         self.least_ranks = least_ranks
         self._recovery: Recovery | None = None
 
-    def launcher(self, strategy: Any, supervisor: RankSupervisor) -> Any:
+    def launcher(self, strategy: Any) -> Any:
         """See :meth:`RankStartup.launcher`."""
         if strategy.num_processes == 1:
-            return super().launcher(strategy, supervisor)
+            return super().launcher(strategy)
         check_start(strategy)
         return OutlivingLauncher(strategy, self.least_ranks)
 
@@ -137,16 +133,14 @@ class MPIStartup(RankStartup):
         if strategy.num_nodes == 1:
             strategy.num_nodes = rank.size // rank.local_size
 
-    def launcher(self, strategy: Any, supervisor: RankSupervisor) -> Any:
+    def launcher(self, strategy: Any) -> Any:
         """Return the launcher that runs mpirun, or the ordinary one if MPI is not to start any ranks."""
-        ranks = strategy.num_processes * strategy.num_nodes
-        ordinary = super().launcher(strategy, supervisor)
-        environment = strategy.cluster_environment
-        if not isinstance(environment, LockstepEnvironment) or ranks == 1:
-            return ordinary
-        if environment.creates_processes_externally:
-            return ordinary  # another program has started the ranks; `connect` raises if it was not MPI
-        if self._given_backend == "nccl" and self.mpirun.hostfile is None and self.mpirun.mpirun is None:
+        environment, ordinary = strategy.cluster_environment, super().launcher(strategy)
+        is_alone = strategy.num_processes * strategy.num_nodes == 1
+        needs_no_mpi = (self._given_backend, self.mpirun.hostfile, self.mpirun.mpirun) == ("nccl", None, None)
+        # If another program has started the ranks, `connect` raises if it was not MPI.
+        is_ours = isinstance(environment, LockstepEnvironment)
+        if not is_ours or environment.creates_processes_externally or is_alone or needs_no_mpi:
             return ordinary
         command = find_mpirun(self.mpirun)
         if command is None:
@@ -155,9 +149,7 @@ class MPIStartup(RankStartup):
                 f" `{install_command('mpi')}`, load your cluster's MPI module, or give mpirun=..."
                 " Without MPI, train with the strategy lockstep_ddp (strategy=ddp)."
             )
-        return MPIRunLauncher(
-            self.mpirun, command, num_processes=strategy.num_processes, num_nodes=strategy.num_nodes
-        )
+        return MPIRunLauncher(strategy, self.mpirun, command)
 
     def ranks_on_these_cores(self, strategy: Any) -> int:
         """See :meth:`RankStartup.ranks_on_these_cores`; cores to which mpirun has bound a rank are its own."""

@@ -9,6 +9,7 @@ the batch before it is computed.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -182,22 +183,20 @@ class AgreeingLoader(LoaderAround):
         if self._epoch != self._trainer.current_epoch:  # if another loader is longer, it restarts within one
             self._epoch, self.own_batches = self._trainer.current_epoch, None
         most = batches_taken(self._trainer, math.inf if self._steps is None else self._steps)
-        batches, given, taken, current = iter(self._loader), 0, 0, _NOTHING
+        batches, taken, current = iter(self._loader), 0, _NOTHING
         following = next(batches, _NOTHING)
         count = self._count_next(following)
-        while True:
+        for given in itertools.count(1):
             if self._ends(int(count()), taken, following, most):
                 return
-            given += 1
-            has_own = following is not _NOTHING
-            if has_own:
+            if following is not _NOTHING:
                 current, taken = following, taken + 1
             elif self.own_batches is None:
                 self.own_batches = taken
             if given == self._steps:  # Lightning takes no more, so no more is read or sent
                 yield current
                 return
-            if has_own:
+            if following is not _NOTHING:
                 following = next(batches, _NOTHING)
             count = self._count_next(following)
             yield current

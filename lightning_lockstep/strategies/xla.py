@@ -190,10 +190,7 @@ class LockstepXLAStrategy(XLASteps, RankLifecycle):
         return obj if self._replicas is None else current_communicator().broadcast(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return a tensor reduced over all ranks; anything else as it is.
-
-        Ranks: all, together; one all-reduce between hosts.
-        """
+        """Return a tensor reduced over all ranks. Ranks: all, together; one all-reduce between hosts."""
         operation = _OPERATIONS.get(str(getattr(reduce_op, "name", reduce_op)).lower())
         if operation is None:
             raise ConfigurationError(f"reduce_op={reduce_op!r}: expected one of {', '.join(_OPERATIONS)}.")
@@ -215,10 +212,7 @@ class LockstepXLAStrategy(XLASteps, RankLifecycle):
         return bool(current_communicator().all_reduce(votes, "min" if all else "max"))
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Return the tensors of all ranks, of shape (ranks, ...).
-
-        Ranks: all, together; between devices, or between hosts if the tensor is on the CPU.
-        """
+        """Return the tensors of all ranks, of shape (ranks, ...). Ranks: all; between hosts if it is on the CPU."""
         if self._replicas is None:
             return tensor.unsqueeze(0)
         if tensor.device.type == "cpu":

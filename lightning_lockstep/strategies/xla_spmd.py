@@ -7,12 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_lockstep._lightning import (
-    CheckpointIO,
-    Precision,
-    SingleDeviceStrategy,
-    extract_batch_size,
-)
+from lightning_lockstep._lightning import CheckpointIO, Precision, SingleDeviceStrategy, extract_batch_size
 from lightning_lockstep._settings import Faults
 from lightning_lockstep._text import say
 from lightning_lockstep._trainer import asks_for_training_loader, given_to_trainer

@@ -21,7 +21,7 @@ from lightning_lockstep._text import say
 from lightning_lockstep._trainer import calls_under_way
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.xla.runtime import XLARuntime, check_accelerator, check_torch_xla
-from lightning_lockstep.xla.steps import LazyRun, XLADevices, own_memory, resolve_xla_precision
+from lightning_lockstep.xla.steps import XLADevices, begin_lazy_run, own_memory, resolve_xla_precision
 
 
 class XLASteps(Strategy):
@@ -34,7 +34,8 @@ class XLASteps(Strategy):
     downcast_bf16: bool = False  # with bf16-true: float64 becomes float32 rather than bfloat16
     runtime: XLARuntime | None = None
     _device = torch.device("cpu")
-    _lazy_run: LazyRun | None = None
+    # Ends what a run has begun outside its steps; more than once does no harm.
+    end_lazy_run: Callable[[], None] = staticmethod(lambda: None)
 
     @property
     def needed_for(self) -> str:
@@ -103,7 +104,7 @@ class XLASteps(Strategy):
         if self.runtime is not None:
             self.runtime.seed_devices()
         self.sync()
-        self._lazy_run = LazyRun(trainer)
+        self.end_lazy_run = begin_lazy_run(trainer)
         if is_fit and self.is_global_zero:
             say(
                 "lightning-lockstep: torch-xla compiles the first two steps of a fit, which may take minutes."
@@ -165,11 +166,6 @@ class XLASteps(Strategy):
         self.sync()
         on_cpu = move_data_to_device(checkpoint, torch.device("cpu"))
         super().save_checkpoint(on_cpu, filepath, storage_options)
-
-    def end_lazy_run(self) -> None:
-        """End what a run has begun outside its steps; more than once does no harm. Ranks: every process, alone."""
-        if self._lazy_run is not None:
-            self._lazy_run.end()
 
     def teardown(self) -> None:
         """Bring the module back to the CPU. Ranks: every process; waits for none."""

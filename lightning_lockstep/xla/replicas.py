@@ -125,11 +125,7 @@ class Replicas:
             if parameter.grad is not None:
                 gradients.append(parameter.grad)
         if gradients:
-            self.average(gradients)
-
-    def average(self, tensors: Sequence[Tensor]) -> None:
-        """Average tensors over all ranks, in place."""
-        self._runtime.all_reduce(list(tensors), scale=1.0 / self._communicator.world_size)
+            self._runtime.all_reduce(gradients, scale=1.0 / self._communicator.world_size)
 
     def gather(
         self,

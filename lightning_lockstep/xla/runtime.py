@@ -23,10 +23,9 @@ _REFUSED = {
 _NO = ("", "0", "false")
 
 
-def check_environment() -> None:
-    """Refuse the variables that torch-xla has deprecated for 16 bits."""
-    # They turn every float32 tensor of the process into 16 bits without its knowledge: metrics, logged means,
-    # counters.
+def check_torch_xla(needed_for: str) -> None:
+    """Check that torch-xla is installed and not set to cast by itself; imports nothing."""
+    # These variables change every float32 tensor of the process without its knowledge: metrics, logged means, counters.
     found = [name for name in _REFUSED if os.environ.get(name, "").lower() not in _NO]
     if found:
         texts = [f"{name}={os.environ[name]}: expected {_REFUSED[name]} instead." for name in found]
@@ -34,11 +33,6 @@ def check_environment() -> None:
             "These variables turn every float32 tensor into 16 bits, also metrics and what is logged, and torch-xla"
             f" has deprecated them. Unset them. {' '.join(texts)}"
         )
-
-
-def check_torch_xla(needed_for: str) -> None:
-    """Check that torch-xla is installed and not set to cast by itself; imports nothing."""
-    check_environment()
     if importlib.util.find_spec("torch_xla") is None:
         raise MissingExtraError("torch_xla", extra="xla", needed_for=needed_for)
 

@@ -11,12 +11,7 @@ from lightning_utilities import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_lockstep._lightning import (
-    CPUAccelerator,
-    HalfPrecision,
-    MixedPrecision,
-    Precision,
-)
+from lightning_lockstep._lightning import CPUAccelerator, HalfPrecision, MixedPrecision, Precision
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.patching import put_in_place
 
@@ -103,23 +98,17 @@ class XLADevices(CPUAccelerator):
 # -- A run on XLA devices that reads values from them only where they are logged
 
 
-class LazyRun:
-    """What stands between a Trainer and XLA devices while it runs."""
-
+def begin_lazy_run(trainer: Any) -> Callable[[], None]:
+    """Read values of training from the devices only if they are logged; return what ends this."""
     # Lightning reads each value of the progress bar from the device at every step, twice; the host then waits
     # for the step rather than prepare the next one. Here that is read every ``log_every_n_steps`` steps, as
     # for the loggers; in between the bar shows what was read last. Nor does the first step of a new epoch
     # compile again because Lightning has reset what the last one logged.
-
-    def __init__(self, trainer: Any) -> None:
-        self._undo = ExitStack()
-        results: Any = trainer.fit_loop.epoch_loop._results  # what training has logged
-        self._undo.callback(put_in_place(results, "reset", _resetting(results)))
-        if not trainer.fast_dev_run:
-            self._undo.callback(put_in_place(results, "metrics", _reading(results, trainer)))
-
-    def end(self) -> None:
-        self._undo.close()
+    undo, results = ExitStack(), trainer.fit_loop.epoch_loop._results
+    undo.callback(put_in_place(results, "reset", _resetting(results)))
+    if not trainer.fast_dev_run:
+        undo.callback(put_in_place(results, "metrics", _reading(results, trainer)))
+    return undo.close
 
 
 def _logs_this_step(trainer: Any) -> bool:

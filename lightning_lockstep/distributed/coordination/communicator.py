@@ -47,11 +47,7 @@ class Communicator:
         self._store = None if ranks is None else ranks.store
         self._group: Any = None  # that of torch
         self._side_channel: SideChannel | None = SideChannel() if self.world_size == 1 else None
-        if (
-            self.world_size > 1
-            and dist.get_backend() == "nccl"
-            and "cpu:" not in str(dist.get_backend_config())
-        ):
+        if self.world_size > 1 and "cpu:" not in str(dist.get_backend_config()):
             self._group = dist.new_group(backend="gloo")  # which carries CPU tensors
 
     @property

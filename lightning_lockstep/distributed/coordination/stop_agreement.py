@@ -174,7 +174,9 @@ class StepAgreement:
             if what == "request":
                 self._requested(Request(message.sender, *rest))
             elif what == "promise?":
-                self._give_promise()
+                self._attention = True
+                self._promise = self._passed + 1
+                self.channel.post(self._topic, ["promise", self._round, self._promise], to=0)
             elif what == "promise":
                 self._promises[message.sender] = rest[0]
                 if len(self._promises) == self.channel.world_size and self._committed is None:
@@ -182,11 +184,6 @@ class StepAgreement:
             elif what == "commit":
                 step, requests = rest
                 self._leave_after(StopDecision(step, tuple(Request(*r) for r in requests)))
-
-    def _give_promise(self) -> None:
-        self._attention = True
-        self._promise = self._passed + 1
-        self.channel.post(self._topic, ["promise", self._round, self._promise], to=0)
 
     def _requested(self, request: Request) -> None:
         if self._committed is not None:

@@ -41,9 +41,7 @@ class SideChannel:
         self.port = 0  # at which rank 0 listens, if it does
         self._processes: dict[int, tuple[str, int]] = {}
         self._closing = False
-        self.lingers = (
-            True  # whether what was posted last may still take a while to leave when this is closed
-        )
+        self.lingers = True  # what was posted last may still take a while to leave when this is closed
         self._standing: set[int] = set()  # ranks whose connection stands
         self._closed_ranks: set[int] = set()
         self._lost_ranks: set[int] = set()
@@ -71,7 +69,7 @@ class SideChannel:
             on_lost(rank)
 
     def lose(self, rank: int) -> None:
-        """Note that a rank is lost, which this process knows otherwise, so that nothing waits for it."""
+        """Note that a rank is lost, so that nothing waits for it."""
         with self._news:
             self._lost_ranks.add(rank)
             self._news.notify_all()

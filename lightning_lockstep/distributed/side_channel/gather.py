@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_lockstep._text import ranks_in_words
@@ -69,7 +69,7 @@ class Gather:
             channel.watched.append(self)
         self._topic = f"gather/{name}"
         self._coming: dict[Key, dict[int, Any]] = {}
-        self._complete: dict[Key, Gathered] = {}
+        self._complete: dict[Key, Mapping[int, Any]] = {}
         self._overdue: set[Key] = set()  # given up: what still comes is not kept
         self._news = threading.Condition()
         self._follower: Callable[[bool], None] = lambda waits: None
@@ -98,14 +98,16 @@ class Gather:
                 has_come = self.channel.wait_for(self._news, lambda: key in self._complete, patience)
             finally:
                 this.waits = False
-            if has_come:
-                gathered = self._complete.pop(key)
-            else:
+            if not has_come:
                 self._overdue.add(key)
-                gathered = Gathered({}, (0,), self.timeout)
                 if own == 0:
-                    gathered = self._finish(key, {**self._coming.pop(key, {}), own: entry}, for_all=for_all)
-        return replace(gathered, entries=dict(sorted({**gathered.entries, own: entry}.items())))
+                    self._coming.setdefault(key, {})[own] = entry
+                    self._finish(key, for_all=for_all)
+            came = self._complete.pop(key, None)
+        if came is None:
+            return Gathered({own: entry}, (0,), self.timeout)
+        missing = tuple(rank for rank in range(self.channel.world_size) if rank not in came)
+        return Gathered(dict(sorted({**came, own: entry}.items())), missing, self.timeout)
 
     def follow(self, function: Callable[[bool], None]) -> None:
         """On rank 0: call ``function`` with whether entries of some ranks have come and those of others have not."""
@@ -127,22 +129,18 @@ class Gather:
             is_complete = len(entries) == self.channel.world_size
             self._follower(not is_complete)
             if is_complete:
-                del self._coming[key]
-                self._complete[key] = self._finish(key, entries, for_all=for_all)
-                self._news.notify_all()
+                self._finish(key, for_all=for_all)
 
-    def _finish(self, key: Key, entries: Mapping[int, Any], *, for_all: bool) -> Gathered:
+    def _finish(self, key: Key, *, for_all: bool) -> None:
+        """On rank 0: end a collection with the entries that have come."""
+        self._complete[key] = entries = self._coming.pop(key)
         if for_all:
             self.channel.post(f"{self._topic}/result", [key, list(entries), list(entries.values())])
-        return self._gathered(entries)
-
-    def _gathered(self, entries: Mapping[int, Any]) -> Gathered:
-        missing = tuple(rank for rank in range(self.channel.world_size) if rank not in entries)
-        return Gathered(entries, missing, self.timeout)
+        self._news.notify_all()
 
     def _take_result(self, message: Message) -> None:
         key, ranks, entries = message.body
         with self._news:
             if key not in self._overdue:
-                self._complete[key] = self._gathered(dict(zip(ranks, entries, strict=True)))
+                self._complete[key] = dict(zip(ranks, entries, strict=True))
                 self._news.notify_all()

@@ -12,7 +12,6 @@ import multiprocessing.util
 import os
 import socket
 import threading
-from datetime import timedelta
 from functools import partial
 
 from torch.distributed import DistError
@@ -115,15 +114,13 @@ def _open_on(group: RankGroup) -> ZeroMQSideChannel:
 
 
 def _offer_of_main(group: RankGroup) -> bytes:
-    # Torch gives the store of a group the group's own timeout; its annotations leave the attribute out.
-    timeout: timedelta = group.store.timeout  # type: ignore[attr-defined]
-    seconds = timeout.total_seconds()
     try:
-        group.store.wait([_KEY], timeout)
+        return bytes(group.store.get(_KEY))
     except DistError as error:
+        # Torch gives the store of a group the group's own timeout; its annotations leave the attribute out.
+        seconds = group.store.timeout.total_seconds()  # type: ignore[attr-defined]
         raise LaunchError(
             f"Rank {group.rank} of {group.world_size} waited up to {seconds:.0f} s for rank 0 to open the side"
             " channel. Rank 0 has not got there: look at what it printed, or give the process group a longer timeout."
             f" What torch said: {first_line(error)}"
         ) from error
-    return bytes(group.store.get(_KEY))

@@ -235,7 +235,7 @@ class ZeroMQSideChannel(SideChannel):
         frame = zmq.Frame(content, copy=True)  # copied once, however many get it
         for rank in to:
             if rank == self.rank:
-                self._read_soon(rank, content)
+                self._arrived.put(partial(self._read, rank, content))
             else:
                 self._send(rank, POST, frame)
 
@@ -287,7 +287,7 @@ class ZeroMQSideChannel(SideChannel):
         first, content = frames
         kind = first.bytes
         if kind == POST:
-            self._read_soon(sender, content.bytes)
+            self._arrived.put(partial(self._read, sender, content.bytes))
         elif kind == HELLO:
             host, pid = json.loads(content.bytes)
             self._processes[sender] = str(host), int(pid)
@@ -348,20 +348,17 @@ class ZeroMQSideChannel(SideChannel):
     def _lose(self, rank: int) -> None:
         if rank not in self._standing and not self._closing:  # else it is back
             self._on_lost(rank)  # first, so that who waits for this rank ends with a failure that names it
-            self._note_end(self._lost_ranks, rank)
+            self.lose(rank)
 
     def _close_of(self, rank: int) -> None:
-        self._note_end(self._closed_ranks, rank)
+        with self._news:
+            self._closed_ranks.add(rank)
+            self._news.notify_all()
         self._on_closed(rank)
 
     @property
     def _ended_ranks(self) -> set[int]:
         return self._closed_ranks | self._lost_ranks
-
-    def _note_end(self, ranks: set[int], rank: int) -> None:
-        with self._news:
-            ranks.add(rank)
-            self._news.notify_all()
 
     # ---------------------------------------------------------------- the thread of the handlers
 
@@ -371,9 +368,6 @@ class ZeroMQSideChannel(SideChannel):
                 work()
             except Exception:  # noqa: PERF203 - each by itself
                 _log.exception("what has come over the side channel could not be handled")
-
-    def _read_soon(self, sender: int, content: bytes) -> None:
-        self._arrived.put(partial(self._read, sender, content))
 
     def _read(self, sender: int, content: bytes) -> None:
         topic, body = json.loads(content)
