@@ -93,6 +93,12 @@ def test_what_is_wrong_with_parts_of_other_parts_is_said_of_those() -> None:
     assert deepspeed == [
         "strategy.config.zero_optimization.stag=1: DeepSpeed has no such key in this section. Did you mean 'stage'?"
     ]
+    stock = (
+        "+callbacks.mine._target_=lightning.pytorch.callbacks.EarlyStopping",
+        "+callbacks.mine.monitor=val_loss",
+    )
+    text = "callbacks.early_stopping and callbacks.mine: SyncedEarlyStopping and EarlyStopping keep their"
+    assert only(built("callbacks=early_stopping", *stock)).startswith(text)
 
 
 def built(*arguments: str) -> list[str]:
