@@ -38,7 +38,7 @@ HAS_MET = "LOCKSTEP_RANK_HAS_MET"
 NOTES_FOLDER = "LOCKSTEP_RANK_NOTES_FOLDER"
 #: Set by our launchers for ranks of a Hydra job: its configuration. Gone once a rank has it.
 RANK_CONFIG = "LOCKSTEP_RANK_CONFIG"
-#: Set for ranks that may be outlived: which member of the run this process is.
+#: Set for ranks that others may outlive.
 MEMBER = "LOCKSTEP_RANK_MEMBER"
 
 

@@ -242,6 +242,7 @@ class RankSupervisor:
 
     def forget_group(self) -> None:
         """Leave a group that is broken, without waiting for a rank of it."""
+        self._leave()  # what counts down to the end of its last attempt ends no rank
         self.propagation = self.guard = None
         shut_down(0.0, destroy_process_group=True)
 

@@ -10,18 +10,13 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 from typing_extensions import Unpack
 
-from lightning_lockstep._lightning import ClusterEnvironment, DDPStrategy, rank_zero_only
-from lightning_lockstep._trainer import asks_for_training_loader
+from lightning_lockstep._lightning import ClusterEnvironment, DDPStrategy
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.c10d_operators import compression_hook, sparse_weights
-from lightning_lockstep.distributed.failure.members import Membership
 from lightning_lockstep.distributed.guard.verify import verify_parameters
-from lightning_lockstep.launchers.outliving import current_membership
 from lightning_lockstep.steps.capabilities import Capabilities
-from lightning_lockstep.strategies.can_outlive import check_fit
 from lightning_lockstep.strategies.lifecycle import RankLifecycle
 from lightning_lockstep.strategies.options import DDPSettings, OptionsOfDDP, options_of_ddp, taken
-from lightning_lockstep.strategies.outliving import IN_MEMORY, Recovery
 from lightning_lockstep.strategies.startup import OutlivingStartup, RankStartup
 
 
@@ -117,7 +112,6 @@ class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
             **handed_on,
         )
         self._hooks: list[RemovableHandle] = []
-        self.recovery: Recovery | None = None  # of a rank that may outlive others
 
     def make_startup(self) -> RankStartup:
         """Return how the ranks are started and connected."""
@@ -153,74 +147,6 @@ class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
         while self._hooks:
             self._hooks.pop().remove()
         super().teardown()
-
-    # -- a run that outlives its ranks ------------------------------------------------------------------
-
-    def check_can_outlive(self, trainer: Any) -> None:
-        """Raise if the model or a callback outlives no rank; in the first process, before it starts any."""
-        check_fit(trainer)
-
-    def recovery_of(self, trainer: Any, membership: Membership) -> Recovery:
-        """Return what lets a call of a Trainer go on without ranks that are lost. Ranks: all; nothing is sent."""
-        self.recovery = self.recovery or Recovery(self, membership)
-        self.recovery.begin_call(trainer)
-        return self.recovery
-
-    def set_world_ranks(self) -> None:
-        """Tell this rank's number among the members of the run, if others are lost."""
-        super().set_world_ranks()
-        membership = current_membership()
-        if membership is not None and membership.current is not None:
-            members = membership.current.members
-            self.cluster_environment.set_global_rank(members.index(membership.me))
-            self.cluster_environment.set_world_size(len(members))
-            rank_zero_only.rank = members.index(membership.me)  # type: ignore[attr-defined]
-
-    def _add_callbacks(self) -> None:
-        if self.recovery is None or not self.recovery.membership.connecting:  # the Trainer's function does so
-            super()._add_callbacks()
-
-    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Wait for every rank; after a failure, return at once, or raise if the others outlive it."""
-        if self.recovery is not None:
-            self.check_failure()
-        super().barrier(name, *args, **kwargs)
-        if self.recovery is not None and name == "run-stage":
-            self.recovery.run_begins()
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint, also that in memory with which a run goes on."""
-        if self.recovery is not None and checkpoint_path == IN_MEMORY:
-            return self.recovery.checkpoint()
-        return super().load_checkpoint(checkpoint_path, weights_only)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save a checkpoint. Ranks: all; rank 0 writes."""
-        if self.recovery is not None:
-            self.recovery.saved.append(str(filepath))
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Give this rank its part; see :meth:`RankLifecycle.process_dataloader`."""
-        if self.recovery is None or not asks_for_training_loader(self.recovery.trainer):
-            return super().process_dataloader(dataloader)
-        self.recovery.divide(dataloader)
-        part = super().process_dataloader(dataloader)
-        self.recovery.schedule(part)
-        return part
-
-    def on_train_start(self) -> None:
-        """See :meth:`RankLifecycle.on_train_start`."""
-        super().on_train_start()
-        if self.recovery is not None:
-            self.recovery.train_starts()
-
-    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """See :meth:`LockstepStrategy.optimizer_step`."""
-        result = super().optimizer_step(optimizer, closure, *args, **kwargs)
-        if self.recovery is not None:
-            self.recovery.hooks_begin("batch")
-        return result
 
 
 @unserializable_hook  # type: ignore[untyped-decorator]

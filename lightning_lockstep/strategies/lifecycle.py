@@ -31,6 +31,7 @@ from lightning_lockstep._trainer import asks_for_training_loader, given_to_train
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.distributed.checkpoint_folder import whole_folder
 from lightning_lockstep.distributed.coordination.gather_uneven import giving_nothing
+from lightning_lockstep.distributed.failure.members import current_membership
 from lightning_lockstep.distributed.failure.process_exit import outcome
 from lightning_lockstep.distributed.guard.rank_state import size_flight_recorder
 from lightning_lockstep.distributed.plain_data import load_without_objects
@@ -41,7 +42,6 @@ from lightning_lockstep.launchers.environments import (
     belongs_to_slurm,
     detect_environment,
 )
-from lightning_lockstep.launchers.outliving import current_membership
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 from lightning_lockstep.launchers.subprocess_script import check_ranks, have_met
 from lightning_lockstep.loaders.counting import Counting, StepCopies
@@ -236,9 +236,13 @@ class RankLifecycle(BySample, LockstepStrategy, ParallelStrategy):
 
     def set_world_ranks(self) -> None:
         """Give this rank's number and the number of ranks to the cluster environment and to Lightning's logging."""
-        environment = self.cluster_environment
-        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        environment.set_world_size(self.num_nodes * self.num_processes)
+        environment, membership = self.cluster_environment, current_membership()
+        rank = self.node_rank * self.num_processes + self.local_rank
+        ranks = self.num_nodes * self.num_processes
+        if membership is not None and (members := membership.current.members):  # others may be lost
+            rank, ranks = members.index(membership.me), len(members)
+        environment.set_global_rank(rank)
+        environment.set_world_size(ranks)
         rank_zero_only.rank = environment.global_rank()  # type: ignore[attr-defined]
 
     def setup_distributed(self) -> None:
@@ -258,14 +262,15 @@ class RankLifecycle(BySample, LockstepStrategy, ParallelStrategy):
         )
         if communicator.world_size > 1:
             have_met(self.num_processes, self.num_nodes)
-            if is_new:
+            membership = current_membership()
+            if is_new and (membership is None or not membership.current.number):
                 show_placement(communicator, self.root_device, self.supervisor.threads)
         self.startup.after_connect(self.supervisor)
         self._add_callbacks()
 
     def _add_callbacks(self) -> None:
         """Take over loaders and what counts, and make a fit continue a resumed epoch and stop together under Slurm."""
-        if self.lightning_module is None:
+        if self.lightning_module is None or self.lightning_module._trainer is None:
             return
         trainer: Any = self.lightning_module.trainer
         if self.counting is None or self.counting.trainer is not trainer:

@@ -13,6 +13,7 @@ from lightning_lockstep._lightning import _destroy_dist_connection
 from lightning_lockstep._text import install_command
 from lightning_lockstep._trainer import given_to_trainer
 from lightning_lockstep.distributed.failure.exit_notes import note_orderly_end
+from lightning_lockstep.distributed.failure.members import Membership
 from lightning_lockstep.distributed.mpi.backend import follow_failures, register_mpi_backend
 from lightning_lockstep.distributed.process_group import (
     default_backend,
@@ -24,10 +25,11 @@ from lightning_lockstep.launchers.environments import LockstepEnvironment, MPIEn
 from lightning_lockstep.launchers.mpirun import MPIRunLauncher
 from lightning_lockstep.launchers.mpirun_command import MPIRunSettings, find_mpirun
 from lightning_lockstep.launchers.multiprocessing import SpawnedLauncher
-from lightning_lockstep.launchers.outliving import OutlivingLauncher, current_membership
+from lightning_lockstep.launchers.outliving import OutlivingLauncher
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 from lightning_lockstep.launchers.subprocess_script import ScriptLauncher, connected_group
-from lightning_lockstep.strategies.can_outlive import check_start
+from lightning_lockstep.strategies.can_outlive import check_fit, check_start
+from lightning_lockstep.strategies.outliving import Recovery
 from lightning_lockstep.xla.runtime import check_untouched
 
 
@@ -91,11 +93,12 @@ class OutlivingStartup(RankStartup):
     """How the ranks are started and connected if the others outlive one that is lost."""
 
     # They connect when all have said that they are ready, and a rank that is lost just then is waited for.
-    connect_within = timedelta(seconds=10)
+    connect_within = timedelta(seconds=5)
 
     def __init__(self, least_ranks: int, backend: str | None) -> None:
         super().__init__("popen", backend)
         self.least_ranks = least_ranks
+        self._recovery: Recovery | None = None
 
     def launcher(self, strategy: Any, supervisor: RankSupervisor) -> Any:
         """See :meth:`RankStartup.launcher`."""
@@ -104,11 +107,15 @@ class OutlivingStartup(RankStartup):
         check_start(strategy)
         return OutlivingLauncher(strategy, self.least_ranks)
 
-    def connect(self, strategy: Any, timeout: timedelta) -> bool:
-        """See :meth:`RankStartup.connect`; the placement of ranks is shown once."""
-        membership = current_membership()
-        is_first = membership is None or membership.current is None or not membership.current.number
-        return super().connect(strategy, timeout) and is_first
+    def check_call(self, trainer: Any) -> None:
+        """Raise if the model or a callback outlives no rank; in the first process, before it starts any."""
+        check_fit(trainer)
+
+    def recovery(self, strategy: Any, membership: Membership, trainer: Any) -> Recovery:
+        """Return what lets a call of a Trainer go on without ranks that are lost. Ranks: all; nothing is sent."""
+        self._recovery = self._recovery or Recovery(strategy, membership)
+        self._recovery.begin_call(trainer)
+        return self._recovery
 
 
 class MPIStartup(RankStartup):

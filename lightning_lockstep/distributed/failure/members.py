@@ -7,8 +7,8 @@ first process, which is no rank, hosts the store in which this stands:
 ``members/<n>``         generation n: its members, and whose end made it; or that this ends the run
 ``ready/<n>/<member>``  this member connects next; its process id
 ``done/<n>/<call>/...`` this member has come to the end of a call of a Trainer
-``again/<n>``           the members could not connect, though all of them live
-``history``             what rank 0 says of the losses so far
+``asks/<n>``            why the run is to end; empty if the members could not connect, though all of them live
+``lost/<n>``            what the members of generation n, which have gone on, say of the losses before it
 ======================= ===========================================================================================
 
 A thread of each rank waits for the next generation, and ends what this rank waits for: its connections with the others,
@@ -23,13 +23,16 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore
+import psutil
+from torch.distributed import PrefixStore, Store, TCPStore
 
+from lightning_lockstep._settings import MEMBER, launcher_pid
 from lightning_lockstep.distributed.failure.interrupt import (
     Interrupt,
     connections,
@@ -38,84 +41,78 @@ from lightning_lockstep.distributed.failure.interrupt import (
 )
 from lightning_lockstep.distributed.failure.process_exit import end_now
 from lightning_lockstep.distributed.failure.propagation import FailurePropagation
-from lightning_lockstep.distributed.failure.record import FailureRecord
-from lightning_lockstep.distributed.process_group import host_rendezvous, rendezvous_store, use_store
-from lightning_lockstep.errors import RankFailedError
+from lightning_lockstep.distributed.failure.record import FailureRecord, is_broken_collective
+from lightning_lockstep.distributed.process_group import use_store
+from lightning_lockstep.errors import CollectiveError, LaunchError, RankFailedError
 
-_HOST = "127.0.0.1"
 _FOREVER = timedelta(days=3650)
-# How often a rank asks the store whether others have come [s].
-_ASK_EVERY = 0.005
-# How often it looks for the next generation [s].
+# How often a rank looks whether others have come, or are lost [s].
 _LOOK_EVERY = 0.02
+# How long a rank whose collective has broken waits for the news that a member is lost [s].
+_NEWS_WITHIN = 5.0
 
 
 @dataclass(frozen=True)
 class Generation:
     """The members of a run, in the order of their ranks, until the next one is lost."""
 
-    number: int
-    members: tuple[int, ...]
+    number: int = -1  # until the first one is known
+    members: tuple[int, ...] = ()
     lost: tuple[FailureRecord, ...] = ()  # since the generation before
     ends: bool = False  # because of `lost` the run ends
     since: float = 0.0  # when the first process has seen that [s since 1970]
 
 
 class HostedMembers:
-    """The store, in the first process."""
+    """What the first process writes in the store, and reads there."""
 
-    def __init__(self) -> None:
-        self.port = host_rendezvous(_HOST)
-        self._store = rendezvous_store(0, 1, address=_HOST, port=self.port)
-        self.current = Generation(-1, ())
+    def __init__(self, store: Store) -> None:
+        self._store, self.current = store, Generation()
 
     def publish(
         self, members: Collection[int], lost: Sequence[FailureRecord] = (), *, ends: bool = False
     ) -> None:
         """Let the next generation begin, or the run end."""
-        number = self.current.number + 1
-        self.current = Generation(number, tuple(members), tuple(lost), ends, time.time())
-        told = [self.current.members, [one.to_json() for one in lost], ends, self.current.since]
-        self._store.set(f"members/{number}", json.dumps(told))
+        self.current = Generation(
+            self.current.number + 1, tuple(members), tuple(lost), ends=ends, since=time.time()
+        )
+        self._store.set(f"members/{self.current.number}", json.dumps(asdict(self.current), default=str))
 
-    def could_not_connect(self) -> bool:
-        """Return whether a member of this generation says so."""
-        return self._store.check([f"again/{self.current.number}"])
+    def asked(self) -> str | None:
+        """Return what a member of this generation asks for, if one does."""
+        key = f"asks/{self.current.number}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
 
     def has_met(self) -> bool:
         """Return whether the members of this generation have come together."""
-        return self._store.check([f"ready/{self.current.number}/{one}" for one in self.current.members])
+        return all(self._store.check([f"ready/{self.current.number}/{one}"]) for one in self.current.members)
 
-    def history(self) -> list[dict[str, Any]]:
-        """Return what rank 0 has said of the losses."""
-        found: list[dict[str, Any]] = []
-        return json.loads(self._store.get("history")) if self._store.check(["history"]) else found
+    def told(self) -> list[dict[str, Any]]:
+        """Return what the members have said of losses."""
+        return _told(self._store, self.current.number)
 
 
 class Membership:
     """What a rank knows of the members, itself included. Ranks: one object in each process."""
 
-    def __init__(self, me: int, port: int) -> None:
-        self.me, self.address, self.port = me, _HOST, port
-        self.current: Generation | None = None  # with which this rank has connected, or tries to
-        self.newest: Generation | None = None
-        self.connecting = False  # in this time an error may be raised anywhere
-        self.over = False  # all members have decided to end
-        self.history: list[dict[str, Any]] = []
-        # Called on another thread with what ends the generation of this rank.
-        self.on_news: Callable[[Generation], None] = lambda generation: None
-        self._all: list[Generation] = []
-        self._met = -1  # the generation with which this rank has shared a state last
+    def __init__(self, me: int, address: str, port: int) -> None:
+        self.me, self.address, self.port = me, address, port
+        self.current = Generation()  # with which this rank has connected, or tries to
+        self.newest = Generation()
+        self._connecting = self._is_connected = False
+        # The attempt over the group of this generation, which a loss ends.
+        self.propagation: Callable[[], FailurePropagation | None] = lambda: None
+        self._lost: list[tuple[Generation, FailureRecord]] = []
         self._calls = 0
         self._processes: list[tuple[str, int]] = []
         self._news = threading.Condition()
         self._ending = threading.Lock()  # held while connections are ended: none of the next generation are
         before = set(connections())
-        self._store, self._watched = self._client(), self._client()
-        self._kept = set(connections()) - before  # these stand for the whole run
-        self._interrupt = Interrupt(lambda: self._error() if self.goes_on and self.current else None)
+        self._store = self._client()
+        self._kept = set(connections()) - before  # this one stands for the whole run
+        self._interrupt = Interrupt(lambda: self.error() if self._connecting and self.outdated else None)
         self._leaves = False
-        self._thread = threading.Thread(target=self._watch, name="lockstep-members", daemon=True)
+        self._thread = threading.Thread(target=self._follow, name="lockstep-members", daemon=True)
         self._thread.start()
         atexit.register(self._leave)
 
@@ -125,136 +122,158 @@ class Membership:
     @property
     def outdated(self) -> bool:
         """Whether a member of this generation is lost."""
-        met = -1 if self.current is None else self.current.number
-        return self.newest is not None and self.newest.number > met
+        return self.newest.number > self.current.number
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether this rank begins again with the members that are left."""
-        return self.outdated and not self.over and self.newest is not None and not self.newest.ends
+    def lost_since(self, number: int) -> list[tuple[Generation, FailureRecord]]:
+        """Return who was lost after a generation, up to that of this rank."""
+        return [(one, lost) for one, lost in self._lost if number < one.number <= self.current.number]
 
-    def lost(self) -> tuple[list[FailureRecord], float]:
-        """Return what is known of the members that are lost since this rank last shared a state, and since when."""
-        met = -1 if self.current is None else self.current.number
-        new = [one for one in self._all if self._met < one.number <= met and one.lost]
-        return [record for one in new for record in one.lost], new[0].since if new else 0.0
-
-    def has_met(self) -> None:
-        """Note that this rank has shared a state with the members of its generation."""
-        self.connecting, self._met = False, -1 if self.current is None else self.current.number
+    def error(self) -> RankFailedError:
+        """Return what this rank raises because a member is lost."""
+        record = self._lost[-1][1] if self._lost else None
+        return RankFailedError("" if record is None else record.report(), record)
 
     def check(self) -> None:
         """Raise if a member of this generation is lost."""
         if self.outdated:
-            raise self._error()
+            raise self.error()
 
-    def _error(self) -> RankFailedError:
-        record = self.newest.lost[-1] if self.newest is not None and self.newest.lost else None
-        return RankFailedError("" if record is None else record.report(), record)
-
-    def wait_for_news(self, seconds: float) -> bool:
+    def _wait_for_news(self, seconds: float) -> bool:
         """Wait until a member of this generation is known to be lost; return whether one is."""
         with self._news:
             return self._news.wait_for(lambda: self.outdated, seconds)
 
     # -- the meeting of a generation's members, and the end of a call
 
-    def meet(self) -> None:
-        """Wait until all members of the newest generation are ready to connect. Ranks: all members."""
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Wait until all members of the newest generation are ready; in the body they connect. Ranks: all members."""
+        self._is_connected = False
+        self._meet()
+        self._connecting = True  # if another member is lost now, an error is raised anywhere
+        try:
+            yield
+            self._is_connected = True
+        finally:
+            self._connecting = False
+
+    def _meet(self) -> None:
         self._interrupt.install()
-        self.connecting = True
-        self.wait_for_news(_FOREVER.total_seconds())
+        self._wait_for_news(_FOREVER.total_seconds())
         newest = self.newest
-        assert newest is not None
         if newest.ends:
-            raise self._error()
+            raise self.error()
         with self._ending:
             self.current = newest
-        self._store.set(f"ready/{newest.number}/{self.me}", str(os.getpid()))
-        keys = [f"ready/{newest.number}/{member}" for member in newest.members]
+        number, members = newest.number, newest.members
+        self._store.set(f"ready/{number}/{self.me}", str(os.getpid()))
+        keys = [f"ready/{number}/{member}" for member in members]
         while not self._store.check(keys):
             self.check()
-            time.sleep(_ASK_EVERY)
+            time.sleep(_LOOK_EVERY)
         self._processes = [(socket.gethostname(), int(self._store.get(key))) for key in keys]
-        self.check()
         # A connection of its own, which can be ended with all that waits for it.
-        use_store(self.address, self.port, PrefixStore(f"group/{newest.number}", self._client()))
+        use_store(self.address, self.port, PrefixStore(f"group/{number}", self._client()))
 
-    def could_not_connect(self) -> None:
-        """Ask for another try of the same members."""
-        self._store.set(f"again/{-1 if self.current is None else self.current.number}", "1")
+    def ask(self, why_it_ends: str = "") -> None:
+        """Ask for another try of the same members, or for the end of the run, and wait for it. Ranks: any, alone."""
+        self._store.set(f"asks/{self.current.number}", why_it_ends)
+        self._wait_for_news(_FOREVER.total_seconds())
 
-    def begin_call(self) -> None:
-        """Count the calls of a Trainer. Ranks: all members, alike."""
-        self._calls += 1
+    def ends_attempt(self, error: BaseException) -> bool:
+        """Return whether an error is there because a member is lost. Ranks: any, alone."""
+        propagation, was_connected = self.propagation(), self._is_connected
+        record = None if propagation is None else propagation.record
+        # Not Ctrl-C, nor the program's own wish to end, nor an exception of a rank, which would come again.
+        if not isinstance(error, Exception) or (record is not None and not record.ended):
+            return False
+        own = LaunchError, CollectiveError, RankFailedError
+        is_broken = isinstance(error, own) or is_broken_collective(error)
+        may_be = is_broken or not was_connected
+        if not self._wait_for_news(_NEWS_WITHIN if may_be else 0.0) and is_broken and not was_connected:
+            self.ask()
+        return self.outdated
 
     def finish_call(self) -> None:
-        """Wait until all members that are left have come to the end of the call, or raise. Ranks: all members."""
-        assert self.current is not None
-        number, pause = self.current.number, _ASK_EVERY
+        """Wait until all members that are left have come to the end of a call, or raise. Ranks: all members."""
+        number = self.current.number
         self._store.set(f"done/{number}/{self._calls}/{self.me}", "1")
         while True:
-            newest = self.newest or self.current
+            newest = self.newest
             left = [member for member in self.current.members if member in newest.members]
             if newest.ends or self._store.check([f"done/{number}/{self._calls}/{one}" for one in left]):
+                self._calls += 1
                 return
             # If a member has broken off, all go to the end of the call once more.
             later = [f"ready/{n}/{one}" for n in range(number + 1, newest.number + 1) for one in left]
             if any(self._store.check([key]) for key in later):
                 self.check()
-            time.sleep(pause)
-            pause = min(2 * pause, 0.1)
+            time.sleep(_LOOK_EVERY)
 
-    def say(self, history: list[dict[str, Any]]) -> None:
-        """Leave what the first process prints of the losses. Ranks: rank 0."""
-        self._store.set("history", json.dumps(history))
+    def tell(self, event: dict[str, Any]) -> None:
+        """Say what was lost before this generation, now that it has gone on. Ranks: any, alone."""
+        self._store.set(f"lost/{self.current.number}", json.dumps(event))
 
-    def end_run(self, record: FailureRecord, propagation: FailurePropagation | None) -> NoReturn:
-        """Raise what ends the run, on which all members have decided. Ranks: all members."""
-        self.over = True
-        if propagation is not None:
-            propagation.end_run(record)
-            propagation.check()
-        raise RankFailedError(record.report(), record)
+    def told(self) -> list[dict[str, Any]]:
+        """Return what was said of losses. Ranks: any, alone."""
+        return _told(self._store, self.current.number)
 
-    # -- the thread that waits for the next generation
+    # -- the thread that follows the members
 
     def _leave(self) -> None:
         # C++ aborts a process whose thread comes back from it after Python has ended.
         self._leaves = True
         self._thread.join()
 
-    def _watch(self) -> None:
-        number = 0
+    def _follow(self) -> None:
         while not self._leaves:
             try:
-                if not self._watched.check([f"members/{number}"]):
-                    time.sleep(_LOOK_EVERY)
-                    continue
-                members, lost, ends, since = json.loads(self._watched.get(f"members/{number}"))
+                is_new = self._store.check([key := f"members/{self.newest.number + 1}"])
+                told = json.loads(self._store.get(key)) if is_new else {}
             except RuntimeError:
                 text = "the process that started this rank has exited; this rank exits too."
                 end_now(1, f"\nlightning-lockstep: {text}\n")
-            records = tuple(map(FailureRecord.from_json, lost))
-            with self._news:
-                self.newest = Generation(number, tuple(members), records, ends, since)
-                self._all.append(self.newest)
-                self._news.notify_all()
+            if is_new:
+                records = tuple(FailureRecord(**one) for one in told.pop("lost"))
+                with self._news:
+                    self.newest = Generation(**{**told, "members": tuple(told["members"]), "lost": records})
+                    self._lost += [(self.newest, one) for one in records]
+                    self._news.notify_all()
             with self._ending:
-                if self.current is not None and self.current.number < number:
-                    self.on_news(self.newest)
+                propagation, is_over = self.propagation(), self.outdated and self.current.members
+                # Again and again, because the attempt, or a connection, may begin after the news.
+                if is_over and self._lost and propagation is not None:
+                    propagation.lose(self._lost[-1][1])
+                if is_over and (is_new or self._connecting):
                     self._end_waits()
-            number += 1
+            time.sleep(_LOOK_EVERY)
 
     def _end_waits(self) -> None:
         """End what this rank waits for in C++, and in Python while it connects."""
-        if self.connecting:
+        if self._connecting:
             self._interrupt.raise_soon()
-        place = f"{self.address}:{self.port}"
-        of_store = [fd for ends, fd in connections().items() if ends[1] == place and ends not in self._kept]
+        of_store = [
+            fd
+            for ends, fd in connections().items()
+            if ends[1].endswith(f":{self.port}") and ends not in self._kept
+        ]
         end_connections([*connections_with(self._processes, {self.port}), *of_store])
 
-    def interrupt(self) -> None:
-        """Raise in the thread that trains if it has not noticed yet that a member is lost."""
-        if self.outdated:
-            self._interrupt.raise_soon()
+
+def _told(store: Store, until: int) -> list[dict[str, Any]]:
+    return [json.loads(store.get(key)) for n in range(1, until + 1) if store.check([key := f"lost/{n}"])]
+
+
+_membership: Membership | None = None
+
+
+def current_membership() -> Membership | None:
+    """Return what this process knows of the members of its run, if it was started as one."""
+    global _membership
+    parent = launcher_pid()
+    # Of a process that still runs and is not the parent, the variables are left over from another job.
+    is_member = MEMBER in os.environ and parent and (parent == os.getppid() or not psutil.pid_exists(parent))
+    if _membership is None and is_member:
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        _membership = Membership(int(os.environ["LOCAL_RANK"]), *place)
+    return _membership

@@ -13,8 +13,9 @@ over    nothing ends this rank; failures are kept     `enter` (running)
 ======= ============================================= ==========================================================
 
 There is one message, ``failure``: number and record, from any rank to rank 0, and from rank 0 to all. Rank 0 sends
-on the first of an attempt. The end of a process is one of every attempt from then on. A rank that has not entered the
-attempt of a failure keeps it until then; one that is over with it goes on.
+on the first of an attempt. The end of a process is one of every attempt from then on; if the others outlive it, it ends
+these attempts and no rank (`lose`). A rank that has not entered the attempt of a failure keeps it until then; one that
+is over with it goes on.
 
 A rank that raises says so before its program can catch it, and goes on once rank 0 has confirmed that it prints the
 record; without an answer within a third of the grace period it stands on its own. The others stop at the next boundary
@@ -110,9 +111,7 @@ class FailurePropagation:
         self._ended: FailureRecord | None = None  # of a process that has ended
         self._since = 0.0  # when that was known here, of a monotonic clock [s]
         self._has_raised = False  # this rank, in this attempt
-        self._goes_on = (
-            False  # the record ends this attempt and no rank: the others outlive the one that is lost
-        )
+        self._outlived = False  # a member is lost: that ends all attempts over this group, and no rank
         self._broken = False  # whether an attempt over this group has failed
         self._alone = False  # rank 0 does not answer
         self._keeps_own = False  # it ends in time by an error of its own
@@ -145,7 +144,7 @@ class FailurePropagation:
                 outcome.cancel_forced_exit()
                 forget_failure()
             self.number, self.state, self.record = self.number + 1, "running", None
-            self._has_raised = self._keeps_own = self._alone = self._goes_on = False
+            self._has_raised = self._keeps_own = self._alone = False
             self._topics.clear()
             self._apply()
 
@@ -250,18 +249,12 @@ class FailurePropagation:
         self._at_end = True
         self._note_left(0)
 
-    def end_attempt(self, record: FailureRecord) -> None:
-        """End this attempt and no rank, because the others outlive the one that is lost. Ranks: any, alone."""
+    def lose(self, record: FailureRecord) -> None:
+        """End all attempts over this group, but no rank, because the others outlive one. Ranks: any, alone."""
         with self.news:
-            if self.state == "running":
-                self.state, self.record, self._goes_on = "failed", record, True
-                self.news.notify_all()
-        self.end_connections()
-        abort_devices()
-
-    def end_run(self, record: FailureRecord) -> None:
-        """Note what ends this run, which all ranks know. Ranks: all, each by itself."""
-        self._take(_EVER, record.in_folder(self.folder()))
+            self._outlived, self._ended, self.channel.lingers = True, self._ended or record, False
+            self._apply()
+            self.news.notify_all()
 
     def report_lost_parent(self) -> None:
         """Note, on a rank that rank 0 has started, that its process has ended."""
@@ -408,6 +401,10 @@ class FailurePropagation:
     def _stops(self, record: FailureRecord) -> None:
         """Take a failure for the one that ends this attempt, and start the countdown."""
         self.record, self._since = record, time.monotonic()
+        if self._outlived:
+            # Whoever follows the members ends what this rank waits for, but not what the program does by itself.
+            self._later(self.grace_period, self._interrupt.raise_soon)
+            return
         at_once = record.kind == "collective"
         self._soon(0.0 if at_once else _MAY_RAISE_THE_SAME, self._end_waits, record)
         self._later(self.grace_period * 0.9, self._grace_ends, record)
@@ -499,7 +496,7 @@ class FailurePropagation:
 
     def _stopped(self, record: FailureRecord, error: BaseException | None = None) -> BaseException:
         """Return what this rank raises because of a record, if need be in place of ``error``."""
-        if self._goes_on:
+        if self._outlived:
             return RankFailedError(record.report(), record)
         if record.kind == "interrupt":
             return self._interrupted(KeyboardInterrupt())
@@ -539,6 +536,7 @@ class FailurePropagation:
         if (
             self.record is record
             and self.state != "over"
+            and not self._outlived
             and not outcome.failure_returned
             and not self._keeps_own
         ):

@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_lockstep import LockstepDDPStrategy
-from lightning_lockstep.distributed.failure.members import Membership
+from lightning_lockstep.distributed.failure.members import Membership, current_membership
 from lightning_lockstep.strategies.outliving import Recovery
+from lightning_lockstep.strategies.startup import OutlivingStartup, RankStartup
 
 FOLDER = Path(sys.argv[1])
 # The number of this process among those that were started, which stays if others are lost.
@@ -80,7 +81,7 @@ class Net(L.LightningModule):
         self.batches += begins
         loss = self.loss(batch)
         die("forward", self.trainer.global_step)
-        if self.trainer.strategy.recovery and self.trainer.strategy.recovery.generation:
+        if generation() > 0:
             die("again", self.trainer.global_step)
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
@@ -125,28 +126,35 @@ class Net(L.LightningModule):
         ]
 
 
+def generation() -> int:
+    membership = current_membership()
+    return 0 if membership is None else membership.current.number
+
+
 class DyingRecovery(Recovery):
-    """Dies while the ranks connect, or while they share a state."""
-
-    @property
-    def generation(self) -> int:
-        return 0 if self.membership.current is None else self.membership.current.number
-
-    def connect(self) -> None:
-        die("connect", self.generation)
-        super().connect()
+    """Dies while the ranks share a state."""
 
     def share_state(self, call: BoundArguments) -> None:
-        die("recovery", self.generation)
+        die("recovery", generation())
         super().share_state(call)
+
+
+class DyingStartup(OutlivingStartup):
+    def recovery(self, strategy: Any, membership: Membership, trainer: Any) -> Recovery:
+        self._recovery = self._recovery or DyingRecovery(strategy, membership)
+        return super().recovery(strategy, membership, trainer)
 
 
 class Dying(LockstepDDPStrategy):
     """Its ranks may die at other places than in a step."""
 
-    def recovery_of(self, trainer: Any, membership: Membership) -> Recovery:
-        self.recovery = self.recovery or DyingRecovery(self, membership)
-        return super().recovery_of(trainer, membership)
+    def make_startup(self) -> RankStartup:
+        is_outlived = isinstance(super().make_startup(), OutlivingStartup)
+        return DyingStartup(self.settings.least_ranks, None) if is_outlived else super().make_startup()
+
+    def setup_environment(self) -> None:
+        die("connect", generation())
+        super().setup_environment()
 
 
 def main() -> None:

@@ -1,8 +1,10 @@
-"""A run that outlives its ranks: what is refused, with the reason, and how the ranks that are left divide a batch."""
+"""A run that outlives its ranks: what is refused, how the ranks that are left divide a batch, and metrics.csv."""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel, RandomDataset
+from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_lockstep import (
@@ -22,7 +25,8 @@ from lightning_lockstep import (
 )
 from lightning_lockstep.loaders.global_order import Share, divided
 from lightning_lockstep.strategies.can_outlive import check_fit, check_loader, check_optimizers
-from lightning_lockstep.strategies.outliving import Recovery
+from lightning_lockstep.strategies.outliving import _continue_csv, _row
+from lightning_lockstep.strategies.same_batch import GlobalBatch
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
 SRUN = {
@@ -136,22 +140,44 @@ def test_the_global_batch_is_that_of_the_start(
 ) -> None:
     """In more micro-batches, none of which has more samples for a rank than at the start."""
     trainer = SimpleNamespace(
-        accumulate_grad_batches=accumulated, limit_train_batches=1.0, val_check_interval=0.5
+        accumulate_grad_batches=accumulated,
+        limit_train_batches=1.0,
+        val_check_interval=0.5,
+        state=SimpleNamespace(fn="fit"),
+        training=True,
+        train_dataloader=None,
     )
     strategy = SimpleNamespace(
         num_processes=4,
         world_size=ranks,
         micro_batches=None,
-        supervisor=None,
         settings=SimpleNamespace(batch_norm=batch_norm),
     )
-    recovery = Recovery(strategy, None)  # type: ignore[arg-type]
-    recovery.begin_call(trainer)
-    loader = DataLoader(RandomDataset(2, 203), batch_size=8)
-    recovery.divide(loader)
+    batch = GlobalBatch(strategy)
+    batch.trainer = trainer
+
+    def process(loader: Any) -> Any:
+        return divided(loader, Share(0, ranks, True, trainer.accumulate_grad_batches, strategy.micro_batches))
+
+    batch.process(process, DataLoader(RandomDataset(2, 203), batch_size=8))
     assert strategy.micro_batches == sizes
-    count = trainer.accumulate_grad_batches
-    recovery.schedule(divided(loader, Share(0, ranks, True, count, strategy.micro_batches)))
     assert (trainer.limit_train_batches, trainer.val_check_interval) == (limit, every)
-    recovery.end_call()
+    batch.put_back()
     assert (trainer.accumulate_grad_batches, trainer.val_check_interval) == (accumulated, 0.5)
+
+
+def test_a_new_rank_0_goes_on_in_the_csv_file_that_the_lost_one_left_within_a_line(tmp_path: Path) -> None:
+    first, second = CSVLogger(tmp_path, version=0), CSVLogger(tmp_path, version=0)
+    for step in range(3):
+        first.log_metrics({"loss": step / 2, "epoch": 0}, step)
+    first.save()
+    path = tmp_path / "lightning_logs" / "version_0" / "metrics.csv"
+    path.write_text(path.read_text() + "0,1.")
+    given = {"loss": 1.0, "epoch": 0}
+    there = _continue_csv(second, {_row(step, given): given for step in (2, 3)})
+    assert there == {_row(step, given) for step in range(3)}
+    second.log_metrics({"other": 7.0}, 4)
+    second.save()
+    with path.open(newline="") as file:
+        rows = [(row["step"], row["loss"], row["other"]) for row in csv.DictReader(file)]
+    assert rows == [("0", "0.0", ""), ("1", "0.5", ""), ("2", "1.0", ""), ("3", "1.0", ""), ("4", "", "7.0")]

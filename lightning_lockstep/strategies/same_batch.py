@@ -1,0 +1,60 @@
+"""The global batch of a run stays that of its start when ranks are lost: who is left makes more micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_lockstep._trainer import asks_for_training_loader, limited_batches
+from lightning_lockstep.loaders.global_order import asked_sampler, bounds, kind_of, micro_batches, parts_of
+from lightning_lockstep.strategies.can_outlive import check_loader
+
+
+class GlobalBatch:
+    """Divides the global batch of the start among the ranks that are left."""
+
+    # In more micro-batches rather than in larger ones, so that memory does not grow. If batch norm follows the
+    # micro-batch, that stays as it was.
+
+    def __init__(self, strategy: Any) -> None:
+        self.strategy, self.trainer = strategy, None  # type: Any, Any
+        self._given: dict[str, Any] = {}  # settings of the Trainer that are changed
+
+    def process(self, process: Callable[[Any], Any], loader: Any) -> Any:
+        """Give this rank its part of a loader. Ranks: all; see ``process_dataloader`` of the strategy."""
+        if not asks_for_training_loader(self.trainer):
+            return process(loader)
+        check_loader(loader)
+        strategy, accumulated = self.strategy, self.trainer.accumulate_grad_batches
+        started, ranks = strategy.num_processes, strategy.world_size
+        if ranks == started or strategy.micro_batches is not None:
+            return process(loader)
+        unit = asked_sampler(loader.batch_sampler).batch_size if kind_of(loader) == "samples" else 1
+        strategy.micro_batches = sizes = (unit * started,)
+        if strategy.settings.batch_norm != "of_rank":
+            return process(loader)
+        total = unit * started * accumulated
+        strategy.micro_batches = micro_batches(total, -(-total // (ranks * unit)))
+        self._set(accumulate_grad_batches=len(strategy.micro_batches))
+        part = process(loader)
+        parts, every = parts_of(part), self.trainer.val_check_interval
+        # An epoch ends, and validations come, after as many samples as at the start.
+        at_start, count = len(bounds(parts.position(len(parts)), sizes)) - 1, len(strategy.micro_batches)
+        limited = limited_batches(self.trainer, at_start)
+        if limited < at_start:
+            self._set(limit_train_batches=int(limited * count // accumulated))
+        if isinstance(every, (int, float)):  # else it is by the clock
+            number = every if isinstance(every, int) else max(1, int(limited * every))
+            self._set(val_check_interval=1.0 if number >= limited else int(number * count // accumulated))
+        return part
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            self._given.setdefault(name, getattr(self.trainer, name))
+            setattr(self.trainer, name, value)
+
+    def put_back(self) -> None:
+        """Give the Trainer its own settings back."""
+        for name, value in self._given.items():
+            setattr(self.trainer, name, value)
+        self._given = {}

@@ -1,0 +1,221 @@
+"""Who is left of a run: what random kills of whole runs had found, each made to happen here, without processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from lightning_lockstep.distributed import FailurePropagation, SideChannel
+from lightning_lockstep.distributed.failure import propagation as propagation_module
+from lightning_lockstep.distributed.failure.interrupt import connections
+from lightning_lockstep.distributed.failure.members import HostedMembers, Membership
+from lightning_lockstep.distributed.failure.process_exit import Outcome
+from lightning_lockstep.distributed.failure.record import FailureRecord, describe_exit
+from lightning_lockstep.distributed.process_group import forget_rendezvous
+from lightning_lockstep.errors import RankFailedError
+from lightning_lockstep.launchers import outliving
+from lightning_lockstep.launchers.outliving import _Members
+
+KILLED = describe_exit(2, 3, 1234, -9)
+
+
+class Run:
+    """The first process, and members of which a test takes the part."""
+
+    def __init__(self) -> None:
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.hosted, self.members = HostedMembers(self._store), list[Membership]()
+
+    def publish(self, *members: int, lost: FailureRecord | None = None, ends: bool = False) -> None:
+        self.hosted.publish(members, [lost] if lost else [], ends=ends)
+
+    def member(self, number: int) -> Membership:
+        """Return a member that has connected with those of the generation that is there."""
+        made = Membership(number, "127.0.0.1", self._store.port)
+        self.members.append(made)
+        for one in self.members:
+            one._kept |= set(connections())  # all are in this process
+        until(lambda: made.newest.number == self.hosted.current.number)
+        made.current = made.newest
+        return made
+
+    def is_ready(self, generation: int, member: int) -> None:
+        self._store.set(f"ready/{generation}/{member}", "1")
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    made = Run()
+    yield made
+    forget_rendezvous()
+    for member in made.members:
+        member._leave()
+        assert not member._thread.is_alive()  # else C++ would abort a process whose Python has ended
+
+
+def test_a_member_that_waits_at_the_end_of_a_call_goes_back_if_another_has_broken_off(run: Run) -> None:
+    run.publish(0, 1, 2)
+    member = run.member(0)
+    run.publish(0, 1, lost=KILLED)
+    run.is_ready(1, 1)
+    with pytest.raises(RankFailedError, match="rank 2 of 3"):
+        member.finish_call()
+
+
+def test_a_member_whose_others_have_come_to_the_end_too_does_not_go_back(run: Run) -> None:
+    run.publish(0, 1, 2)
+    member, other = run.member(0), run.member(1)
+    run.publish(0, 1, lost=KILLED)
+    ends = threading.Thread(target=other.finish_call)
+    ends.start()
+    member.finish_call()
+    ends.join()
+
+
+def test_a_loss_interrupts_a_member_that_connects_and_the_next_one_not_what_it_does_about_that(
+    run: Run,
+) -> None:
+    run.publish(0, 1, 2)
+    member = run.member(0)
+    run.publish(0, 1, lost=KILLED)
+    run.is_ready(1, 1)
+    losses = threading.Timer(0.2, run.publish, (0,), {"lost": KILLED})
+    losses.start()
+    try:
+        with pytest.raises(RankFailedError, match="rank 2 of 3") as raised, member.meeting():
+            time.sleep(60)  # it waits for another member in Python
+        run.publish(0, lost=KILLED)
+        until(lambda: member.newest.number == 3)
+        time.sleep(0.1)  # an interrupt would come in this time
+        assert member.ends_attempt(raised.value)
+    finally:
+        member._interrupt.remove()
+        losses.join()
+
+
+def test_a_connection_that_a_member_makes_after_the_news_is_ended_too(run: Run) -> None:
+    run.publish(0, 1, 2)
+    member = run.member(0)
+    member._interrupt = SimpleNamespace(install=int, raise_soon=int)  # type: ignore[assignment] # it waits in C++
+    run.publish(0, 1, lost=KILLED)
+    run.is_ready(1, 1)
+    with pytest.raises(RuntimeError), member.meeting():
+        run.publish(0, lost=KILLED)
+        until(lambda: member.newest.number == 2)
+        time.sleep(0.1)
+        TCPStore(member.address, member.port, wait_for_workers=False).get("what nobody sets")
+    assert member.ends_attempt(RuntimeError("gloo"))
+
+
+def test_members_that_cannot_connect_though_all_live_ask_for_another_try(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_lockstep.distributed.failure.members._NEWS_WITHIN", 0.1)
+    first = first_process(run, 3)
+    first._hosted.publish(range(3))
+    member = run.member(0)
+    looks = threading.Thread(target=lambda: until(lambda: look(first) and run.hosted.current.number == 1))
+    looks.start()
+    assert member.ends_attempt(RuntimeError("gloo: connect timeout"))
+    looks.join()
+    assert (member.newest.members, member.newest.lost, member.newest.ends) == ((0, 1, 2), (), False)
+
+
+# -- the first process --
+
+
+def first_process(run: Run, ranks: int) -> _Members:
+    first = _Members(run.hosted, ranks, 1, 10.0)
+    outliving.outcome.on_force = None
+    for number in range(ranks):
+        first.processes[number] = SimpleNamespace(pid=100 + number, returncode=None)  # type: ignore[assignment]
+        first.processes[number].poll = lambda process=first.processes[number]: process.returncode  # type: ignore
+    return first
+
+
+def look(first: _Members, **codes: int) -> bool:
+    for name, code in codes.items():
+        first.processes[int(name.removeprefix("rank"))].returncode = code
+    first._look(is_stopping=False)
+    return True
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_the_exit_code_says_that_rank_0_was_killed_after_the_last_call_unless_others_go_on(
+    again: bool, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = first_process(run, 2)
+    run.publish(0, 1)
+    run.is_ready(0, 0), run.is_ready(0, 1)
+    look(first, rank0=-9)
+    assert run.hosted.current.members == (1,)
+    if again:
+        run.is_ready(1, 1)
+    look(first, rank1=0)
+    first.report()
+    assert first.code == (0 if again else 137)
+    assert ("after the last call of a Trainer" in capsys.readouterr().err) is not again
+
+
+def test_the_first_process_says_who_was_lost_if_nobody_is_left_to_say_it(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = first_process(run, 2)
+    run.publish(0, 1)
+    look(first, rank0=-9, rank1=-9)
+    first.report()
+    assert first.code == 137
+    assert "rank 1 of 2" in (said := capsys.readouterr().err) and "0 ranks left, and least_ranks=1" in said
+
+
+# -- an attempt of which a member is lost --
+
+
+@pytest.fixture
+def attempt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The failure propagation of rank 1 of 2, whose clocks a test turns; and what would have ended the process."""
+    later = list[tuple[float, Callable[..., object], tuple[Any, ...]]]()
+    clock = SimpleNamespace(
+        start=lambda: None, after=lambda *call: later.append((call[0], call[1], call[2:]))
+    )
+    monkeypatch.setattr(propagation_module, "clock", clock)
+    monkeypatch.setattr(propagation_module, "interrupt_clock", clock)
+    monkeypatch.setattr(propagation_module, "outcome", Outcome())
+    ended = list[FailureRecord]()
+    made = FailurePropagation(SideChannel(1, 2))
+    made.end_now = ended.append  # type: ignore[method-assign,assignment]
+    yield SimpleNamespace(propagation=made, later=later, ended=ended)
+    made._interrupt.remove()
+
+
+def test_a_loss_that_came_before_the_attempt_was_entered_ends_it(attempt: Any) -> None:
+    attempt.propagation.lose(KILLED)
+    attempt.propagation.enter()
+    with pytest.raises(RankFailedError, match="rank 2 of 3"):
+        attempt.propagation.check()
+
+
+def test_no_countdown_of_a_loss_that_the_channel_has_seen_first_ends_a_rank_that_goes_on(
+    attempt: Any,
+) -> None:
+    attempt.propagation.enter()
+    attempt.propagation._decide(-1, KILLED)
+    assert attempt.later
+    attempt.propagation.lose(KILLED)
+    for _, function, arguments in attempt.later:
+        if function == attempt.propagation._grace_ends:
+            function(*arguments)
+    assert not attempt.ended
