@@ -228,10 +228,8 @@ class RankLifecycle(BySample, LockstepStrategy, ParallelStrategy):
     def set_world_ranks(self) -> None:
         """Give this rank's number and the number of ranks to the cluster environment and to Lightning's logging."""
         environment, membership = self.cluster_environment, current_membership()
-        rank, ranks = (
-            self.node_rank * self.num_processes + self.local_rank,
-            self.num_nodes * self.num_processes,
-        )
+        rank = self.node_rank * self.num_processes + self.local_rank
+        ranks = self.num_nodes * self.num_processes
         if membership is not None and (members := membership.current.members):  # others may be lost
             rank, ranks = members.index(membership.me), len(members)
         environment.set_global_rank(rank)

@@ -89,7 +89,7 @@ class OutlivingStartup(RankStartup):
     """How the ranks are started and connected if the others outlive one that is lost."""
 
     # They connect when all have said that they are ready, and a rank that is lost just then is waited for.
-    connect_within = timedelta(seconds=10)
+    connect_within = timedelta(seconds=5)
 
     def __init__(self, least_ranks: int, backend: str | None) -> None:
         super().__init__("popen", backend)

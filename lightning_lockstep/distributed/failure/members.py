@@ -43,7 +43,7 @@ from lightning_lockstep.distributed.failure.process_exit import end_now
 from lightning_lockstep.distributed.failure.propagation import FailurePropagation
 from lightning_lockstep.distributed.failure.record import FailureRecord, is_broken_collective
 from lightning_lockstep.distributed.process_group import use_store
-from lightning_lockstep.errors import LockstepError, RankFailedError
+from lightning_lockstep.errors import CollectiveError, LaunchError, RankFailedError
 
 _FOREVER = timedelta(days=3650)
 # How often a rank looks whether others have come, or are lost [s].
@@ -187,7 +187,8 @@ class Membership:
         # Not Ctrl-C, nor the program's own wish to end, nor an exception of a rank, which would come again.
         if not isinstance(error, Exception) or (record is not None and not record.ended):
             return False
-        is_broken = isinstance(error, LockstepError) or is_broken_collective(error)
+        own = LaunchError, CollectiveError, RankFailedError
+        is_broken = isinstance(error, own) or is_broken_collective(error)
         may_be = is_broken or not was_connected
         if not self._wait_for_news(_NEWS_WITHIN if may_be else 0.0) and is_broken and not was_connected:
             self.ask()
