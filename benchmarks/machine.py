@@ -15,7 +15,12 @@ ROOT = Path(__file__).parents[1]
 #: What each page in `results/` measures, below the package.
 MEASURED = {
     "batch_size": ("batch_size", "callbacks/auto_batch_size.py"),
-    "by_sample": ("steps", "loaders/sample_numbers.py", "distributed/coordination/global_norm.py"),
+    "by_sample": (
+        "steps",
+        "loaders/sample_numbers.py",
+        "distributed/coordination/global_norm.py",
+        "strategies/by_sample.py",
+    ),
     "cuda": ("",),
     "deepspeed": ("deepspeed", "strategies"),
     "early_stopping": ("callbacks/early_stopping.py", "distributed/coordination"),

@@ -158,7 +158,7 @@ class Loader:
         meant = "" if first[0] == whole else " Did you mean " + " or ".join(map(repr, first)) + "?"
         if not known[first[0]]:
             return meant
-        return f"{meant} It comes with the option {' or '.join(known[key] for key in first)}: give that too."
+        return f"{meant} Add {' or '.join(known[key] for key in first)}, which brings it."
 
     def _brought(self) -> dict[str, str]:
         """Each key that an option would bring, with the option: of the groups of which a run takes several options."""

@@ -256,8 +256,7 @@ class Sweep:
         left = self.planned[len(self._jobs) :]
         if not left:
             return text
-        why = "because ranks that have failed run no further job. To run them:"
-        text += f"\n{len(left)} of its {len(self.planned)} jobs were not run, {why}"
+        text += f"\n{len(left)} of its {len(self.planned)} jobs were not run. To run them:"
         return "\n  ".join([text, *(shlex.join([*self.command, *lines]) for lines in left)])
 
 

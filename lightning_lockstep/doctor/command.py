@@ -21,6 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from rich_argparse import RawDescriptionRichHelpFormatter
 
 import lightning_lockstep
 from lightning_lockstep._settings import did_you_mean
@@ -227,7 +228,7 @@ def _parser() -> argparse.ArgumentParser:
         prog=_PROGRAM,
         description=_ABOUT,
         epilog="\n".join(["checks:", *listed, "", _EXIT_CODES]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RawDescriptionRichHelpFormatter,
         allow_abbrev=False,
     )
     add = made.add_argument

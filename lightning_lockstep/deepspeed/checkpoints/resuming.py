@@ -314,17 +314,17 @@ def _check_layout(
                 else " Or go on with the weights, as `lockstep-consolidate` writes them."
             )
         )
+    state: Any = first["optimizer"] if layout["stage"] == 0 else None
     if not found.has_experts:
         models, optimizers = found.expected_names(first)
         own = [models[rank if len(models) > 1 else 0], *optimizers[rank : rank + 1]]
         found.check_complete(own, [])
-        for name in own:
-            read_file(found.files[name])
-    if layout["stage"] == 0:
-        state = first["optimizer"]
-        check_options(
-            found.path, state.get("optimizer_state_dict", state)["param_groups"], adapter.torch_optimizer
-        )
+        files = [read_file(found.files[name]) for name in own]
+        state = state or files[-1].get("optimizer_state_dict")
+    if isinstance(state, Mapping):
+        inner = state.get("optimizer_state_dict", state.get("base_optimizer_state", state))
+        if isinstance(inner, Mapping):  # an elastic checkpoint of DeepSpeed has a list of them
+            check_options(found.path, inner["param_groups"], adapter.torch_optimizer)
 
 
 def _load_by_order(

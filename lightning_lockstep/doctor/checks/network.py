@@ -87,7 +87,9 @@ def _reported(ranks: Ranks) -> Iterator[Finding]:
             by_version.setdefault(facts[package], []).append(rank)
         if len(by_version) > 1:
             told = "; ".join(f"{version} on {ranks_in_words(found)}" for version, found in by_version.items())
-            fix = f"pip install {package}=={ranks.facts[0][package].partition('+')[0]}"
+            fix = install_command()
+            if package == "torch":
+                fix = f"pip install torch=={ranks.facts[0]['torch'].partition('+')[0]}"
             yield problem("versions", f"{package} differs: {told}", fix)
 
 

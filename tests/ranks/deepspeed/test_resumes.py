@@ -114,17 +114,20 @@ class Blocks(torch.optim.Optimizer):
 
 class WithBlocks(Net):
     def configure_optimizers(self) -> Any:
-        return Blocks([parameter for parameter in self.parameters() if parameter.requires_grad], {"lr": 0.1})
+        return Blocks(
+            [parameter for parameter in self.parameters() if parameter.requires_grad],
+            {"lr": 0.1, "length": 3},
+        )
 
 
 class WithBlocksTurned(Net):
     def configure_optimizers(self) -> Any:
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return Blocks(trained[::-1], {"lr": 0.1})
+        return Blocks(trained[::-1], {"lr": 0.1, "length": 3})
 
 
-def blocks(folder: str) -> tuple[bool, str]:
-    """Return whether a fit goes on as a straight one, and what is said with parameters in another order."""
+def blocks(folder: str) -> tuple[bool, list[str]]:
+    """Return whether a fit goes on as a straight one, and what is said of another order and of another optimizer."""
 
     def end(net: Net, epochs: int, path: str | None = None) -> tuple[Trainer, list[Any]]:
         # So large that nothing is clipped.
@@ -140,11 +143,16 @@ def blocks(folder: str) -> tuple[bool, str]:
     _, straight = end(WithBlocks("AdamW"), 2)
     end(WithBlocks("AdamW"), 1)[0].save_checkpoint(path)
     _, resumed = end(WithBlocks("AdamW"), 2, path)
-    try:
-        end(WithBlocksTurned("AdamW"), 2, path)
-    except ConfigurationError as error:
-        return all(map(torch.equal, straight, resumed)), str(error)
-    return all(map(torch.equal, straight, resumed)), "no error"
+
+    def refusal(net: Net) -> str:
+        try:
+            end(net, 2, path)
+        except ConfigurationError as error:
+            return str(error)
+        return "no error"
+
+    said = [refusal(WithBlocksTurned("AdamW")), refusal(Net("SGD"))]
+    return all(map(torch.equal, straight, resumed)), said
 
 
 # -- which value wins ----------------------------------------------------------------------------------------
@@ -253,8 +261,9 @@ def test_what_cannot_go_on_is_one_error_of_all_ranks(found: Any) -> None:
 def test_a_state_that_cannot_be_told_apart_goes_on_in_its_order(found: Any) -> None:
     goes_on, refused = found[2]
     assert goes_on
-    assert "the optimizer keeps 'block' (3), neither one number nor one for each weight" in refused
-    assert "expected the same order of parameters in the optimizer" in refused
+    assert "the optimizer keeps 'block' (3), neither one number nor one for each weight" in refused[0]
+    assert "expected the same order of parameters in the optimizer" in refused[0]
+    assert "another optimizer than this run's SGD: its options are length and not" in refused[1]
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +274,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_run_has_its_own_settings_and_the_optimizer_those_that_were_saved(name: str, kept: Any) -> None:
-    """As the table in docs/deepspeed.md says."""
+    """As docs/deepspeed.md says."""
     stage, _, _, (floor, window, scale) = SETTINGS[name]
     assert kept[name] == {
         "clipping": {0.01},

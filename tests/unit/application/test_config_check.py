@@ -112,7 +112,7 @@ def test_the_newest_run_beside_this_one_is_found(tmp_path: Path, monkeypatch: py
 
 
 def test_a_key_of_a_choice_that_is_not_taken_names_the_choice() -> None:
-    ending = " It comes with the option callbacks=early_stopping: give that too."
+    ending = " Add callbacks=early_stopping, which brings it."
     there, *others = faults_of(
         *(
             "callbacks.early_stopping.patience=3",

@@ -54,7 +54,7 @@ IN_A_PROJECT = [
     ("model.context=3", "It has: hidden, lr. A new key is added with +model.context=3"),
     (
         "data.global_batch_size=64",
-        "It comes with the option callbacks=auto_batch_size or callbacks=effective_batch_size: give that too.",
+        "Add callbacks=auto_batch_size or callbacks=effective_batch_size, which brings it.",
     ),
     ("+experiment=wide", "the group 'experiment' is in the configuration already: write experiment=wide"),
     (

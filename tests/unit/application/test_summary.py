@@ -55,7 +55,7 @@ def test_the_report_of_a_sweep_has_its_jobs_and_the_commands_of_those_that_were_
         "  job  overrides  objective  exit",
         "  0    a=1 b=0    0.25       0",
         "  1    a=2 b=0    -          ValueError: two is",
-        "1 of its 3 jobs were not run, because ranks that have failed run no further job. To run them:",
+        "1 of its 3 jobs were not run. To run them:",
         "  python train.py 'a='\"'\"'x y'\"'\"'' b=0",
     ]
 
