@@ -46,6 +46,7 @@ from lightning.pytorch.loggers import Logger as Logger
 from lightning.pytorch.loggers import MLFlowLogger as MLFlowLogger
 from lightning.pytorch.loggers import TensorBoardLogger as TensorBoardLogger
 from lightning.pytorch.loggers import WandbLogger as WandbLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter as ExperimentWriter
 from lightning.pytorch.loggers.logger import DummyLogger as DummyLogger
 from lightning.pytorch.loops.optimization.automatic import Closure as Closure
 from lightning.pytorch.loops.optimization.automatic import ClosureResult as ClosureResult

@@ -40,6 +40,7 @@ from lightning_lockstep.distributed.process_group import (
     process_group_exists,
     rendezvous_store,
 )
+from lightning_lockstep.distributed.side_channel.opening import side_channel_if_open
 from lightning_lockstep.errors import RankFailedError
 from lightning_lockstep.launchers.rank_processes import ASKS_TO_END, RankProcesses, SignalForwarding
 from lightning_lockstep.launchers.rank_supervisor import (
@@ -74,6 +75,8 @@ class _Members(RankProcesses):
         with SignalForwarding(self.send, self.kill, asks=(*ASKS_TO_END, signal.SIGINT)) as signals:
             for _ in self.looks():
                 self._look(is_stopping=signals.asked is not None)
+            if signals.asked == signal.SIGINT:
+                self.code = 128 + signal.SIGINT
 
     def _look(self, *, is_stopping: bool) -> None:
         lost = []
@@ -97,7 +100,7 @@ class _Members(RankProcesses):
             self._main, self._answered = self._hosted.current.members[0], len(self._lost)
         self._lost += lost
         left = [member for member in self._hosted.current.members if member in self.processes]
-        if len(left) < self._least:
+        if self._lost and len(left) < self._least:
             why_it_ends = f"{counted(len(left), 'rank')} left, and least_ranks={self._least}"
         if why_it_ends:
             last = self._lost.pop()
@@ -181,6 +184,8 @@ def run_with_members(
         try:
             if begins:
                 recovery.leave()
+                if (channel := side_channel_if_open()) is not None:
+                    channel.lingers = False  # nobody waits for what was posted last
                 supervisor.forget_group()
                 with membership.meeting():
                     recovery.strategy.setup_environment()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 import tempfile
 import weakref
 from collections import defaultdict
@@ -232,7 +233,9 @@ class BufferCopies:
     # Small buffers are copied each time in one fused call. Large ones (masks, tables) hardly ever change, and are
     # copied only if their version counter has changed.
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, trusts_versions: bool = True) -> None:
+        # `trusts_versions=False`: copy large ones each time, because a change through ``.data`` does not count.
+        self._smallest = _SMALL if trusts_versions else sys.maxsize
         # These include buffers that are None, which named_buffers() leaves out.
         self._places = [(part, name) for part in module.modules() for name in part._buffers]
         self._owners: list[tuple[nn.Module, str]] = []
@@ -255,7 +258,9 @@ class BufferCopies:
             self._originals = now
             self._copies = [b.detach().clone() for b in now]
         else:
-            stale = [i for i, b in enumerate(now) if b.numel() <= _SMALL or b._version != self._versions[i]]
+            stale = [
+                i for i, b in enumerate(now) if b.numel() <= self._smallest or b._version != self._versions[i]
+            ]
             if stale:
                 with torch.no_grad():
                     torch._foreach_copy_([self._copies[i] for i in stale], [now[i] for i in stale])

@@ -261,9 +261,11 @@ class RankLifecycle(BySample, LockstepStrategy, ParallelStrategy):
 
     def _add_callbacks(self) -> None:
         """Take over loaders and what counts, and make a fit continue a resumed epoch and stop together under Slurm."""
-        if self.lightning_module is None or self.lightning_module._trainer is None:
+        module = self.lightning_module
+        # While members of a run meet, the model may still be without a Trainer, or have an earlier one.
+        if module is None or module._trainer is None or module._trainer.strategy is not self:
             return
-        trainer: Any = self.lightning_module.trainer
+        trainer: Any = module.trainer
         if self.counting is None or self.counting.trainer is not trainer:
             # Lightning would give loaders another sampler, and make batch samplers anew. Here they come as they are.
             connector = trainer._accelerator_connector

@@ -40,6 +40,7 @@ from lightning_lockstep._lightning import (
     Callback,
     CSVLogger,
     EarlyStopping,
+    ExperimentWriter,
     TrainerFn,
     TrainerStatus,
     convert_tensors_to_scalars,
@@ -50,7 +51,7 @@ from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.failure.members import Membership
 from lightning_lockstep.distributed.failure.record import place_in_words
 from lightning_lockstep.loaders.weights import StepWeights
-from lightning_lockstep.steps.patching import put_in_place, replaced
+from lightning_lockstep.steps.patching import put_in_place
 from lightning_lockstep.steps.snapshot import BufferCopies, ModuleAttributes, RandomState
 from lightning_lockstep.strategies.can_outlive import check_optimizers
 from lightning_lockstep.strategies.same_batch import GlobalBatch
@@ -91,6 +92,7 @@ class Recovery:
         self._values: list[ModuleAttributes] = []  # logged in this epoch
         self._rows: dict[Row, dict[str, Any]] = {}  # that loggers were given last
         self._written: set[Row] = set()  # before a loss
+        self._made_again = -1  # up to this step
         self._loss: dict[str, Any] | None = None  # what is still to be said of it
         self._batch = GlobalBatch(strategy)
         self._attach(
@@ -112,8 +114,9 @@ class Recovery:
         self._at_begin, self._written = RandomState.capture(), set()
 
     def end_call(self) -> None:
-        """Give the Trainer its own settings back."""
+        """Give the Trainer its own settings back, and log what comes again in another call."""
         self._batch.put_back()
+        self._written = set()
 
     def _attach(self, owner: object, **functions: Callable[..., Any]) -> None:
         """Have functions called in place of those of the same name, which they get first."""
@@ -137,7 +140,7 @@ class Recovery:
         versions = [logger.version if trainer.is_global_zero else None for logger in loggers]
         for logger, version in zip(loggers, current_communicator().broadcast(versions), strict=False):
             logger._version = version
-        self._buffers = BufferCopies(trainer.lightning_module)
+        self._buffers = BufferCopies(trainer.lightning_module, trusts_versions=False)
         if self._attached is trainer:
             return
         self._attached = trainer
@@ -170,6 +173,8 @@ class Recovery:
         if trainer.training and trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             assert self._buffers is not None
             self._buffers.refresh()
+            if trainer.global_step > self._made_again:
+                self._written = set()
             self._before_step = trainer.global_step, RandomState.capture()
 
     def _epoch_ends(self, reached: Callable[[], None]) -> None:
@@ -198,11 +203,14 @@ class Recovery:
         self._hooks = _Hooks()
         update()
 
-    def _log(self, log: Callable[..., None], metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def _log(
+        self, log: Callable[..., None], metrics: Mapping[str, Any], step: int | None = None, **options: Any
+    ) -> None:
         """Log, but for a row of what is made again; keep it, because rank 0 alone writes it."""
         row = _row(step, metrics)
-        if row not in self._written:
-            log(metrics=metrics, step=step)
+        if step is None or row not in self._written:  # a row of the program's own may have no step
+            log(metrics=metrics, step=step, **options)
+        if step is not None and row not in self._written:
             self._rows = dict([*self._rows.items(), (row, dict(metrics))][-_ROWS_KEPT:])
 
     def _at_boundary(self) -> None:
@@ -292,7 +300,7 @@ class Recovery:
 
     def _note_losses(self) -> None:
         """Note what is to be said of losses, or end the run if they come again at one step. Ranks: all, together."""
-        membership, told = self.membership, self.membership.told()
+        membership, told, self._loss = self.membership, self.membership.told(), None
         lost = membership.lost_since(told[-1]["generation"] if told else 0)
         if not lost:
             return
@@ -341,7 +349,7 @@ class Recovery:
                 vars(callback).update(values)
             for path in known["saved"]:  # callbacks save these again, and would give them other names
                 self.strategy.remove_checkpoint(path)
-            self._rows, self._written = known["rows"], set()
+            self._rows, self._written, self._made_again = known["rows"], set(), known["place"][1]
             loggers = [logger for logger in trainer.loggers if isinstance(logger, CSVLogger)]
             there = [_continue_csv(one, known["rows"]) for one in loggers if trainer.is_global_zero]
             self._written = set[Row]().union(known["rows"], *there)
@@ -427,10 +435,18 @@ def _row(step: int | None, values: Mapping[str, Any]) -> Row:
     return step, frozenset(names)
 
 
+def _nothing(_: object) -> None:
+    """Leave a folder as it is."""
+
+
 def _continue_csv(logger: Any, rows: Mapping[Row, Mapping[str, Any]]) -> set[Row]:
     """Have a CSV logger append to the file of its version; write the rows that are not there; return what was."""
-    with replaced(logger._fs, listdir=lambda folder: []):  # else Lightning deletes the file
+    kind: Any = ExperimentWriter
+    deletes, kind._check_log_dir_exists = kind._check_log_dir_exists, _nothing
+    try:
         writer = logger.experiment
+    finally:
+        kind._check_log_dir_exists = deletes  # which would delete the file
     path, there = Path(logger.log_dir) / "metrics.csv", set[Row]()
     if path.is_file():
         text = path.read_bytes()

@@ -23,8 +23,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -145,17 +144,9 @@ class Membership:
 
     # -- the meeting of a generation's members, and the end of a call
 
-    @contextmanager
-    def meeting(self) -> Iterator[None]:
+    def meeting(self) -> Meeting:
         """Wait until all members of the newest generation are ready; in the body they connect. Ranks: all members."""
-        self._is_connected = False
-        self._meet()
-        self._connecting = True  # if another member is lost now, an error is raised anywhere
-        try:
-            yield
-            self._is_connected = True
-        finally:
-            self._connecting = False
+        return Meeting(self)
 
     def _meet(self) -> None:
         self._interrupt.install()
@@ -258,6 +249,23 @@ class Membership:
             if ends[1].endswith(f":{self.port}") and ends not in self._kept
         ]
         end_connections([*connections_with(self._processes, {self.port}), *of_store])
+
+
+class Meeting:
+    """The context in which members connect: if another one is lost meanwhile, an error is raised anywhere in it."""
+
+    # No generator: an error is never raised in the code of this module, so none comes once the body has been left.
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+
+    def __enter__(self) -> None:
+        self._membership._is_connected = False
+        self._membership._meet()
+        self._membership._connecting = True
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._membership._connecting, self._membership._is_connected = False, kind is None
 
 
 def _told(store: Store, until: int) -> list[dict[str, Any]]:
