@@ -14,7 +14,8 @@ pytestmark = [pytest.mark.allow_leaks("threads")]
 def test_ranks_have_their_devices_and_the_kernel_must_have_none(tmp_path: Path) -> None:
     with Kernel(tmp_path, PJRT_DEVICE="CPU", CPU_NUM_DEVICES="1", XLA_USE_SPMD="0") as kernel:
         output = kernel.run("""
-                        import lightning as L
+            import os
+            import lightning as L
             import torch, torch_xla
             from lightning_lockstep import notebook_launcher
             model = torch.nn.Linear(4, 4)
