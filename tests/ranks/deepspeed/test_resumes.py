@@ -120,6 +120,11 @@ class WithBlocks(Net):
         )
 
 
+class WithSGD(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([parameter for parameter in self.parameters() if parameter.requires_grad], 0.1)
+
+
 class WithBlocksTurned(Net):
     def configure_optimizers(self) -> Any:
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
@@ -151,7 +156,7 @@ def blocks(folder: str) -> tuple[bool, list[str]]:
             return str(error)
         return "no error"
 
-    said = [refusal(WithBlocksTurned("AdamW")), refusal(Net("SGD"))]
+    said = [refusal(WithBlocksTurned("AdamW")), refusal(WithSGD("AdamW"))]
     return all(map(torch.equal, straight, resumed)), said
 
 
