@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,9 +85,11 @@ def _ended(processes: list[subprocess.Popen[bytes]]) -> None:
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         time.sleep(0.1)
     for process in processes:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.terminate()  # torchrun then ends its ranks, which are in sessions of their own
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(60.0)
+        process.kill()
 
 
 def _with_torchft(command: list[str], environment: dict[str, str], log: Any) -> None:
