@@ -144,10 +144,11 @@ def hydra_main(
                 config = received_config()
                 assert config is not None
                 return _run_sent(config, program, None)
-            ranks = external_ranks()
-            channel = ConfigChannel(ranks)
+            ranks, runs = external_ranks(), run_requested(arguments)
             if ranks is not None and ranks.rank > 0:
-                return _follow(channel, program)
+                # Rank 0 alone shows help, or the configuration, and then nobody waits for anybody.
+                return _follow(ConfigChannel(ranks), program) if runs else None
+            channel = ConfigChannel(ranks if runs else None)
             application = _Application(
                 program, config_path, config_name, version_base, check, prepare, arguments, channel
             )
