@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import logging
 import re
 import sys
-from collections.abc import Collection
-from contextlib import redirect_stdout
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_lockstep._application.build import component_keys, refusals
+from lightning_lockstep._application.constructors import RefusedError, component_keys, make
 from lightning_lockstep._application.signatures import (
+    SPECIAL,
     mismatch,
     parts_of,
     setting_faults,
     shown,
+    target_nodes,
     target_of,
     typed_lines,
 )
+from lightning_lockstep._lightning import LightningEnvironment, Logger
 from lightning_lockstep._run_folder import find_checkpoint, note_begin
 from lightning_lockstep._settings import did_you_mean, is_whole
 from lightning_lockstep._text import counted
@@ -112,11 +118,10 @@ def check_training(config: DictConfig, only: Collection[str] | None) -> list[str
     for name, hint in _SWITCHES.items():
         if (expected := mismatch(_select(config, name), hint)) is not None:
             faults.append(f"{shown(config, name)}: {expected}")
-    decided = [f"trainer.{group}" for group in ("strategy", "callbacks", "logger")]
     faults += [
-        f"{shown(config, key)}: the group {key[8:]!r} sets this: write {key[8:]}=..."
-        for key in decided
-        if _select(config, key) is not None
+        f"{shown(config, f'trainer.{group}')}: the group {group!r} sets this: write {group}=..."
+        for group in ("strategy", "callbacks", "logger")
+        if _select(config, f"trainer.{group}") is not None
     ]
     devices, nodes = _devices_and_nodes(config)
     faults += [*_single_device(config), *_global_batch(config, devices, nodes)]
@@ -128,7 +133,7 @@ def check_training(config: DictConfig, only: Collection[str] | None) -> list[str
     faults += [fault for found in wrong.values() for fault in found.values()]
     for key in keys:
         if f"{key}._target_" not in wrong[key] and OmegaConf.is_dict(_select(config, key)):
-            faults += refusals(config, key, wrong[key])
+            faults += _refusals(config, key, wrong[key])
     # Takes seconds, and starts ranks: not for a configuration that cannot run anyway.
     return preflight_faults(config) if is_whole_line and not faults else faults
 
@@ -235,3 +240,56 @@ def _global_batch(config: DictConfig, devices: Any, nodes: Any) -> list[str]:
             f"{given}: expected a multiple of trainer.accumulate_grad_batches={accumulate} under strategy=single."
         ]
     return []
+
+
+# -- What constructors refuse, before a run --
+
+# Constructors of these packages check their arguments and have no other effect, but for those of loggers.
+_HARMLESS = ("lightning_lockstep.", "lightning.pytorch.", "pytorch_lightning.")
+
+
+def _refusals(config: DictConfig, key: str, wrong: Collection[str]) -> list[str]:
+    """What a constructor of a component refuses, which is made without the settings that are known to be wrong."""
+    node = OmegaConf.select(config, key)
+    if not all(_is_harmless(target_of(inner)) for _, inner in target_nodes(node)):
+        return []
+    without = [name.removeprefix(f"{key}.") for name in wrong]
+    faults: list[str] = []
+    # The Trainer checks devices, precision and loops, stops at its first error, and is made again without what it has
+    # refused. It is not told of ranks that others have started.
+    stand_ins = {"strategy": "auto", "logger": False, "plugins": [LightningEnvironment()]}
+    while set(without) <= set(map(str, node)) - SPECIAL:
+        try:
+            with _quiet():
+                make(config, key, stand_ins if key == "trainer" else None, without=without)
+            break
+        except RefusedError as error:
+            for name, fault in zip(error.settings, error.faults, strict=True):
+                # About the default of a setting that was left out; or about a value that is judged where it was given.
+                if name in without or (name is not None and OmegaConf.is_interpolation(node, name)):
+                    return faults
+                faults.append(fault)
+            if key != "trainer" or error.settings[0] is None:
+                break
+            without.append(error.settings[0])
+        except Exception:  # the run will show it; or it lacks what was left out
+            break
+    return faults
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Make components without the logs and warnings of their constructors, for errors alone."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _is_harmless(target: object) -> bool:
+    begins_a_run = inspect.isclass(target) and issubclass(target, Logger)
+    return f"{getattr(target, '__module__', '')}.".startswith(_HARMLESS) and not begins_a_run

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lockstep._application.build import build
 from lightning_lockstep._application.overrides import as_current_job
+from lightning_lockstep._application.run import build
 from lightning_lockstep.errors import ConfigurationError
 from tests.common.application.command_lines import MINE, faults_of, look_at, only
 
