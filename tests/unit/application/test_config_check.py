@@ -78,6 +78,7 @@ WRONG = [
     ],
     [
         ("precision=fp16", "It has: 16-mixed, "),
+        ("strategy=FSDP", "group 'strategy' has no option 'FSDP'. Did you mean 'fsdp'"),
         ("callbacks=ModelCheckpoint", "group 'callbacks' has no option 'ModelCheckpoint'."),
     ],
     [
