@@ -176,14 +176,14 @@ def open_folder(
     # In stage 3 the weights in it are empty. Every rank reads of all files what it needs, one parameter at a time.
     adapter = adapter_of(engine)
 
-    def opened() -> tuple[CheckpointFolder, dict[str, Any], bool]:
+    def opened() -> tuple[CheckpointFolder, dict[str, Any], dict[str, Any], bool]:
         found = find_folder(folder)
         first = read_file(found.model_file())
         names = found.expected_names(first) if engine.use_node_local_storage() else ()
-        return found, first, any(name not in found.files for of_kind in names for name in of_kind)
+        lacks = any(name not in found.files for of_kind in names for name in of_kind)
+        return found, first, _entries_of_lightning(found, first, plain_only), lacks
 
-    found, first, lacks = agreed(communicator, opened)
-    entries = agreed(communicator, lambda: _entries_of_lightning(found, first, plain_only))
+    found, first, entries, lacks = agreed(communicator, opened)
     local = engine.use_node_local_storage() and communicator.agree(lacks)
 
     def chosen() -> Load:
