@@ -133,7 +133,7 @@ def find_values(checkpoint: Checkpoint, dtype: Dtype) -> dict[str, Values]:
             values[name] = of_parameters.setdefault(parameter, replace(found, dtype=written))
         elif not is_divided or tensor.numel() > 0 or not parameter:
             values[name] = Values(tensor.shape, _written(tensor.dtype, dtype), [_flat(tensor)])
-    aliases = _aliases(first, saved, values, known)
+    aliases = _aliases(saved, values, known)
     lost = [name for name in saved if name not in values and name not in aliases]
     if lost and first["frozen_param_shapes"] is not None:
         raise ConfigurationError(
@@ -149,27 +149,19 @@ def _written(saved: torch.dtype, dtype: Dtype) -> torch.dtype:
 
 
 def _aliases(
-    model_states: Mapping[str, Any],
-    saved: Mapping[str, Tensor],
-    values: Mapping[str, Values],
-    masters: Mapping[str, Values],
+    saved: Mapping[str, Tensor], values: Mapping[str, Values], masters: Mapping[str, Values]
 ) -> dict[str, str]:
     """Return for each name that shares the values of another one that other name."""
-    aliases = {
-        name: source
-        for name, source in (model_states.get("shared_params") or {}).items()
-        if name in saved and source in values and saved[source].shape == saved[name].shape
-    }
-    # Stage 0 has no list of them, and those of the other stages lack modules and parameters that their parent has
-    # twice. What was one tensor when it was saved is one again in a mapped file, also the empty one of stage 3.
+    # What was one tensor when it was saved is one again in a mapped file, also the empty one of stage 3.
     same: dict[object, list[str]] = {}
     for name, tensor in saved.items():
         same.setdefault(place_of(tensor), []).append(name)
+    aliases: dict[str, str] = {}
     for names in same.values():
-        known = [name for name in names if name in values and name not in aliases]
+        known = [name for name in names if name in values]
         if len(known) == 1 or (known and saved[known[0]].numel() > 0):
             source = next((name for name in known if name in masters), known[0])
-            aliases.update({name: source for name in names if name != source and name not in aliases})
+            aliases |= {name: source for name in names if name != source}
     return aliases
 
 
