@@ -123,8 +123,7 @@ def check_training(config: DictConfig, only: Collection[str] | None) -> list[str
         for group in ("strategy", "callbacks", "logger")
         if _select(config, f"trainer.{group}") is not None
     ]
-    devices, nodes = _devices_and_nodes(config)
-    faults += [*_single_device(config), *_global_batch(config, devices, nodes)]
+    faults += _devices_and_batch(config)
     # only: the keys that are given, of which others than those of components may reach any component.
     keys = component_keys(config)
     if only is not None and {key.partition(".")[0] for key in keys}.issuperset(only):
@@ -149,9 +148,7 @@ def prepare_training(config: DictConfig) -> None:
 def _checkpoint(config: DictConfig) -> str | None:
     runtime, given = config.hydra.runtime, config.get("ckpt_path")
     run_folder, started_in = Path(runtime.output_dir), Path(runtime.cwd)
-    folders = []
-    if given == "auto":
-        folders = checkpoint_folders(config, run_folder=run_folder, started_in=started_in)
+    folders = checkpoint_folders(config, run_folder=run_folder, started_in=started_in)
     return find_checkpoint(given, run_folder=run_folder, started_in=started_in, folders=folders)
 
 
@@ -206,16 +203,6 @@ def _read_by_nothing(config: DictConfig) -> list[str]:
     return list(faults.values())
 
 
-def _single_device(config: DictConfig) -> list[str]:
-    devices, strategy = _select(config, "trainer.devices"), config.get("strategy")
-    name = strategy.get("name") if isinstance(strategy, DictConfig) else strategy
-    if name == "auto" and isinstance(devices, int) and devices > 1:
-        return [
-            f"trainer.devices={devices}: strategy=single trains on one device; several need strategy=ddp."
-        ]
-    return []
-
-
 def _devices_and_nodes(config: DictConfig) -> tuple[Any, Any]:
     """Return both as configured; for `auto` what others have started."""
     devices, nodes = _select(config, "trainer.devices"), _select(config, "trainer.num_nodes")
@@ -225,21 +212,24 @@ def _devices_and_nodes(config: DictConfig) -> tuple[Any, Any]:
     return ranks.per_node, ranks.count // ranks.per_node if nodes == 1 else nodes
 
 
-def _global_batch(config: DictConfig, devices: Any, nodes: Any) -> list[str]:
+def _devices_and_batch(config: DictConfig) -> list[str]:
+    devices, nodes = _devices_and_nodes(config)
+    is_single = _select(config, "strategy.name") == "auto"
+    if is_single and is_whole(devices) and devices > 1:
+        return [
+            f"trainer.devices={devices}: strategy=single trains on one device; several need strategy=ddp."
+        ]
     size = _select(config, "data.global_batch_size")
     accumulate = _select(config, "trainer.accumulate_grad_batches")
     if not all(is_whole(number) and number > 0 for number in (size, accumulate, devices, nodes)):
         return []
-    ranks = devices * nodes
-    parts = f"{counted(ranks, 'rank')} x {accumulate} accumulated micro-batches = {ranks * accumulate}"
-    given = f"data.global_batch_size={size}"
+    ranks, expected = devices * nodes, ""
     if size < ranks * accumulate:
-        return [f"{given}: expected at least {parts}, one sample for each."]
-    if _select(config, "strategy.name") == "auto" and size % accumulate:
-        return [
-            f"{given}: expected a multiple of trainer.accumulate_grad_batches={accumulate} under strategy=single."
-        ]
-    return []
+        parts = f"{counted(ranks, 'rank')} x {accumulate} accumulated micro-batches = {ranks * accumulate}"
+        expected = f"at least {parts}, one sample for each"
+    elif is_single and size % accumulate:
+        expected = f"a multiple of trainer.accumulate_grad_batches={accumulate} under strategy=single"
+    return [f"data.global_batch_size={size}: expected {expected}."] if expected else []
 
 
 # -- What constructors refuse, before a run --
