@@ -19,6 +19,7 @@ from rich.text import Text
 
 from lightning_lockstep._application.masking import Mask
 from lightning_lockstep._lightning import Callback, WandbLogger
+from lightning_lockstep._run_folder import RunFolder
 from lightning_lockstep._system import write_report
 from lightning_lockstep._text import counted
 from lightning_lockstep.distributed.failure.exit_notes import keep_failure
@@ -128,11 +129,8 @@ def remove_earlier_summary(folder: Path) -> None:
 
 def read_metrics(folder: Path) -> dict[str, float]:
     """Return the metrics that rank 0 has written into the run folder; none if it could not."""
-    try:
-        text = (folder / _FILE).read_text(encoding="utf-8")
-    except OSError:
-        return {}
-    return {name: float(value) for name, value in json.loads(text)["metrics"].items()}
+    found = RunFolder(str(folder)).record(_FILE) or {"metrics": {}}
+    return {name: float(value) for name, value in found["metrics"].items()}
 
 
 def show(summary: Summary) -> None:

@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_lockstep._settings import Faults
 from lightning_lockstep.deepspeed.checkpoints.files import (
     Checkpoint,
     read_checkpoint,
@@ -243,7 +242,6 @@ def _mismatch(folder: Path, where: str, held: int, needed: int) -> Configuration
 
 # -- One plain Lightning checkpoint from the folder that DeepSpeed has written, without DeepSpeed --
 
-_DTYPES = ("float32", "as_saved")
 #: What DeepSpeed itself adds to Lightning's entries.
 OWN_KEYS = frozenset(
     (
@@ -288,11 +286,7 @@ def consolidate(
     """Write what a checkpoint folder holds into one file: of DeepSpeed as :func:`consolidated` describes it."""
     # The file loads with ``load_from_checkpoint`` and with ``torch.load(weights_only=True)``. It appears
     # under its name when it is complete, in place of what was there.
-    faults = Faults()
-    faults.choice("dtype", dtype, _DTYPES)
     output = Path(output)
-    faults.check(not output.is_dir(), "output", str(output), "a file to write, not a folder")
-    faults.raise_all()
     first, *others = [Path(folder)] if isinstance(folder, (str, Path)) else folder
     if is_parts_folder(first):
         if others:
