@@ -148,9 +148,8 @@ def setting_faults(config: DictConfig, component: str, *, references: bool) -> d
             trace(error)
             continue
         for name in _required(target, inner) if key == component else ():
-            faults[f"{key}.{name}"] = (
-                f"{key}.{name} is required by {inner['_target_']}: add +{key}.{name}=..."
-            )
+            text = f"{key}.{name} is required by {inner['_target_']}: add +{key}.{name}=..."
+            faults.setdefault(f"{key}.{name}", text)  # a config file may name it, and leave its value open
         for name, text in _unfit(config, key, inner, target):
             whole = f"{key}.{name}"
             faults.setdefault(whole, f"{shown(config, whole)}: {text}")
