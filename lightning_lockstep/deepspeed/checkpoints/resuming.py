@@ -176,23 +176,18 @@ def open_folder(
     # In stage 3 the weights in it are empty. Every rank reads of all files what it needs, one parameter at a time.
     adapter = adapter_of(engine)
 
-    def opened() -> tuple[CheckpointFolder, dict[str, Any], dict[str, Any], bool]:
+    def opened() -> tuple[dict[str, Any], Load]:
         found = find_folder(folder)
         first = read_file(found.model_file())
-        names = found.expected_names(first) if engine.use_node_local_storage() else ()
-        lacks = any(name not in found.files for of_kind in names for name in of_kind)
-        return found, first, _entries_of_lightning(found, first, plain_only), lacks
-
-    found, first, entries, lacks = agreed(communicator, opened)
-    local = engine.use_node_local_storage() and communicator.agree(lacks)
-
-    def chosen() -> Load:
+        entries = _entries_of_lightning(found, first, plain_only)
+        weights = {name: value for name, value in first["module"].items() if is_plain(value)}
+        checkpoint = {**entries, "state_dict": _state_like(first["module"], weights)}
         saved_zero = section(first, "ds_config", "zero_optimization")
         why = (
             (found.has_experts and "the model has experts of DeepSpeed")
             or (0 in (stage_of(first), stage_of(engine)) and "stage 0 of ZeRO saves no names")
             or (engine.zero_nvme_offload_optimizer() and "this run keeps the state of the optimizer on NVMe")
-            or (local and "each node has the files of its own ranks alone")
+            or (engine.use_node_local_storage() and "checkpoint.use_node_local_storage is set")
             or (saved_zero.get("elastic_checkpoint") is True and "it is an elastic_checkpoint of DeepSpeed")
         )
         if not why:
@@ -200,13 +195,11 @@ def open_folder(
             why = saved.odd
         if not why:
             saved.check(adapter)
-            return partial(_load_by_name, adapter, module, saved, communicator)
+            return checkpoint, partial(_load_by_name, adapter, module, saved, communicator)
         _check_layout(adapter, found, first, why, communicator.rank)
-        return partial(_load_by_order, adapter, module, found, frozenset(first["module"]))
+        return checkpoint, partial(_load_by_order, adapter, module, found, frozenset(first["module"]))
 
-    load = agreed(communicator, chosen)
-    weights = {name: value for name, value in first["module"].items() if is_plain(value)}
-    return {**entries, "state_dict": _state_like(first["module"], weights)}, load
+    return agreed(communicator, opened)
 
 
 def _entries_of_lightning(found: CheckpointFolder, first: dict[str, Any], plain_only: bool) -> dict[str, Any]:
