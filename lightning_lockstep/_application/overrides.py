@@ -108,7 +108,7 @@ class Job:
             if override.key_or_group.startswith(tuple(unknown)):
                 continue
             failed = self._try([*self._right, override])
-            text = None if failed is None else self._why(override, failed)
+            text = None if failed is None else self._why(override)
             if failed is None or (error is not None and text is None):
                 self._right.append(override)
                 error = failed
@@ -128,7 +128,7 @@ class Job:
             return error
         return None
 
-    def _why(self, override: Override, error: BaseException) -> str | None:
+    def _why(self, override: Override) -> str | None:
         """Which option or key there is not, if that is why a configuration cannot be composed."""
         group, value = override.key_or_group, override.value()
         if not self._is_choice_of_group(override):
