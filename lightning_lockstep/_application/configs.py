@@ -121,12 +121,10 @@ class Loader:
         """Which part of the key of an override is not there and what can be meant, or `None` if it is there."""
         parts = parts_of(override.key_or_group)
         for depth, part in enumerate(parts):
-            node = (
-                OmegaConf.select(config, ".".join(parts[:depth]), throw_on_missing=False) if depth else config
-            )
+            above = ".".join(parts[:depth])
+            node = OmegaConf.select(config, above, throw_on_missing=False) if depth else config
             if isinstance(node, DictConfig) and part not in node:
-                where = f"in {'.'.join(parts[:depth])!r}" if depth else "in the configuration"
-                text = f"there is no key {part!r} {where}."
+                text = f"there is no key {part!r} in {repr(above) if depth else 'the configuration'}."
                 return text if override.is_delete() else text + self._meant(override, depth, node, config)
         return None
 

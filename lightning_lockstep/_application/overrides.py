@@ -141,16 +141,13 @@ class Job:
             for one in map(str, value if isinstance(value, list) else [value])
             if not (override.is_delete() or self._loader.is_choice(group, one))
         ]
-        chosen = None if self.config is None else self.config.hydra.runtime.choices
-        if (
-            not texts
-            and override.is_add()
-            and chosen is not None
-            and override.get_key_element()[1:] in chosen
-        ):
+        if texts:
+            plugins = _PLUGINS if group.startswith("hydra/") else ""
+            return f"{'; '.join(texts)} It has: {', '.join(known)}.{plugins}"
+        chosen = () if self.config is None else self.config.hydra.runtime.choices
+        if override.is_add() and override.get_key_element()[1:] in chosen:
             return f"the group {group!r} is in the configuration already: write {_line(override)[1:]}"
-        plugins = _PLUGINS if group.startswith("hydra/") else ""
-        return f"{'; '.join(texts)} It has: {', '.join(known)}.{plugins}" if texts else None
+        return None
 
     def check(self, number: int, check: JobCheck, *, is_wrong: bool) -> None:
         """Check the values, unless nothing of what was typed is left to be checked."""

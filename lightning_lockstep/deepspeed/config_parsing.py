@@ -257,12 +257,8 @@ def parsed(config: Mapping[str, Any], world_size: int, faults: Faults) -> Any:
 
     known = _Asked({"train_micro_batch_size_per_gpu": 1})
     _parse(known, world_size, Faults())
-    given = _Asked(
-        {
-            name: _Asked(inner) if name in _UNCHECKED and isinstance(inner, Mapping) else inner
-            for name, inner in config.items()
-        }
-    )
+    sections = {name: _Asked(config[name]) for name in _UNCHECKED if section(config, name)}
+    given = _Asked({**config, **sections})
     read = _parse(given, world_size, faults)
     for key in config:
         if key in known.keys_asked or key in given.keys_asked or key.startswith("_"):  # a comment
@@ -271,11 +267,10 @@ def parsed(config: Mapping[str, Any], world_size: int, faults: Faults) -> Any:
         if key in DeepSpeedZeroConfig.model_fields:
             nearest = f" Did you mean 'zero_optimization.{key}'?"
         faults.add(f"{key}: DeepSpeed has no such key at the top level.{nearest}")
-    for name in _UNCHECKED:
-        asked = getattr(given.get(name), "keys_asked", ())
-        for key in section(config, name) if asked else ():
-            if key not in asked:
-                faults.add(f"{name}.{key}: {_UNKNOWN}{did_you_mean(key, asked)}")
+    for name, inner in sections.items():
+        for key in inner if inner.keys_asked else ():  # else DeepSpeed has not come to this section
+            if key not in inner.keys_asked:
+                faults.add(f"{name}.{key}: {_UNKNOWN}{did_you_mean(key, inner.keys_asked)}")
     return read
 
 
@@ -301,11 +296,8 @@ def _parse(given: _Asked, world_size: int, faults: Faults) -> Any:
             return _parse(given, world_size, faults)
     except Exception as error:  # assertions, and errors of every kind for values of another type
         key = next(reversed(given.keys_asked))  # the one that DeepSpeed could not read, if it was reading
-        culprit = (
-            f"{key}={given[key]!r}"
-            if isinstance(error, (TypeError, AttributeError)) and key in given
-            else "config"
-        )
+        is_of_value = isinstance(error, (TypeError, AttributeError)) and key in given
+        culprit = f"{key}={given[key]!r}" if is_of_value else "config"
         faults.add(f"{culprit}: DeepSpeed refuses it ({type(error).__name__}): {error}")
     return None
 

@@ -107,9 +107,8 @@ def read_checkpoint(folders: str | Path | Sequence[Path]) -> Checkpoint:
 
 def find_folder(folders: str | Path | Sequence[Path]) -> CheckpointFolder:
     """Return where the files of a checkpoint are."""
-    found = [
-        _tag_folder(folder) for folder in ([Path(folders)] if isinstance(folders, (str, Path)) else folders)
-    ]
+    given = [Path(folders)] if isinstance(folders, (str, Path)) else folders
+    found = [_tag_folder(folder) for folder in given]
     files: dict[str, Path] = {}
     for path in (path for folder in found for path in folder.iterdir()):
         before = files.setdefault(path.name, path)

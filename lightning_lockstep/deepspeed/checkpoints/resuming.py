@@ -298,14 +298,10 @@ def _check_layout(
         if saved.get(key, value) != value
     ]
     if differing:
+        instead = " Or go on with the weights, as `lockstep-consolidate` writes them."
         raise ConfigurationError(
             f"{found.path}: {why}, so that DeepSpeed goes on by the order of the values alone: expected the same"
-            f" {listed(differing, len(differing))}."
-            + (
-                ""
-                if found.has_experts
-                else " Or go on with the weights, as `lockstep-consolidate` writes them."
-            )
+            f" {listed(differing, len(differing))}.{'' if found.has_experts else instead}"
         )
     state: Any = first["optimizer"] if layout["stage"] == 0 else None
     if not found.has_experts:
