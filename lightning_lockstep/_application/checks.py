@@ -191,9 +191,8 @@ def _read_by_nothing(config: DictConfig) -> list[str]:
     for key, line in added.items():
         new = parts_of(key)[0]
         node = config.get(new)
-        is_in_files = (
-            OmegaConf.is_dict(node) and new not in added and any((new, str(one)) not in typed for one in node)
-        )
+        others = [one for one in node if (new, str(one)) not in typed] if OmegaConf.is_dict(node) else []
+        is_in_files = bool(others) and new not in added
         if new in read or key in choices or is_in_files:
             continue
         if not re.search(rf"\$\{{[^}}]*\b{re.escape(new)}\b", OmegaConf.to_yaml(config)):
@@ -216,9 +215,8 @@ def _devices_and_batch(config: DictConfig) -> list[str]:
     devices, nodes = _devices_and_nodes(config)
     is_single = _select(config, "strategy.name") == "auto"
     if is_single and is_whole(devices) and devices > 1:
-        return [
-            f"trainer.devices={devices}: strategy=single trains on one device; several need strategy=ddp."
-        ]
+        text = "strategy=single trains on one device; several need strategy=ddp."
+        return [f"trainer.devices={devices}: {text}"]
     size = _select(config, "data.global_batch_size")
     accumulate = _select(config, "trainer.accumulate_grad_batches")
     if not all(is_whole(number) and number > 0 for number in (size, accumulate, devices, nodes)):

@@ -101,9 +101,8 @@ class Loader:
             known = [name for name in self.groups() if name != "hydra" and self.choices(name)]
             there_are = f"{did_you_mean(group, known)} There are: {', '.join(known)}."
             raise ValueError(f"--help {group}: there is no such group.{there_are}")
-        return (
-            "\n\n".join(text for name in self.choices(group) for text in self._file(f"{group}/{name}")) + "\n"
-        )
+        files = [text for name in self.choices(group) for text in self._file(f"{group}/{name}")]
+        return "\n\n".join(files) + "\n"
 
     def _file(self, path: str, below: str = "") -> list[str]:
         """The keys of a config with their comments; nothing of what a program has put into Hydra's ConfigStore."""

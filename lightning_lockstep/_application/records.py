@@ -114,10 +114,8 @@ class Summary:
 
 def write(summary: Summary, folder: Path) -> None:
     """Write `summary.json` into the run folder; say so if that is not possible."""
-    metrics = {
-        name: value if math.isfinite(value) else repr(value) for name, value in summary.metrics.items()
-    }
-    text = json.dumps({**asdict(summary), "metrics": metrics}, indent=2)
+    told = {name: value if math.isfinite(value) else repr(value) for name, value in summary.metrics.items()}
+    text = json.dumps({**asdict(summary), "metrics": told}, indent=2)
     write_report(folder / _FILE, text + "\n")
 
 
@@ -139,9 +137,8 @@ def show(summary: Summary) -> None:
     for name in sorted(summary.metrics, key=_order):
         table.add_row(name, f"{summary.metrics[name]:.4f}")
     table.add_section()
-    table.add_row(
-        "steps", f"{summary.steps} in {counted(summary.epochs, 'epoch')} on {counted(summary.ranks, 'rank')}"
-    )
+    epochs, ranks = counted(summary.epochs, "epoch"), counted(summary.ranks, "rank")
+    table.add_row("steps", f"{summary.steps} in {epochs} on {ranks}")
     if summary.samples_per_second is not None:
         table.add_row("samples/s", f"{summary.samples_per_second:,.0f}")
     table.add_row("wall time", f"{summary.wall_time:.1f} s")

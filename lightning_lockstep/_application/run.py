@@ -215,9 +215,8 @@ def run(config: DictConfig) -> float | None:
 
 def _say_interrupted(trainer: Any, record: RunRecord) -> None:
     """Say how far an interrupted run came, and how it goes on."""
-    place = (
-        f"after optimizer step {record.steps}" if record.steps else "before its first optimizer step ended"
-    )
+    steps = record.steps
+    place = f"after optimizer step {steps}" if steps else "before its first optimizer step ended"
     # Whole paths: with hydra.job.chdir the run is in another folder than the shell.
     folder = RunFolder(str(Path(trainer.default_root_dir).absolute()))
     kept = folder.checkpoints()
