@@ -185,9 +185,8 @@ def _flat_values(
     """Cut flat vectors of stages 1 and 2 into the values of each parameter."""
     found = {}
     groups = checkpoint.model_states[0]["param_shapes"]
-    gaps = checkpoint.optimizer_states[0].get("param_alignment_paddings") or [
-        [0] * len(group) for group in groups
-    ]
+    without = [[0] * len(group) for group in groups]
+    gaps = checkpoint.optimizer_states[0].get("param_alignment_paddings") or without
     for number, group in enumerate(groups):
         parts = [_flat(of_rank[number]) for of_rank in vectors]
         held, needed = _count(parts), sum(map(math.prod, group.values())) + sum(gaps[number])

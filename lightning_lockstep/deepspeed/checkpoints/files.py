@@ -99,9 +99,8 @@ def read_checkpoint(folders: str | Path | Sequence[Path]) -> Checkpoint:
     for key in ("dp_world_size", "global_steps"):
         _check_same(folder.path, key, models, [states.get(key) for states in model_states])
     states = [read_file(folder.files[name]).get("optimizer_state_dict", {}) for name in optimizers]
-    _check_same(
-        folder.path, "the optimizer's number of steps", optimizers, [_step_counts(one) for one in states]
-    )
+    counts = [_step_counts(one) for one in states]
+    _check_same(folder.path, "the optimizer's number of steps", optimizers, counts)
     return Checkpoint(folder.path, model_states, states)
 
 

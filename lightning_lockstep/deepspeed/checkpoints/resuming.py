@@ -185,7 +185,7 @@ def open_folder(
         saved_zero = section(first, "ds_config", "zero_optimization")
         why = (
             (found.has_experts and "the model has experts of DeepSpeed")
-            or (0 in (stage_of(first), stage_of(engine)) and "stage 0 of ZeRO saves no names")
+            or (0 in (stage_of(first), engine.zero_optimization_stage()) and "stage 0 of ZeRO saves no names")
             or (engine.zero_nvme_offload_optimizer() and "this run keeps the state of the optimizer on NVMe")
             or (engine.use_node_local_storage() and "checkpoint.use_node_local_storage is set")
             or (saved_zero.get("elastic_checkpoint") is True and "it is an elastic_checkpoint of DeepSpeed")
@@ -251,7 +251,8 @@ def _load_by_name(
     saved.write_to(adapter, communicator.rank)
     adapter.set_counters(first)
     ranks, stage = first["dp_world_size"], stage_of(first)
-    if communicator.is_main and (ranks, stage) != (communicator.world_size, stage_of(adapter.engine)):
+    now = (communicator.world_size, adapter.engine.zero_optimization_stage())
+    if communicator.is_main and (ranks, stage) != now:
         say(
             f"lightning-lockstep: {checkpoint.folder} was written by {ranks} ranks in stage {stage}; weights and the"
             f" state of the optimizer are redivided among {communicator.world_size}."
@@ -274,13 +275,10 @@ def _load_named(folder: Path, module: nn.Module, weights: Mapping[str, Any], str
         ) from error
 
 
-def stage_of(source: Any) -> int:
-    """Return the stage of an engine, or that in which model states were written."""
-    if not isinstance(source, Mapping):
-        return int(source.zero_optimization_stage())
-    stage = section(source, "ds_config", "zero_optimization").get("stage")
-    # If it is not known, 1 stands for those above 0.
-    return stage if is_whole(stage) else int(source.get("param_shapes") is not None)
+def stage_of(model_states: Mapping[str, Any]) -> int:
+    """Return the stage in which model states were written; if it is not known, 1 stands for those above 0."""
+    stage = section(model_states, "ds_config", "zero_optimization").get("stage")
+    return stage if is_whole(stage) else int(model_states.get("param_shapes") is not None)
 
 
 # -- What DeepSpeed itself loads: it copies vectors by the order of their values, and asks for no names --
