@@ -251,8 +251,8 @@ def _load_by_name(
     saved.write_to(adapter, communicator.rank)
     adapter.set_counters(first)
     ranks, stage = first["dp_world_size"], stage_of(first)
-    now = (communicator.world_size, adapter.engine.zero_optimization_stage())
-    if communicator.is_main and (ranks, stage) != now:
+    current = (communicator.world_size, adapter.engine.zero_optimization_stage())
+    if communicator.is_main and (ranks, stage) != current:
         say(
             f"lightning-lockstep: {checkpoint.folder} was written by {ranks} ranks in stage {stage}; weights and the"
             f" state of the optimizer are redivided among {communicator.world_size}."
