@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import logging
 import re
 import sys
-from collections.abc import Collection
-from contextlib import redirect_stdout
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_lockstep._application.build import component_keys, refusals
+from lightning_lockstep._application.constructors import RefusedError, component_keys, make
 from lightning_lockstep._application.signatures import (
+    SPECIAL,
     mismatch,
     parts_of,
     setting_faults,
     shown,
+    target_nodes,
     target_of,
     typed_lines,
 )
+from lightning_lockstep._lightning import LightningEnvironment, Logger
 from lightning_lockstep._run_folder import find_checkpoint, note_begin
 from lightning_lockstep._settings import did_you_mean, is_whole
 from lightning_lockstep._text import counted
@@ -112,14 +118,12 @@ def check_training(config: DictConfig, only: Collection[str] | None) -> list[str
     for name, hint in _SWITCHES.items():
         if (expected := mismatch(_select(config, name), hint)) is not None:
             faults.append(f"{shown(config, name)}: {expected}")
-    decided = [f"trainer.{group}" for group in ("strategy", "callbacks", "logger")]
     faults += [
-        f"{shown(config, key)}: the group {key[8:]!r} sets this: write {key[8:]}=..."
-        for key in decided
-        if _select(config, key) is not None
+        f"{shown(config, f'trainer.{group}')}: the group {group!r} sets this: write {group}=..."
+        for group in ("strategy", "callbacks", "logger")
+        if _select(config, f"trainer.{group}") is not None
     ]
-    devices, nodes = _devices_and_nodes(config)
-    faults += [*_single_device(config), *_global_batch(config, devices, nodes)]
+    faults += _devices_and_batch(config)
     # only: the keys that are given, of which others than those of components may reach any component.
     keys = component_keys(config)
     if only is not None and {key.partition(".")[0] for key in keys}.issuperset(only):
@@ -128,7 +132,7 @@ def check_training(config: DictConfig, only: Collection[str] | None) -> list[str
     faults += [fault for found in wrong.values() for fault in found.values()]
     for key in keys:
         if f"{key}._target_" not in wrong[key] and OmegaConf.is_dict(_select(config, key)):
-            faults += refusals(config, key, wrong[key])
+            faults += _refusals(config, key, wrong[key])
     # Takes seconds, and starts ranks: not for a configuration that cannot run anyway.
     return preflight_faults(config) if is_whole_line and not faults else faults
 
@@ -144,9 +148,7 @@ def prepare_training(config: DictConfig) -> None:
 def _checkpoint(config: DictConfig) -> str | None:
     runtime, given = config.hydra.runtime, config.get("ckpt_path")
     run_folder, started_in = Path(runtime.output_dir), Path(runtime.cwd)
-    folders = []
-    if given == "auto":
-        folders = checkpoint_folders(config, run_folder=run_folder, started_in=started_in)
+    folders = checkpoint_folders(config, run_folder=run_folder, started_in=started_in)
     return find_checkpoint(given, run_folder=run_folder, started_in=started_in, folders=folders)
 
 
@@ -189,9 +191,8 @@ def _read_by_nothing(config: DictConfig) -> list[str]:
     for key, line in added.items():
         new = parts_of(key)[0]
         node = config.get(new)
-        is_in_files = (
-            OmegaConf.is_dict(node) and new not in added and any((new, str(one)) not in typed for one in node)
-        )
+        others = [one for one in node if (new, str(one)) not in typed] if OmegaConf.is_dict(node) else []
+        is_in_files = bool(others) and new not in added
         if new in read or key in choices or is_in_files:
             continue
         if not re.search(rf"\$\{{[^}}]*\b{re.escape(new)}\b", OmegaConf.to_yaml(config)):
@@ -199,16 +200,6 @@ def _read_by_nothing(config: DictConfig) -> list[str]:
             text = f"{line}: there is no key {new!r} in the configuration, and nothing refers to it.{near}"
             faults.setdefault(new, f"{text} A key that only your own code reads is added with +{line}")
     return list(faults.values())
-
-
-def _single_device(config: DictConfig) -> list[str]:
-    devices, strategy = _select(config, "trainer.devices"), config.get("strategy")
-    name = strategy.get("name") if isinstance(strategy, DictConfig) else strategy
-    if name == "auto" and isinstance(devices, int) and devices > 1:
-        return [
-            f"trainer.devices={devices}: strategy=single trains on one device; several need strategy=ddp."
-        ]
-    return []
 
 
 def _devices_and_nodes(config: DictConfig) -> tuple[Any, Any]:
@@ -220,18 +211,73 @@ def _devices_and_nodes(config: DictConfig) -> tuple[Any, Any]:
     return ranks.per_node, ranks.count // ranks.per_node if nodes == 1 else nodes
 
 
-def _global_batch(config: DictConfig, devices: Any, nodes: Any) -> list[str]:
+def _devices_and_batch(config: DictConfig) -> list[str]:
+    devices, nodes = _devices_and_nodes(config)
+    is_single = _select(config, "strategy.name") == "auto"
+    if is_single and is_whole(devices) and devices > 1:
+        text = "strategy=single trains on one device; several need strategy=ddp."
+        return [f"trainer.devices={devices}: {text}"]
     size = _select(config, "data.global_batch_size")
     accumulate = _select(config, "trainer.accumulate_grad_batches")
     if not all(is_whole(number) and number > 0 for number in (size, accumulate, devices, nodes)):
         return []
-    ranks = devices * nodes
-    parts = f"{counted(ranks, 'rank')} x {accumulate} accumulated micro-batches = {ranks * accumulate}"
-    given = f"data.global_batch_size={size}"
+    ranks, expected = devices * nodes, ""
     if size < ranks * accumulate:
-        return [f"{given}: expected at least {parts}, one sample for each."]
-    if _select(config, "strategy.name") == "auto" and size % accumulate:
-        return [
-            f"{given}: expected a multiple of trainer.accumulate_grad_batches={accumulate} under strategy=single."
-        ]
-    return []
+        parts = f"{counted(ranks, 'rank')} x {accumulate} accumulated micro-batches = {ranks * accumulate}"
+        expected = f"at least {parts}, one sample for each"
+    elif is_single and size % accumulate:
+        expected = f"a multiple of trainer.accumulate_grad_batches={accumulate} under strategy=single"
+    return [f"data.global_batch_size={size}: expected {expected}."] if expected else []
+
+
+# -- What constructors refuse, before a run --
+
+# Constructors of these packages check their arguments and have no other effect, but for those of loggers.
+_HARMLESS = ("lightning_lockstep.", "lightning.pytorch.", "pytorch_lightning.")
+
+
+def _refusals(config: DictConfig, key: str, wrong: Collection[str]) -> list[str]:
+    """What a constructor of a component refuses, which is made without the settings that are known to be wrong."""
+    node = OmegaConf.select(config, key)
+    if not all(_is_harmless(target_of(inner)) for _, inner in target_nodes(node)):
+        return []
+    without = [name.removeprefix(f"{key}.") for name in wrong]
+    faults: list[str] = []
+    # The Trainer checks devices, precision and loops, stops at its first error, and is made again without what it has
+    # refused. It is not told of ranks that others have started.
+    stand_ins = {"strategy": "auto", "logger": False, "plugins": [LightningEnvironment()]}
+    while set(without) <= set(map(str, node)) - SPECIAL:
+        try:
+            with _quiet():
+                make(config, key, stand_ins if key == "trainer" else None, without=without)
+            break
+        except RefusedError as error:
+            for name, fault in zip(error.settings, error.faults, strict=True):
+                # About the default of a setting that was left out; or about a value that is judged where it was given.
+                if name in without or (name is not None and OmegaConf.is_interpolation(node, name)):
+                    return faults
+                faults.append(fault)
+            if key != "trainer" or error.settings[0] is None:
+                break
+            without.append(error.settings[0])
+        except Exception:  # the run will show it; or it lacks what was left out
+            break
+    return faults
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Make components without the logs and warnings of their constructors, for errors alone."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _is_harmless(target: object) -> bool:
+    begins_a_run = inspect.isclass(target) and issubclass(target, Logger)
+    return f"{getattr(target, '__module__', '')}.".startswith(_HARMLESS) and not begins_a_run

@@ -101,9 +101,8 @@ class Loader:
             known = [name for name in self.groups() if name != "hydra" and self.choices(name)]
             there_are = f"{did_you_mean(group, known)} There are: {', '.join(known)}."
             raise ValueError(f"--help {group}: there is no such group.{there_are}")
-        return (
-            "\n\n".join(text for name in self.choices(group) for text in self._file(f"{group}/{name}")) + "\n"
-        )
+        files = [text for name in self.choices(group) for text in self._file(f"{group}/{name}")]
+        return "\n\n".join(files) + "\n"
 
     def _file(self, path: str, below: str = "") -> list[str]:
         """The keys of a config with their comments; nothing of what a program has put into Hydra's ConfigStore."""
@@ -121,12 +120,10 @@ class Loader:
         """Which part of the key of an override is not there and what can be meant, or `None` if it is there."""
         parts = parts_of(override.key_or_group)
         for depth, part in enumerate(parts):
-            node = (
-                OmegaConf.select(config, ".".join(parts[:depth]), throw_on_missing=False) if depth else config
-            )
+            above = ".".join(parts[:depth])
+            node = OmegaConf.select(config, above, throw_on_missing=False) if depth else config
             if isinstance(node, DictConfig) and part not in node:
-                where = f"in {'.'.join(parts[:depth])!r}" if depth else "in the configuration"
-                text = f"there is no key {part!r} {where}."
+                text = f"there is no key {part!r} in {repr(above) if depth else 'the configuration'}."
                 return text if override.is_delete() else text + self._meant(override, depth, node, config)
         return None
 
@@ -134,31 +131,18 @@ class Loader:
         """What can be meant by a key whose part at `depth` is not in `node`, as the end of a sentence."""
         parts = parts_of(override.key_or_group)
         whole, last = ".".join(parts), parts[-1].rpartition("/")[2]
+        there, brought, unset = _keys_in(config), self._brought(), unset_settings(node)
         beside = [str(key) for key in node if not str(key).startswith("_") and (depth or key != "hydra")]
-        beside += [] if depth else self.groups()
-        unset = unset_settings(node)
-        # With the option that brings a key, empty for those that are there.
-        known = {**self._brought(), **dict.fromkeys(_keys_in(config), "")}
-
-        def called(*names: str) -> list[str]:
-            return [key for key in known if key.rpartition(".")[2] in names]
-
-        found = [whole] if whole in known else called(last)
-        if last in unset:
-            found = []
-        elif not found:
-            if near := did_you_mean(last, [*beside, *unset]):
-                return near
-            found = called(*nearest(last, [key.rpartition(".")[2] for key in known], most=1))
-        if not found:
-            has = f" It has: {listed([*beside, *unset], 12)}." if depth == len(parts) - 1 > 0 else ""
-            return f"{has} A new key is added with {'+' if depth else '++'}{override.input_line}"
-        found.sort(key=lambda key: (bool(known[key]), key.count(".")))  # those that are there come first
-        first = [key for key in found if bool(known[key]) == bool(known[found[0]])][:2]
-        meant = "" if first[0] == whole else " Did you mean " + " or ".join(map(repr, first)) + "?"
-        if not known[first[0]]:
-            return meant
-        return f"{meant} Add {' or '.join(known[key] for key in first)}, which brings it."
+        beside += unset if depth else self.groups()
+        if whole in brought:
+            return f" Add {brought[whole]}, which brings it."
+        if last not in unset:
+            if meant := _elsewhere(last, there, brought) or did_you_mean(last, beside):
+                return meant
+            if near := nearest(last, [_name_of(key) for key in (*there, *brought)], most=1):
+                return _elsewhere(near[0], there, brought)
+        has = f" It has: {listed(beside, 12)}." if depth == len(parts) - 1 > 0 else ""
+        return f"{has} A new key is added with {'+' if depth else '++'}{override.input_line}"
 
     def _brought(self) -> dict[str, str]:
         """Each key that an option would bring, with the option: of the groups of which a run takes several options."""
@@ -172,6 +156,18 @@ class Loader:
                         for key in _keys_in(content):
                             found.setdefault(f"{group}.{key}", f"{group}={choice}")
         return found
+
+
+def _elsewhere(name: str, there: list[str], brought: dict[str, str]) -> str:
+    """Which key of this name is in the configuration or, with the option to add, would be brought; or nothing."""
+    found = sorted((key for key in there if _name_of(key) == name), key=lambda key: key.count("."))[:2]
+    added = [] if found else [key for key in brought if _name_of(key) == name][:2]
+    meant = f" Did you mean {' or '.join(map(repr, found or added))}?" if found or added else ""
+    return f"{meant} Add {' or '.join(map(brought.__getitem__, added))}, which brings it." if added else meant
+
+
+def _name_of(key: str) -> str:
+    return key.rpartition(".")[2]
 
 
 def _keys_in(config: DictConfig) -> list[str]:

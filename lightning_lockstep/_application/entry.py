@@ -144,10 +144,11 @@ def hydra_main(
                 config = received_config()
                 assert config is not None
                 return _run_sent(config, program, None)
-            ranks = external_ranks()
-            channel = ConfigChannel(ranks)
+            ranks, runs = external_ranks(), run_requested(arguments)
             if ranks is not None and ranks.rank > 0:
-                return _follow(channel, program)
+                # Rank 0 alone shows help, or the configuration, and then nobody waits for anybody.
+                return _follow(ConfigChannel(ranks), program) if runs else None
+            channel = ConfigChannel(ranks if runs else None)
             application = _Application(
                 program, config_path, config_name, version_base, check, prepare, arguments, channel
             )
@@ -274,9 +275,8 @@ class _Application:
             stays = outcome.forced_exit is not None and channel.ranks is not None
             if last or stays or isinstance(error, ConfigurationError):
                 raise Stop(error) from None
-            say(
-                f"lightning-lockstep: job {config.hydra.job.num} failed: {type(error).__name__}: {first_line(error)}"
-            )
+            what = f"{type(error).__name__}: {first_line(error)}"
+            say(f"lightning-lockstep: job {config.hydra.job.num} failed: {what}")
             # Not above: it imports torch and Lightning, which a look at the command line does without.
             from lightning_lockstep.launchers.subprocess_script import forget_earlier_job
 
@@ -296,9 +296,8 @@ class _Application:
                 return _follow(channel, self.program)
             except SystemExit as end:
                 # submitit reads the result of rank 0 only if every task has left one.
-                raise LaunchError(
-                    f"Rank {ranks.rank} ended with code {end.code}; see the message of rank 0."
-                ) from end
+                text = f"Rank {ranks.rank} ended with code {end.code}; see the message of rank 0."
+                raise LaunchError(text) from end
         with _closing(channel):
             return self._run_job(channel)
 

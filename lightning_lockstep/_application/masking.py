@@ -77,9 +77,8 @@ class Mask:
             plain = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
             masked = self.masked(plain)
             if masked != plain and (error := write_whole(path, OmegaConf.to_yaml(OmegaConf.create(masked)))):
-                say(
-                    f"lightning-lockstep: secrets remain readable in {path}, which cannot be written: {error}"
-                )
+                text = f"secrets remain readable in {path}, which cannot be written: {error}"
+                say(f"lightning-lockstep: {text}")
 
     def _is_secret(self, key: str, value: Any) -> bool:
         if key in self._shown:

@@ -108,7 +108,7 @@ class Job:
             if override.key_or_group.startswith(tuple(unknown)):
                 continue
             failed = self._try([*self._right, override])
-            text = None if failed is None else self._why(override, failed)
+            text = None if failed is None else self._why(override)
             if failed is None or (error is not None and text is None):
                 self._right.append(override)
                 error = failed
@@ -128,7 +128,7 @@ class Job:
             return error
         return None
 
-    def _why(self, override: Override, error: BaseException) -> str | None:
+    def _why(self, override: Override) -> str | None:
         """Which option or key there is not, if that is why a configuration cannot be composed."""
         group, value = override.key_or_group, override.value()
         if not self._is_choice_of_group(override):
@@ -141,16 +141,13 @@ class Job:
             for one in map(str, value if isinstance(value, list) else [value])
             if not (override.is_delete() or self._loader.is_choice(group, one))
         ]
-        chosen = None if self.config is None else self.config.hydra.runtime.choices
-        if (
-            not texts
-            and override.is_add()
-            and chosen is not None
-            and override.get_key_element()[1:] in chosen
-        ):
+        if texts:
+            plugins = _PLUGINS if group.startswith("hydra/") else ""
+            return f"{'; '.join(texts)} It has: {', '.join(known)}.{plugins}"
+        chosen = () if self.config is None else self.config.hydra.runtime.choices
+        if override.is_add() and override.get_key_element()[1:] in chosen:
             return f"the group {group!r} is in the configuration already: write {_line(override)[1:]}"
-        plugins = _PLUGINS if group.startswith("hydra/") else ""
-        return f"{'; '.join(texts)} It has: {', '.join(known)}.{plugins}" if texts else None
+        return None
 
     def check(self, number: int, check: JobCheck, *, is_wrong: bool) -> None:
         """Check the values, unless nothing of what was typed is left to be checked."""

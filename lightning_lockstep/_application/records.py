@@ -19,6 +19,7 @@ from rich.text import Text
 
 from lightning_lockstep._application.masking import Mask
 from lightning_lockstep._lightning import Callback, WandbLogger
+from lightning_lockstep._run_folder import RunFolder
 from lightning_lockstep._system import write_report
 from lightning_lockstep._text import counted
 from lightning_lockstep.distributed.failure.exit_notes import keep_failure
@@ -113,10 +114,8 @@ class Summary:
 
 def write(summary: Summary, folder: Path) -> None:
     """Write `summary.json` into the run folder; say so if that is not possible."""
-    metrics = {
-        name: value if math.isfinite(value) else repr(value) for name, value in summary.metrics.items()
-    }
-    text = json.dumps({**asdict(summary), "metrics": metrics}, indent=2)
+    told = {name: value if math.isfinite(value) else repr(value) for name, value in summary.metrics.items()}
+    text = json.dumps({**asdict(summary), "metrics": told}, indent=2)
     write_report(folder / _FILE, text + "\n")
 
 
@@ -128,11 +127,8 @@ def remove_earlier_summary(folder: Path) -> None:
 
 def read_metrics(folder: Path) -> dict[str, float]:
     """Return the metrics that rank 0 has written into the run folder; none if it could not."""
-    try:
-        text = (folder / _FILE).read_text(encoding="utf-8")
-    except OSError:
-        return {}
-    return {name: float(value) for name, value in json.loads(text)["metrics"].items()}
+    found = RunFolder(str(folder)).record(_FILE) or {"metrics": {}}
+    return {name: float(value) for name, value in found["metrics"].items()}
 
 
 def show(summary: Summary) -> None:
@@ -141,9 +137,8 @@ def show(summary: Summary) -> None:
     for name in sorted(summary.metrics, key=_order):
         table.add_row(name, f"{summary.metrics[name]:.4f}")
     table.add_section()
-    table.add_row(
-        "steps", f"{summary.steps} in {counted(summary.epochs, 'epoch')} on {counted(summary.ranks, 'rank')}"
-    )
+    epochs, ranks = counted(summary.epochs, "epoch"), counted(summary.ranks, "rank")
+    table.add_row("steps", f"{summary.steps} in {epochs} on {ranks}")
     if summary.samples_per_second is not None:
         table.add_row("samples/s", f"{summary.samples_per_second:,.0f}")
     table.add_row("wall time", f"{summary.wall_time:.1f} s")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from lightning_lockstep._application.build import build
+from lightning_lockstep._application.constructors import component_keys, make, names_in
 from lightning_lockstep._application.masking import Mask
 from lightning_lockstep._application.records import (
     LogConfiguration,
@@ -48,6 +48,7 @@ from lightning_lockstep._trainer import (
     weights_as_they_are,
 )
 from lightning_lockstep.distributed.failure.exit_notes import remove_earlier_report
+from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.mpirun import MPIRunLauncher
 from lightning_lockstep.launchers.rank_supervisor import ran_elsewhere
 from lightning_lockstep.loaders.global_order import in_global_order
@@ -90,6 +91,50 @@ def leave_out_noise() -> None:
     for category in (DeprecationWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category, module=_THEIRS)
     warnings.filterwarnings("ignore", message=r"Checkpoint directory .* exists and is not empty")
+
+
+# -- Model, data and Trainer, made from the configuration --
+
+
+def build(config: DictConfig, *, own_callbacks: list[Any]) -> tuple[Any, Any, Any]:
+    """Make model, data and Trainer, in the run itself; raise all that is wrong as one error."""
+    parts: dict[str, Any] = {}
+    faults: list[str] = []
+    for key in component_keys(config)[:-1]:
+        if key.startswith("logger.") and faults:
+            break
+        try:
+            parts[key] = make(config, key)
+        except ConfigurationError as error:
+            faults += error.faults
+    faults = faults or _sharing_a_state(parts)
+    if faults:
+        raise ConfigurationError(faults)
+    given = {
+        "callbacks": [
+            *(parts[key] for key in parts if key.startswith(("callbacks.", "checkpoint."))),
+            *own_callbacks,
+        ],
+        "logger": [parts[key] for key in parts if key.startswith("logger.")] or False,
+        "strategy": parts["strategy"],
+    }
+    if config.trainer.get("enable_checkpointing") is None:
+        given["enable_checkpointing"] = bool(names_in(config, "checkpoint"))
+    return parts["model"], parts["data"], make(config, "trainer", given)
+
+
+def _sharing_a_state(parts: dict[str, Any]) -> list[str]:
+    """Callbacks that keep their state in checkpoints under one name, as `EarlyStopping` and what replaces it do."""
+    by_state: dict[str, str] = {}
+    faults = []
+    for key, part in parts.items():
+        if isinstance(part, Callback) and is_overridden("state_dict", part, Callback):
+            first = by_state.setdefault(part.state_key, key)
+            if first != key:
+                both = " and ".join(type(parts[one]).__name__ for one in (first, key))
+                text = f"{first} and {key}: {both} keep their state under the same name {part.state_key}, because one"
+                faults.append(f"{text} can replace the other. Leave one of them out, such as with ~{key}.")
+    return faults
 
 
 # -- One training run: build, fit, validate, test, report --
@@ -170,9 +215,8 @@ def run(config: DictConfig) -> float | None:
 
 def _say_interrupted(trainer: Any, record: RunRecord) -> None:
     """Say how far an interrupted run came, and how it goes on."""
-    place = (
-        f"after optimizer step {record.steps}" if record.steps else "before its first optimizer step ended"
-    )
+    steps = record.steps
+    place = f"after optimizer step {steps}" if steps else "before its first optimizer step ended"
     # Whole paths: with hydra.job.chdir the run is in another folder than the shell.
     folder = RunFolder(str(Path(trainer.default_root_dir).absolute()))
     kept = folder.checkpoints()

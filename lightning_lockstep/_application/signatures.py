@@ -147,36 +147,27 @@ def setting_faults(config: DictConfig, component: str, *, references: bool) -> d
             faults[f"{key}._target_"] = f"{shown(config, f'{key}._target_')}: {text}"
             trace(error)
             continue
-        for name in _required(target, inner) if key == component else ():
-            faults[f"{key}.{name}"] = (
-                f"{key}.{name} is required by {inner['_target_']}: add +{key}.{name}=..."
-            )
-        for name, text in _unfit(config, key, inner, target):
+        for name, text in _unfit(key, inner, target, is_whole=key == component):
             whole = f"{key}.{name}"
             faults.setdefault(whole, f"{shown(config, whole)}: {text}")
     return faults
 
 
-def _required(target: Callable[..., Any], node: DictConfig) -> list[str]:
-    """The arguments without a default that a target is not given."""
-    parameters = {} if "_args_" in node else _parameters(target) or {}
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    needed = [name for name, one in parameters.items() if one.default is one.empty and one.kind in kinds]
-    return [name for name in needed if name not in node]
-
-
 def _unfit(
-    config: DictConfig, key: str, node: DictConfig, target: Callable[..., Any]
+    key: str, node: DictConfig, target: Callable[..., Any], *, is_whole: bool
 ) -> Iterator[tuple[str, str]]:
-    """What is wrong with a setting, by its name."""
+    """What is wrong with a setting, by its name; is_whole: those without a default must be there."""
     parameters = _parameters(target)
     if parameters is None:
         return
     called = getattr(target, "__name__", str(target))
     names = [name for name in map(str, node) if name not in SPECIAL]
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    unknown = [] if takes_any else [name for name in names if name not in parameters]
-    for name in unknown:
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    for name, one in parameters.items() if is_whole and "_args_" not in node else ():
+        if one.default is one.empty and one.kind in kinds and name not in names:
+            yield name, f"{called} needs it: add +{key}.{name}=..."
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    for name in [] if takes_any else [name for name in names if name not in parameters]:
         takes = did_you_mean(name, parameters) or f" It takes {listed(list(parameters), 12)}."
         yield name, f"{called} has no setting {name!r}.{takes}"
     hints = _hints(target)

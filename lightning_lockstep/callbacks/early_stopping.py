@@ -79,7 +79,7 @@ class SyncedEarlyStopping(EarlyStopping):
     ranks have the metric, all of them raise the same error; none hangs.
 
     Arguments up to ``log_rank_zero_only`` are Lightning's, as are attributes, messages and ``state_dict``;
-    checkpoints of the two can be exchanged.
+    checkpoints of the two can be exchanged, and a Trainer takes only one of the two for a metric.
 
     Args:
         monitor: Name of the metric.

@@ -109,7 +109,7 @@ def with_named_options(
     if not isinstance(zero, Mapping):
         raise ConfigurationError(f"zero_optimization={zero!r}: expected a section such as {{'stage': 2}}.")
     joined["zero_optimization"] = zero = dict(zero)
-    _settle(zero, "stage", stage, "stage", "zero_optimization", faults)
+    _settle(zero, "stage", stage, "stage={!r} of the strategy", faults, path="zero_optimization.")
     if not is_given(zero.get("stage")):
         zero["stage"] = _DEFAULT_STAGE
     is_kept_there = False
@@ -117,12 +117,12 @@ def with_named_options(
         inner = zero.get(name, {})
         if not isinstance(inner, Mapping) or (not inner and device in (None, "none")):
             continue
-        zero[name], path = dict(inner), f"zero_optimization.{name}"
-        _settle(zero[name], "device", device, name, path, faults)
+        zero[name], path = dict(inner), f"zero_optimization.{name}."
+        _settle(zero[name], "device", device, f"{name}={{!r}} of the strategy", faults, path=path)
         if zero[name].get("device") == "nvme":
             is_kept_there = True
             folder = None if nvme_path is None else str(nvme_path)
-            _settle(zero[name], "nvme_path", folder, "nvme_path", path, faults)
+            _settle(zero[name], "nvme_path", folder, "nvme_path={!r} of the strategy", faults, path=path)
             found = zero[name].get("nvme_path")
             faults.check(is_given(found), "nvme_path", found, f"a folder, because {name} is 'nvme'")
     expected = "None, because neither offload_optimizer nor offload_param is 'nvme'"
@@ -131,17 +131,16 @@ def with_named_options(
     return joined
 
 
-def _settle(inner: dict[str, Any], key: str, given: object, option: str, path: str, faults: Faults) -> None:
-    written = inner.get(key)
+def _settle(
+    inner: dict[str, Any], key: str, given: object, other: str, faults: Faults, *, path: str = ""
+) -> None:
+    """Set what is given elsewhere; add a line if the configuration says something else."""
     if given is None:
         return
-    if is_given(written) and written != given:
-        _add_clash(f"{path}.{key}", written, f"{option}={given!r} of the strategy", faults)
+    if is_given(written := inner.get(key)) and written != given:
+        both = f"{path}{key}={written!r} in the config and {other.format(given)}"
+        faults.add(f"{both}: expected one of the two, or the same in both.")
     inner[key] = given
-
-
-def _add_clash(key: str, written: object, other: str, faults: Faults) -> None:
-    faults.add(f"{key}={written!r} in the config and {other}: expected one of the two, or the same in both.")
 
 
 # -- Completed from the Trainer: what both say must be the same --
@@ -173,8 +172,29 @@ def precision_of(config: Mapping[str, Any]) -> str | None:
     return _PRECISION_OF[on[0]] if len(on) == 1 else None
 
 
-def _check_against_trainer(config: Mapping[str, Any], values: TrainerValues, faults: Faults) -> None:
-    """Add a line for each thing that the configuration and the Trainer say differently; ``auto`` agrees with all."""
+def completed(config: Mapping[str, Any], values: TrainerValues, world_size: int) -> dict[str, Any]:
+    """Return a configuration that has the Trainer's values and is parsed by DeepSpeed, without contradictions."""
+    faults = Faults()
+    full = _with_trainer(config, values, faults)
+    if faults.texts:  # with values that contradict the configuration DeepSpeed would refuse what is not there
+        full = without_auto(config)
+    full.setdefault("gradient_clipping", 0.0)
+    full.setdefault("zero_allow_untested_optimizer", True)
+    full.setdefault("steps_per_print", _NEVER)
+    if "train_batch_size" not in full:
+        full.setdefault("train_micro_batch_size_per_gpu", 1)
+        full.setdefault("gradient_accumulation_steps", 1)
+    if all(faults.number(name, full.get(name, 1), least=1) for name in _SIZES):
+        read = parsed(full, world_size, faults)
+    faults.raise_all()
+    for name in _SIZES:
+        full[name] = getattr(read, name)
+    return full
+
+
+def _with_trainer(config: Mapping[str, Any], values: TrainerValues, faults: Faults) -> dict[str, Any]:
+    """Return a configuration with what the Trainer says; add a line for each thing that both say differently."""
+    full: dict[str, Any] = without_auto(config)
     for key, given, other in (
         (
             "gradient_accumulation_steps",
@@ -184,45 +204,15 @@ def _check_against_trainer(config: Mapping[str, Any], values: TrainerValues, fau
         ("gradient_clipping", values.gradient_clip_val, "gradient_clip_val={!r} of the Trainer"),
         ("train_micro_batch_size_per_gpu", values.batch_size, "batch_size={!r} of the training loader"),
     ):
-        written = config.get(key)
-        if is_given(written) and given is not None and written != given:
-            _add_clash(key, written, other.format(given), faults)
-    if values.precision is None:
-        return
-    wanted, other = PRECISIONS.get(values.precision), f"precision={values.precision!r} of the Trainer"
-    for name in _PRECISION_OF:
-        enabled = section(config, name).get("enabled")
-        if is_given(enabled) and enabled is not (name == wanted):
-            _add_clash(f"{name}.enabled", enabled, other, faults)
-    if wanted is not None and section(config, "torch_autocast").get("enabled") is True:
-        _add_clash("torch_autocast.enabled", True, other, faults)  # both lower the precision
-
-
-def completed(config: Mapping[str, Any], values: TrainerValues, world_size: int) -> dict[str, Any]:
-    """Return a configuration that has the Trainer's values and is parsed by DeepSpeed, without contradictions."""
-    faults = Faults()
-    _check_against_trainer(config, values, faults)
-    if faults.texts:  # with values that contradict the configuration DeepSpeed would refuse what is not there
-        values = TrainerValues()
-    full: dict[str, Any] = without_auto(config)
-    wanted = PRECISIONS.get(values.precision or "")
-    if wanted is not None:
-        full[wanted] = {**section(full, wanted), "enabled": True}
-    full.setdefault("gradient_clipping", float(values.gradient_clip_val or 0.0))
-    full.setdefault("zero_allow_untested_optimizer", True)
-    full.setdefault("steps_per_print", _NEVER)
-    if values.accumulate_grad_batches is not None:
-        full.setdefault("gradient_accumulation_steps", values.accumulate_grad_batches)
-    if values.batch_size is not None:
-        full.setdefault("train_micro_batch_size_per_gpu", values.batch_size)
-    if "train_batch_size" not in full:
-        full.setdefault("train_micro_batch_size_per_gpu", 1)
-        full.setdefault("gradient_accumulation_steps", 1)
-    if all(faults.number(name, full.get(name, 1), least=1) for name in _SIZES):
-        read = parsed(full, world_size, faults)
-    faults.raise_all()
-    for name in _SIZES:
-        full[name] = getattr(read, name)
+        _settle(full, key, given, other, faults)
+    if values.precision is not None:
+        wanted, other = PRECISIONS.get(values.precision), f"precision={values.precision!r} of the Trainer"
+        # torch_autocast lowers the precision too, and may stand beside float32 alone.
+        for name in (*_PRECISION_OF, "torch_autocast") if wanted is not None else _PRECISION_OF:
+            inner = dict(section(full, name))
+            _settle(inner, "enabled", name == wanted, other, faults, path=f"{name}.")
+            if name == wanted:
+                full[name] = inner
     return full
 
 
@@ -267,12 +257,8 @@ def parsed(config: Mapping[str, Any], world_size: int, faults: Faults) -> Any:
 
     known = _Asked({"train_micro_batch_size_per_gpu": 1})
     _parse(known, world_size, Faults())
-    given = _Asked(
-        {
-            name: _Asked(inner) if name in _UNCHECKED and isinstance(inner, Mapping) else inner
-            for name, inner in config.items()
-        }
-    )
+    sections = {name: _Asked(config[name]) for name in _UNCHECKED if section(config, name)}
+    given = _Asked({**config, **sections})
     read = _parse(given, world_size, faults)
     for key in config:
         if key in known.keys_asked or key in given.keys_asked or key.startswith("_"):  # a comment
@@ -281,11 +267,10 @@ def parsed(config: Mapping[str, Any], world_size: int, faults: Faults) -> Any:
         if key in DeepSpeedZeroConfig.model_fields:
             nearest = f" Did you mean 'zero_optimization.{key}'?"
         faults.add(f"{key}: DeepSpeed has no such key at the top level.{nearest}")
-    for name in _UNCHECKED:
-        asked = getattr(given.get(name), "keys_asked", ())
-        for key in section(config, name) if asked else ():
-            if key not in asked:
-                faults.add(f"{name}.{key}: {_UNKNOWN}{did_you_mean(key, asked)}")
+    for name, inner in sections.items():
+        for key in inner if inner.keys_asked else ():  # else DeepSpeed has not come to this section
+            if key not in inner.keys_asked:
+                faults.add(f"{name}.{key}: {_UNKNOWN}{did_you_mean(key, inner.keys_asked)}")
     return read
 
 
@@ -311,11 +296,8 @@ def _parse(given: _Asked, world_size: int, faults: Faults) -> Any:
             return _parse(given, world_size, faults)
     except Exception as error:  # assertions, and errors of every kind for values of another type
         key = next(reversed(given.keys_asked))  # the one that DeepSpeed could not read, if it was reading
-        culprit = (
-            f"{key}={given[key]!r}"
-            if isinstance(error, (TypeError, AttributeError)) and key in given
-            else "config"
-        )
+        is_of_value = isinstance(error, (TypeError, AttributeError)) and key in given
+        culprit = f"{key}={given[key]!r}" if is_of_value else "config"
         faults.add(f"{culprit}: DeepSpeed refuses it ({type(error).__name__}): {error}")
     return None
 

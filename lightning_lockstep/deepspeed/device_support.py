@@ -41,13 +41,8 @@ def refuse_or_adapt(
     refused = []
     for one in found:
         if not adapt or one.instead is None:
-            text = f"{one.path}={one.given!r}: {one.why}."
-            text += (
-                f" Write {one}, as adapt=True of the strategy does."
-                if one.instead is not None
-                else " Remove it."
-            )
-            refused.append(text)
+            how = "Remove it" if one.instead is None else f"Write {one}, as adapt=True of the strategy does"
+            refused.append(f"{one.path}={one.given!r}: {one.why}. {how}.")
     if refused:
         raise ConfigurationError(refused)
     adapted = dict(config)

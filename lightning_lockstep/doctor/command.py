@@ -167,8 +167,8 @@ def print_fixes(
     to: Console, results: Iterable[CheckResult], *, least: Status = Status.NOT_APPLICABLE
 ) -> None:
     """Print the commands to paste, the worst findings first; their lines are never wrapped."""
-    found = [(result.check, finding) for result in results for finding in result.findings if finding.fix]
-    found = [entry for entry in found if entry[1].status.severity >= least.severity]
+    every = ((result.check, finding) for result in results for finding in result.findings)
+    found = [one for one in every if one[1].fix and one[1].status.severity >= least.severity]
     found.sort(key=lambda entry: -entry[1].status.severity)
     groups: dict[tuple[str, ...], list[tuple[str, Finding]]] = {}
     for entry in found:

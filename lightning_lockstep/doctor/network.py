@@ -34,7 +34,6 @@ import importlib
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -44,7 +43,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from ipaddress import ip_address
-from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
@@ -53,6 +51,7 @@ import lightning_lockstep
 from lightning_lockstep._system import memory_file, text_of
 from lightning_lockstep._text import exit_in_words, first_line
 from lightning_lockstep.distributed.rendezvous import address_towards, addresses_of, signed, verified
+from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.probes import network_rank
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.external_ranks import external_ranks
@@ -292,27 +291,23 @@ _REACH = 3.0  # longest wait for one address [s]
 _TRIED = 4  # addresses of a host that are tried
 _AT_A_TIME = 16
 REACH_ALL = 60.0  # longest wait for all hosts [s]
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_BOOT = "/proc/sys/kernel/random/boot_id"
 
 
 def host_facts() -> Answer:
     """Return what a rank reports about its host, and how many devices torch finds there."""
     import torch
 
-    name, found, machine, free = socket.gethostname(), interfaces(), "", None
-    with suppress(OSError):
-        machine = _BOOT.read_text().strip()  # distinguishes it from others of the same name
-    with suppress(OSError):
-        free = shutil.disk_usage("/dev/shm").free
+    found, here = interfaces(), Machine()
     addresses = [ip_address(address) for own in found.values() for address in own]
     return {
         "lightning-lockstep": lightning_lockstep.__version__,
         "torch": torch.__version__,
-        "name": name,
-        "machine": machine,
+        "name": socket.gethostname(),
+        "machine": (here.read_text(_BOOT) or "").strip(),  # distinguishes it from others of the same name
         "interfaces": found,
         "outside": [str(one) for one in addresses if not (one.is_loopback or one.is_link_local)],
-        "shared_memory": free,  # of /dev/shm [bytes]; None: there is none
+        "shared_memory": here.limits.shared_memory,
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
         "devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
     }

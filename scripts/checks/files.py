@@ -1,23 +1,29 @@
-"""What people get fits together: costs, pictures, examples, config files, the citation and forms for issues."""
+"""What people get fits together: costs, pictures, requirements, examples, config files, citation, forms for issues."""
 
 from __future__ import annotations
 
 import ast
 import importlib
+import importlib.metadata
 import re
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
 import yaml
-from repository import PACKAGE, ROOT, at, imports_of
+from repository import PACKAGE, ROOT, at, imports, imports_of
 
 README = ROOT / "README.md"
+# Distributions that Lightning and DeepSpeed require, and the package imports beside these; and itself.
+COMES_ALONG = {"fsspec", "lightning-utilities", "torchmetrics", "hjson", "pydantic", "lightning-lockstep"}
 
 
 def problems() -> Iterator[str]:
     yield from costs_and_pictures()
     yield from results()
     yield from releases()
+    yield from requirements()
+    yield from source_archive()
     yield from examples()
     yield from config_files()
     yield from citation_and_forms()
@@ -59,6 +65,43 @@ def releases() -> Iterator[str]:
     for name, versions in doctor.RELEASES.items():
         if (expected := f'"{name}{versions}"') not in path.read_text():
             yield f"{at(path, f'{name}>=')}: expected {expected}, by RELEASES of doctor/checks/packages.py"
+
+
+def requirements() -> Iterator[str]:
+    """What the package imports is required, if only by an extra; and what everybody gets is imported."""
+    path = ROOT / "pyproject.toml"
+    everybody, extras = re.split(r"^\[project.optional-dependencies\]", path.read_text(), flags=re.MULTILINE)
+    for_all = named_in(everybody[everybody.index("\ndependencies = [") :])
+    distributions = importlib.metadata.packages_distributions()
+    used = {
+        plain(name): file
+        for file, found in imports().items()
+        for _, imported in found
+        for name in distributions.get(imported.partition(".")[0], ())
+    }
+    for name in sorted(used.keys() - for_all - named_in(extras) - COMES_ALONG):
+        yield f"{at(used[name])}: imports {name}, which pyproject.toml does not require"
+    for name in sorted(for_all - used.keys() - {"lightning"}):  # whose names `_lightning.py` looks up
+        yield f"{at(path, name)}: requires {name}, which the package does not import"
+
+
+def named_in(text: str) -> set[str]:
+    """The distributions that a list of requirements names."""
+    return {plain(name) for name in re.findall(r'^[^#]*?"([\w.-]+)', text, re.MULTILINE)}
+
+
+def plain(name: str) -> str:
+    """The name of a distribution as registries compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def source_archive() -> Iterator[str]:
+    """The source archive has whatever is kept at the top of the repository, but hidden files."""
+    path = ROOT / "pyproject.toml"
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    for name in sorted({line.partition("/")[0] for line in listed.splitlines()} - {"pyproject.toml"}):
+        if not name.startswith(".") and f'"/{name}",' not in path.read_text():
+            yield f"{at(path, 'targets.sdist')}: the source archive lacks {name}"
 
 
 def examples() -> Iterator[str]:

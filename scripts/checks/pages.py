@@ -31,6 +31,8 @@ OF_A_RUN = (".log", ".txt", ".csv", ".json")
 FENCE = re.compile(r"^( *)```(\S*)[^\n]*\n.*?^\1```$", re.MULTILINE | re.DOTALL)
 LANGUAGES = {"python", "bash", "yaml", "toml", "text", "json"}
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
+# What pip, uv or another installer is given, up to the end of the line or of the quoted code.
+INSTALLED = re.compile(r"\b(?:pip3?|uv|pipx|poetry|pdm)(?: [\w-]+)*? (?:install|add) +([^\n`#]+)")
 
 
 def problems() -> Iterator[str]:
@@ -59,14 +61,20 @@ def problems() -> Iterator[str]:
                 yield f"{at(page, line)}: a block of {language}; expected one of {', '.join(sorted(LANGUAGES))}"
         for indented in re.findall(r"(?:^|\n)(?![ \t]*[-*\d])\S[^\n]*\n\n    (\S.*)", FENCE.sub("", text)):
             yield f"{at(page, indented)}: code that is only indented; put ``` and a language around it"
-        yield from installed_by_another_name(page, text)
+    sources = (file for folder in (PACKAGE, ROOT / "examples") for file in folder.rglob("*.*"))
+    told = (file for file in sources if file.suffix in (".py", ".yaml", ".ipynb", ".sh"))
+    for file in (*PAGES, ROOT / "CHANGELOG.md", *sorted(told)):
+        yield from installed_by_another_name(file, file.read_text())
     yield from rooms()
 
 
-def installed_by_another_name(page: Path, text: str) -> Iterator[str]:
-    for name in re.findall(r"pip install '(\.|lightning-lockstep)\[", text):
-        if name != PIP_NAME:
-            yield f"{at(page, f'{name}[')}: pip install '{name}[...]'; PACKAGE of _text.py says {PIP_NAME}"
+def installed_by_another_name(path: Path, text: str) -> Iterator[str]:
+    for given in INSTALLED.findall(text):
+        for word in given.split():
+            name = re.split(r"[\[=<>~!@;]", word.strip("\"'()"))[0].rstrip(",:/")
+            name = name if name == "." else re.sub(r"[-_.]+", "-", name.rstrip(".")).lower()
+            if name in (".", "lightning-lockstep") and name != PIP_NAME:
+                yield f"{at(path, given)}: installs {word}; PACKAGE of _text.py says {PIP_NAME}"
 
 
 def is_there(path: str) -> bool:

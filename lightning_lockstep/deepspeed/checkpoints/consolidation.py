@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_lockstep._settings import Faults
 from lightning_lockstep.deepspeed.checkpoints.files import (
     Checkpoint,
     read_checkpoint,
@@ -133,7 +132,7 @@ def find_values(checkpoint: Checkpoint, dtype: Dtype) -> dict[str, Values]:
             values[name] = of_parameters.setdefault(parameter, replace(found, dtype=written))
         elif not is_divided or tensor.numel() > 0 or not parameter:
             values[name] = Values(tensor.shape, _written(tensor.dtype, dtype), [_flat(tensor)])
-    aliases = _aliases(first, saved, values, known)
+    aliases = _aliases(saved, values, known)
     lost = [name for name in saved if name not in values and name not in aliases]
     if lost and first["frozen_param_shapes"] is not None:
         raise ConfigurationError(
@@ -149,27 +148,19 @@ def _written(saved: torch.dtype, dtype: Dtype) -> torch.dtype:
 
 
 def _aliases(
-    model_states: Mapping[str, Any],
-    saved: Mapping[str, Tensor],
-    values: Mapping[str, Values],
-    masters: Mapping[str, Values],
+    saved: Mapping[str, Tensor], values: Mapping[str, Values], masters: Mapping[str, Values]
 ) -> dict[str, str]:
     """Return for each name that shares the values of another one that other name."""
-    aliases = {
-        name: source
-        for name, source in (model_states.get("shared_params") or {}).items()
-        if name in saved and source in values and saved[source].shape == saved[name].shape
-    }
-    # Stage 0 has no list of them, and those of the other stages lack modules and parameters that their parent has
-    # twice. What was one tensor when it was saved is one again in a mapped file, also the empty one of stage 3.
+    # What was one tensor when it was saved is one again in a mapped file, also the empty one of stage 3.
     same: dict[object, list[str]] = {}
     for name, tensor in saved.items():
         same.setdefault(place_of(tensor), []).append(name)
+    aliases: dict[str, str] = {}
     for names in same.values():
-        known = [name for name in names if name in values and name not in aliases]
+        known = [name for name in names if name in values]
         if len(known) == 1 or (known and saved[known[0]].numel() > 0):
             source = next((name for name in known if name in masters), known[0])
-            aliases.update({name: source for name in names if name != source and name not in aliases})
+            aliases |= {name: source for name in names if name != source}
     return aliases
 
 
@@ -194,9 +185,8 @@ def _flat_values(
     """Cut flat vectors of stages 1 and 2 into the values of each parameter."""
     found = {}
     groups = checkpoint.model_states[0]["param_shapes"]
-    gaps = checkpoint.optimizer_states[0].get("param_alignment_paddings") or [
-        [0] * len(group) for group in groups
-    ]
+    without = [[0] * len(group) for group in groups]
+    gaps = checkpoint.optimizer_states[0].get("param_alignment_paddings") or without
     for number, group in enumerate(groups):
         parts = [_flat(of_rank[number]) for of_rank in vectors]
         held, needed = _count(parts), sum(map(math.prod, group.values())) + sum(gaps[number])
@@ -251,7 +241,6 @@ def _mismatch(folder: Path, where: str, held: int, needed: int) -> Configuration
 
 # -- One plain Lightning checkpoint from the folder that DeepSpeed has written, without DeepSpeed --
 
-_DTYPES = ("float32", "as_saved")
 #: What DeepSpeed itself adds to Lightning's entries.
 OWN_KEYS = frozenset(
     (
@@ -296,11 +285,7 @@ def consolidate(
     """Write what a checkpoint folder holds into one file: of DeepSpeed as :func:`consolidated` describes it."""
     # The file loads with ``load_from_checkpoint`` and with ``torch.load(weights_only=True)``. It appears
     # under its name when it is complete, in place of what was there.
-    faults = Faults()
-    faults.choice("dtype", dtype, _DTYPES)
     output = Path(output)
-    faults.check(not output.is_dir(), "output", str(output), "a file to write, not a folder")
-    faults.raise_all()
     first, *others = [Path(folder)] if isinstance(folder, (str, Path)) else folder
     if is_parts_folder(first):
         if others:

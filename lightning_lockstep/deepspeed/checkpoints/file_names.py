@@ -58,9 +58,7 @@ class CheckpointFolder:
         """Refuse a checkpoint that is split otherwise than over data-parallel ranks."""
         kind = None
         if any(
-            int(match["part"])
-            for pattern in (_MODEL_FILE, _OPTIMIZER_FILE)
-            for match in self._matches(pattern)
+            int(match["part"]) for match in (*self._matches(_MODEL_FILE), *self._matches(_OPTIMIZER_FILE))
         ):
             kind = "a model that is split by tensor or pipeline parallelism (more than one mp_rank)"
         elif self.has_experts:

@@ -99,17 +99,15 @@ def read_checkpoint(folders: str | Path | Sequence[Path]) -> Checkpoint:
     for key in ("dp_world_size", "global_steps"):
         _check_same(folder.path, key, models, [states.get(key) for states in model_states])
     states = [read_file(folder.files[name]).get("optimizer_state_dict", {}) for name in optimizers]
-    _check_same(
-        folder.path, "the optimizer's number of steps", optimizers, [_step_counts(one) for one in states]
-    )
+    counts = [_step_counts(one) for one in states]
+    _check_same(folder.path, "the optimizer's number of steps", optimizers, counts)
     return Checkpoint(folder.path, model_states, states)
 
 
 def find_folder(folders: str | Path | Sequence[Path]) -> CheckpointFolder:
     """Return where the files of a checkpoint are."""
-    found = [
-        _tag_folder(folder) for folder in ([Path(folders)] if isinstance(folders, (str, Path)) else folders)
-    ]
+    given = [Path(folders)] if isinstance(folders, (str, Path)) else folders
+    found = [_tag_folder(folder) for folder in given]
     files: dict[str, Path] = {}
     for path in (path for folder in found for path in folder.iterdir()):
         before = files.setdefault(path.name, path)

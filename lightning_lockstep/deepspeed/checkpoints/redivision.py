@@ -128,10 +128,8 @@ def _kinds(
             is_shared = is_plain(value) and (not isinstance(value, Tensor) or value.numel() == 1)
             if not (is_moment or is_shared) or kinds.setdefault(name, is_moment) != is_moment:
                 size = math.prod(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                return (
-                    {},
-                    f"the optimizer keeps {name!r} ({size}), neither one number nor one for each weight",
-                )
+                why = f"the optimizer keeps {name!r} ({size}), neither one number nor one for each weight"
+                return {}, why
     if any(entry.keys() != kinds.keys() for entry in entries):
         return {}, "the optimizer keeps other values for some of its groups of parameters than for others"
     return kinds, ""

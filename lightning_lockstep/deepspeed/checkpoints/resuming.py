@@ -176,23 +176,18 @@ def open_folder(
     # In stage 3 the weights in it are empty. Every rank reads of all files what it needs, one parameter at a time.
     adapter = adapter_of(engine)
 
-    def opened() -> tuple[CheckpointFolder, dict[str, Any], bool]:
+    def opened() -> tuple[dict[str, Any], Load]:
         found = find_folder(folder)
         first = read_file(found.model_file())
-        names = found.expected_names(first) if engine.use_node_local_storage() else ()
-        return found, first, any(name not in found.files for of_kind in names for name in of_kind)
-
-    found, first, lacks = agreed(communicator, opened)
-    entries = agreed(communicator, lambda: _entries_of_lightning(found, first, plain_only))
-    local = engine.use_node_local_storage() and communicator.agree(lacks)
-
-    def chosen() -> Load:
+        entries = _entries_of_lightning(found, first, plain_only)
+        weights = {name: value for name, value in first["module"].items() if is_plain(value)}
+        checkpoint = {**entries, "state_dict": _state_like(first["module"], weights)}
         saved_zero = section(first, "ds_config", "zero_optimization")
         why = (
             (found.has_experts and "the model has experts of DeepSpeed")
-            or (0 in (stage_of(first), stage_of(engine)) and "stage 0 of ZeRO saves no names")
+            or (0 in (stage_of(first), engine.zero_optimization_stage()) and "stage 0 of ZeRO saves no names")
             or (engine.zero_nvme_offload_optimizer() and "this run keeps the state of the optimizer on NVMe")
-            or (local and "each node has the files of its own ranks alone")
+            or (engine.use_node_local_storage() and "checkpoint.use_node_local_storage is set")
             or (saved_zero.get("elastic_checkpoint") is True and "it is an elastic_checkpoint of DeepSpeed")
         )
         if not why:
@@ -200,13 +195,11 @@ def open_folder(
             why = saved.odd
         if not why:
             saved.check(adapter)
-            return partial(_load_by_name, adapter, module, saved, communicator)
+            return checkpoint, partial(_load_by_name, adapter, module, saved, communicator)
         _check_layout(adapter, found, first, why, communicator.rank)
-        return partial(_load_by_order, adapter, module, found, frozenset(first["module"]))
+        return checkpoint, partial(_load_by_order, adapter, module, found, frozenset(first["module"]))
 
-    load = agreed(communicator, chosen)
-    weights = {name: value for name, value in first["module"].items() if is_plain(value)}
-    return {**entries, "state_dict": _state_like(first["module"], weights)}, load
+    return agreed(communicator, opened)
 
 
 def _entries_of_lightning(found: CheckpointFolder, first: dict[str, Any], plain_only: bool) -> dict[str, Any]:
@@ -258,7 +251,8 @@ def _load_by_name(
     saved.write_to(adapter, communicator.rank)
     adapter.set_counters(first)
     ranks, stage = first["dp_world_size"], stage_of(first)
-    if communicator.is_main and (ranks, stage) != (communicator.world_size, stage_of(adapter.engine)):
+    current = (communicator.world_size, adapter.engine.zero_optimization_stage())
+    if communicator.is_main and (ranks, stage) != current:
         say(
             f"lightning-lockstep: {checkpoint.folder} was written by {ranks} ranks in stage {stage}; weights and the"
             f" state of the optimizer are redivided among {communicator.world_size}."
@@ -281,13 +275,10 @@ def _load_named(folder: Path, module: nn.Module, weights: Mapping[str, Any], str
         ) from error
 
 
-def stage_of(source: Any) -> int:
-    """Return the stage of an engine, or that in which model states were written."""
-    if not isinstance(source, Mapping):
-        return int(source.zero_optimization_stage())
-    stage = section(source, "ds_config", "zero_optimization").get("stage")
-    # If it is not known, 1 stands for those above 0.
-    return stage if is_whole(stage) else int(source.get("param_shapes") is not None)
+def stage_of(model_states: Mapping[str, Any]) -> int:
+    """Return the stage in which model states were written; if it is not known, 1 stands for those above 0."""
+    stage = section(model_states, "ds_config", "zero_optimization").get("stage")
+    return stage if is_whole(stage) else int(model_states.get("param_shapes") is not None)
 
 
 # -- What DeepSpeed itself loads: it copies vectors by the order of their values, and asks for no names --
@@ -305,14 +296,10 @@ def _check_layout(
         if saved.get(key, value) != value
     ]
     if differing:
+        instead = " Or go on with the weights, as `lockstep-consolidate` writes them."
         raise ConfigurationError(
             f"{found.path}: {why}, so that DeepSpeed goes on by the order of the values alone: expected the same"
-            f" {listed(differing, len(differing))}."
-            + (
-                ""
-                if found.has_experts
-                else " Or go on with the weights, as `lockstep-consolidate` writes them."
-            )
+            f" {listed(differing, len(differing))}.{'' if found.has_experts else instead}"
         )
     state: Any = first["optimizer"] if layout["stage"] == 0 else None
     if not found.has_experts:

@@ -36,7 +36,7 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     """Look at driver, torch, toolkits, compiler and architectures."""
     torch, driver, used = torch_build(machine), find_driver(machine), toolkit_in_use(machine)
     gpus = find_gpus(machine) if not driver.error else []
-    yield _driver(machine, driver, gpus)
+    yield _driver(driver, gpus)
     is_too_old = bool(driver.cuda) and major(driver.cuda) < major(torch.cuda)
     yield _old_driver(torch, driver) if is_too_old else _torch(torch, gpus)
     homes = {name: home for name in ("CUDA_HOME", "CUDA_PATH") if (home := machine.environment.get(name))}
@@ -58,7 +58,7 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
 # -- The driver, and the CUDA that torch was built for --
 
 
-def _driver(machine: Machine, driver: Driver, gpus: Sequence[Gpu]) -> Finding:
+def _driver(driver: Driver, gpus: Sequence[Gpu]) -> Finding:
     subject, version = "driver", driver.version
     if driver.error:
         # The driver was updated while it was loaded.

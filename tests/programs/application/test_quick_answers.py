@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import sys
 
 from tests.helpers import run_script
@@ -37,12 +38,12 @@ print("#### imported", *sorted({"torch", "lightning", "zmq"} & sys.modules.keys(
 """
 
 
-def asked(*arguments: str) -> dict[str, str]:
+def asked(*arguments: str, **environ: str) -> dict[str, str]:
     """Answers by what was asked, and what was ``imported``."""
     line = "lockstep-train trainer.max_e"
     outcome = run_script(
         ["sh", "-c", 'exec "$@" 2>&1', "sh", sys.executable, "-c", COMMAND, *arguments],
-        env={"COMP_LINE": line, "COMP_POINT": str(len(line)), "COLUMNS": "100"},
+        env={"COMP_LINE": line, "COMP_POINT": str(len(line)), "COLUMNS": "100", **environ},
         fresh=True,
     )
     parts = re.split(r"^#### (?:asked )?", outcome.stdout, flags=re.MULTILINE)[1:]
@@ -54,3 +55,14 @@ def test_it_takes_neither_torch_nor_lightning() -> None:
     for arguments, expected in ASKED.items():
         assert expected in answers[arguments], answers
     assert "imported" in answers, answers  # without names behind it
+
+
+def test_nodes_started_by_hand_do_not_wait_for_each_other_to_show_help() -> None:
+    """At the port where they would meet somebody else listens, so an attempt to meet is an error."""
+    questions = ("--help", "--cfg job")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        first, second = (asked(*questions, **place, NODE_RANK=number) for number in "01")
+    for question in questions:
+        assert ASKED[question] in first[question] and "Traceback" not in first[question], first
+        assert second[question].strip() == "", second

@@ -13,6 +13,7 @@ from lightning_lockstep import ConfigurationError
 from lightning_lockstep._lightning import Trainer
 from tests.common.deepspeed.other_ranks import (
     CASES,
+    GLOBAL_BATCH,
     Net,
     check_refused,
     differences,
@@ -21,6 +22,7 @@ from tests.common.deepspeed.other_ranks import (
     refusals,
     write,
 )
+from tests.common.deepspeed.run_config import loader as data
 from tests.common.deepspeed.run_config import trainer
 from tests.helpers import run_ranks
 
@@ -162,28 +164,46 @@ def blocks(folder: str) -> tuple[bool, list[str]]:
 
 # -- which value wins ----------------------------------------------------------------------------------------
 
+#: What the run that saves has, what the one that goes on is given, and which it has then: as docs/deepspeed.md says.
+VALUES: dict[str, tuple[float, float, str]] = {
+    "lr": (0.02, 0.03, "checkpoint"),
+    "beta": (0.8, 0.7, "checkpoint"),
+    "weight_decay": (0.1, 0.2, "checkpoint"),
+    "gamma": (0.5, 0.25, "checkpoint"),  # of the scheduler
+    "gradient_clip_val": (1.0, 0.01, "new run"),
+    "accumulate_grad_batches": (1, 2, "new run"),
+    "batch_size": (6, 3, "new run"),
+    "reduce_bucket_size": (1001, 1002, "new run"),
+}
+
 
 class Settings(Net):
-    def __init__(self, lr: float, beta: float, decay: float) -> None:
+    def __init__(self, given: dict[str, float]) -> None:
         super().__init__("AdamW")
-        self.given = lr, beta, decay
+        self.given = given
 
     def configure_optimizers(self) -> Any:
-        lr, beta, decay = self.given
+        lr, beta, decay, gamma = (self.given[name] for name in ("lr", "beta", "weight_decay", "gamma"))
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(trained, lr, (beta, 0.99), weight_decay=decay)
+        optimizer = torch.optim.AdamW(trained, lr, (beta, 0.99), weight_decay=decay)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 100, gamma)]
 
 
 def settings_of(runner: Trainer) -> dict[str, Any]:
     engine: Any = runner.strategy.model
     (group,), scaler = engine.optimizer.param_groups, getattr(engine.optimizer, "loss_scaler", None)
     return {
-        "clipping": {engine.gradient_clipping(), getattr(engine.optimizer, "clip_grad", 0.01)},
-        "accumulation": (engine.gradient_accumulation_steps(), runner.accumulate_grad_batches),
-        "bucket": getattr(engine.optimizer, "reduce_bucket_size", None),
-        "floor and window": (getattr(scaler, "min_scale", None), getattr(scaler, "scale_window", None)),
-        "scale": getattr(scaler, "cur_scale", None),
-        "options": (group["lr"], group["betas"][0], group["weight_decay"]),
+        "lr": group["lr"],
+        "beta": group["betas"][0],
+        "weight_decay": group["weight_decay"],
+        "gamma": runner.lr_scheduler_configs[0].scheduler.gamma,
+        "gradient_clip_val": getattr(engine.optimizer, "clip_grad", engine.gradient_clipping()),
+        "accumulate_grad_batches": engine.gradient_accumulation_steps(),
+        "batch_size": engine.train_micro_batch_size_per_gpu(),
+        "reduce_bucket_size": getattr(engine.optimizer, "reduce_bucket_size", None),  # none in stage 0
+        "loss scale": tuple(
+            getattr(scaler, name, None) for name in ("min_scale", "scale_window", "cur_scale")
+        ),
     }
 
 
@@ -214,19 +234,15 @@ def settings(folder: str) -> dict[str, dict[str, Any]]:
     found = {}
     for name, (stage, before, after, _) in SETTINGS.items():
         path = f"{folder}/settings of {name}.ckpt"
-        for sections, bucket, options, more in (
-            (before, 1001, (0.02, 0.8, 0.1), {"gradient_clip_val": 1.0, "max_steps": 1}),
-            (
-                after,
-                1002,
-                (0.03, 0.7, 0.2),
-                {"gradient_clip_val": 0.01, "max_steps": 2, "accumulate_grad_batches": 2},
-            ),
-        ):
-            config = {"zero_optimization": {"stage": stage, "reduce_bucket_size": bucket}, **sections}
-            runner = trainer(config, adapt=False, max_epochs=2, **more)
-            runner.fit(Settings(*options), loader(2), ckpt_path=path if bucket == 1002 else None)
-            if bucket == 1001:
+        for which, sections in enumerate((before, after)):
+            given = {key: value[which] for key, value in VALUES.items()}
+            zero = {"stage": stage, "reduce_bucket_size": given["reduce_bucket_size"]}
+            config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": "auto", **sections}
+            of_trainer = {key: given[key] for key in ("gradient_clip_val", "accumulate_grad_batches")}
+            runner = trainer(config, adapt=False, max_epochs=2, max_steps=which + 1, **of_trainer)
+            batches = data(int(given["batch_size"]), 4 * GLOBAL_BATCH)
+            runner.fit(Settings(given), batches, ckpt_path=path if which else None)
+            if not which:
                 runner.save_checkpoint(path)
         found[name] = settings_of(runner)
     return found
@@ -277,15 +293,14 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return one  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_the_run_has_its_own_settings_and_the_optimizer_those_that_were_saved(name: str, kept: Any) -> None:
-    """As docs/deepspeed.md says."""
-    stage, _, _, (floor, window, scale) = SETTINGS[name]
-    assert kept[name] == {
-        "clipping": {0.01},
-        "accumulation": (2, 2),
-        "bucket": 1002 if stage else None,
-        "floor and window": (floor, window),
-        "scale": scale,
-        "options": (0.02, 0.8, 0.1),
-    }
+@pytest.mark.parametrize("value", VALUES)
+def test_a_resumed_fit_has_the_value_that_wins(value: str, kept: Any) -> None:
+    saved, given, winner = VALUES[value]
+    found = {case: of_case[value] for case, of_case in kept.items() if of_case[value] is not None}
+    assert found == dict.fromkeys(found, saved if winner == "checkpoint" else given)
+    assert set(SETTINGS) - set(found) <= {"stage 0"}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_a_loss_scale_goes_on_only_where_both_runs_adapt_it(case: str, kept: Any) -> None:
+    assert kept[case]["loss scale"] == SETTINGS[case][3]

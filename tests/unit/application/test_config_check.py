@@ -78,6 +78,7 @@ WRONG = [
     ],
     [
         ("precision=fp16", "It has: 16-mixed, "),
+        ("strategy=FSDP", "group 'strategy' has no option 'FSDP'. Did you mean 'fsdp'"),
         ("callbacks=ModelCheckpoint", "group 'callbacks' has no option 'ModelCheckpoint'."),
     ],
     [
@@ -186,6 +187,8 @@ def test_an_unresolvable_reference_and_a_missing_value_are_named() -> None:
         "model.width: takes its value from ${data.context}, but this configuration has no such key" in fault
     )
     assert only(faults_of("data.batch_size=???")) == "data.batch_size is required: add data.batch_size=..."
+    key = "callbacks.effective_batch_size.global_batch_size"
+    assert only(faults_of("callbacks=effective_batch_size")) == f"{key} is required: add {key}=..."
 
 
 def test_the_global_batch_has_a_sample_for_each_rank_and_micro_batch() -> None:

@@ -7,8 +7,8 @@ from lightning_utilities.core.imports import RequirementCache
 from omegaconf import OmegaConf
 
 from lightning_lockstep import ConfigurationError
-from lightning_lockstep._application.build import build
 from lightning_lockstep._application.records import places
+from lightning_lockstep._application.run import build
 from lightning_lockstep._lightning import CSVLogger, DummyLogger
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lockstep._application.build import build
 from lightning_lockstep._application.overrides import as_current_job
+from lightning_lockstep._application.run import build
 from lightning_lockstep.errors import ConfigurationError
 from tests.common.application.command_lines import MINE, faults_of, look_at, only
 
@@ -40,7 +40,7 @@ def test_nothing_is_wrong_with_own_choices_and_a_setting_is_added_with_a_plus() 
     assert misspelt.startswith("model.hiden=3: Net has no setting 'hiden'. Did you mean 'hidden'?")
     assert faults_of("model=own", "model._target_=mine.Everything", "~data") == []
     lacking = faults_of("model=own", "model._target_=torch.nn.Linear", "+model.in_features=3", *OWN[2:])
-    assert lacking == ["model.out_features is required by torch.nn.Linear: add +model.out_features=..."]
+    assert lacking == ["model.out_features: Linear needs it: add +model.out_features=..."]
     required = faults_of("model=own", "data=own")
     assert required == [
         f"{name}._target_ is required: add {name}._target_=module.Class" for name in ("data", "model")
