@@ -377,7 +377,7 @@ class StaticShapes(Callback):
 
     def _refuse_splits(self, trainer: Trainer) -> None:
         callbacks = getattr(trainer, "callbacks", [])
-        splits = any(isinstance(one, AutoBatchSize) and one.settings.on_oom == "split" for one in callbacks)
+        splits = any(isinstance(one, AutoBatchSize) and one.on_oom == "split" for one in callbacks)
         if splits and self.batch_size is not None:
             raise ConfigurationError(
                 f"StaticShapes(batch_size={self.batch_size!r}) with AutoBatchSize(on_oom='split'): expected one of"
