@@ -151,8 +151,8 @@ class _Run:
         self._contents = Contents(
             trainer, module, optimizer_state=settings.optimizer_state, buffers=settings.buffers
         )
-        fit, self._differing = differing_facts(self._communicator, facts(trainer, module))
-        self._checks = RankChecks(self._communicator, fit, trainer)
+        self._differing = differing_facts(self._communicator, facts(trainer, module))
+        self._checks = RankChecks(self._communicator, trainer)
         self._batches = BatchRecorder(trainer, settings.every_n_steps) if settings.data else None
         # All ranks take rank 0's setting, because they must audit together.
         self._audit_every = self._communicator.broadcast(settings.audit_every_n_steps)
@@ -210,10 +210,8 @@ class _Run:
     def end(self) -> None:
         if self._count != self._checked:
             self._check(was_due=False)
-        for question in self._communicator.broadcast(self._checks.finish(_AT_THE_END)):
-            finding = self._checks.meet(question)
-            if finding is not None:
-                self._act(report(finding), is_fault=True)
+        for finding in self._checks.finish(_AT_THE_END):
+            self._act(report(finding), is_fault=True)
 
     def close(self) -> None:
         self._checks.close()

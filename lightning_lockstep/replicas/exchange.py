@@ -3,9 +3,9 @@
     every rank, after its n-th batch              rank 0, receiving thread
     --------------------------------              ------------------------
     check: a number for all that      --------->  all have come: equal, or request a stop (`stop_agreement`)
-           is to be equal                         with the groups of ranks that agree
-    after the same batch on all ranks: the first rank of each group sends a number for each tensor to all; every rank
-    judges and acts, as all others do
+           is to be equal                         with the question which ranks agree
+    after the same batch on all ranks: rank 0 sends the question; the first rank of each group that agrees sends a
+    number for each tensor to all; every rank judges and acts, as all others do
 
 What is divided, as in hybrid sharding, has a number for itself, with the ranks that hold the same; those alone are
 compared, and only they answer.
@@ -16,17 +16,16 @@ one that is gone ends the run by other means. If rank 0 is frozen, nothing is co
 
 from __future__ import annotations
 
-import itertools
-import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement
+from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.side_channel.channel import Message, SideChannel
 from lightning_lockstep.replicas.checksums import Checksums, folded
 from lightning_lockstep.replicas.contents import Contents
@@ -41,7 +40,15 @@ _KEPT = 8
 # So many groups of ranks that agree are asked, one rank of each.
 _ASKED = 16
 
-_fits = itertools.count()
+
+class Question(NamedTuple):
+    """What all ranks are to find out together, after a check that differed."""
+
+    batches: int  # before the check
+    good: int | None  # batches before the last check that found no difference
+    groups: Sequence[Sequence[int]] = ()  # ranks that agree with each other, if tensors or settings differ
+    held: tuple[int, ...] = ()  # the ranks that hold what differs; none: all do
+    data: str = ""  # what is wrong with the data, if that is it
 
 
 class Check:
@@ -80,7 +87,8 @@ class Check:
         }
         return now
 
-    def coarse(self, own_buffers: Collection[str]) -> dict[str, Any]:
+    def summary(self, own_buffers: Collection[str]) -> dict[str, Any]:
+        """Return a number for all that is to be equal, for each set of ranks that hold the same."""
         values: dict[tuple[int, ...], list[Any]] = {(): [*self.settings.items()]}  # by who holds the same
         for numbers in self.numbers.values():
             for name, number in numbers.items():
@@ -89,12 +97,11 @@ class Check:
         folds = [(ranks, folded(of_ranks)) for ranks, of_ranks in values.items()]
         return {"count": self.count, "folds": folds, "row": row_of(self.row)}
 
-    def fine(self, held: Sequence[int]) -> dict[str, Any]:
+    def details(self, held: tuple[int, ...]) -> dict[str, Any]:
         """Return the numbers of what these ranks hold; without ranks, of what is whole on each rank."""
-        ranks = tuple(held)
 
         def chosen(numbers: Mapping[str, int]) -> dict[str, int]:
-            return {name: one for name, one in numbers.items() if self._held.get(name, ()) == ranks}
+            return {name: one for name, one in numbers.items() if self._held.get(name, ()) == held}
 
         sums = {section: chosen(numbers) for section, numbers in self.numbers.items()}
         seen = {"sums": sums, "changed": self._changed, "gradients": chosen(self.gradients)}
@@ -104,7 +111,7 @@ class Check:
 class RankChecks:
     """Sends the checks of this rank, and meets the others if there is a difference; one object for each fit."""
 
-    def __init__(self, communicator: Communicator, fit: int, trainer: Any) -> None:
+    def __init__(self, communicator: Communicator, trainer: Any) -> None:
         self._communicator, self._channel = communicator, communicator.side_channel
         self._place = f"{communicator.host}, {trainer.strategy.root_device}"
         self.pending: deque[Check] = deque()  # sent as soon as their numbers are there
@@ -112,8 +119,7 @@ class RankChecks:
         self._before: dict[str, int] = {}  # the numbers of the last check
         self._statistics: set[str] = set()  # buffers in which each rank has its own
         self._known: set[str] = set()  # tensors and settings that were told
-        # What belongs to an earlier fit has another topic.
-        self._topic = f"replica/{fit}"
+        self._topic = propagation_on(self._channel).topic("replica")  # no two fits share one
         self._agreement = StepAgreement(self._channel, name=self._topic)
         self._comparison: Comparison | None = None
         if communicator.is_main:
@@ -123,49 +129,58 @@ class RankChecks:
         """Send what is ready; return a difference that is new, if all ranks meet after this batch for one."""
         while self.pending and self.pending[0].ready():
             self._send(self.pending.popleft())
-        decision = self._agreement.passed()
-        if decision is None:
+        if self._agreement.passed() is None:
             return None
         self._agreement.start_over()  # all ranks are here
-        return self.meet(decision.requests[0].reason)
+        return self._meet()
 
-    def meet(self, question: str) -> Finding | None:
-        """Return the difference that rank 0 has asked about, unless it is none or was told. Ranks: all, together."""
-        asked = json.loads(question)
-        count, groups, held = asked["count"], asked["groups"], asked["held"]
-        finding: Finding | None = Finding(count=count, data=asked["data"])
+    def finish(self, timeout: float) -> Iterator[Finding]:  # of rank 0 [s]
+        """Send all and wait until rank 0 has compared them; yield each difference. Ranks: all, together."""
+        while self.pending:
+            self._send(self.pending.popleft())
+        questions = 0
+        if (comparison := self._comparison) is not None:
+            last = self._done[-1].count
+            with comparison.news:
+                if not self._channel.wait_for(comparison.news, lambda: comparison.compared >= last, timeout):
+                    _log.warning(
+                        "ReplicaCheck: the check after the last batch was not compared: nothing came from %s within"
+                        " %.0f s",
+                        ranks_in_words(comparison.missing(last)),
+                        timeout,
+                    )
+                questions = len(comparison.questions)
+        for _ in range(self._communicator.broadcast(questions)):
+            if (finding := self._meet()) is not None:
+                yield finding
+
+    def _meet(self) -> Finding | None:
+        """Return the difference that rank 0 asks about, unless it is none or was told. Ranks: all, together."""
+        comparison = self._comparison
+        asked = self._communicator.broadcast(None if comparison is None else comparison.next_question())
+        if asked is None:
+            return None
+        finding: Finding | None = Finding(count=asked.batches, data=asked.data)
         is_equal = False
-        if groups:
-            fine = next((check.fine(held) for check in self._done if check.count == count), None)
-            told: list[Any] = [self._communicator.broadcast(fine, group[0]) for group in groups]
+        if asked.groups:
+            own = next(
+                (check.details(asked.held) for check in self._done if check.count == asked.batches), None
+            )
+            told: list[Any] = [self._communicator.broadcast(own, group[0]) for group in asked.groups]
             places = self._communicator.gather(self._place)
-            answers = {rank: answer for group, answer in zip(groups, told, strict=True) for rank in group}
+            answers = {
+                rank: answer for group, answer in zip(asked.groups, told, strict=True) for rank in group
+            }
             finding = None
             if None not in told:  # else one was so late that another forgot the check: the next finds it too
-                finding = judge(count, asked["good"], answers, places, self._statistics, held)
+                finding = judge(asked.batches, asked.good, answers, places, self._statistics, asked.held)
                 is_equal = finding is None
-        if self._comparison is not None:
-            self._comparison.answered(count if is_equal else None)
+        if comparison is not None:
+            comparison.answered(asked.batches if is_equal else None)
         if finding is None or finding.names <= self._known:
             return None
         self._known |= finding.names
         return finding
-
-    def finish(self, timeout: float) -> list[str]:  # of rank 0 [s]
-        """Send all; on rank 0 wait until they are compared, and return the questions that are still to be asked."""
-        while self.pending:
-            self._send(self.pending.popleft())
-        comparison, last = self._comparison, self._done[-1].count
-        if comparison is None:
-            return []
-        with comparison.news:
-            if not self._channel.wait_for(comparison.news, lambda: comparison.compared >= last, timeout):
-                _log.warning(
-                    "ReplicaCheck: the check after the last batch was not compared: nothing came from %s within %.0f s",
-                    ranks_in_words(comparison.missing(last)),
-                    timeout,
-                )
-            return [*comparison.questions]
 
     def close(self) -> None:
         self._agreement.close()
@@ -175,7 +190,7 @@ class RankChecks:
     def _send(self, check: Check) -> None:
         self._before = check.read(self._before)
         self._done.append(check)
-        self._channel.post(f"{self._topic}/check", check.coarse(self._statistics), to=0)
+        self._channel.post(f"{self._topic}/check", check.summary(self._statistics), to=0)
 
 
 class Comparison:
@@ -184,20 +199,24 @@ class Comparison:
     def __init__(self, channel: SideChannel, topic: str, agreement: StepAgreement, trainer: Any) -> None:
         self.news = threading.Condition(threading.RLock())  # notified of each check that is compared
         self.compared = -1  # batches before the last check that all ranks have sent
-        #: Why the ranks are to meet, as JSON: the question asked now, then the next ones, which a later check replaces.
-        self.questions: list[str] = []
+        #: Why the ranks are to meet: the question asked now, then the next ones, which a later check replaces.
+        self.questions: list[Question] = []
         self._world_size, self._agreement, self._trainer = channel.world_size, agreement, trainer
         self._checks: dict[int, dict[int, Any]] = {}  # by count and rank
         self._good: int | None = None  # batches before the last check that found no difference
         self._data = BatchComparison()
         self.close = channel.on(f"{topic}/check", self._take)
 
+    def next_question(self) -> Question | None:
+        with self.news:
+            return self.questions[0] if self.questions else None
+
     def answered(self, equal: int | None) -> None:  # a check that has turned out to be equal
         """Note that all ranks have met for the first question, and ask the next one."""
         with self.news:
             del self.questions[:1]
             if self.questions:
-                self._agreement.request(self.questions[0], kind="replica")
+                self._agreement.request("replicas differ", kind="replica")
             elif equal is not None:
                 self._good = max(equal, self._good or 0)
 
@@ -216,37 +235,31 @@ class Comparison:
 
     def _compare(self, count: int, checks: Mapping[int, Any]) -> None:
         self.compared = count
-        wrong: list[dict[str, Any]] = []
-        same = self._data.compare({rank: check["row"] for rank, check in checks.items()})
-        if same is not None and (text := same_batches_text(self._trainer, *same)):
-            wrong.append({"data": text})
         # By who holds the same, the number of each rank for it.
         folds: dict[tuple[int, ...], dict[int, int]] = {}
         for rank, check in checks.items():
             for held, fold in check["folds"]:
                 folds.setdefault(tuple(held), {})[rank] = fold
         differing = sorted(held for held, of_ranks in folds.items() if len({*of_ranks.values()}) > 1)
-        # First what is whole on all ranks.
-        wrong += [{"groups": parts_of(folds[held])[:_ASKED], "held": held} for held in differing[:_ASKED]]
         if not differing:
             self._good = count
+        wrong: list[Question] = []
+        same = self._data.compare({rank: check["row"] for rank, check in checks.items()})
+        if same is not None and (text := same_batches_text(self._trainer, *same)):
+            wrong.append(Question(count, self._good, data=text))
+        # First what is whole on all ranks.
+        wrong += [
+            Question(count, self._good, parts_of(folds[held])[:_ASKED], held) for held in differing[:_ASKED]
+        ]
         if wrong:
-            known = {"count": count, "good": self._good, "data": "", "groups": (), "held": ()}
             is_idle = not self.questions
-            self.questions[1:] = [json.dumps({**known, **one}) for one in wrong]
+            self.questions[1:] = wrong
             if is_idle:
-                self._agreement.request(self.questions[0], kind="replica")
+                self._agreement.request("replicas differ", kind="replica")
 
 
-def differing_facts(
-    communicator: Communicator, facts: Mapping[str, str]
-) -> tuple[int, dict[int, dict[str, str]]]:
-    """Return the number that rank 0 draws for this fit, and the facts of each rank if they differ.
-
-    A rank may have begun fits that others have not reached. Ranks: all, together.
-    """
-    told = communicator.gather((next(_fits), folded(facts.items())))
-    fit = told[0][0]
-    if len({fold for _, fold in told}) == 1:
-        return fit, {}
-    return fit, dict(enumerate(communicator.gather(dict(facts))))
+def differing_facts(communicator: Communicator, facts: Mapping[str, str]) -> dict[int, dict[str, str]]:
+    """Return the facts of each rank if they differ. Ranks: all, together."""
+    if len({*communicator.gather(folded(facts.items()))}) == 1:
+        return {}
+    return dict(enumerate(communicator.gather(dict(facts))))
