@@ -22,14 +22,25 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch.optim import Optimizer
+
+from lightning_lockstep._lightning import LightningModule
 from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed import Communicator
+from lightning_lockstep.distributed.c10d_operators import ddp_of
 from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.side_channel.channel import Message, SideChannel
 from lightning_lockstep.replicas.checksums import Checksums, folded
-from lightning_lockstep.replicas.contents import Contents
-from lightning_lockstep.replicas.data import BatchComparison, BatchSum, row_of, same_batches_text
+from lightning_lockstep.replicas.contents import Contents, hyperparameters
+from lightning_lockstep.replicas.data import (
+    PROBED,
+    BatchComparison,
+    BatchRecorder,
+    BatchSum,
+    row_of,
+    same_batches_text,
+)
 from lightning_lockstep.replicas.report import Finding, judge, parts_of
 
 _log = logging.getLogger(__name__)
@@ -109,12 +120,33 @@ class Check:
 
 
 class RankChecks:
-    """Sends the checks of this rank, and meets the others if there is a difference; one object for each fit."""
+    """The checks of this rank in one fit: makes and sends them, and meets the others if there is a difference."""
 
-    def __init__(self, communicator: Communicator, trainer: Any) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        trainer: Any,
+        module: LightningModule,
+        contents: Contents,
+        *,
+        every_n_steps: int,
+        data: bool,
+    ) -> None:
         self._communicator, self._channel = communicator, communicator.side_channel
+        self._trainer, self._module, self._contents = trainer, module, contents
         self._place = f"{communicator.host}, {trainer.strategy.root_device}"
-        self.pending: deque[Check] = deque()  # sent as soon as their numbers are there
+        self.count = self._checked = 0  # batches of this fit; those before the last check
+        self._every = every_n_steps
+        self._batches = BatchRecorder(trainer, every_n_steps) if data else None
+        self._trained = contents.trained()
+        self._gradients: dict[int, tuple[list[str], Checksums]] = {}  # by optimizer
+        self._steps = [0] * len(trainer.optimizers)
+        self._hooks = [
+            optimizer.register_step_post_hook(lambda *_, number=number: self._stepped(number))
+            for number, optimizer in enumerate(trainer.optimizers)
+            if isinstance(optimizer, Optimizer)
+        ]
+        self._pending: deque[Check] = deque()  # sent as soon as their numbers are there
         self._done: deque[Check] = deque(maxlen=_KEPT)
         self._before: dict[str, int] = {}  # the numbers of the last check
         self._statistics: set[str] = set()  # buffers in which each rank has its own
@@ -125,19 +157,87 @@ class RankChecks:
         if communicator.is_main:
             self._comparison = Comparison(self._channel, self._topic, self._agreement, trainer)
 
-    def step_done(self) -> Finding | None:
-        """Send what is ready; return a difference that is new, if all ranks meet after this batch for one."""
-        while self.pending and self.pending[0].ready():
-            self._send(self.pending.popleft())
+    # -- as the fit goes on --
+
+    def batch_begins(self, batch: Any) -> None:
+        if self._batches is not None:
+            self._batches.take(batch, self.count)
+
+    def take_gradients(self, optimizer: Any) -> None:
+        # Each step of an optimizer replaces what the one before has kept, so that a check sees the last step.
+        if self._contents.sees_gradients and self._until_check() <= self._trainer.accumulate_grad_batches:
+            named = self._contents.gradients(optimizer)
+            self._gradients[id(optimizer)] = named.names, named.checksums()
+
+    def batch_done(self) -> Finding | None:
+        """Check if that is due, and send what is ready; return a difference, if all ranks meet now for a new one."""
+        due = self._until_check() == 1
+        self.count += 1
+        if due:
+            self.check()
+        while self._pending and self._pending[0].ready():
+            self._send(self._pending.popleft())
         if self._agreement.passed() is None:
             return None
         self._agreement.start_over()  # all ranks are here
         return self._meet()
 
+    def close(self) -> None:
+        self._agreement.close()
+        if self._comparison is not None:
+            self._comparison.close()
+        for hook in self._hooks:
+            hook.remove()
+
+    def weights(self) -> int:
+        """Return a checksum of all parameters."""
+        return folded(self._contents.sections()["parameters"].checksums().numbers())
+
+    def _until_check(self) -> int:
+        """Return how many batches there are until the next check; 1: the current batch is checked."""
+        if self.count in (0, PROBED - 1):
+            return 1
+        left = self._every - self.count % self._every
+        return min(left, PROBED - self.count) if self.count < PROBED else left
+
+    def check(self, *, was_due: bool = True) -> None:
+        """Begin a check of what the rank holds now."""
+        self._checked = self.count
+        row = self._batches.row() if self._batches is not None and self.count >= PROBED else []
+        ddp = ddp_of(self._trainer.strategy.model)
+        ignored = set(ddp.parameters_to_ignore) if ddp is not None else set()
+        evidence = {
+            "steps": list(self._steps),
+            "statistics": self._contents.may_be_statistics(),
+            "automatic": self._module.automatic_optimization,
+            # Nobody looks at the gradients of a batch that turns out to be the last.
+            "sees_gradients": self._contents.sees_gradients and was_due,
+            "divided": self._contents.divided,
+            "padding": bool(self.count) and getattr(self._trainer.strategy, "is_padding_batch", bool)(),
+            "wrapped": ddp is not None,
+            "synchronizes": ddp is None or ddp.require_backward_grad_sync,
+            "outside": sorted(self._contents.trained() - self._trained | ignored),
+        }
+        settings, gradients = hyperparameters(self._trainer.optimizers), [*self._gradients.values()]
+        self._pending.append(Check(self.count, self._contents, settings, evidence, gradients, row))
+        self._gradients = {}
+
+    def _stepped(self, number: int) -> None:
+        self._steps[number] += 1
+
+    def _send(self, check: Check) -> None:
+        self._before = check.read(self._before)
+        self._done.append(check)
+        self._channel.post(f"{self._topic}/check", check.summary(self._statistics), to=0)
+
+    # -- when there is a difference, and at the end --
+
     def finish(self, timeout: float) -> Iterator[Finding]:  # of rank 0 [s]
-        """Send all and wait until rank 0 has compared them; yield each difference. Ranks: all, together."""
-        while self.pending:
-            self._send(self.pending.popleft())
+        """Check once more, and wait until rank 0 has compared all; yield each difference. Ranks: all, together."""
+        if self.count != self._checked:
+            self.check(was_due=False)
+        while self._pending:
+            self._send(self._pending.popleft())
         questions = 0
         if (comparison := self._comparison) is not None:
             last = self._done[-1].count
@@ -181,16 +281,6 @@ class RankChecks:
             return None
         self._known |= finding.names
         return finding
-
-    def close(self) -> None:
-        self._agreement.close()
-        if self._comparison is not None:
-            self._comparison.close()
-
-    def _send(self, check: Check) -> None:
-        self._before = check.read(self._before)
-        self._done.append(check)
-        self._channel.post(f"{self._topic}/check", check.summary(self._statistics), to=0)
 
 
 class Comparison:
