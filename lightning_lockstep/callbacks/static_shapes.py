@@ -36,18 +36,13 @@ Key = str | int
 def with_samples(batch: Any, size: int, ignored: Mapping[Key, float]) -> Any:
     """Return a batch of ``size`` samples: those of ``batch``, then copies of its last, with ``ignored`` values."""
     samples = samples_in(batch)
-    if samples >= size:
-        return batch
 
     def padded(key: Key | None, tensor: Tensor) -> Tensor:
         if not tensor.dim() or tensor.size(0) != samples:
             return tensor
-        added = tensor[-1:].expand(size - samples, *tensor.shape[1:])
-        if key is not None and key in ignored:
-            added = torch.full_like(added, ignored[key])
-        return torch.cat([tensor, added])
+        return _padded(tensor, 0, size, None if key is None else ignored.get(key))
 
-    return _with_tensors(batch, padded)
+    return batch if samples >= size else _with_tensors(batch, padded)
 
 
 def with_lengths(batch: Any, lengths: Sequence[int], values: Mapping[Key, float], dim: int) -> Any:
@@ -57,12 +52,17 @@ def with_lengths(batch: Any, lengths: Sequence[int], values: Mapping[Key, float]
         if key is None or key not in values or tensor.dim() <= dim:
             return tensor
         place = bisect_left(lengths, tensor.size(dim))
-        if place == len(lengths) or lengths[place] == tensor.size(dim):
-            return tensor
-        shape = [*tensor.shape[:dim], lengths[place] - tensor.size(dim), *tensor.shape[dim + 1 :]]
-        return torch.cat([tensor, tensor.new_full(shape, values[key])], dim)
+        return tensor if place == len(lengths) else _padded(tensor, dim, lengths[place], values[key])
 
     return _with_tensors(batch, padded)
+
+
+def _padded(tensor: Tensor, dim: int, size: int, value: float | None) -> Tensor:
+    """Return a tensor that is longer along a dimension: by a value, or by copies of its last entry."""
+    shape = [*tensor.shape[:dim], size - tensor.size(dim), *tensor.shape[dim + 1 :]]
+    if value is None:
+        return torch.cat([tensor, tensor.narrow(dim, tensor.size(dim) - 1, 1).expand(shape)], dim)
+    return torch.cat([tensor, tensor.new_full(shape, value)], dim)
 
 
 def parts(batch: Any) -> dict[Any, Any]:
