@@ -1,4 +1,11 @@
-"""The detection of one fit on one rank: what is recorded and looked at, at each point of a training step."""
+"""The detection of one fit on one rank: what is recorded and looked at, at each point of a training step.
+
+training_step begins      a StepRecord has all that a replay needs
+before the backward       it gets the loss; a bad one makes the gradients of all ranks bad
+before an optimizer step  every so many steps: are losses, activations or gradients bad since the last look?
+the batch ends            a micro-batch that no step followed is looked at by itself, or kept for the next look
+the fit ends              what was not looked at yet
+"""
 
 from __future__ import annotations
 
@@ -17,7 +24,7 @@ from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep.numerics.statistics import any_bad, has_bad_values, module_names, output_values
 from lightning_lockstep.overflow.frames import FrameRecorder
 from lightning_lockstep.overflow.replay import Occasion, StepRecord, is_divided
-from lightning_lockstep.overflow.report import COLUMNS, ReportPublisher
+from lightning_lockstep.overflow.report import ReportPublisher
 from lightning_lockstep.overflow.settings import OverflowSettings, refuse_compiled
 from lightning_lockstep.steps.capabilities import capabilities_of
 from lightning_lockstep.steps.isolated import place_of
@@ -53,9 +60,8 @@ class Detection:
         self._spreads = settings.action != "warn" and several and self.engine is None
         self._buffers = BufferCopies(module)
         self._tracing: FrameRecorder | None = None  # the frames of the current batch, if it is traced
-        self.record: StepRecord | None = None
-        self._suspect: StepRecord | None = None  # the micro-batch that made the gradients bad
-        self._unread: list[StepRecord] = []  # the steps since the last check
+        self.record: StepRecord | None = None  # the current step
+        self._unread: list[StepRecord] = []  # the steps since the last look
         self._last: StepRecord | None = None  # set if some steps may be unchecked when the fit ends
         self._steps = 0  # of the optimizer, so far
         self._watch = _ActivationWatch(module, settings) if settings.mode == "hooks" else None
@@ -76,6 +82,30 @@ class Detection:
     def paused(self) -> AbstractContextManager[None]:
         """Return a context in which outputs of modules are not those of the step, as in a replay."""
         return nullcontext() if self._watch is None else replaced(self._watch, active=False)
+
+    # -- what is recorded --------------------------------------------------------------------------------
+
+    def _begin_step(self, step: Any, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
+        """Record what a replay needs; return the context that the step runs in."""
+        trainer = self._trainer
+        place = trainer.fit_loop.epoch_loop
+        occasion = Occasion(
+            trainer.current_epoch, trainer.global_step, place.total_batch_idx, place.batch_idx
+        )
+        self._buffers.refresh()
+        random = RandomState.capture(self._module.device)
+        self.record = StepRecord(step, args, kwargs, random, self._buffers, occasion)
+        self.record.place = place_of(trainer.strategy, [*args, *kwargs.values()][0])
+        if self._seeded is not None:
+            self.record.device_seed = self._seeded.device_seed()
+        if self._watch is not None:
+            self._watch.begin_step()
+        if occasion.batch_number not in self._settings.trace_batch_nums:
+            return nullcontext()
+        self._tracing = FrameRecorder(
+            self._module, self._settings, whole=True, divided=is_divided(self._trainer)
+        )
+        return self._tracing.recording()
 
     def before_backward(self, loss: Tensor) -> None:
         """Keep the loss, and let a bad one reach every gradient and so every rank."""
@@ -100,44 +130,7 @@ class Detection:
         if self._watch is not None and not self._module.automatic_optimization:
             self._watch.active = True
 
-    def _begin_step(self, step: Any, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
-        """Record what a replay needs; return the context that the step runs in."""
-        trainer = self._trainer
-        place = trainer.fit_loop.epoch_loop
-        occasion = Occasion(
-            trainer.current_epoch, trainer.global_step, place.total_batch_idx, place.batch_idx
-        )
-        self._buffers.refresh()
-        random = RandomState.capture(self._module.device)
-        self.record = StepRecord(step, args, kwargs, random, self._buffers, occasion)
-        self.record.place = place_of(trainer.strategy, [*args, *kwargs.values()][0])
-        if self._seeded is not None:
-            self.record.device_seed = self._seeded.device_seed()
-        if self._watch is not None:
-            self._watch.begin_step()
-        if occasion.batch_number not in self._settings.trace_batch_nums:
-            return nullcontext()
-        self._tracing = FrameRecorder(
-            self._module, self._settings, whole=True, divided=is_divided(self._trainer)
-        )
-        return self._tracing.recording()
-
-    def _print_trace(self, occasion: Occasion) -> None:
-        """Print and write what was traced of the batch that ended; its step itself has run."""
-        recorder, self._tracing = self._tracing, None
-        if recorder is None:
-            return
-        number, indent = occasion.batch_number, " " * 17
-        where = f"rank {self._communicator.rank}, epoch {occasion.epoch}, step {occasion.step}"
-        lines = [
-            f"\n{indent} *** Starting batch number={number} *** ({where})",
-            COLUMNS,
-            *(frame.text() for frame in recorder.frames),
-            f"{indent} *** Finished batch number={number} ***\n",
-        ]
-        self._publisher.publish_trace(number, "\n".join(lines))
-
-    # -- the look ----------------------------------------------------------------------------------------
+    # -- what is looked at -------------------------------------------------------------------------------
 
     def before_optimizer_step(self, optimizer: Optimizer) -> tuple[bool, StepRecord | None]:
         """Check every so many steps; return whether it has, and the step in which a value was bad."""
@@ -162,12 +155,16 @@ class Detection:
         if self._watch is not None or self._every > 1:
             self._last = record
         if not record.stepped and self._tracing is None:
-            if self._every > 1 or record.activation_flag is not None:
+            # Bad gradients stay bad until the optimizer steps: the first micro-batch after which they are made them so.
+            known = any(step.made_gradients_bad for step in self._unread)
+            if self._every == 1 and not known and self._micro_batch_is_bad(record):
+                record.made_gradients_bad = True
+                self._buffers = BufferCopies(self._module)  # the record keeps its own
+            if self._every > 1 or record.made_gradients_bad or record.activation_flag is not None:
                 self._unread.append(record)
-            if self._every == 1 and self._suspect is None and self._micro_batch_is_bad(record):
-                self._suspect = record
-                self._buffers = BufferCopies(self._module)
-        self._print_trace(record.occasion)
+        if self._tracing is not None:
+            self._publisher.publish_trace(record.occasion, self._tracing.frames)
+            self._tracing = None
 
     def end(self) -> StepRecord | None:
         """Look at the last steps, if the run ends between two looks; return that in which a value was bad."""
@@ -181,9 +178,8 @@ class Detection:
         self, record: StepRecord, parameters: Iterable[Tensor] | None, *, ask: bool = False
     ) -> StepRecord | None:
         """Return, on all ranks or on none, the step in which a value was bad; ``record``: not known here which."""
-        steps = [*([] if self._suspect is None else [self._suspect]), *self._unread]
-        here, origin = False, self._suspect
-        self._unread, self._suspect = [], None
+        steps, self._unread = self._unread, []
+        here, origin = False, next((step for step in steps if step.made_gradients_bad), None)
         others = self._losses(steps) + [flag for step in steps if (flag := step.activation_flag) is not None]
         given = None if parameters is None else list(parameters)
         # All are checked at once first: each check makes the host wait for a GPU, and nearly always nothing is bad.

@@ -154,6 +154,7 @@ class StepRecord:
     optimizer_steps: int = 0  # that the step has begun so far (manual optimization)
     activation_flag: Tensor | None = None  # on the device: 0, or nan if one was bad; None: unchecked
     stepped: bool = False  # an optimizer was about to step
+    made_gradients_bad: bool = False  # they were good before, and no optimizer has stepped since
     notes: list[str] = field(default_factory=list)  # for the report
     place: Any = None  # what its random numbers and norms follow; None: the rank's own
     device_seed: int | None = None  # of the random numbers that a strategy keeps for its devices

@@ -6,7 +6,7 @@ import io
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -246,12 +246,19 @@ class ReportPublisher:
             self._draw(stem, as_json)
         return f"{head}\nFull report: {self.folder / f'{stem}.txt'}"
 
-    def publish_trace(self, batch_number: int, text: str) -> None:
-        """Print and write the traced frames of all ranks, in rank order."""
-        entries = self.collect({"text": text}, for_all=False).entries
+    def publish_trace(self, occasion: Occasion, frames: Iterable[Frame]) -> None:
+        """Print and write the traced frames of all ranks, in rank order; the step itself has run."""
+        number, indent = occasion.batch_number, " " * 17
+        where = f"rank {self.communicator.rank}, epoch {occasion.epoch}, step {occasion.step}"
+        lines = [
+            f"\n{indent} *** Starting batch number={number} *** ({where})",
+            COLUMNS,
+            *(frame.text() for frame in frames),
+            f"{indent} *** Finished batch number={number} ***\n",
+        ]
+        entries = self.collect({"text": "\n".join(lines)}, for_all=False).entries
         if self.communicator.is_main:
-            whole = "\n".join(entry["text"] for entry in entries.values())
-            self._write(f"trace-batch-{batch_number}", whole, [])
+            self._write(f"trace-batch-{number}", "\n".join(entry["text"] for entry in entries.values()), [])
 
     def _write(self, stem: str, text: str, reports: Sequence[Mapping[str, Any]]) -> None:
         """Print a report and write it as text and as JSON; say so if that is not possible."""
