@@ -15,7 +15,7 @@ from lightning_lockstep.errors import ReplicaMismatchError
 from lightning_lockstep.replicas.audit import Audit, refuse_audit
 from lightning_lockstep.replicas.contents import Buffers, Contents, facts
 from lightning_lockstep.replicas.exchange import RankChecks, differing_facts
-from lightning_lockstep.replicas.report import report, start_table
+from lightning_lockstep.replicas.report import start_table
 
 _log = logging.getLogger(__name__)
 
@@ -144,14 +144,14 @@ class ReplicaCheck(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Check if that is due, and act on what rank 0 has found. Ranks: every rank, after every batch."""
-        if self._checks is not None and (finding := self._checks.batch_done()) is not None:
-            self._act(report(finding))
+        if self._checks is not None and (text := self._checks.batch_done()):
+            self._act(text)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check once more. Ranks: all, together; they wait until rank 0 has compared, and for a broadcast."""
         if self._checks is not None:
-            for finding in self._checks.finish(_AT_THE_END):
-                self._act(report(finding))
+            for text in self._checks.finish(_AT_THE_END):
+                self._act(text)
         self._stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

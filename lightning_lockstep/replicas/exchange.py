@@ -169,8 +169,8 @@ class RankChecks:
             named = self._contents.gradients(optimizer)
             self._gradients[id(optimizer)] = named.names, named.checksums()
 
-    def batch_done(self) -> Finding | None:
-        """Check if that is due, and send what is ready; return a difference, if all ranks meet now for a new one."""
+    def batch_done(self) -> str:
+        """Check if that is due, and send what is ready; return a new difference, if all ranks meet now for one."""
         due = self._until_check() == 1
         self.count += 1
         if due:
@@ -178,7 +178,7 @@ class RankChecks:
         while self._pending and self._pending[0].ready():
             self._send(self._pending.popleft())
         if self._agreement.passed() is None:
-            return None
+            return ""
         self._agreement.start_over()  # all ranks are here
         return self._meet()
 
@@ -232,7 +232,7 @@ class RankChecks:
 
     # -- when there is a difference, and at the end --
 
-    def finish(self, timeout: float) -> Iterator[Finding]:  # of rank 0 [s]
+    def finish(self, timeout: float) -> Iterator[str]:  # of rank 0 [s]
         """Check once more, and wait until rank 0 has compared all; yield each difference. Ranks: all, together."""
         if self.count != self._checked:
             self.check(was_due=False)
@@ -251,16 +251,16 @@ class RankChecks:
                     )
                 questions = len(comparison.questions)
         for _ in range(self._communicator.broadcast(questions)):
-            if (finding := self._meet()) is not None:
-                yield finding
+            if text := self._meet():
+                yield text
 
-    def _meet(self) -> Finding | None:
-        """Return the difference that rank 0 asks about, unless it is none or was told. Ranks: all, together."""
+    def _meet(self) -> str:
+        """Return the difference that rank 0 asks about, or nothing if it is none or was told. Ranks: all, together."""
         comparison = self._comparison
         asked = self._communicator.broadcast(None if comparison is None else comparison.next_question())
         if asked is None:
-            return None
-        finding: Finding | None = Finding(count=asked.batches, data=asked.data)
+            return ""
+        finding: Finding | None = Finding({"data"}, asked.data)
         is_equal = False
         if asked.groups:
             own = next(
@@ -278,9 +278,9 @@ class RankChecks:
         if comparison is not None:
             comparison.answered(asked.batches if is_equal else None)
         if finding is None or finding.names <= self._known:
-            return None
+            return ""
         self._known |= finding.names
-        return finding
+        return finding.text
 
 
 class Comparison:
@@ -336,6 +336,7 @@ class Comparison:
         wrong: list[Question] = []
         same = self._data.compare({rank: check["row"] for rank, check in checks.items()})
         if same is not None and (text := same_batches_text(self._trainer, *same)):
+            text += f" Seen in the last batches up to batch {count} of this fit."
             wrong.append(Question(count, self._good, data=text))
         # First what is whole on all ranks.
         wrong += [
