@@ -50,17 +50,14 @@ def refuse_strategy(trainer: Trainer) -> None:
     """Raise if a trial on one rank alone is not possible, with the reason."""
     if (trials := _engine_trials(trainer)) is not None:
         refuse_fixed_sizes(trainer, "AutoBatchSize is to choose the batch size")
-        if why := trials.why_not_possible():
-            raise SearchRefusedError(
-                f"no batch size can be tried with {type(trainer.strategy).__name__}: {why}."
-                " Set the batch size yourself."
-            )
-        return
-    for why in missing_capabilities(trainer.strategy, "step_alone", "sees_out_of_memory"):
+        reasons = [trials.why_not_possible()]
+    else:
+        reasons = missing_capabilities(trainer.strategy, "step_alone", "sees_out_of_memory")
+    for why in filter(None, reasons):
         raise SearchRefusedError(
-            f"no batch size can be tried with {type(trainer.strategy).__name__}: {why}. Search with"
-            " strategy='lockstep_ddp' or on a single device and set the batch size, or use"
-            " find_executable_batch_size around the whole run."
+            f"no batch size can be tried with {type(trainer.strategy).__name__}: {why}. Set the batch size yourself,"
+            " as found with strategy='lockstep_ddp' or on a single device, or use find_executable_batch_size around the"
+            " whole run."
         )
 
 
