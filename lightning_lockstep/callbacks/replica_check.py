@@ -144,8 +144,9 @@ class ReplicaCheck(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Check if that is due, and act on what rank 0 has found. Ranks: every rank, after every batch."""
-        if self._checks is not None and (text := self._checks.batch_done()):
-            self._act(text)
+        if self._checks is not None:
+            for text in self._checks.batch_done():
+                self._act(text)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check once more. Ranks: all, together; they wait until rank 0 has compared, and for a broadcast."""

@@ -2,10 +2,10 @@
 
     every rank, after its n-th batch              rank 0, receiving thread
     --------------------------------              ------------------------
-    check: a number for all that      --------->  all have come: equal, or request a stop (`stop_agreement`)
-           is to be equal                         with the question which ranks agree
-    after the same batch on all ranks: rank 0 sends the question; the first rank of each group that agrees sends a
-    number for each tensor to all; every rank judges and acts, as all others do
+    check: a number for all that      --------->  all have come: equal, or note what is to be asked
+           is to be equal                         and request a stop (`stop_agreement`)
+    after the same batch on all ranks: rank 0 sends its questions; for each, the first rank of each group that agrees
+    sends a number for each tensor to all; every rank judges and acts, as all others do
 
 What is divided, as in hybrid sharding, has a number for itself, with the ranks that hold the same; those alone are
 compared, and only they answer.
@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
@@ -169,8 +169,8 @@ class RankChecks:
             named = self._contents.gradients(optimizer)
             self._gradients[id(optimizer)] = named.names, named.checksums()
 
-    def batch_done(self) -> str:
-        """Check if that is due, and send what is ready; return a new difference, if all ranks meet now for one."""
+    def batch_done(self) -> list[str]:
+        """Check if that is due, and send what is ready; return new differences, if all ranks meet now for them."""
         due = self._until_check() == 1
         self.count += 1
         if due:
@@ -178,7 +178,7 @@ class RankChecks:
         while self._pending and self._pending[0].ready():
             self._send(self._pending.popleft())
         if self._agreement.passed() is None:
-            return ""
+            return []
         self._agreement.start_over()  # all ranks are here
         return self._meet()
 
@@ -232,13 +232,12 @@ class RankChecks:
 
     # -- when there is a difference, and at the end --
 
-    def finish(self, timeout: float) -> Iterator[str]:  # of rank 0 [s]
-        """Check once more, and wait until rank 0 has compared all; yield each difference. Ranks: all, together."""
+    def finish(self, timeout: float) -> list[str]:  # of rank 0 [s]
+        """Check once more, and wait until rank 0 has compared all; return new differences. Ranks: all, together."""
         if self.count != self._checked:
             self.check(was_due=False)
         while self._pending:
             self._send(self._pending.popleft())
-        questions = 0
         if (comparison := self._comparison) is not None:
             last = self._done[-1].count
             with comparison.news:
@@ -249,38 +248,33 @@ class RankChecks:
                         ranks_in_words(comparison.missing(last)),
                         timeout,
                     )
-                questions = len(comparison.questions)
-        for _ in range(self._communicator.broadcast(questions)):
-            if text := self._meet():
-                yield text
+        return self._meet()
 
-    def _meet(self) -> str:
-        """Return the difference that rank 0 asks about, or nothing if it is none or was told. Ranks: all, together."""
+    def _meet(self) -> list[str]:
+        """Return the differences about which rank 0 asks, but for those that were told. Ranks: all, together."""
         comparison = self._comparison
-        asked = self._communicator.broadcast(None if comparison is None else comparison.next_question())
-        if asked is None:
-            return ""
-        finding: Finding | None = Finding({"data"}, asked.data)
-        is_equal = False
-        if asked.groups:
-            own = next(
-                (check.details(asked.held) for check in self._done if check.count == asked.batches), None
-            )
-            told: list[Any] = [self._communicator.broadcast(own, group[0]) for group in asked.groups]
-            places = self._communicator.gather(self._place)
-            answers = {
-                rank: answer for group, answer in zip(asked.groups, told, strict=True) for rank in group
-            }
-            finding = None
-            if None not in told:  # else one was so late that another forgot the check: the next finds it too
-                finding = judge(asked.batches, asked.good, answers, places, self._statistics, asked.held)
-                is_equal = finding is None
-        if comparison is not None:
-            comparison.answered(asked.batches if is_equal else None)
-        if finding is None or finding.names <= self._known:
-            return ""
-        self._known |= finding.names
-        return finding.text
+        asked = self._communicator.broadcast([] if comparison is None else comparison.take_questions())
+        findings = [self._found(question) for question in asked]
+        if comparison is not None and asked and not any(findings):
+            comparison.note_equal(asked[0].batches)
+        texts = []
+        for finding in filter(None, findings):
+            if not finding.names <= self._known:
+                self._known |= finding.names
+                texts.append(finding.text)
+        return texts
+
+    def _found(self, asked: Question) -> Finding | None:
+        """Return the answer of all ranks to a question; ``None`` if there is no difference."""
+        if asked.data:
+            return Finding({"data"}, asked.data)
+        own = next((check.details(asked.held) for check in self._done if check.count == asked.batches), None)
+        told: list[Any] = [self._communicator.broadcast(own, group[0]) for group in asked.groups]
+        places = self._communicator.gather(self._place)
+        if None in told:  # one was so late that another forgot the check: the next finds it too
+            return Finding(set(), "")
+        answers = {rank: answer for group, answer in zip(asked.groups, told, strict=True) for rank in group}
+        return judge(asked.batches, asked.good, answers, places, self._statistics, asked.held)
 
 
 class Comparison:
@@ -289,26 +283,23 @@ class Comparison:
     def __init__(self, channel: SideChannel, topic: str, agreement: StepAgreement, trainer: Any) -> None:
         self.news = threading.Condition(threading.RLock())  # notified of each check that is compared
         self.compared = -1  # batches before the last check that all ranks have sent
-        #: Why the ranks are to meet: the question asked now, then the next ones, which a later check replaces.
-        self.questions: list[Question] = []
+        self._questions: list[Question] = []  # why the ranks are to meet; a later check replaces them
         self._world_size, self._agreement, self._trainer = channel.world_size, agreement, trainer
         self._checks: dict[int, dict[int, Any]] = {}  # by count and rank
         self._good: int | None = None  # batches before the last check that found no difference
         self._data = BatchComparison()
         self.close = channel.on(f"{topic}/check", self._take)
 
-    def next_question(self) -> Question | None:
+    def take_questions(self) -> list[Question]:
+        """Return what all ranks, which have met, are to find out."""
         with self.news:
-            return self.questions[0] if self.questions else None
+            asked, self._questions = self._questions, []
+            return asked
 
-    def answered(self, equal: int | None) -> None:  # a check that has turned out to be equal
-        """Note that all ranks have met for the first question, and ask the next one."""
+    def note_equal(self, count: int) -> None:
+        """Note that a check has found no difference after all."""
         with self.news:
-            del self.questions[:1]
-            if self.questions:
-                self._agreement.request("replicas differ", kind="replica")
-            elif equal is not None:
-                self._good = max(equal, self._good or 0)
+            self._good = max(count, self._good or 0)
 
     def missing(self, count: int) -> list[int]:
         """Return the ranks whose check has not come."""
@@ -343,10 +334,9 @@ class Comparison:
             Question(count, self._good, parts_of(folds[held])[:_ASKED], held) for held in differing[:_ASKED]
         ]
         if wrong:
-            is_idle = not self.questions
-            self.questions[1:] = wrong
-            if is_idle:
+            if not self._questions:
                 self._agreement.request("replicas differ", kind="replica")
+            self._questions = wrong
 
 
 def differing_facts(communicator: Communicator, facts: Mapping[str, str]) -> dict[int, dict[str, str]]:
