@@ -116,12 +116,15 @@ class BatchLoaders:
         self._write([size] * len(self._holders()))
 
     @contextmanager
-    def former_size(self) -> Iterator[None]:
-        """Restore the values of the attributes when the body ends."""
+    def former_size(self, *, on_error_only: bool = False) -> Iterator[None]:
+        """Restore the values of the attributes when the body ends, or only if it raises."""
         before = self._values()
         try:
             yield
-        finally:
+        except BaseException:
+            self._write(before)
+            raise
+        if not on_error_only:
             self._write(before)
 
     # -- the loaders --

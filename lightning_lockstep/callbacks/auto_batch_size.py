@@ -195,8 +195,7 @@ class AutoBatchSize(BatchSizeFinder):
         refuse_strategy(trainer)
         place, keeper = self._place_and_keeper(trainer, pl_module)
         began = time.perf_counter()
-        with ExitStack() as on_error:
-            on_error.enter_context(place.former_size())
+        with place.former_size(on_error_only=True):
             global_batch = None if keeper is None else keeper.global_batch_size
             most, why = largest_to_try(
                 trainer, place, self.max_val, global_batch, self._as_configured is not None
@@ -217,7 +216,6 @@ class AutoBatchSize(BatchSizeFinder):
             else:
                 _warn_of_fewer_steps(trainer, place, size)
                 place.apply(size)
-            on_error.pop_all()
         self.optimal_batch_size = place.size
         self.result = SearchResult(
             size=place.size,
