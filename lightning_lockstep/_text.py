@@ -61,11 +61,14 @@ def listed(texts: Sequence[str], most: int) -> str:
     return ", ".join(texts[:most]) + (f" and {more} more" if more > 0 else "")
 
 
+#: What pip is given in place of the name of this package, which is on no registry yet: the folder of a clone.
+PACKAGE = "."
+
+
 def install_command(extra: str = "", *others: str) -> str:
     """Return the line that installs this package, with an extra of it and other packages if given."""
-    # The package is on no registry yet.
-    what = f"'.[{extra}]'" if extra else "."
-    return " ".join(["pip install", what, *others]) + "  # in a clone of lightning-lockstep"
+    where = "  # in a clone of lightning-lockstep" if PACKAGE == "." else ""
+    return " ".join(["pip install", f"'{PACKAGE}[{extra}]'" if extra else PACKAGE, *others]) + where
 
 
 def first_line(said: BaseException | str) -> str:
