@@ -256,7 +256,7 @@ class RankChecks:
         asked = self._communicator.broadcast([] if comparison is None else comparison.take_questions())
         findings = [self._found(question) for question in asked]
         if comparison is not None and asked and not any(findings):
-            comparison.note_equal(asked[0].batches)
+            comparison.note_equal(asked[-1].batches)
         texts = []
         for finding in filter(None, findings):
             if not finding.names <= self._known:
@@ -283,7 +283,8 @@ class Comparison:
     def __init__(self, channel: SideChannel, topic: str, agreement: StepAgreement, trainer: Any) -> None:
         self.news = threading.Condition(threading.RLock())  # notified of each check that is compared
         self.compared = -1  # batches before the last check that all ranks have sent
-        self._questions: list[Question] = []  # why the ranks are to meet; a later check replaces them
+        # Why the ranks are to meet: what the first check that differed asks, and the last one since.
+        self._questions: list[list[Question]] = []
         self._world_size, self._agreement, self._trainer = channel.world_size, agreement, trainer
         self._checks: dict[int, dict[int, Any]] = {}  # by count and rank
         self._good: int | None = None  # batches before the last check that found no difference
@@ -294,7 +295,7 @@ class Comparison:
         """Return what all ranks, which have met, are to find out."""
         with self.news:
             asked, self._questions = self._questions, []
-            return asked
+            return [question for of_check in asked for question in of_check]
 
     def note_equal(self, count: int) -> None:
         """Note that a check has found no difference after all."""
@@ -336,7 +337,7 @@ class Comparison:
         if wrong:
             if not self._questions:
                 self._agreement.request("replicas differ", kind="replica")
-            self._questions = wrong
+            self._questions[1:] = [wrong]
 
 
 def differing_facts(communicator: Communicator, facts: Mapping[str, str]) -> dict[int, dict[str, str]]:
