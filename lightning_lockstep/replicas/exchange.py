@@ -71,31 +71,23 @@ class Check:
         contents: Contents,
         settings: Mapping[str, str],
         evidence: Mapping[str, Any],  # see `judge`
-        gradients: Sequence[tuple[list[str], Checksums]],  # of each optimizer
+        gradients: Sequence[Checksums],  # of each optimizer
         row: Sequence[Sequence[BatchSum]],
     ) -> None:
         self.count, self.settings, self.evidence, self.row = count, settings, evidence, row
-        sections = contents.sections().items()
-        self._sums = {section: (named.names, named.checksums()) for section, named in sections}
+        self._sums = {section: Checksums(named) for section, named in contents.sections().items()}
         self._held = dict(contents.held)  # by name the ranks that hold the same, of what is divided
         self._gradients = gradients
 
     def ready(self) -> bool:
-        return all(sums.ready() for _, sums in self._sums.values())
+        return all(sums.ready() for sums in self._sums.values())
 
     def read(self, before: Mapping[str, int]) -> dict[str, int]:
         """Take the numbers from the device, see which changed since the last check, and return all."""
-        self.numbers = {
-            section: dict(zip(names, sums.numbers(), strict=True))
-            for section, (names, sums) in self._sums.items()
-        }
+        self.numbers = {section: sums.numbers() for section, sums in self._sums.items()}
         now = {name: number for numbers in self.numbers.values() for name, number in numbers.items()}
         self._changed = [name for name, number in now.items() if before.get(name) != number]
-        self.gradients = {
-            name: number
-            for names, sums in self._gradients
-            for name, number in zip(names, sums.numbers(), strict=True)
-        }
+        self.gradients = {name: number for sums in self._gradients for name, number in sums.numbers().items()}
         return now
 
     def summary(self, own_buffers: Collection[str]) -> dict[str, Any]:
@@ -139,7 +131,7 @@ class RankChecks:
         self._every = every_n_steps
         self._batches = BatchRecorder(trainer, every_n_steps) if data else None
         self._trained = contents.trained()
-        self._gradients: dict[int, tuple[list[str], Checksums]] = {}  # by optimizer
+        self._gradients: dict[int, Checksums] = {}  # by optimizer
         self._steps = [0] * len(trainer.optimizers)
         self._hooks = [
             optimizer.register_step_post_hook(lambda *_, number=number: self._stepped(number))
@@ -166,8 +158,7 @@ class RankChecks:
     def take_gradients(self, optimizer: Any) -> None:
         # Each step of an optimizer replaces what the one before has kept, so that a check sees the last step.
         if self._contents.sees_gradients and self._until_check() <= self._trainer.accumulate_grad_batches:
-            named = self._contents.gradients(optimizer)
-            self._gradients[id(optimizer)] = named.names, named.checksums()
+            self._gradients[id(optimizer)] = Checksums(self._contents.gradients(optimizer))
 
     def batch_done(self) -> list[str]:
         """Check if that is due, and send what is ready; return new differences, if all ranks meet now for them."""
@@ -191,7 +182,7 @@ class RankChecks:
 
     def weights(self) -> int:
         """Return a checksum of all parameters."""
-        return folded(self._contents.sections()["parameters"].checksums().numbers())
+        return folded(Checksums(self._contents.sections()["parameters"]).numbers().values())
 
     def _until_check(self) -> int:
         """Return how many batches there are until the next check; 1: the current batch is checked."""
