@@ -53,11 +53,6 @@ class RankReport:
     notes: list[str] = field(default_factory=list)
     clean: bool | None = None  # replaying gave no bad value on this rank; None: it was not replayed
 
-    @property
-    def is_origin(self) -> bool:
-        """Whether a bad value was first produced on this rank."""
-        return self.clean is False
-
     def head(self) -> str:
         """Return a few lines: what produced the bad value, and the remedy."""
         first = self.producer or self.backward_producer
@@ -227,7 +222,7 @@ class ReportPublisher:
     def publish(self, report: RankReport, why: str) -> str:
         """Print and write the reports of a hit that all know of; return the error's text, the same on all."""
         gathered = self.collect(
-            {"head": report.head(), "origin": report.is_origin, "occasion": asdict(report.occasion)}
+            {"head": report.head(), "origin": report.clean is False, "occasion": asdict(report.occasion)}
         )
         missing = {rank: f"rank {rank}: no report within {gathered.timeout:g} s" for rank in gathered.missing}
         heads = {rank: entry["head"] for rank, entry in gathered.entries.items()} | missing

@@ -191,11 +191,6 @@ def facts(trainer: Any, module: LightningModule) -> dict[str, str]:
     return found
 
 
-def is_remark(what: str) -> bool:
-    """Return whether ranks may differ in it and still train rightly; then it is reported and the run goes on."""
-    return what.startswith("version of ")
-
-
 def _plain(value: Any) -> str | None:
     """Return a value of plain data as text; of anything else the text may differ though the value does not."""
     try:
