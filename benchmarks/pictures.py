@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from benchmarks.bench_failures import printed, train
+from benchmarks.bench_recovery import train as train_and_kill
 from benchmarks.terminal import COLUMNS, Shown, run_in_terminal, without_colours
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -212,6 +213,29 @@ def real_model(folder: Path) -> None:
     figure.savefig(folder / "real-model.png", dpi=130)
 
 
+def lost_ranks(folder: Path) -> None:
+    """The loss of a fit on 4 ranks of which two are killed, beside the undisturbed one and torchrun's restart."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    figure.suptitle("200 steps on 4 ranks; a rank is killed in step 60, another one in step 130", fontsize=11)
+    panel = figure.subplots()
+    runs = {
+        "torchrun --max-restarts, a checkpoint every 50 steps": ("torchrun", "2@60,0@130", "tab:red", "-"),
+        "on_lost_rank='continue'": ("ours", "2@60,0@130", "tab:blue", "-"),
+        "nobody is killed": ("ours", "", "black", ":"),
+    }
+    for name, (mode, kills, colour, style) in runs.items():
+        steps = train_and_kill(mode, kills).steps
+        seconds = [at - steps[0][0] for at, _, _ in steps]
+        losses = [loss for _, _, loss in steps]
+        panel.plot(seconds, losses, color=colour, linestyle=style, label=name, linewidth=2)
+    panel.set(xlabel="seconds since the first step", ylabel="loss of the same 128 samples", yscale="log")
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(frameon=False, loc="best")
+    figure.savefig(folder / "lost-ranks.png", dpi=130)
+
+
 PICTURES: dict[str, Callable[[Path], None]] = {
     "failing-rank": failing_rank,
     "stall": stall,
@@ -220,6 +244,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "doctor": doctor,
     "any-ranks": any_ranks,
     "real-model": real_model,
+    "lost-ranks": lost_ranks,
 }
 
 

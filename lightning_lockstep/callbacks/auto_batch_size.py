@@ -161,7 +161,7 @@ class AutoBatchSize(BatchSizeFinder):
             refuse_fixed_sizes(trainer, what, accumulates=True)
         if stage == "fit" and self._keeper is not None:
             self._keeper.plan = None  # of an earlier fit
-            self._keeper.divide_for_optimizers(trainer, pl_module)
+            self._keeper.divide_before_optimizers(trainer, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search, and guard the steps to come. Ranks: all, together."""

@@ -139,20 +139,19 @@ class EffectiveBatchSize(Callback):
         if stage == "fit":
             self.plan = None
             refuse_fixed_sizes(trainer, f"EffectiveBatchSize({self.global_batch_size})", accumulates=True)
-            self.divide_for_optimizers(trainer, pl_module)
+            self.divide_before_optimizers(trainer, pl_module)
 
-    def divide_for_optimizers(self, trainer: Trainer, module: LightningModule) -> None:
-        """Divide when the module is asked for its optimizers, whose schedules count the steps. Ranks: all ranks."""
-        if hasattr(trainer.strategy, "engine_trials"):  # an engine is told when it is there
-            return
-        configure = module.configure_optimizers
+    def divide_before_optimizers(self, trainer: Trainer, module: LightningModule) -> None:
+        """Divide when the strategy is set up, before optimizers, whose schedules count steps. Ranks: all ranks."""
+        # The module's own setup hook, which may make what its loaders read, has not been called yet.
+        set_up = trainer.strategy.setup
 
-        def configure_optimizers() -> Any:
+        def setup(trainer: Trainer) -> None:
             put_back()
             self._divide_as_configured(trainer, module)
-            return configure()
+            set_up(trainer)
 
-        put_back = put_in_place(module, "configure_optimizers", configure_optimizers)
+        put_back = put_in_place(trainer.strategy, "setup", setup)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Scale the learning rates, unless a search has just done that. Ranks: all ranks; nothing is sent."""

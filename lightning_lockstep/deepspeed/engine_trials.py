@@ -265,6 +265,8 @@ class EngineTrials:
 
     def take_sizes(self, *, batch_size: int, accumulate: int) -> None:
         """Let the engine go on with other sizes, by which it counts samples and knows its optimizer steps."""
+        if not hasattr(self._engine, "train_batch_size"):
+            return  # there is no engine yet: it is made with these sizes
         adapter_of(self._engine).set_sizes(batch_size=batch_size, accumulate=accumulate)
         self._strategy.config |= {
             "train_micro_batch_size_per_gpu": batch_size,

@@ -18,6 +18,8 @@ FOUND = (
     # Micro-batches that are counted, one of them without a loss; and a step in which no rank has a loss.
     Program(samples=2, order="items", loss="none", accumulate=2),
     Program(ranks=2, samples=4, order="items", loss="none", optimizer="momentum"),
+    # A schedule that asks for the number of steps, which dividing the batches changes, with an engine.
+    Program(samples=2, batch=2, strategy="zero2", schedule=True, effective=1),
 )
 
 
