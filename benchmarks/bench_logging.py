@@ -35,7 +35,7 @@ def in_rank(rounds: int, calls: int) -> Samples:
     from accelerate.logging import get_logger as accelerate_logger
 
     from lightning_lockstep.distributed import current_communicator
-    from lightning_lockstep.logs import get_logger
+    from lightning_lockstep.logs.logger import get_logger
 
     PartialState(cpu=True)
     current_communicator().side_channel.flush()

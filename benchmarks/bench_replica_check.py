@@ -53,20 +53,18 @@ class Times(Callback):
         if batch_idx < WARMUP:
             return
         self.samples[STEP].append(time.perf_counter() - self.began)
-        run = self.check._run
-        assert run is not None
+        checks, audit = self.check._checks, self.check._audit
+        assert checks is not None and audit is not None
         dist.barrier()
         began = time.perf_counter()
-        run._check()
-        run._checks._send(run._checks._pending.popleft())
+        checks.check()
+        checks._send(checks._pending.popleft())
         self.samples[CHECK].append(time.perf_counter() - began)
-        run._audit_every = run._count + 1
         dist.barrier()
         began = time.perf_counter()
-        run.audit(batch, batch_idx)
+        audit.run(batch, batch_idx, checks.weights())
         self.samples[AUDIT].append(time.perf_counter() - began)
-        assert run._audit is not None  # it has not given up
-        run._audit_every = NEVER
+        assert not audit.stopped  # it has not given up
 
 
 def in_rank(rounds: int) -> dict[str, list[float]]:

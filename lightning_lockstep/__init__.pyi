@@ -5,7 +5,7 @@ from lightning_lockstep.callbacks import *
 from lightning_lockstep.distributed.coordination.gather_uneven import gather_uneven as gather_uneven
 from lightning_lockstep.distributed.coordination.rank_order import in_rank_order as in_rank_order
 from lightning_lockstep.errors import *
-from lightning_lockstep.logs import get_logger as get_logger
+from lightning_lockstep.logs.logger import get_logger as get_logger
 from lightning_lockstep.notebook import notebook_launcher as notebook_launcher
 from lightning_lockstep.numerics.precision import run_in_fp32 as run_in_fp32
 from lightning_lockstep.overflow.frames import detect_overflow as detect_overflow

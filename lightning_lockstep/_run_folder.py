@@ -10,7 +10,7 @@ import re
 import shlex
 import time
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path, PurePath
@@ -234,12 +234,12 @@ _claimed: dict[str, str] = {}
 _only_looking: ContextVar[bool] = ContextVar("only_looking", default=False)
 
 
-def run_names(environ: Mapping[str, str] | None = None) -> list[tuple[str, int]]:
+def run_names() -> list[tuple[str, int]]:
     """Return the names by which the attempts of this run find each other, and how many came before."""
     # torchrun may run in a job of Slurm: after a requeue it counts its restarts anew, and with ``--standalone`` it has
     # another run id.
-    environ = os.environ if environ is None else environ
-    names, restarts = [], int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    environ, names = os.environ, list[tuple[str, int]]()
+    restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     if run := environ.get("TORCHELASTIC_RUN_ID"):
         if run == "none":  # without --rdzv-id all jobs have this one, but each has its own agents
             run = f"{run}-{environ.get('MASTER_ADDR', '')}-{os.getppid()}"

@@ -163,8 +163,7 @@ class BatchLoaders:
 
     def batch(self, size: int) -> Any:
         """Return one collated batch of ``size`` samples, in the structure that the step expects."""
-        # These are the samples that the sampler gives first; if there are fewer, they are repeated.
-        made = [_collated(loader, size) for loader in self.loaders]
+        made = [_first_batch(loader, size) for loader in self.loaders]
         if not in_fit(self._trainer):  # evaluations take one loader after the other
             return made[0]
         batches = iter(made)
@@ -225,13 +224,10 @@ def _checked(loader: object) -> DataLoader[Any]:
     return loader
 
 
-def _collated(loader: DataLoader[Any], size: int) -> Any:
-    dataset: Any = loader.dataset
-    indices = list(itertools.islice(itertools.cycle(loader.sampler), size))
-    if not indices:
-        raise BatchSizeError("the sampler of the loader is empty on this rank: expected at least one sample")
-    if hasattr(dataset, "__getitems__"):
-        samples = dataset.__getitems__(indices)
-    else:
-        samples = [dataset[index] for index in indices]
-    return loader.collate_fn(samples)
+def _first_batch(loader: DataLoader[Any], size: int) -> Any:
+    """Return the samples that the sampler gives first as one batch, which this process loads."""
+    batches = BatchSampler(loader.sampler, size, drop_last=False)
+    made = loader_with(loader, batch_sampler=batches, batch_size=size, num_workers=0, timeout=0)
+    for batch in made:
+        return batch
+    raise BatchSizeError("the sampler of the loader is empty on this rank: expected at least one sample")

@@ -14,6 +14,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_lockstep._lightning import LightningModule
+from lightning_lockstep.numerics.statistics import output_values
 
 
 def samples_in(batch: Any) -> int:
@@ -44,14 +45,7 @@ def _cut(batch: Any, samples: int, start: int, end: int) -> Any:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors of a batch of any structure, in its order."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:  # it returns the tensor, because a container may take only tensors
-        found.append(tensor)
-        return tensor
-
-    _with_each(value, Tensor, note)
-    return found
+    return [part for _, part in output_values(value) if isinstance(part, Tensor)]
 
 
 def _with_each(value: Any, kinds: Any, function: Callable[[Any], Any]) -> Any:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import time
 import warnings
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict
 from typing import Any, Literal, cast
 
 from lightning_lockstep._lightning import BatchSizeFinder, LightningModule, Trainer
-from lightning_lockstep._settings import settings_of
+from lightning_lockstep._settings import Faults, is_whole
+from lightning_lockstep._system import write_report
+from lightning_lockstep._text import counted
 from lightning_lockstep._trainer import faults_as_lightnings
 from lightning_lockstep.batch_size.loaders import BatchLoaders, SearchRefusedError, in_fit
+from lightning_lockstep.batch_size.memory import parse_bytes
 from lightning_lockstep.batch_size.recovery import Recovery
+from lightning_lockstep.batch_size.search import SizeSearch
 from lightning_lockstep.batch_size.search_run import (
-    AutoBatchSizeSettings,
     SearchResult,
-    keep_result,
+    TrialRunner,
+    largest_to_try,
     refuse_fixed_sizes,
     refuse_split,
     refuse_strategy,
@@ -27,6 +33,7 @@ from lightning_lockstep.callbacks.effective_batch_size import (
     keeper_of_global_batch,
 )
 from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.rank_supervisor import current_job, folder_of_run
 from lightning_lockstep.steps.patching import replaced
 from lightning_lockstep.steps.snapshot import RandomState, Snapshot
@@ -102,32 +109,55 @@ class AutoBatchSize(BatchSizeFinder):
         on_oom: Literal["raise", "split"] = "raise",
         loss_reduction: Literal["mean", "sum"] = "mean",
     ) -> None:
+        mode = cast(Any, str(mode).lower())  # as Lightning does
+        faults = Faults()
+        faults.choice("mode", mode, self.SUPPORTED_MODES)
+        faults.choice("on_oom", on_oom, ("raise", "split"))
+        faults.choice("loss_reduction", loss_reduction, ("mean", "sum"))
+        faults.number("margin", margin, what="a share of the size found", least=0, below=1)
+        faults.check(bool(batch_arg_name), "batch_arg_name", batch_arg_name, "the name of an attribute")
+        faults.whole("steps_per_trial", steps_per_trial)
+        faults.whole("init_val", init_val)
+        faults.whole("max_trials", max_trials)
+        faults.whole("max_val", max_val)
+        is_right = global_batch_size in (None, "largest") or (
+            is_whole(global_batch_size) and global_batch_size >= 1
+        )
+        expected = "samples in one optimizer step, a whole number from 1; 'largest', what fits; or None, as configured"
+        faults.check(is_right, "global_batch_size", global_batch_size, expected)
+        if memory_limit is not None:
+            try:
+                parse_bytes(memory_limit)
+            except ConfigurationError as error:
+                faults.texts += error.faults
         with faults_as_lightnings():
-            mode = cast(Any, str(mode).lower())  # as Lightning does
-            self.settings = settings_of(AutoBatchSizeSettings, locals())
+            faults.raise_all()
         super().__init__(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val)
+        self.mode, self.steps_per_trial, self.margin = mode, steps_per_trial, margin
+        self.init_val, self.max_val, self.max_trials = init_val, max_val, max_trials
+        self.batch_arg_name = batch_arg_name
+        self.memory_limit, self.global_batch_size = memory_limit, global_batch_size
+        self.on_oom, self.loss_reduction = on_oom, loss_reduction
         self.result: SearchResult | None = None
         self.batches_split = 0
-        size = self.settings.global_batch_size
         self._keeper: EffectiveBatchSize | None = None
-        if isinstance(size, int):
-            self._keeper = EffectiveBatchSize(size, batch_arg_name=batch_arg_name)
+        if isinstance(global_batch_size, int):
+            self._keeper = EffectiveBatchSize(global_batch_size, batch_arg_name=batch_arg_name)
         # Restores, when a run ends, the settings that the user did not ask to change.
         self._as_configured: ExitStack | None = None
         self._recovery: Recovery | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str | None = None) -> None:
         """Refuse a strategy under which no size can be tried. Ranks: all ranks; nothing is sent."""
-        settings = self.settings
-        if settings.on_oom != "raise":
+        if self.on_oom != "raise":
             refuse_split(trainer)
-        searches = settings.mode != "off" and not getattr(trainer, "fast_dev_run", False)
+        searches = self.mode != "off" and not getattr(trainer, "fast_dev_run", False)
         if searches:
             refuse_strategy(trainer)
         if stage == "fit" and (
-            self._keeper is not None or (searches and settings.global_batch_size != "largest")
+            self._keeper is not None or (searches and self.global_batch_size != "largest")
         ):
-            what = f"AutoBatchSize(global_batch_size={settings.global_batch_size}) sets the accumulation"
+            what = f"AutoBatchSize(global_batch_size={self.global_batch_size}) sets the accumulation"
             refuse_fixed_sizes(trainer, what, accumulates=True)
         if stage == "fit" and self._keeper is not None:
             self._keeper.plan = None  # of an earlier fit
@@ -136,14 +166,14 @@ class AutoBatchSize(BatchSizeFinder):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search, and guard the steps to come. Ranks: all, together."""
         super().on_fit_start(trainer, pl_module)
-        if self.settings.mode == "off" and self._keeper is not None:
-            keeper = keeper_of_global_batch(trainer, self._keeper, self.settings.global_batch_size)
+        if self.mode == "off" and self._keeper is not None:
+            keeper = keeper_of_global_batch(trainer, self._keeper, self.global_batch_size)
             assert keeper is not None
             keeper.on_fit_start(trainer, pl_module)
-        if self.settings.on_oom != "raise":
+        if self.on_oom != "raise":
             refuse_strategy(trainer)
             self.batches_split = 0
-            self._recovery = Recovery(trainer, pl_module, loss_reduction=self.settings.loss_reduction)
+            self._recovery = Recovery(trainer, pl_module, loss_reduction=self.loss_reduction)
 
     def scale_batch_size(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search, and let the run go on with what is found, unless ``mode`` is ``off``.
@@ -156,7 +186,7 @@ class AutoBatchSize(BatchSizeFinder):
 
         Ranks: all, together.
         """
-        if self.settings.mode == "off":
+        if self.mode == "off":
             return
         self.optimal_batch_size = self.result = None
         if getattr(trainer, "fast_dev_run", False):
@@ -164,24 +194,39 @@ class AutoBatchSize(BatchSizeFinder):
             return
         refuse_strategy(trainer)
         place, keeper = self._place_and_keeper(trainer, pl_module)
+        began = time.perf_counter()
         with place.former_size(on_error_only=True):
-            found = run_search(
+            global_batch = None if keeper is None else keeper.global_batch_size
+            most, why = largest_to_try(
+                trainer, place, self.max_val, global_batch, self._as_configured is not None
+            )
+            search = SizeSearch(self.init_val, max_val=most, why_none_above=why, max_trials=self.max_trials)
+            trials = TrialRunner(
                 trainer,
                 pl_module,
                 place,
-                self.settings,
-                global_batch=None if keeper is None else keeper.global_batch_size,
-                as_configured=self._as_configured is not None,
+                steps=self.steps_per_trial,
+                memory_limit=self.memory_limit,
+                accumulates=keeper is not None,
             )
+            size, reason = run_search(search, trials, self.margin)
+            took = time.perf_counter() - began
             if keeper is not None:
-                keeper.divide(trainer, place, largest=found.size)
+                keeper.divide(trainer, place, largest=size)
             else:
-                _warn_of_fewer_steps(trainer, place, found.size)
-                place.apply(found.size)
+                _warn_of_fewer_steps(trainer, place, size)
+                place.apply(size)
         self.optimal_batch_size = place.size
-        self.result = replace(found, size=place.size, accumulate=trainer.accumulate_grad_batches)
-        job = current_job()
-        keep_result(trainer, folder_of_run(trainer, None if job is None else job[0]), self.result)
+        self.result = SearchResult(
+            size=place.size,
+            largest=search.low,
+            accumulate=trainer.accumulate_grad_batches,
+            ranks=trainer.world_size,
+            trials=tuple(trials.done),
+            seconds=took,
+            reason=reason,
+        )
+        _tell(trainer, self.result)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the batches split over all ranks, and log a new number. Ranks: all, together; one gather an epoch."""
@@ -211,25 +256,24 @@ class AutoBatchSize(BatchSizeFinder):
         self, trainer: Trainer, module: LightningModule
     ) -> tuple[BatchLoaders, EffectiveBatchSize | None]:
         """Return where the batch size is kept, and what divides the global batch of a fit, if anything does."""
-        settings = self.settings
-        keeper = keeper_of_global_batch(trainer, self._keeper, settings.global_batch_size)
+        keeper = keeper_of_global_batch(trainer, self._keeper, self.global_batch_size)
         # A hook that makes a loader may read the accumulation. A keeper sets its own later, from the size found.
         accumulate = trainer.accumulate_grad_batches if keeper is None else 1
         with Snapshot(RandomState.capture()), replaced(trainer, accumulate_grad_batches=accumulate):
-            place = BatchLoaders(trainer, module, settings.batch_arg_name)
+            place = BatchLoaders(trainer, module, self.batch_arg_name)
         if len(place.loaders) > 1 and not in_fit(trainer):
             raise SearchRefusedError(
                 f"there are {len(place.loaders)} loaders; one size for all of them would fit the largest batch"
                 " only. Pass one loader at a time."
             )
-        if keeper is not None or settings.global_batch_size is not None:
+        if keeper is not None or self.global_batch_size is not None:
             return place, keeper
         # The user has not asked for another size, so it is restored after the run and does not affect the next one.
         self._as_configured = ExitStack()
         self._as_configured.enter_context(place.former_size())
         if in_fit(trainer):
             total = min(place.size * trainer.world_size, place.samples_of_all) * accumulate
-            keeper = self._keeper = EffectiveBatchSize(total, batch_arg_name=settings.batch_arg_name)
+            keeper = self._keeper = EffectiveBatchSize(total, batch_arg_name=self.batch_arg_name)
             self._as_configured.enter_context(replaced(trainer, accumulate_grad_batches=accumulate))
         return place, keeper
 
@@ -245,3 +289,18 @@ def _warn_of_fewer_steps(trainer: Trainer, place: BatchLoaders, size: int) -> No
             f" reference_batch_size={place.size * samples}) scales the learning rate.",
             stacklevel=3,
         )
+
+
+def _tell(trainer: Trainer, result: SearchResult) -> None:
+    """Print how the search ended, and write what one for a fit has found; on rank 0 alone."""
+    numbers = f"  batch size {result.size} per rank"
+    if in_fit(trainer):
+        ranks = counted(result.ranks, "rank")
+        numbers += f" x {result.accumulate} accumulated x {ranks} = {result.global_batch} per optimizer step"
+        job = current_job()
+        folder = folder_of_run(trainer, None if job is None else job[0])
+        if folder is not None and current_communicator().is_main:
+            write_report(folder / "batch_size.json", json.dumps(asdict(result), indent=2) + "\n")
+    say_once(
+        f"AutoBatchSize: {len(result.trials)} trials in {result.seconds:.1f} s, {result.reason}\n{numbers}"
+    )

@@ -37,17 +37,13 @@ def reduce_entries(entries: Sequence[Entry], how: Reduction) -> tuple[Tensor, tu
     first = min(values)
     if how == "rank0":
         values = {first: values[first]}
-    if any(map(math.isnan, values.values())):
-        number = math.nan
-    elif how in ("min", "max"):
-        number = (min if how == "min" else max)(values.values())
-    else:
-        number = sum(values.values()) / len(values)
+    numbers = torch.tensor([*values.values()], dtype=torch.float64)
+    reduced = {"min": numbers.min, "max": numbers.max}.get(how, numbers.mean)()  # nan if any of them is
     dtype = entries[first].dtype
     if how == "mean" and len(values) > 1 and not dtype.is_floating_point:
         dtype = torch.float32
     not_finite = tuple(rank for rank, value in values.items() if not math.isfinite(value))
-    return torch.tensor(number, dtype=dtype), not_finite
+    return reduced.to(dtype), not_finite
 
 
 def missing_message(monitor: str, entries: Sequence[Entry]) -> str:

@@ -166,18 +166,8 @@ class EffectiveBatchSize(Callback):
         self.divide(trainer, place, largest=place.size)
 
     def divide(self, trainer: Trainer, place: BatchLoaders, *, largest: int) -> None:
-        """Divide the global batch, or divide it again after a search for another micro-batch.
-
-        Args:
-            trainer: The Trainer, in a fit: before its first batch, and before a checkpoint's optimizer state is loaded.
-            place: Where the batch size lives.
-            largest: Largest micro-batch.
-
-        Raises:
-            BatchSizeError: There are more ranks than samples, or the module uses manual optimization.
-
-        Ranks: all ranks; nothing is sent.
-        """
+        """Divide the global batch, or divide it again after a search for the largest micro-batch. Ranks: all ranks."""
+        # In a fit, before its first batch and before a checkpoint's optimizer state is loaded.
         requested = self.global_batch_size
         if requested < trainer.world_size:
             raise BatchSizeError(

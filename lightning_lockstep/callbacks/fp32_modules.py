@@ -45,19 +45,7 @@ class FP32Modules(Callback):
             self._changed = [run_in_fp32(module) for module in chosen if not runs_in_fp32(module)]
 
     def chosen(self, pl_module: LightningModule) -> list[nn.Module]:
-        """Return the modules that are to run in float32.
-
-        Args:
-            pl_module: The model.
-
-        Returns:
-            Of a module and one inside it, the outer one alone.
-
-        Raises:
-            ConfigurationError: A name matches no module.
-
-        Ranks: every rank, alone.
-        """
+        """Return the modules to run in float32; of one and another inside it, the outer one. Ranks: any, alone."""
         names = module_names(pl_module)
         faults = Faults("FP32Modules")
         chosen: dict[str, nn.Module] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,15 @@ from torch.optim import Optimizer
 from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 from lightning_lockstep._settings import settings_of
 from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.distributed.failure.process_exit import outcome
+from lightning_lockstep.errors import LockstepError, OverflowDetectedError
 from lightning_lockstep.overflow.detect import Detection
-from lightning_lockstep.overflow.report import RankReport
+from lightning_lockstep.overflow.diagnose import Diagnosis
+from lightning_lockstep.overflow.replay import StepRecord
+from lightning_lockstep.overflow.report import RankReport, ReportPublisher
 from lightning_lockstep.overflow.settings import Action, Mode, OverflowSettings, refuse_strategy
+
+_log = logging.getLogger(__name__)
 
 
 class OverflowDetector(Callback):
@@ -76,8 +83,10 @@ class OverflowDetector(Callback):
     ) -> None:
         super().__init__()
         self.settings = settings_of(OverflowSettings, locals())
-        self.skipped_steps = self.scaler_skips = self.bad_in_a_row = 0
+        self.skipped_steps = self.scaler_skips = 0
         self.reports: list[RankReport] = []
+        self._bad_in_a_row = 0  # optimizer steps with a bad value since the last one without
+        self._has_skipped = False  # an optimizer step of the current batch
         self._detection: Detection | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -89,7 +98,12 @@ class OverflowDetector(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the detection in place."""
         self._remove()
-        self._detection = Detection(trainer, pl_module, self.settings, self)
+        folder = Path(
+            self.settings.report_dir or Path(trainer.log_dir or trainer.default_root_dir, "overflow")
+        )
+        self._publisher = ReportPublisher(current_communicator(), folder, self.settings)
+        self._detection = Detection(trainer, pl_module, self._publisher)
+        self._diagnosis = Diagnosis(trainer, pl_module, self._publisher, self._detection.engine)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Keep the loss, and let a bad one reach every rank."""
@@ -106,20 +120,33 @@ class OverflowDetector(Callback):
     ) -> None:
         """Check, and act on a hit before the weights change."""
         if self._detection is not None:
-            self._detection.before_optimizer_step(optimizer)
+            has_looked, origin = self._detection.before_optimizer_step(optimizer)
+            if origin is not None:
+                self._respond(trainer, optimizer, origin)
+            elif has_looked:
+                self._bad_in_a_row = 0
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Release the batch."""
-        if self._detection is not None:
-            self._detection.batch_end()
+        """Release the batch; end the run if it was the last one that was asked for."""
+        if self._detection is None:
+            return
+        self._detection.batch_end()
+        if self._has_skipped:
+            self._has_skipped = False
+            pl_module.log("overflow_skipped_steps", float(self.skipped_steps))
+        last, number = self.settings.abort_after_batch_num, trainer.fit_loop.epoch_loop.total_batch_idx
+        if last is not None and number >= last:
+            self._look_at_the_rest(trainer)
+            raise LockstepError(
+                f"OverflowDetector: aborting after batch {number}, as abort_after_batch_num={last} asks."
+            )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the values that have not been read yet, and remove everything."""
         try:
-            if self._detection is not None:
-                self._detection.end()
+            self._look_at_the_rest(trainer)
         finally:
             self._remove()
 
@@ -140,7 +167,57 @@ class OverflowDetector(Callback):
         self.skipped_steps = state_dict["skipped_steps"]
         self.scaler_skips = state_dict["scaler_skips"]
 
+    def _look_at_the_rest(self, trainer: Trainer) -> None:
+        if self._detection is not None and (origin := self._detection.end()) is not None:
+            self._respond(trainer, trainer.optimizers[0], origin)
+
+    def _respond(self, trainer: Trainer, optimizer: Optimizer, origin: StepRecord) -> None:
+        """Report a bad value that all ranks know of, at the same optimizer step; then raise, warn or skip."""
+        assert self._detection is not None
+        text = ""
+        with self._detection.paused():
+            why = self._diagnosis.why_alarm(origin)
+            if why is None:
+                self.scaler_skips += 1
+                return
+            self._bad_in_a_row += 1
+            if self._bad_in_a_row == 1:
+                report = self._diagnosis.report(origin)
+                self.reports.append(report)
+                with outcome.writes_report:
+                    text = self._publisher.publish(report, why)
+        times = self._bad_in_a_row
+        if self.settings.action == "raise":
+            raise OverflowDetectedError(text)
+        if self.settings.action == "skip":
+            self._skip(trainer, optimizer)
+        elif times > 1 and times & (times - 1) == 0 and trainer.is_global_zero:
+            _log.warning("nan or inf in %d optimizer steps in a row; see the report above", times)
+
+    def _skip(self, trainer: Trainer, optimizer: Optimizer) -> None:
+        """Skip this optimizer step: without gradients an optimizer changes nothing."""
+        assert self._detection is not None
+        if self._detection.engine is not None:
+            self._detection.engine.skip_step(optimizer)
+        else:
+            optimizer.zero_grad()
+        self.skipped_steps += 1
+        self._has_skipped = True
+        if trainer.is_global_zero:
+            _log.warning(
+                "optimizer step %d skipped because of nan or inf (%d so far, %d in a row)",
+                trainer.global_step,
+                self.skipped_steps,
+                self._bad_in_a_row,
+            )
+        if self._bad_in_a_row >= self.settings.max_skips:
+            raise OverflowDetectedError(
+                f"{self._bad_in_a_row} optimizer steps in a row were skipped because of nan or inf, as many as"
+                f" max_skips={self.settings.max_skips} allows. Reports are in {self._publisher.folder}."
+            )
+
     def _remove(self) -> None:
         detection, self._detection = self._detection, None
         if detection is not None:
             detection.remove()
+            self._publisher.close()

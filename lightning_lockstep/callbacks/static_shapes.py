@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
+from lightning_utilities import apply_to_collection
 from torch import Tensor
 from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm
 
 from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 from lightning_lockstep._settings import Faults, is_number, is_whole
 from lightning_lockstep._text import counted
-from lightning_lockstep.batch_size.padding import (
-    Key,
-    current,
-    mean_of_real,
-    parts,
-    real_samples,
-    with_lengths,
-    with_samples,
-)
 from lightning_lockstep.batch_size.split_step import samples_in, tensors_in
 from lightning_lockstep.callbacks.auto_batch_size import AutoBatchSize
 from lightning_lockstep.errors import ConfigurationError
@@ -32,39 +28,134 @@ from lightning_lockstep.xla.runtime import compilations_so_far
 
 _log = logging.getLogger(__name__)
 
+# -- Batches with more samples, or longer sequences, than they came with --
+
+Key = str | int
+
+
+def with_samples(batch: Any, size: int, ignored: Mapping[Key, float]) -> Any:
+    """Return a batch of ``size`` samples: those of ``batch``, then copies of its last, with ``ignored`` values."""
+    samples = samples_in(batch)
+
+    def padded(key: Key | None, tensor: Tensor) -> Tensor:
+        if not tensor.dim() or tensor.size(0) != samples:
+            return tensor
+        return _padded(tensor, 0, size, None if key is None else ignored.get(key))
+
+    return batch if samples >= size else _with_tensors(batch, padded)
+
+
+def with_lengths(batch: Any, lengths: Sequence[int], values: Mapping[Key, float], dim: int) -> Any:
+    """Return a batch whose sequences are padded to the smallest of the growing ``lengths`` that holds them."""
+
+    def padded(key: Key | None, tensor: Tensor) -> Tensor:
+        if key is None or key not in values or tensor.dim() <= dim:
+            return tensor
+        place = bisect_left(lengths, tensor.size(dim))
+        return tensor if place == len(lengths) else _padded(tensor, dim, lengths[place], values[key])
+
+    return _with_tensors(batch, padded)
+
+
+def _padded(tensor: Tensor, dim: int, size: int, value: float | None) -> Tensor:
+    """Return a tensor that is longer along a dimension: by a value, or by copies of its last entry."""
+    shape = [*tensor.shape[:dim], size - tensor.size(dim), *tensor.shape[dim + 1 :]]
+    if value is None:
+        return torch.cat([tensor, tensor.narrow(dim, tensor.size(dim) - 1, 1).expand(shape)], dim)
+    return torch.cat([tensor, tensor.new_full(shape, value)], dim)
+
+
+def parts(batch: Any) -> dict[Any, Any]:
+    """Return the parts of a batch by key, or by position if it is a list; by ``None`` if it is neither."""
+    if isinstance(batch, MutableMapping):
+        return dict(batch)
+    return dict(enumerate(batch)) if isinstance(batch, (list, tuple)) else {None: batch}
+
+
+def _with_tensors(batch: Any, function: Callable[[Key | None, Tensor], Tensor]) -> Any:
+    """Return a batch with ``function(key, tensor)`` in place of each tensor; the given batch does not change."""
+    made = {
+        key: apply_to_collection(value, Tensor, partial(function, key)) for key, value in parts(batch).items()
+    }
+    if isinstance(batch, MutableMapping):
+        changed = copy.copy(batch)
+        changed.update(made)
+        return changed
+    if isinstance(batch, (list, tuple)):
+        is_named = hasattr(batch, "_fields")
+        return type(batch)(*made.values()) if is_named else type(batch)(made.values())
+    return made[None]
+
+
+# -- Which samples of the current batch are real, for the current step --
+
+
+@dataclass
+class _CurrentBatch:
+    """What is known of the batch that a step computes now."""
+
+    # (samples,) bool on the CPU, True for the real samples; None: no batch of the loader is padded.
+    mask: Tensor | None = None
+    was_asked: bool = False  # whether the step has asked for the mask
+
+
+# Only one step at a time runs in a process. The mask is kept here, because a batch may have no place for it.
+_current = _CurrentBatch()
+
+
+def real_samples(batch: Any) -> Tensor:
+    """Return which samples of the current batch are real: ``(samples,)`` bool, on the device of the batch."""
+    samples, tensors = samples_in(batch), tensors_in(batch)
+    if not any(tensor.dim() for tensor in tensors):
+        raise ConfigurationError(
+            f"StaticShapes.real_samples({type(batch).__name__}): expected the batch of the step, with a tensor whose"
+            " first dimension is the samples."
+        )
+    mask, _current.was_asked = _current.mask, True
+    device = tensors[0].device
+    if mask is None:
+        return torch.ones(samples, dtype=torch.bool, device=device)
+    if mask.size(0) != samples:
+        raise ConfigurationError(
+            f"StaticShapes.real_samples of a batch of {samples} samples: expected the whole batch of the step, of"
+            f" {mask.size(0)}. Take the mask of the whole batch, and divide it like the batch."
+        )
+    return mask.to(device, non_blocking=True)
+
+
+def mean_of_real(values: Tensor, batch: Any) -> Tensor:
+    """Return the mean of ``values``, ``(samples, ...)``, over the real samples of the current batch."""
+    mask = real_samples(batch)
+    if not values.dim() or values.size(0) != mask.size(0):
+        raise ConfigurationError(
+            f"StaticShapes.mean of values of shape {tuple(values.shape)}: expected {mask.size(0)} rows, one for each"
+            ' sample. A loss function gives them with reduction="none".'
+        )
+    shaped = mask.view(-1, *[1] * (values.dim() - 1))
+    # The mean over all is scaled, because a sum of 16-bit values would overflow.
+    return torch.where(shaped, values, 0).mean() * (mask.size(0) / mask.sum())
+
+
 # -- What was compiled --
 
 Shapes = tuple[tuple[int, ...], ...]
 
 
-class _Compilations:
-    """Counts what ``torch.compile`` and, on its devices, torch-xla have compiled since it was last asked."""
-
-    def __init__(self, *, on_xla: bool = False) -> None:
-        self._on_xla = on_xla
-        self._newest = max(map(_begun, _records()), default=0)
-        self._of_xla = compilations_so_far() if on_xla else (0, 0.0)
-
-    def take(self) -> tuple[int, float]:
-        """Return how many graphs were compiled, and how long that took [s]."""
-        new = [one for one in _records() if _begun(one) > self._newest]
-        self._newest = max([self._newest, *map(_begun, new)])
-        # The backward of a graph is a separate record of the same compilation.
-        graphs, seconds = len({one.compile_id for one in new}), sum(one.duration_us or 0 for one in new) / 1e6
-        if self._on_xla:
-            (count, took), self._of_xla = self._of_xla, compilations_so_far()
-            graphs, seconds = graphs + self._of_xla[0] - count, seconds + self._of_xla[1] - took
-        return graphs, seconds
-
-
-def _records() -> list[Any]:
-    """Return torch's records of its last 64 compilations; no public function says when something was compiled."""
+def _compiled_so_far(trainer: Trainer) -> tuple[int, float]:
+    """Return how many graphs ``torch.compile`` and torch-xla have made in this process, and in what time [s]."""
+    strategy: Any = trainer.strategy
+    graphs, seconds = 0, 0.0
+    if strategy.root_device.type == "xla":
+        if hasattr(
+            strategy, "sync"
+        ):  # start what is pending, so that it belongs to the batch that has called it
+            strategy.sync()
+        graphs, seconds = compilations_so_far()
     utils = sys.modules.get("torch._dynamo.utils")  # which torch.compile imports when it is first used
-    return [] if utils is None else list(utils.get_compilation_metrics())
-
-
-def _begun(record: Any) -> int:
-    return int(record.start_time_us or 0)
+    if utils is not None:
+        graphs += utils.counters["stats"]["unique_graphs"]
+        seconds += utils.calculate_time_spent()["total_wall_time"]
+    return graphs, seconds
 
 
 class LateBatch(NamedTuple):
@@ -168,26 +259,22 @@ class StaticShapes(Callback):
         self.lengths, self.dim, self.batch_size = list(lengths), dim, batch_size
         self.pad_values, self.ignored = dict(pad_values or {}), dict(ignored or {})
         self._values = {**self.pad_values, **self.ignored}  # of padded sequences
+        self.late: list[LateBatch] = []
         self._training_size: int | None = None
         self._undo: Callable[[], None] | None = None
-        self._begin()
-
-    def _begin(self, *, on_xla: bool = False) -> None:
-        self.late: list[LateBatch] = []
-        self._compilations = _Compilations(on_xla=on_xla)
         self._is_on = False  # whether batches are those of the run, and not of a trial of another size
-        self._sizes: Counter[tuple[str, int]] = Counter()  # largest batch of each loader, by stage
-        self._before: dict[str, Shapes] = {}  # of the last batch, by stage
-        self._batches: Counter[str] = Counter()  # by stage
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Replace a method of the strategy, and start a new record. Ranks: any, alone."""
         self._take_away()
-        strategy: Any = trainer.strategy
-        self._begin(on_xla=strategy.root_device.type == "xla")
+        self.late = []
+        self._sizes: Counter[tuple[str, int]] = Counter()  # largest batch of each loader, by stage
+        self._batches: Counter[str] = Counter()  # by stage
+        self._before: dict[str, Shapes] = {}  # of the last batch, by stage
         if stage == "fit":  # otherwise the size of the fit before is kept, for a test after it
             self._training_size = None
             self._refuse_splits(trainer)
+        strategy: Any = trainer.strategy
         move = strategy.batch_to_device
 
         def batch_to_device(batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
@@ -221,10 +308,10 @@ class StaticShapes(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Leave out what was compiled before the batch, and weight what is logged by the real samples."""
-        self._take(trainer)
+        self._compiled = _compiled_so_far(trainer)
         results: Any = trainer._results
-        if current.mask is not None and results is not None:
-            results.batch_size = int(current.mask.sum())  # the weight of what is logged without a batch_size
+        if _current.mask is not None and results is not None:
+            results.batch_size = int(_current.mask.sum())  # the weight of what is logged without a batch_size
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Refuse a training step that does not ask which samples are real. Ranks: all, at their first batch."""
@@ -243,7 +330,17 @@ class StaticShapes(Callback):
         stage = _stage_of(trainer)
         if stage != "training":
             self._refuse_if_not_asked(stage)
-        self._batch_done(trainer, stage, batch, batch_idx)
+        shapes = tuple(tuple(one.shape) for one in tensors_in(batch))
+        accumulated = trainer.accumulate_grad_batches if stage == "training" else 1
+        self._batches[stage] += 1
+        (graphs, seconds), before = _compiled_so_far(trainer), self._compiled
+        if graphs > before[0] and self._batches[stage] > _EXPECTED * accumulated:
+            cost = graphs - before[0], seconds - before[1]
+            late = LateBatch(stage, batch_idx, trainer.global_step, *cost, shapes, self._before[stage])
+            self.late.append(late)
+            who = "" if trainer.is_global_zero else f" rank {trainer.global_rank}:"
+            _log.warning("StaticShapes:%s %s", who, late.line())
+        self._before[stage] = shapes
 
     on_validation_batch_start = on_test_batch_start = on_predict_batch_start = on_train_batch_start
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
@@ -266,27 +363,7 @@ class StaticShapes(Callback):
         if self._undo is not None:
             self._undo()
         self._undo, self._is_on = None, False
-        current.forget()
-
-    def _take(self, trainer: Trainer) -> tuple[int, float]:
-        """Count what was compiled up to here, after starting the pending operations."""
-        strategy: Any = trainer.strategy
-        if hasattr(strategy, "device_seed"):  # its devices run operations later than they are called
-            strategy.sync()
-        return self._compilations.take()
-
-    def _batch_done(self, trainer: Trainer, stage: str, batch: Any, batch_idx: int) -> None:
-        shapes = tuple(tuple(one.shape) for one in tensors_in(batch))
-        accumulated = trainer.accumulate_grad_batches if stage == "training" else 1
-        self._batches[stage] += 1
-        graphs, seconds = self._take(trainer)
-        if graphs and self._batches[stage] > _EXPECTED * accumulated:
-            before = self._before[stage]
-            late = LateBatch(stage, batch_idx, trainer.global_step, graphs, seconds, shapes, before)
-            self.late.append(late)
-            who = "" if trainer.is_global_zero else f" rank {trainer.global_rank}:"
-            _log.warning("StaticShapes:%s %s", who, late.line())
-        self._before[stage] = shapes
+        _current.mask = None
 
     def _loaders(self, trainer: Trainer, stage: str) -> list[Any]:
         loop: Any = trainer._active_loop
@@ -300,7 +377,7 @@ class StaticShapes(Callback):
 
     def _refuse_splits(self, trainer: Trainer) -> None:
         callbacks = getattr(trainer, "callbacks", [])
-        splits = any(isinstance(one, AutoBatchSize) and one.settings.on_oom == "split" for one in callbacks)
+        splits = any(isinstance(one, AutoBatchSize) and one.on_oom == "split" for one in callbacks)
         if splits and self.batch_size is not None:
             raise ConfigurationError(
                 f"StaticShapes(batch_size={self.batch_size!r}) with AutoBatchSize(on_oom='split'): expected one of"
@@ -308,7 +385,7 @@ class StaticShapes(Callback):
             )
 
     def _refuse_if_not_asked(self, stage: str) -> None:
-        if current.mask is None or current.was_asked or self.ignored:
+        if _current.mask is None or _current.was_asked or self.ignored:
             return
         drop = ", or drop_last=True in its DataLoader" if stage == "training" else ""
         raise ConfigurationError(
@@ -321,7 +398,7 @@ class StaticShapes(Callback):
     def _shaped(self, trainer: Trainer, batch: Any, dataloader_idx: int) -> Any:
         """Return a batch padded to the shapes of its stage, and record how many of its samples are real."""
         stage = _stage_of(trainer)
-        current.forget()
+        _current.mask, _current.was_asked = None, False
         if not self._is_on or stage == "predict":
             return batch
         missing = [key for key in self._values if key not in parts(batch)]
@@ -340,7 +417,7 @@ class StaticShapes(Callback):
         wanted = self._training_size if self.batch_size == "train" else self.batch_size
         self._sizes[place] = size = max(wanted or 0, batch_size_of(loader) or 0, real, self._sizes[place])
         if size > real or not getattr(loader, "drop_last", False):
-            current.mask = torch.arange(size) < real
+            _current.mask = torch.arange(size) < real
         return with_samples(batch, size, self.ignored)
 
 

@@ -95,9 +95,8 @@ class GlobalBatchDataModule(LightningDataModule):
 class ClassifierModule(LightningModule):
     """Cross entropy and accuracy over the last dimension of the model's output."""
 
-    # Logged: `train_loss` every step; `val_loss`, `val_acc`, `test_loss`, `test_acc` at the end of an
-    # evaluation, over all samples of all ranks, each sample with the same weight however the samples are
-    # divided.
+    # Logged: `train_loss` every step, its mean over all ranks; `val_loss`, `val_acc`, `test_loss`, `test_acc` at the
+    # end of an evaluation, over all samples of all ranks, each sample with the same weight however they are divided.
 
     def __init__(
         self,
@@ -106,7 +105,6 @@ class ClassifierModule(LightningModule):
         learning_rate: float,
         weight_decay: float = 0.01,  # of AdamW, on matrices only
         warmup_steps: int = 0,  # over which the learning rate rises from 0 [optimizer steps]
-        global_train_loss: bool = True,  # over all ranks (a scalar reduction a step), or rank 0's own
     ) -> None:
         faults.number("learning_rate", learning_rate, above=0)
         faults.number("weight_decay", weight_decay, least=0)
@@ -116,7 +114,6 @@ class ClassifierModule(LightningModule):
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
         self.warmup_steps = warmup_steps
-        self.global_train_loss = global_train_loss
         # Sums, not means of batch means: the value is then the same for every division among ranks.
         self.metrics = nn.ModuleDict(
             {f"{split}_{name}": MeanMetric() for split in ("val", "test") for name in ("loss", "acc")}
@@ -126,7 +123,7 @@ class ClassifierModule(LightningModule):
         """Mean cross entropy of this rank's micro-batch [nats]."""
         inputs, targets = batch
         loss = nn.functional.cross_entropy(self(inputs).flatten(0, -2), targets.flatten())
-        self.log("train_loss", loss, prog_bar=True, sync_dist=self.global_train_loss, batch_size=len(targets))
+        self.log("train_loss", loss, prog_bar=True, sync_dist=True, batch_size=len(targets))
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:

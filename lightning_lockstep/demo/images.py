@@ -25,7 +25,6 @@ class DigitsData(GlobalBatchDataModule):
         global_batch_size: Images of all ranks in one optimizer step; when given, `batch_size` is derived.
         val_fraction: Share of the images kept for validation (0 to 1).
         test_fraction: Share of the images kept for the test (0 to 1).
-        split_seed: Seed of the division into the three parts; the same on every run unless changed.
         augment: Whether training images are moved by up to one pixel, and get noise.
         num_workers: Loader processes per rank.
 
@@ -46,7 +45,6 @@ class DigitsData(GlobalBatchDataModule):
         global_batch_size: int | None = None,
         val_fraction: float = 0.125,
         test_fraction: float = 0.125,
-        split_seed: int = 0,
         augment: bool = False,
         num_workers: int = 0,
     ) -> None:
@@ -68,7 +66,6 @@ class DigitsData(GlobalBatchDataModule):
         )
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
-        self.split_seed = split_seed
         self.augment = augment
 
     def setup(self, stage: str | None = None) -> None:
@@ -76,7 +73,7 @@ class DigitsData(GlobalBatchDataModule):
         if self._splits:
             return
         images, labels = _read_digits()
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(self.split_seed))
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
         images, labels = images[order], labels[order]
         val = round(len(labels) * self.val_fraction)
         test = round(len(labels) * self.test_fraction)
@@ -122,12 +119,9 @@ class ConvNet(ClassifierModule):
         width: Channels of the first convolution; a multiple of 8.
         norm: The normalisation after each convolution, ``group`` or ``batch``.
         dropout: Share of the features that are left out in front of the linear layer (0 to 1).
-        num_classes: Number of classes.
-        in_channels: Channels of an image.
         learning_rate: Step size of AdamW.
         weight_decay: Decoupled weight decay of AdamW, on matrices only.
         warmup_steps: Steps over which the learning rate rises from 0 [optimizer steps].
-        global_train_loss: Average `train_loss` over all ranks instead of logging rank 0's own.
 
     Raises:
         ConfigurationError: A setting is out of range; the message lists every error.
@@ -142,30 +136,24 @@ class ConvNet(ClassifierModule):
         width: int = 32,
         norm: Literal["group", "batch"] = "group",
         dropout: float = 0.0,
-        num_classes: int = 10,
-        in_channels: int = 1,
         learning_rate: float = 3e-3,
         weight_decay: float = 0.01,
         warmup_steps: int = 0,
-        global_train_loss: bool = True,
     ) -> None:
         faults = Faults()
         in_groups = is_whole(width) and width > 0 and width % 8 == 0
         faults.check(in_groups, "width", width, "a multiple of 8 (channels in 8 groups)")
         faults.choice("norm", norm, ("group", "batch"))
         faults.number("dropout", dropout, what="a share of the features", least=0, below=1)
-        faults.whole("num_classes", num_classes, least=2)
-        faults.whole("in_channels", in_channels)
         super().__init__(
             faults,
             learning_rate=learning_rate,
             weight_decay=weight_decay,
             warmup_steps=warmup_steps,
-            global_train_loss=global_train_loss,
         )
         self.save_hyperparameters()
         self.body = nn.Sequential(
-            _block(in_channels, width, norm),
+            _block(1, width, norm),
             _block(width, 2 * width, norm),
             nn.MaxPool2d(2),
             _block(2 * width, 2 * width, norm),
@@ -173,10 +161,10 @@ class ConvNet(ClassifierModule):
             nn.Flatten(),
             nn.Dropout(dropout),
         )
-        self.head = nn.Linear(8 * width, num_classes)
+        self.head = nn.Linear(8 * width, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits `(batch, num_classes)` of images `(batch, in_channels, height, width)`."""
+        """Logits `(batch, 10)` of images `(batch, 1, height, width)`."""
         logits: Tensor = self.head(self.body(images))
         return logits
 

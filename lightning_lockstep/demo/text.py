@@ -140,7 +140,6 @@ class ByteGPT(ClassifierModule):
         learning_rate: Step size of AdamW.
         weight_decay: Decoupled weight decay of AdamW, on matrices only.
         warmup_steps: Steps over which the learning rate rises from 0 [optimizer steps].
-        global_train_loss: Average `train_loss` over all ranks instead of logging rank 0's own.
 
     Raises:
         ConfigurationError: A setting is out of range; the message lists every error.
@@ -159,7 +158,6 @@ class ByteGPT(ClassifierModule):
         learning_rate: float = 3e-3,
         weight_decay: float = 0.01,
         warmup_steps: int = 10,
-        global_train_loss: bool = True,
     ) -> None:
         faults = Faults()
         sizes = {"context": context, "layers": layers, "width": width, "heads": heads}
@@ -172,7 +170,6 @@ class ByteGPT(ClassifierModule):
             learning_rate=learning_rate,
             weight_decay=weight_decay,
             warmup_steps=warmup_steps,
-            global_train_loss=global_train_loss,
         )
         self.save_hyperparameters()
         self.bytes = nn.Embedding(_BYTES, width)

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from itertools import pairwise
@@ -153,43 +153,42 @@ class Windows:
         return min(lines[0][0] for lines in window.values()) + self.timeout, settled
 
     def _close(self, site: tuple[Any, ...], now: float, *, to_the_end: bool = False) -> list[Batch]:
+        """Take the lines of a call site, divided into calls."""
         window = self._open.pop(site)
-        timed_out = self._ends(window)[0] <= now
-        if self._is_even(window) and not timed_out:
-            groups = [list(lines) for lines in zip(*window.values(), strict=True)]
+        in_time = self._ends(window)[0] > now
+        if self._is_even(window) and in_time:
+            calls = [list(lines) for lines in zip(*window.values(), strict=True)]
         else:
-            groups = _by_time(
-                sorted((one for lines in window.values() for one in lines), key=lambda one: one[0])
-            )
-        complete = [len(group) == self.world_size for group in groups]
-        if any(complete):
+            calls = _by_time(window)
+        is_complete = [len(call) == self.world_size for call in calls]
+        if any(is_complete):
             self._unsure.pop(site, None)
         else:
             self._unsure[site] = now
-        if len(groups) > 1 and not complete[-1] and not to_the_end:
+        if len(calls) > 1 and not is_complete[-1] and not to_the_end:
             # The lines of other ranks for the last call may still come.
-            self._open[site] = {line.ranks[0]: [(arrived, line)] for arrived, line in groups.pop()}
-        batches = []
-        for group in groups:
-            lines = sorted((line for _, line in group), key=lambda line: line.ranks)
-            there = {line.ranks[0] for line in lines}
-            missing = tuple(rank for rank in range(self.world_size) if rank not in there)
-            batches.append(Batch(site, lines, missing, now - group[0][0]))
-        return batches
+            self._open[site] = {line.ranks[0]: [(arrived, line)] for arrived, line in calls.pop()}
+        return [self._batch(site, call, now) for call in calls]
+
+    def _batch(self, site: tuple[Any, ...], call: list[_Arrived], now: float) -> Batch:
+        lines = sorted((line for _, line in call), key=lambda line: line.ranks)
+        there = {line.ranks[0] for line in lines}
+        missing = tuple(rank for rank in range(self.world_size) if rank not in there)
+        return Batch(site, lines, missing, now - call[0][0])
 
 
-def _by_time(lines: Sequence[_Arrived]) -> list[list[_Arrived]]:
-    """Divide lines, given in the order of arrival, at the largest gaps so that no rank is in a group twice."""
-    groups: list[list[_Arrived]] = [[]]
-    for one in lines:
-        group = groups[-1]
-        before = [i for i, (_, line) in enumerate(group) if line.ranks == one[1].ranks]
-        group.append(one)
+def _by_time(window: _Window) -> list[list[_Arrived]]:
+    """Divide the lines of a window, in the order of arrival, at the largest gaps so that no call has a rank twice."""
+    calls: list[list[_Arrived]] = [[]]
+    for one in sorted((one for lines in window.values() for one in lines), key=lambda one: one[0]):
+        call = calls[-1]
+        before = [i for i, (_, line) in enumerate(call) if line.ranks == one[1].ranks]
+        call.append(one)
         if before:
-            gaps = [(later[0] - earlier[0], i) for i, (earlier, later) in enumerate(pairwise(group), 1)]
+            gaps = [(later[0] - earlier[0], i) for i, (earlier, later) in enumerate(pairwise(call), 1)]
             _, cut = max(gaps[before[0] :])
-            groups[-1:] = [group[:cut], group[cut:]]
-    return groups
+            calls[-1:] = [call[:cut], call[cut:]]
+    return calls
 
 
 # -- The collector, to which all lines come --

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
 import sys
 from pathlib import Path
@@ -17,32 +16,25 @@ from lightning_lockstep.logs.logger import LineSender, call_of, extra_of
 # -- How a log record looks: on the console, in a file, as a line of JSON --
 
 _host = socket.gethostname()
-_STYLES = {"DEBUG": "dim", "INFO": "green", "WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
 
 
 class TextFormat(logging.Formatter):
-    """``time level host:rank logger file:line message``, with rich's colours if asked for."""
+    """``time level host:rank logger file:line message``."""
 
     default_time_format = "%H:%M:%S"
     default_msec_format = "%s.%03d"
 
-    def __init__(self, rank: int, *, colour: bool = False) -> None:
+    def __init__(self, rank: int) -> None:
         super().__init__()
-        self.rank, self.colour = rank, colour
+        self.rank = rank
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         """Return the line without traceback and stack; :meth:`format` appends them."""
         # The text of Python's warnings has its place already.
         is_warning = record.name == "py.warnings"
         place = record.name if is_warning else f"{record.name} {record.filename}:{record.lineno}"
-        parts = [
-            (self.formatTime(record), "dim"),
-            (f"{record.levelname:<8}", _STYLES.get(record.levelname, "")),
-            (self._source(record), "cyan"),
-            (place, "dim"),
-            (_message(record), ""),
-        ]
-        return " ".join(_coloured(text, style) if self.colour else text for text, style in parts)
+        source = self._source(record)
+        return f"{self.formatTime(record)} {record.levelname:<8} {source} {place} {_message(record)}"
 
     def _source(self, record: logging.LogRecord) -> str:
         """Return ``host:rank``, or for several ranks ``host:0-3`` or ``2 hosts:0-3``."""
@@ -93,14 +85,6 @@ def _message(record: logging.LogRecord) -> str:
     return record.getMessage().removeprefix(getattr(record, "lockstep_prefix", "")).rstrip("\n")
 
 
-def _coloured(text: str, style: str) -> str:
-    if not style:
-        return text
-    from rich.style import Style
-
-    return Style.parse(style).render(text)
-
-
 # -- Where records go: the console of rank 0, this rank's file, and, for warnings, the collector on rank 0
 
 
@@ -109,7 +93,7 @@ class ConsoleHandler(logging.Handler):
 
     def __init__(self, rank: int, *, level: int | str) -> None:
         super().__init__(level)
-        self.setFormatter(TextFormat(rank, colour=sys.stderr.isatty() and "NO_COLOR" not in os.environ))
+        self.setFormatter(TextFormat(rank))
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

@@ -72,14 +72,9 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
 
     ``main_process_only=True`` (the default) prints on the main rank only, ``main_process_only=False`` on
     every rank that makes the call. ``in_order=True`` prints the lines of all ranks in rank order, through
-    rank 0. ``extra``, ``exc_info``, ``stack_info``, ``stacklevel`` and ``%`` arguments work as in
-    :mod:`logging`.
-
-    Args:
-        logger: The logger underneath.
-
-    Ranks: any rank may call any method alone. ``in_order`` posts one message and returns; no rank ever
-    waits, and a line that other ranks do not log is printed after ``order_timeout`` with their numbers.
+    rank 0: the call posts one message and returns, and a line that other ranks do not log is printed after
+    ``order_timeout`` with their numbers. ``extra``, ``exc_info``, ``stack_info``, ``stacklevel`` and ``%``
+    arguments work as in :mod:`logging`.
     """
 
     logger: logging.Logger

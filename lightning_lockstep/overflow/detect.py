@@ -1,4 +1,11 @@
-"""The detection of one fit on one rank: what is recorded, looked at and done at each point of a training step."""
+"""The detection of one fit on one rank: what is recorded and looked at, at each point of a training step.
+
+training_step begins      a StepRecord has all that a replay needs
+before the backward       it gets the loss; a bad one makes the gradients of all ranks bad
+before an optimizer step  every so many steps: are losses, activations or gradients bad since the last look?
+the batch ends            a micro-batch that no step followed is looked at by itself, or kept for the next look
+the fit ends              what was not looked at yet
+"""
 
 from __future__ import annotations
 
@@ -6,7 +13,6 @@ import functools
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +21,10 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 
 from lightning_lockstep._lightning import LightningModule, Trainer
-from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.errors import LockstepError
 from lightning_lockstep.numerics.statistics import any_bad, has_bad_values, module_names, output_values
-from lightning_lockstep.overflow.diagnose import Counters, Response
 from lightning_lockstep.overflow.frames import FrameRecorder
-from lightning_lockstep.overflow.replay import Occasion, StepRecord
-from lightning_lockstep.overflow.report import COLUMNS, ReportPublisher
+from lightning_lockstep.overflow.replay import Occasion, StepRecord, is_divided
+from lightning_lockstep.overflow.report import ReportPublisher
 from lightning_lockstep.overflow.settings import OverflowSettings, refuse_compiled
 from lightning_lockstep.steps.capabilities import capabilities_of
 from lightning_lockstep.steps.isolated import place_of
@@ -38,16 +41,15 @@ class Detection:
 
     # There is one on every rank; each method is called at the same point of the same step on all of them.
 
-    def __init__(
-        self, trainer: Trainer, module: LightningModule, settings: OverflowSettings, counters: Counters
-    ) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule, publisher: ReportPublisher) -> None:
+        settings = publisher.settings
         if settings.mode == "hooks":
             refuse_compiled(module)
-        self._trainer, self._module, self._settings, self._counters = trainer, module, settings, counters
-        self._communicator = current_communicator()
+        self._trainer, self._module, self._settings, self._publisher = trainer, module, settings, publisher
+        self._communicator = publisher.communicator
         strategy: Any = trainer.strategy
         # Keeps a part of the gradients on each rank; None: they are whole, in ``.grad``.
-        self._engine = strategy.engine_gradients() if hasattr(strategy, "engine_gradients") else None
+        self.engine = strategy.engine_gradients() if hasattr(strategy, "engine_gradients") else None
         self._seeded = strategy if hasattr(strategy, "device_seed") else None
         # A step that was taken cannot be skipped.
         rarely = not capabilities_of(strategy).runs_at_once and settings.action != "skip"
@@ -55,20 +57,14 @@ class Detection:
         # Whether a loss or activation that is bad on this rank is to reach the gradients of all ranks. Not with
         # ``warn``, which must not change the run, not in one process, and not with an engine, where all ranks ask.
         several = self._communicator.world_size > 1
-        self._spreads = settings.action != "warn" and several and self._engine is None
-        folder = Path(settings.report_dir or Path(trainer.log_dir or trainer.default_root_dir) / "overflow")
-        self._publisher = ReportPublisher(self._communicator, folder, settings)
+        self._spreads = settings.action != "warn" and several and self.engine is None
         self._buffers = BufferCopies(module)
         self._tracing: FrameRecorder | None = None  # the frames of the current batch, if it is traced
-        self.record: StepRecord | None = None
-        self._suspect: StepRecord | None = None  # the micro-batch that made the gradients bad
-        self._unread: list[StepRecord] = []  # the steps since the last check
+        self.record: StepRecord | None = None  # the current step
+        self._unread: list[StepRecord] = []  # the steps since the last look
         self._last: StepRecord | None = None  # set if some steps may be unchecked when the fit ends
         self._steps = 0  # of the optimizer, so far
         self._watch = _ActivationWatch(module, settings) if settings.mode == "hooks" else None
-        self._response = Response(
-            trainer, module, settings, self._communicator, self._publisher, counters, self._engine
-        )
         # Below the distributed wrapper and inside autocast.
         original = module.training_step
 
@@ -82,7 +78,34 @@ class Detection:
         if self._watch is not None:  # first: its hook is one of the whole process
             self._watch.remove()
         self._put_back()
-        self._publisher.close()
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Return a context in which outputs of modules are not those of the step, as in a replay."""
+        return nullcontext() if self._watch is None else replaced(self._watch, active=False)
+
+    # -- what is recorded --------------------------------------------------------------------------------
+
+    def _begin_step(self, step: Any, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
+        """Record what a replay needs; return the context that the step runs in."""
+        trainer = self._trainer
+        place = trainer.fit_loop.epoch_loop
+        occasion = Occasion(
+            trainer.current_epoch, trainer.global_step, place.total_batch_idx, place.batch_idx
+        )
+        self._buffers.refresh()
+        random = RandomState.capture(self._module.device)
+        self.record = StepRecord(step, args, kwargs, random, self._buffers, occasion)
+        self.record.place = place_of(trainer.strategy, [*args, *kwargs.values()][0])
+        if self._seeded is not None:
+            self.record.device_seed = self._seeded.device_seed()
+        if self._watch is not None:
+            self._watch.begin_step()
+        if occasion.batch_number not in self._settings.trace_batch_nums:
+            return nullcontext()
+        self._tracing = FrameRecorder(
+            self._module, self._settings, whole=True, divided=is_divided(self._trainer)
+        )
+        return self._tracing.recording()
 
     def before_backward(self, loss: Tensor) -> None:
         """Keep the loss, and let a bad one reach every gradient and so every rank."""
@@ -107,65 +130,22 @@ class Detection:
         if self._watch is not None and not self._module.automatic_optimization:
             self._watch.active = True
 
-    def _begin_step(self, step: Any, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
-        """Record what a replay needs; return the context that the step runs in."""
-        trainer = self._trainer
-        place = trainer.fit_loop.epoch_loop
-        occasion = Occasion(
-            trainer.current_epoch, trainer.global_step, place.total_batch_idx, place.batch_idx
-        )
-        self._buffers.refresh()
-        random = RandomState.capture(self._module.device)
-        self.record = StepRecord(step, args, kwargs, random, self._buffers, occasion)
-        self.record.place = place_of(trainer.strategy, [*args, *kwargs.values()][0])
-        if self._seeded is not None:
-            self.record.device_seed = self._seeded.device_seed()
-        if self._watch is not None:
-            self._watch.begin_step()
-        if occasion.batch_number not in self._settings.trace_batch_nums:
-            return nullcontext()
-        self._tracing = FrameRecorder(
-            self._module, self._settings, whole=True, divided=self._response.divided
-        )
-        return self._tracing.recording()
+    # -- what is looked at -------------------------------------------------------------------------------
 
-    def _print_trace(self, occasion: Occasion) -> None:
-        """Print and write what was traced of the batch that ended; its step itself has run."""
-        recorder, self._tracing = self._tracing, None
-        if recorder is None:
-            return
-        number, indent = occasion.batch_number, " " * 17
-        where = f"rank {self._communicator.rank}, epoch {occasion.epoch}, step {occasion.step}"
-        lines = [
-            f"\n{indent} *** Starting batch number={number} *** ({where})",
-            COLUMNS,
-            *(frame.text() for frame in recorder.frames),
-            f"{indent} *** Finished batch number={number} ***\n",
-        ]
-        self._publisher.publish_trace(number, "\n".join(lines))
-
-    # -- the look ----------------------------------------------------------------------------------------
-
-    def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Check every so many steps, and act on a hit before the weights change."""
+    def before_optimizer_step(self, optimizer: Optimizer) -> tuple[bool, StepRecord | None]:
+        """Check every so many steps; return whether it has, and the step in which a value was bad."""
         record = self.record
         if record is None or self._tracing is not None:
-            return
-        if self._engine is not None and not self._engine.steps_now():
-            return  # the batch is accumulated, and is checked at its end
+            return False, None
+        if self.engine is not None and not self.engine.steps_now():
+            return False, None  # the batch is accumulated, and is checked at its end
         record.optimizer_steps += 1
         record.stepped = True
         self._unread.append(record)
         self._steps += 1
         if self._steps % self._every:
-            return
-        bad, origin = self._look([p for group in optimizer.param_groups for p in group["params"]])
-        if bad:
-            origin = origin or record
-            self._respond(optimizer, origin, record)
-            record.skipped = origin.skipped
-        else:
-            self._counters.bad_in_a_row = 0
+            return False, None
+        return True, self._look(record, [p for group in optimizer.param_groups for p in group["params"]])
 
     def batch_end(self) -> None:
         """Let go of the batch, unless it is looked at later."""
@@ -175,40 +155,31 @@ class Detection:
         if self._watch is not None or self._every > 1:
             self._last = record
         if not record.stepped and self._tracing is None:
-            if self._every > 1 or record.activation_flag is not None:
+            # Bad gradients stay bad until the optimizer steps: the first micro-batch after which they are made them so.
+            known = any(step.made_gradients_bad for step in self._unread)
+            if self._every == 1 and not known and self._micro_batch_is_bad(record):
+                record.made_gradients_bad = True
+                self._buffers = BufferCopies(self._module)  # the record keeps its own
+            if self._every > 1 or record.made_gradients_bad or record.activation_flag is not None:
                 self._unread.append(record)
-            if self._every == 1 and self._suspect is None and self._micro_batch_is_bad(record):
-                self._suspect = record
-                self._buffers = BufferCopies(self._module)
-        if record.skipped:
-            self._module.log("overflow_skipped_steps", float(self._counters.skipped_steps))
-        self._print_trace(record.occasion)
-        last = self._settings.abort_after_batch_num
-        if last is not None and record.occasion.batch_number >= last:
-            self.end()
-            raise LockstepError(
-                f"OverflowDetector: aborting after batch {record.occasion.batch_number}, as"
-                f" abort_after_batch_num={last} asks."
-            )
+        if self._tracing is not None:
+            self._publisher.publish_trace(record.occasion, self._tracing.frames)
+            self._tracing = None
 
-    def end(self) -> None:
-        """Look at the last steps, if the run ends between two looks."""
-        last = self._last
-        if last is None:  # each step was looked at: the same on every rank
-            return
+    def end(self) -> StepRecord | None:
+        """Look at the last steps, if the run ends between two looks; return that in which a value was bad."""
+        if self._last is None:  # each step was looked at: the same on every rank
+            return None
         # Gradients of a batch that no step followed are not those of all ranks, so all ask.
-        with_gradients = self._every > 1 and self._engine is None and bool(self._unread)
-        bad, origin = self._look(self._module.parameters() if with_gradients else None, ask=True)
-        if bad:
-            self._respond(self._trainer.optimizers[0], origin or last, last)
+        with_gradients = self._every > 1 and self.engine is None and bool(self._unread)
+        return self._look(self._last, self._module.parameters() if with_gradients else None, ask=True)
 
     def _look(
-        self, parameters: Iterable[Tensor] | None, *, ask: bool = False
-    ) -> tuple[bool, StepRecord | None]:
-        """Return whether a value was bad since the last look, the same on every rank, and the first such step here."""
-        steps = [*([] if self._suspect is None else [self._suspect]), *self._unread]
-        here, origin = False, self._suspect
-        self._unread, self._suspect = [], None
+        self, record: StepRecord, parameters: Iterable[Tensor] | None, *, ask: bool = False
+    ) -> StepRecord | None:
+        """Return, on all ranks or on none, the step in which a value was bad; ``record``: not known here which."""
+        steps, self._unread = self._unread, []
+        here, origin = False, next((step for step in steps if step.made_gradients_bad), None)
         others = self._losses(steps) + [flag for step in steps if (flag := step.activation_flag) is not None]
         given = None if parameters is None else list(parameters)
         # All are checked at once first: each check makes the host wait for a GPU, and nearly always nothing is bad.
@@ -217,28 +188,24 @@ class Detection:
             origin = origin or next((step for step in steps if self._is_bad(step)), None)
         # A mean over ranks carries a nan of any rank into the gradients of all, so nothing is sent without a hit,
         # unless each rank holds only a part of the gradients or they are not looked at.
-        if self._communicator.world_size > 1 and self._spreads and self._settings.gradients and not ask:
+        if self._spreads and self._settings.gradients and not ask:
             if origin is not None and not here:
-                number = origin.occasion.batch_number
                 _log.warning(
                     "nan or inf in batch %d of this rank, but in no gradient of the step."
                     " OverflowDetector(action='warn') names the module.",
-                    number,
+                    origin.occasion.batch_number,
                 )
-            return here, origin
-        return self._on_any_rank(here or origin is not None), origin
-
-    def _respond(self, optimizer: Optimizer, origin: StepRecord, record: StepRecord) -> None:
-        """Act on a hit that came from ``origin`` and was found at the end of ``record``."""
-        if origin is not record and self._every > 1:
+        else:
+            here = self._on_any_rank(here or origin is not None)
+        if not here:
+            return None
+        if origin is not None and origin is not record and self._every > 1:
             later = record.occasion.batch_number - origin.occasion.batch_number
             origin.notes.append(
                 f"Found {later} batches later (check_every_n_steps={self._every}), and replayed with the weights of"
                 " that later step. With check_every_n_steps=1 a batch is replayed with its own."
             )
-        # Outputs of a replay are not those of the step.
-        with nullcontext() if self._watch is None else replaced(self._watch, active=False):
-            self._response.to_common_hit(optimizer, origin)
+        return origin or record
 
     def _on_any_rank(self, here: bool) -> bool:
         if self._communicator.world_size == 1:
@@ -249,10 +216,10 @@ class Detection:
         """Return whether a gradient, if they are looked at, or another value is bad; a GPU is waited for once."""
         if not self._settings.gradients:
             return any_bad(others)
-        if self._engine is None:
+        if self.engine is None:
             return any_bad([*(g for p in parameters if (g := p.grad) is not None), *others])
-        return self._engine.known_bad() or any_bad(
-            [*(g for g in self._engine.gradients() if g.numel()), *others]
+        return self.engine.known_bad() or any_bad(
+            [*(g for g in self.engine.gradients() if g.numel()), *others]
         )
 
     def _losses(self, records: Iterable[StepRecord]) -> list[Tensor]:
@@ -267,7 +234,7 @@ class Detection:
         """Return whether gradients or loss are bad after a micro-batch that no optimizer step follows."""
         bad = self._gradients_are_bad(self._module.parameters(), self._losses([record]))
         # With an engine a bad gradient may lie on another rank: all ranks ask.
-        return bad if self._engine is None else self._on_any_rank(bad)
+        return bad if self.engine is None else self._on_any_rank(bad)
 
 
 def _spread_bad_values(flags: Sequence[Tensor], gradient: Tensor) -> Tensor:

@@ -1,80 +1,39 @@
-"""Which module made the first bad value, and what is done about the step."""
+"""Whether a bad value is an alarm, and which module made it: what a replay of its batch shows."""
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_lockstep._lightning import LightningModule, Trainer
-from lightning_lockstep.distributed import Communicator
-from lightning_lockstep.distributed.failure.process_exit import outcome
 from lightning_lockstep.distributed.local_collectives import UnansweredCollectiveError
-from lightning_lockstep.errors import OverflowDetectedError
 from lightning_lockstep.numerics.statistics import has_bad_values, tensor_statistics
 from lightning_lockstep.overflow.frames import FrameRecorder, Producer
-from lightning_lockstep.overflow.replay import OUTSIDE, Remedy, StepRecord, advice, replay, search
+from lightning_lockstep.overflow.replay import OUTSIDE, Remedy, StepRecord, advice, is_divided, replay, search
 from lightning_lockstep.overflow.report import RankReport, ReportPublisher
-from lightning_lockstep.overflow.settings import OverflowSettings
-from lightning_lockstep.steps.capabilities import (
-    EngineGradients,
-    capabilities_of,
-    missing_capabilities,
-)
+from lightning_lockstep.steps.capabilities import EngineGradients, missing_capabilities
 
-_log = logging.getLogger(__name__)
 _TOGETHER = (
     "all ranks replayed a batch whose loss or gradients are not finite, to find the module that made them so."
 )
 
 
-class Counters(Protocol):
-    """What the callback counts; the same on every rank but for the reports."""
+class Diagnosis:
+    """Finds out about a step with a bad value that all ranks know of; each method is called on all of them."""
 
-    skipped_steps: int  # of the optimizer
-    scaler_skips: int  # ordinary ones of an fp16 loss scaler
-    bad_in_a_row: int  # optimizer steps with a hit since the last one without
-    reports: list[RankReport]
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        publisher: ReportPublisher,
+        engine: EngineGradients | None,  # keeps the gradients and makes the steps, if there is one
+    ) -> None:
+        self.trainer, self.module, self.publisher, self.engine = trainer, module, publisher, engine
+        self.settings, self.communicator = publisher.settings, publisher.communicator
 
-
-@dataclass
-class Response:
-    """What a hit leads to on one rank: the batch is replayed and reported, then all ranks raise, warn or skip."""
-
-    trainer: Trainer
-    module: LightningModule
-    settings: OverflowSettings
-    communicator: Communicator
-    publisher: ReportPublisher
-    counters: Counters
-    engine: EngineGradients | None = None  # keeps the gradients and makes the steps, if there is one
-
-    def to_common_hit(self, optimizer: Optimizer, record: StepRecord) -> None:
-        """Act on a hit that every rank knows of, at the same optimizer step; ``record`` is replayed."""
-        why = self._why_alarm(record)
-        if why is None:
-            self.counters.scaler_skips += 1
-            return
-        self.counters.bad_in_a_row += 1
-        in_a_row = self.counters.bad_in_a_row
-        text = ""
-        if in_a_row == 1:
-            report = self._replayed(record, self._known(record))
-            self.counters.reports.append(report)
-            with outcome.writes_report:
-                text = self.publisher.publish(report, why)
-        if self.settings.action == "raise":
-            raise OverflowDetectedError(text)
-        if self.settings.action == "skip":
-            self._skip(optimizer, record)
-        elif in_a_row > 1 and in_a_row & (in_a_row - 1) == 0 and self.communicator.is_main:
-            _log.warning("nan or inf in %d optimizer steps in a row; see the report above", in_a_row)
-
-    def _why_alarm(self, record: StepRecord) -> str | None:
+    def why_alarm(self, record: StepRecord) -> str | None:
         """Return why this is an alarm, the same on every rank; ``None`` for an ordinary skip of a loss scaler."""
         if self.engine is not None:
             scaling = self.engine.loss_scale()
@@ -112,53 +71,25 @@ class Response:
     def _scaler(self) -> Any:
         return getattr(self.trainer.precision_plugin, "scaler", None)
 
-    def _skip(self, optimizer: Optimizer, record: StepRecord) -> None:
-        """Skip this optimizer step: without gradients an optimizer changes nothing."""
-        if self.engine is not None:
-            self.engine.skip_step(optimizer)
-        else:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
-        counters = self.counters
-        counters.skipped_steps += 1
-        record.skipped = True
-        if self.communicator.is_main:
-            _log.warning(
-                "optimizer step %d skipped because of nan or inf (%d so far, %d in a row)",
-                self.trainer.global_step,
-                counters.skipped_steps,
-                counters.bad_in_a_row,
-            )
-        if counters.bad_in_a_row >= self.settings.max_skips:
-            raise OverflowDetectedError(
-                f"{counters.bad_in_a_row} optimizer steps in a row were skipped because of nan or inf, as many as"
-                f" max_skips={self.settings.max_skips} allows. Reports are in {self.publisher.folder}."
-            )
-
-    # -- Which module made the first bad value --
-
-    def _replayed(self, record: StepRecord, report: RankReport) -> RankReport:
-        """Add to a report what a replay shows."""
+    def report(self, record: StepRecord) -> RankReport:
+        """Return what this rank knows of the step, and what a replay of it shows."""
         # Collectives of the step are answered on this rank. If that shows no bad value on any rank, all replay it
         # once more with real collectives. If the parameters are divided among the ranks, all replay it together
         # from the beginning.
-        strategy = self.trainer.strategy
+        strategy, report = self.trainer.strategy, self._known(record)
         missing = missing_capabilities(strategy, "step_alone")
         if missing and not hasattr(strategy, "engine_gradients"):
             report.notes.append(f"Not replayed: on {type(strategy).__name__}, {missing[0]}.")
             return report
-        recorder = self._replay_together(record) if self.divided else self._replay(record, alone=True)
+        recorder = (
+            self._replay_together(record) if is_divided(self.trainer) else self._replay(record, alone=True)
+        )
         if recorder.alone and self._only_together(recorder):
             recorder = self._replay(record, alone=False)
         report.notes += self._notes(recorder, record)
         self._add_findings(report, recorder, record)
         report.remedy = self._remedy(report, record, recorder)
         return report
-
-    @property
-    def divided(self) -> bool:
-        return capabilities_of(self.trainer.strategy).replays == "together"
 
     def _replay_together(self, record: StepRecord) -> FrameRecorder:
         """Replay with parameters gathered from all ranks."""
@@ -173,7 +104,7 @@ class Response:
         raise recorder.error
 
     def _replay(self, record: StepRecord, *, alone: bool) -> FrameRecorder:
-        recorder = FrameRecorder(self.module, self.settings, divided=self.divided)
+        recorder = FrameRecorder(self.module, self.settings, divided=is_divided(self.trainer))
         try:
             replay(self.trainer, self.module, record, recorder, answer_collectives=alone)
         except Exception as error:  # the diagnosis must not hide the error that it explains

@@ -174,7 +174,9 @@ class FrameRecorder:
         self._gradients = settings.gradients and not whole
         self._found = False  # whether a frame was bad
         self._stack: list[tuple[str, nn.Module, list[Value]]] = []
-        self._first_bad_gradient: dict[str, int] = {}
+        self._bad_gradients: dict[
+            str, None
+        ] = {}  # the modules that have any, in the order in which they came
 
     @contextmanager
     def recording(self) -> Iterator[FrameRecorder]:
@@ -223,16 +225,13 @@ class FrameRecorder:
 
     def finish(self) -> None:
         """Find the producer of the first bad gradient."""
-        candidates = []
-        for name, first in self._first_bad_gradient.items():
+        for name in self._bad_gradients:
             frame = self.backward_frames[name]
             arrived = [v for v in frame.values if v.label.startswith("grad_output")]
             if arrived and not any(v.bad for v in arrived):
-                candidates.append((first, -name.count("."), name))
-        if candidates:
-            frame = self.backward_frames[min(candidates)[2]]
-            bad = [value for value in frame.values if value.bad]
-            self.backward_producer = _producer("backward", frame.module, frame.type, bad)
+                bad = [value for value in frame.values if value.bad]
+                self.backward_producer = _producer("backward", frame.module, frame.type, bad)
+                return
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         name = self.names.get(module, "")
@@ -317,9 +316,7 @@ class FrameRecorder:
         value = self._value(name, label, gradient)
         frame.values.append(value)
         if value.bad:
-            self._first_bad_gradient.setdefault(
-                name, sum(len(f.values) for f in self.backward_frames.values())
-            )
+            self._bad_gradients.setdefault(name)
 
 
 def _producer(kind: Any, module: str, type_: str, bad: list[Value], *, before: str = "") -> Producer:

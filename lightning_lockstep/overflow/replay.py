@@ -14,6 +14,7 @@ from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep.numerics.precision import run_in_fp32, runs_in_fp32, undo_run_in_fp32
 from lightning_lockstep.numerics.statistics import module_names
 from lightning_lockstep.overflow.frames import FrameRecorder, Producer
+from lightning_lockstep.steps.capabilities import capabilities_of
 from lightning_lockstep.steps.isolated import from_a_state, run_forward_backward
 from lightning_lockstep.steps.patching import put_in_place, replaced
 from lightning_lockstep.steps.snapshot import BufferCopies, RandomState
@@ -165,11 +166,16 @@ class StepRecord:
     optimizer_steps: int = 0  # that the step has begun so far (manual optimization)
     activation_flag: Tensor | None = None  # on the device: 0, or nan if one was bad; None: unchecked
     stepped: bool = False  # an optimizer was about to step
-    skipped: bool = False  # the optimizer's step was skipped
+    made_gradients_bad: bool = False  # they were good before, and no optimizer has stepped since
     notes: list[str] = field(default_factory=list)  # for the report
     place: Any = None  # what its random numbers and norms follow; None: the rank's own
     device_seed: int | None = None  # of the random numbers that a strategy keeps for its devices
     made_nan: bool = False  # the detector made the gradients nan, to tell all ranks
+
+
+def is_divided(trainer: Trainer) -> bool:
+    """Return whether each rank has a part of the parameters, so that all must replay a step together."""
+    return capabilities_of(trainer.strategy).replays == "together"
 
 
 def replay(

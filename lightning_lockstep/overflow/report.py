@@ -6,7 +6,7 @@ import io
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,6 @@ class RankReport:
     remedy: Remedy = field(default_factory=Remedy)
     notes: list[str] = field(default_factory=list)
     clean: bool | None = None  # replaying gave no bad value on this rank; None: it was not replayed
-
-    @property
-    def is_origin(self) -> bool:
-        """Whether a bad value was first produced on this rank."""
-        return self.clean is False
 
     def head(self) -> str:
         """Return a few lines: what produced the bad value, and the remedy."""
@@ -227,7 +222,7 @@ class ReportPublisher:
     def publish(self, report: RankReport, why: str) -> str:
         """Print and write the reports of a hit that all know of; return the error's text, the same on all."""
         gathered = self.collect(
-            {"head": report.head(), "origin": report.is_origin, "occasion": asdict(report.occasion)}
+            {"head": report.head(), "origin": report.clean is False, "occasion": asdict(report.occasion)}
         )
         missing = {rank: f"rank {rank}: no report within {gathered.timeout:g} s" for rank in gathered.missing}
         heads = {rank: entry["head"] for rank, entry in gathered.entries.items()} | missing
@@ -246,12 +241,19 @@ class ReportPublisher:
             self._draw(stem, as_json)
         return f"{head}\nFull report: {self.folder / f'{stem}.txt'}"
 
-    def publish_trace(self, batch_number: int, text: str) -> None:
-        """Print and write the traced frames of all ranks, in rank order."""
-        entries = self.collect({"text": text}, for_all=False).entries
+    def publish_trace(self, occasion: Occasion, frames: Iterable[Frame]) -> None:
+        """Print and write the traced frames of all ranks, in rank order; the step itself has run."""
+        number, indent = occasion.batch_number, " " * 17
+        where = f"rank {self.communicator.rank}, epoch {occasion.epoch}, step {occasion.step}"
+        lines = [
+            f"\n{indent} *** Starting batch number={number} *** ({where})",
+            COLUMNS,
+            *(frame.text() for frame in frames),
+            f"{indent} *** Finished batch number={number} ***\n",
+        ]
+        entries = self.collect({"text": "\n".join(lines)}, for_all=False).entries
         if self.communicator.is_main:
-            whole = "\n".join(entry["text"] for entry in entries.values())
-            self._write(f"trace-batch-{batch_number}", whole, [])
+            self._write(f"trace-batch-{number}", "\n".join(entry["text"] for entry in entries.values()), [])
 
     def _write(self, stem: str, text: str, reports: Sequence[Mapping[str, Any]]) -> None:
         """Print a report and write it as text and as JSON; say so if that is not possible."""

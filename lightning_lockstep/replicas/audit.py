@@ -168,9 +168,9 @@ class Audit:
             for name, parameter in module.named_parameters():
                 if parameter.grad is not None and can_be_read(parameter.grad):
                     named[name] = parameter.grad
-            sums = Checksums([*named.values()]).numbers()
+            sums = Checksums(named).numbers()
             loss = listed([f"{value.float().sum().item():.9g}" for value in losses], 2)
-        return Result(loss, dict(zip(named, sums, strict=True)))
+        return Result(loss, sums)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -18,21 +18,21 @@ _MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685
 
 
 class Checksums:
-    """Checksums of a list of tensors, on their way from the devices.
+    """Checksums of tensors by name, on their way from the devices.
 
     Equal bits give equal numbers, whatever they mean as values: a nan equals itself, and zero differs from minus zero.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._count = len(tensors)
-        self._parts: list[tuple[list[int], Tensor]] = []
+    def __init__(self, named: Mapping[str, Tensor]) -> None:
+        self._names = list(named)
+        self._parts: list[tuple[list[str], Tensor]] = []  # of each device
         self._events: list[torch.cuda.Event] = []  # of each GPU
-        places: dict[torch.device, list[int]] = {}
-        for index, tensor in enumerate(tensors):
-            places.setdefault(tensor.device, []).append(index)
-        for indices in places.values():
-            sums = torch.stack([_checksum(tensors[index]) for index in indices])
-            self._parts.append((indices, self._to_host(sums)))
+        places: dict[torch.device, list[str]] = {}
+        for name, tensor in named.items():
+            places.setdefault(tensor.device, []).append(name)
+        for names in places.values():
+            sums = torch.stack([_checksum(named[name]) for name in names])
+            self._parts.append((names, self._to_host(sums)))
 
     def _to_host(self, sums: Tensor) -> Tensor:
         if sums.device.type == "cpu":
@@ -47,15 +47,14 @@ class Checksums:
         """Return whether :meth:`numbers` would not wait."""
         return all(event.query() for event in self._events)  # type: ignore[no-untyped-call]
 
-    def numbers(self) -> list[int]:
-        """Return them in the order of the tensors."""
+    def numbers(self) -> dict[str, int]:
+        """Return them by name, in the order of the tensors."""
         for event in self._events:
             event.synchronize()
-        found = [0] * self._count
-        for indices, sums in self._parts:
-            for index, number in zip(indices, sums.tolist(), strict=True):
-                found[index] = number
-        return found
+        found: dict[str, int] = {}
+        for names, sums in self._parts:
+            found |= zip(names, sums.tolist(), strict=True)
+        return {name: found[name] for name in self._names}
 
 
 def can_be_read(tensor: Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_lockstep._lightning import PYTORCH, LightningModule, Trainer
 from lightning_lockstep.distributed.c10d_operators import parameters_in_words
 from lightning_lockstep.distributed.sharded_state import is_divided, ranks_of_part
-from lightning_lockstep.replicas.checksums import Checksums, can_be_read
+from lightning_lockstep.replicas.checksums import can_be_read
 from lightning_lockstep.steps.capabilities import capabilities_of
 
 Buffers = Literal["auto", "all", "none"]
@@ -32,14 +32,7 @@ _OWN_STATISTICS = (
 )
 
 
-class Named(NamedTuple):
-    """Tensors and what they are called; ``checksums`` starts to compute theirs."""
-
-    names: list[str]
-    tensors: list[Tensor]
-
-    def checksums(self) -> Checksums:
-        return Checksums(self.tensors)
+Named = dict[str, Tensor]
 
 
 class Contents:
@@ -73,7 +66,7 @@ class Contents:
 
     def sections(self) -> dict[str, Named]:
         """Return the tensors of each kind."""
-        found = {section: Named([], []) for section in SECTIONS}
+        found: dict[str, Named] = {section: {} for section in SECTIONS}
         for name, buffer in self._chosen_buffers():
             self._add(found["buffers"], name, buffer)
         if self._buffers_alone:
@@ -87,7 +80,7 @@ class Contents:
 
     def gradients(self, optimizer: Optimizer) -> Named:
         """Return the gradients with which an optimizer is about to step."""
-        found = Named([], [])
+        found: Named = {}
         for name, parameter in self._parameters(optimizer):
             self._add(found, name, parameter.grad, parameter)
         return found
@@ -153,8 +146,7 @@ class Contents:
                 value = value.to_local()
         # ZeRO stage 3 divides parameters that have `ds_tensor`.
         if isinstance(value, Tensor) and can_be_read(value) and not hasattr(value, "ds_tensor"):
-            named.names.append(name)
-            named.tensors.append(value)
+            named[name] = value
 
 
 def _is_fsdp(trainer: Any) -> bool:
@@ -197,11 +189,6 @@ def facts(trainer: Any, module: LightningModule) -> dict[str, str]:
     for package in ("torch", PYTORCH.partition(".")[0], "lightning_lockstep"):
         found[f"version of {package}"] = sys.modules[package].__version__
     return found
-
-
-def is_remark(what: str) -> bool:
-    """Return whether ranks may differ in it and still train rightly; then it is reported and the run goes on."""
-    return what.startswith("version of ")
 
 
 def _plain(value: Any) -> str | None:

@@ -28,13 +28,15 @@ class BatchSum:
     """A checksum of a batch, on its way from the device."""
 
     def __init__(self, leaves: Sequence[Any]) -> None:
-        self._tensors = Checksums([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        self._tensors = Checksums(
+            {str(place): leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        )
         self._texts = [zlib.crc32(repr(leaf).encode()) for leaf in leaves if not isinstance(leaf, Tensor)]
 
     @cached_property
     def number(self) -> int:
         """The checksum itself; on a GPU this waits for the device, the first time."""
-        return folded([*self._tensors.numbers(), *self._texts])
+        return folded([*self._tensors.numbers().values(), *self._texts])
 
 
 def row_of(sums: Iterable[Iterable[BatchSum]]) -> Row:

@@ -2,10 +2,10 @@
 
     every rank, after its n-th batch              rank 0, receiving thread
     --------------------------------              ------------------------
-    check: a number for all that      --------->  all have come: equal, or request a stop (`stop_agreement`)
-           is to be equal                         with the groups of ranks that agree
-    after the same batch on all ranks: the first rank of each group sends a number for each tensor to all; every rank
-    judges and acts, as all others do
+    check: a number for all that      --------->  all have come: equal, or note what is to be asked
+           is to be equal                         and request a stop (`stop_agreement`)
+    after the same batch on all ranks: rank 0 sends its questions; for each, the first rank of each group that agrees
+    sends a number for each tensor to all; every rank judges and acts, as all others do
 
 What is divided, as in hybrid sharding, has a number for itself, with the ranks that hold the same; those alone are
 compared, and only they answer.
@@ -16,21 +16,31 @@ one that is gone ends the run by other means. If rank 0 is frozen, nothing is co
 
 from __future__ import annotations
 
-import itertools
-import json
 import logging
 import threading
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from torch.optim import Optimizer
+
+from lightning_lockstep._lightning import LightningModule
 from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed import Communicator
+from lightning_lockstep.distributed.c10d_operators import ddp_of
 from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement
+from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.side_channel.channel import Message, SideChannel
 from lightning_lockstep.replicas.checksums import Checksums, folded
-from lightning_lockstep.replicas.contents import Contents
-from lightning_lockstep.replicas.data import BatchComparison, BatchSum, row_of, same_batches_text
+from lightning_lockstep.replicas.contents import Contents, hyperparameters
+from lightning_lockstep.replicas.data import (
+    PROBED,
+    BatchComparison,
+    BatchRecorder,
+    BatchSum,
+    row_of,
+    same_batches_text,
+)
 from lightning_lockstep.replicas.report import Finding, judge, parts_of
 
 _log = logging.getLogger(__name__)
@@ -41,7 +51,15 @@ _KEPT = 8
 # So many groups of ranks that agree are asked, one rank of each.
 _ASKED = 16
 
-_fits = itertools.count()
+
+class Question(NamedTuple):
+    """What all ranks are to find out together, after a check that differed."""
+
+    batches: int  # before the check
+    good: int | None  # batches before the last check that found no difference
+    groups: Sequence[Sequence[int]] = ()  # ranks that agree with each other, if tensors or settings differ
+    held: tuple[int, ...] = ()  # the ranks that hold what differs; none: all do
+    data: str = ""  # what is wrong with the data, if that is it
 
 
 class Check:
@@ -53,34 +71,27 @@ class Check:
         contents: Contents,
         settings: Mapping[str, str],
         evidence: Mapping[str, Any],  # see `judge`
-        gradients: Sequence[tuple[list[str], Checksums]],  # of each optimizer
+        gradients: Sequence[Checksums],  # of each optimizer
         row: Sequence[Sequence[BatchSum]],
     ) -> None:
         self.count, self.settings, self.evidence, self.row = count, settings, evidence, row
-        sections = contents.sections().items()
-        self._sums = {section: (named.names, named.checksums()) for section, named in sections}
+        self._sums = {section: Checksums(named) for section, named in contents.sections().items()}
         self._held = dict(contents.held)  # by name the ranks that hold the same, of what is divided
         self._gradients = gradients
 
     def ready(self) -> bool:
-        return all(sums.ready() for _, sums in self._sums.values())
+        return all(sums.ready() for sums in self._sums.values())
 
     def read(self, before: Mapping[str, int]) -> dict[str, int]:
         """Take the numbers from the device, see which changed since the last check, and return all."""
-        self.numbers = {
-            section: dict(zip(names, sums.numbers(), strict=True))
-            for section, (names, sums) in self._sums.items()
-        }
+        self.numbers = {section: sums.numbers() for section, sums in self._sums.items()}
         now = {name: number for numbers in self.numbers.values() for name, number in numbers.items()}
         self._changed = [name for name, number in now.items() if before.get(name) != number]
-        self.gradients = {
-            name: number
-            for names, sums in self._gradients
-            for name, number in zip(names, sums.numbers(), strict=True)
-        }
+        self.gradients = {name: number for sums in self._gradients for name, number in sums.numbers().items()}
         return now
 
-    def coarse(self, own_buffers: Collection[str]) -> dict[str, Any]:
+    def summary(self, own_buffers: Collection[str]) -> dict[str, Any]:
+        """Return a number for all that is to be equal, for each set of ranks that hold the same."""
         values: dict[tuple[int, ...], list[Any]] = {(): [*self.settings.items()]}  # by who holds the same
         for numbers in self.numbers.values():
             for name, number in numbers.items():
@@ -89,12 +100,11 @@ class Check:
         folds = [(ranks, folded(of_ranks)) for ranks, of_ranks in values.items()]
         return {"count": self.count, "folds": folds, "row": row_of(self.row)}
 
-    def fine(self, held: Sequence[int]) -> dict[str, Any]:
+    def details(self, held: tuple[int, ...]) -> dict[str, Any]:
         """Return the numbers of what these ranks hold; without ranks, of what is whole on each rank."""
-        ranks = tuple(held)
 
         def chosen(numbers: Mapping[str, int]) -> dict[str, int]:
-            return {name: one for name, one in numbers.items() if self._held.get(name, ()) == ranks}
+            return {name: one for name, one in numbers.items() if self._held.get(name, ()) == held}
 
         sums = {section: chosen(numbers) for section, numbers in self.numbers.items()}
         seen = {"sums": sums, "changed": self._changed, "gradients": chosen(self.gradients)}
@@ -102,80 +112,160 @@ class Check:
 
 
 class RankChecks:
-    """Sends the checks of this rank, and meets the others if there is a difference; one object for each fit."""
+    """The checks of this rank in one fit: makes and sends them, and meets the others if there is a difference."""
 
-    def __init__(self, communicator: Communicator, fit: int, trainer: Any) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        trainer: Any,
+        module: LightningModule,
+        contents: Contents,
+        *,
+        every_n_steps: int,
+        data: bool,
+    ) -> None:
         self._communicator, self._channel = communicator, communicator.side_channel
+        self._trainer, self._module, self._contents = trainer, module, contents
         self._place = f"{communicator.host}, {trainer.strategy.root_device}"
-        self.pending: deque[Check] = deque()  # sent as soon as their numbers are there
+        self.count = self._checked = 0  # batches of this fit; those before the last check
+        self._every = every_n_steps
+        self._batches = BatchRecorder(trainer, every_n_steps) if data else None
+        self._trained = contents.trained()
+        self._gradients: dict[int, Checksums] = {}  # by optimizer
+        self._steps = [0] * len(trainer.optimizers)
+        self._hooks = [
+            optimizer.register_step_post_hook(lambda *_, number=number: self._stepped(number))
+            for number, optimizer in enumerate(trainer.optimizers)
+            if isinstance(optimizer, Optimizer)
+        ]
+        self._pending: deque[Check] = deque()  # sent as soon as their numbers are there
         self._done: deque[Check] = deque(maxlen=_KEPT)
         self._before: dict[str, int] = {}  # the numbers of the last check
         self._statistics: set[str] = set()  # buffers in which each rank has its own
         self._known: set[str] = set()  # tensors and settings that were told
-        # What belongs to an earlier fit has another topic.
-        self._topic = f"replica/{fit}"
+        self._topic = propagation_on(self._channel).topic("replica")  # no two fits share one
         self._agreement = StepAgreement(self._channel, name=self._topic)
         self._comparison: Comparison | None = None
         if communicator.is_main:
             self._comparison = Comparison(self._channel, self._topic, self._agreement, trainer)
 
-    def step_done(self) -> Finding | None:
-        """Send what is ready; return a difference that is new, if all ranks meet after this batch for one."""
-        while self.pending and self.pending[0].ready():
-            self._send(self.pending.popleft())
-        decision = self._agreement.passed()
-        if decision is None:
-            return None
-        self._agreement.start_over()  # all ranks are here
-        return self.meet(decision.requests[0].reason)
+    # -- as the fit goes on --
 
-    def meet(self, question: str) -> Finding | None:
-        """Return the difference that rank 0 has asked about, unless it is none or was told. Ranks: all, together."""
-        asked = json.loads(question)
-        count, groups, held = asked["count"], asked["groups"], asked["held"]
-        finding: Finding | None = Finding(count=count, data=asked["data"])
-        is_equal = False
-        if groups:
-            fine = next((check.fine(held) for check in self._done if check.count == count), None)
-            told: list[Any] = [self._communicator.broadcast(fine, group[0]) for group in groups]
-            places = self._communicator.gather(self._place)
-            answers = {rank: answer for group, answer in zip(groups, told, strict=True) for rank in group}
-            finding = None
-            if None not in told:  # else one was so late that another forgot the check: the next finds it too
-                finding = judge(count, asked["good"], answers, places, self._statistics, held)
-                is_equal = finding is None
-        if self._comparison is not None:
-            self._comparison.answered(count if is_equal else None)
-        if finding is None or finding.names <= self._known:
-            return None
-        self._known |= finding.names
-        return finding
+    def batch_begins(self, batch: Any) -> None:
+        if self._batches is not None:
+            self._batches.take(batch, self.count)
 
-    def finish(self, timeout: float) -> list[str]:  # of rank 0 [s]
-        """Send all; on rank 0 wait until they are compared, and return the questions that are still to be asked."""
-        while self.pending:
-            self._send(self.pending.popleft())
-        comparison, last = self._comparison, self._done[-1].count
-        if comparison is None:
+    def take_gradients(self, optimizer: Any) -> None:
+        # Each step of an optimizer replaces what the one before has kept, so that a check sees the last step.
+        if self._contents.sees_gradients and self._until_check() <= self._trainer.accumulate_grad_batches:
+            self._gradients[id(optimizer)] = Checksums(self._contents.gradients(optimizer))
+
+    def batch_done(self) -> list[str]:
+        """Check if that is due, and send what is ready; return new differences, if all ranks meet now for them."""
+        due = self._until_check() == 1
+        self.count += 1
+        if due:
+            self.check()
+        while self._pending and self._pending[0].ready():
+            self._send(self._pending.popleft())
+        if self._agreement.passed() is None:
             return []
-        with comparison.news:
-            if not self._channel.wait_for(comparison.news, lambda: comparison.compared >= last, timeout):
-                _log.warning(
-                    "ReplicaCheck: the check after the last batch was not compared: nothing came from %s within %.0f s",
-                    ranks_in_words(comparison.missing(last)),
-                    timeout,
-                )
-            return [*comparison.questions]
+        self._agreement.start_over()  # all ranks are here
+        return self._meet()
 
     def close(self) -> None:
         self._agreement.close()
         if self._comparison is not None:
             self._comparison.close()
+        for hook in self._hooks:
+            hook.remove()
+
+    def weights(self) -> int:
+        """Return a checksum of all parameters."""
+        return folded(Checksums(self._contents.sections()["parameters"]).numbers().values())
+
+    def _until_check(self) -> int:
+        """Return how many batches there are until the next check; 1: the current batch is checked."""
+        if self.count in (0, PROBED - 1):
+            return 1
+        left = self._every - self.count % self._every
+        return min(left, PROBED - self.count) if self.count < PROBED else left
+
+    def check(self, *, was_due: bool = True) -> None:
+        """Begin a check of what the rank holds now."""
+        self._checked = self.count
+        row = self._batches.row() if self._batches is not None and self.count >= PROBED else []
+        ddp = ddp_of(self._trainer.strategy.model)
+        ignored = set(ddp.parameters_to_ignore) if ddp is not None else set()
+        evidence = {
+            "steps": list(self._steps),
+            "statistics": self._contents.may_be_statistics(),
+            "automatic": self._module.automatic_optimization,
+            # Nobody looks at the gradients of a batch that turns out to be the last.
+            "sees_gradients": self._contents.sees_gradients and was_due,
+            "divided": self._contents.divided,
+            "padding": bool(self.count) and getattr(self._trainer.strategy, "is_padding_batch", bool)(),
+            "wrapped": ddp is not None,
+            "synchronizes": ddp is None or ddp.require_backward_grad_sync,
+            "outside": sorted(self._contents.trained() - self._trained | ignored),
+        }
+        settings, gradients = hyperparameters(self._trainer.optimizers), [*self._gradients.values()]
+        self._pending.append(Check(self.count, self._contents, settings, evidence, gradients, row))
+        self._gradients = {}
+
+    def _stepped(self, number: int) -> None:
+        self._steps[number] += 1
 
     def _send(self, check: Check) -> None:
         self._before = check.read(self._before)
         self._done.append(check)
-        self._channel.post(f"{self._topic}/check", check.coarse(self._statistics), to=0)
+        self._channel.post(f"{self._topic}/check", check.summary(self._statistics), to=0)
+
+    # -- when there is a difference, and at the end --
+
+    def finish(self, timeout: float) -> list[str]:  # of rank 0 [s]
+        """Check once more, and wait until rank 0 has compared all; return new differences. Ranks: all, together."""
+        if self.count != self._checked:
+            self.check(was_due=False)
+        while self._pending:
+            self._send(self._pending.popleft())
+        if (comparison := self._comparison) is not None:
+            last = self._done[-1].count
+            with comparison.news:
+                if not self._channel.wait_for(comparison.news, lambda: comparison.compared >= last, timeout):
+                    _log.warning(
+                        "ReplicaCheck: the check after the last batch was not compared: nothing came from %s within"
+                        " %.0f s",
+                        ranks_in_words(comparison.missing(last)),
+                        timeout,
+                    )
+        return self._meet()
+
+    def _meet(self) -> list[str]:
+        """Return the differences about which rank 0 asks, but for those that were told. Ranks: all, together."""
+        comparison = self._comparison
+        asked = self._communicator.broadcast([] if comparison is None else comparison.take_questions())
+        findings = [self._found(question) for question in asked]
+        if comparison is not None and asked and not any(findings):
+            comparison.note_equal(asked[-1].batches)
+        texts = []
+        for finding in filter(None, findings):
+            if not finding.names <= self._known:
+                self._known |= finding.names
+                texts.append(finding.text)
+        return texts
+
+    def _found(self, asked: Question) -> Finding | None:
+        """Return the answer of all ranks to a question; ``None`` if there is no difference."""
+        if asked.data:
+            return Finding({"data"}, asked.data)
+        own = next((check.details(asked.held) for check in self._done if check.count == asked.batches), None)
+        told: list[Any] = [self._communicator.broadcast(own, group[0]) for group in asked.groups]
+        places = self._communicator.gather(self._place)
+        if None in told:  # one was so late that another forgot the check: the next finds it too
+            return Finding(set(), "")
+        answers = {rank: answer for group, answer in zip(asked.groups, told, strict=True) for rank in group}
+        return judge(asked.batches, asked.good, answers, places, self._statistics, asked.held)
 
 
 class Comparison:
@@ -184,22 +274,24 @@ class Comparison:
     def __init__(self, channel: SideChannel, topic: str, agreement: StepAgreement, trainer: Any) -> None:
         self.news = threading.Condition(threading.RLock())  # notified of each check that is compared
         self.compared = -1  # batches before the last check that all ranks have sent
-        #: Why the ranks are to meet, as JSON: the question asked now, then the next ones, which a later check replaces.
-        self.questions: list[str] = []
+        # Why the ranks are to meet: what the first check that differed asks, and the last one since.
+        self._questions: list[list[Question]] = []
         self._world_size, self._agreement, self._trainer = channel.world_size, agreement, trainer
         self._checks: dict[int, dict[int, Any]] = {}  # by count and rank
         self._good: int | None = None  # batches before the last check that found no difference
         self._data = BatchComparison()
         self.close = channel.on(f"{topic}/check", self._take)
 
-    def answered(self, equal: int | None) -> None:  # a check that has turned out to be equal
-        """Note that all ranks have met for the first question, and ask the next one."""
+    def take_questions(self) -> list[Question]:
+        """Return what all ranks, which have met, are to find out."""
         with self.news:
-            del self.questions[:1]
-            if self.questions:
-                self._agreement.request(self.questions[0], kind="replica")
-            elif equal is not None:
-                self._good = max(equal, self._good or 0)
+            asked, self._questions = self._questions, []
+            return [question for of_check in asked for question in of_check]
+
+    def note_equal(self, count: int) -> None:
+        """Note that a check has found no difference after all."""
+        with self.news:
+            self._good = max(count, self._good or 0)
 
     def missing(self, count: int) -> list[int]:
         """Return the ranks whose check has not come."""
@@ -216,37 +308,31 @@ class Comparison:
 
     def _compare(self, count: int, checks: Mapping[int, Any]) -> None:
         self.compared = count
-        wrong: list[dict[str, Any]] = []
-        same = self._data.compare({rank: check["row"] for rank, check in checks.items()})
-        if same is not None and (text := same_batches_text(self._trainer, *same)):
-            wrong.append({"data": text})
         # By who holds the same, the number of each rank for it.
         folds: dict[tuple[int, ...], dict[int, int]] = {}
         for rank, check in checks.items():
             for held, fold in check["folds"]:
                 folds.setdefault(tuple(held), {})[rank] = fold
         differing = sorted(held for held, of_ranks in folds.items() if len({*of_ranks.values()}) > 1)
-        # First what is whole on all ranks.
-        wrong += [{"groups": parts_of(folds[held])[:_ASKED], "held": held} for held in differing[:_ASKED]]
         if not differing:
             self._good = count
+        wrong: list[Question] = []
+        same = self._data.compare({rank: check["row"] for rank, check in checks.items()})
+        if same is not None and (text := same_batches_text(self._trainer, *same)):
+            text += f" Seen in the last batches up to batch {count} of this fit."
+            wrong.append(Question(count, self._good, data=text))
+        # First what is whole on all ranks.
+        wrong += [
+            Question(count, self._good, parts_of(folds[held])[:_ASKED], held) for held in differing[:_ASKED]
+        ]
         if wrong:
-            known = {"count": count, "good": self._good, "data": "", "groups": (), "held": ()}
-            is_idle = not self.questions
-            self.questions[1:] = [json.dumps({**known, **one}) for one in wrong]
-            if is_idle:
-                self._agreement.request(self.questions[0], kind="replica")
+            if not self._questions:
+                self._agreement.request("replicas differ", kind="replica")
+            self._questions[1:] = [wrong]
 
 
-def differing_facts(
-    communicator: Communicator, facts: Mapping[str, str]
-) -> tuple[int, dict[int, dict[str, str]]]:
-    """Return the number that rank 0 draws for this fit, and the facts of each rank if they differ.
-
-    A rank may have begun fits that others have not reached. Ranks: all, together.
-    """
-    told = communicator.gather((next(_fits), folded(facts.items())))
-    fit = told[0][0]
-    if len({fold for _, fold in told}) == 1:
-        return fit, {}
-    return fit, dict(enumerate(communicator.gather(dict(facts))))
+def differing_facts(communicator: Communicator, facts: Mapping[str, str]) -> dict[int, dict[str, str]]:
+    """Return the facts of each rank if they differ. Ranks: all, together."""
+    if len({*communicator.gather(folded(facts.items()))}) == 1:
+        return {}
+    return dict(enumerate(communicator.gather(dict(facts))))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_lockstep._text import counted, listed, plain_table, ranks_in_words
-from lightning_lockstep.replicas.contents import SECTIONS, is_remark
+from lightning_lockstep.replicas.contents import SECTIONS
 
 # How many tensors of each kind a report names, and how many settings.
 _NAMED = 5
@@ -18,25 +17,11 @@ Parts = list[list[int]]  # ranks that have the same, the largest group first
 Answers = Mapping[int, Mapping[str, Any]]  # what a rank, or one that agrees with it, has sent; see `Check`
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
+class Finding(NamedTuple):
     """A difference between ranks; all of them make the same one."""
 
-    count: int  # batches of the fit after which it was found
-    good: int | None = None  # batches after which there was no difference
-    # By kind the names of the tensors, and for each the ranks that have the same.
-    tensors: Mapping[str, Mapping[str, Parts]] = field(default_factory=dict)
-    settings: Mapping[str, Mapping[int, str]] = field(default_factory=dict)  # by name and rank, what differs
-    suspects: Sequence[int] = ()  # ranks in the minority, as far as there is one
-    reasons: Sequence[str] = ()
-    held: Sequence[int] = ()  # if a part of the model differs, the ranks that hold that part
-    data: str = ""  # what is wrong with the data, if that is the finding
-
-    @property
-    def names(self) -> set[str]:
-        """What differs, by name."""
-        tensors = {name for of_kind in self.tensors.values() for name in of_kind}
-        return {"data"} if self.data else {*self.settings, *tensors}
+    names: set[str]  # of the tensors and settings that differ
+    text: str  # what is printed, and what the error says
 
 
 # -- What differs, who is in the minority, why: decided by every rank, from the same answers --
@@ -82,15 +67,45 @@ def judge(
             _reason_apart_from_steps(tensors, answers),
             f"Memory or arithmetic of a device that fails: {listed(named, 4)}.",
         ]
-    return Finding(
-        count=count,
-        good=good,
-        tensors=tensors,
-        settings=differing,
-        suspects=suspects,
-        reasons=reasons,
-        held=held,
-    )
+    names = {*differing, *(name for of_kind in tensors.values() for name in of_kind)}
+    kinds = " and ".join([*tensors, *(["settings"] if differing else [])])
+    who = f"{ranks_in_words(held)}, which hold the same part of the model," if held else "the ranks"
+    when = f"after batch {count} of this fit" if count else "before the first batch"
+    head = [f"{who} differ in their {kinds}, found {when}", "", *_table(tensors)]
+    return Finding(names, "\n".join(head + _conclusion(good, suspects, reasons)))
+
+
+def _conclusion(good: int | None, suspects: Sequence[int], reasons: Sequence[str]) -> list[str]:
+    """Return the lines that say since when, which ranks, and why."""
+    equal = {None: "never found equal", 0: "last found equal at the start"}
+    minority = "No majority agrees, so it is not known which rank is wrong."
+    if suspects:
+        minority = f"In the minority: {ranks_in_words(suspects)}."
+    return [
+        f"They were {equal.get(good, f'last found equal after batch {good}')}. {minority}",
+        "Likely reasons:" if len(reasons) > 1 else "Likely reason:",
+        *(f"  {number}. {reason}" for number, reason in enumerate(reasons, 1)),
+    ]
+
+
+def _table(tensors: Mapping[str, Mapping[str, Parts]]) -> list[str]:
+    """Return the lines that name the first tensors of each kind, with the ranks that agree."""
+    rows = [
+        (name, _in_words(parts)) for names in tensors.values() for name, parts in list(names.items())[:_NAMED]
+    ]
+    more = [
+        f"{counted(len(names) - _NAMED, 'more tensor')} of {kind}"
+        for kind, names in tensors.items()
+        if len(names) > _NAMED
+    ]
+    table = [plain_table(("differs", "ranks that agree"), rows)] if rows else []
+    return [*table, *([f"  and {', '.join(more)}"] if more else []), *([""] if rows else [])]
+
+
+def _in_words(parts: Parts) -> str:
+    most = _minority(parts)
+    texts = [ranks_in_words(part) + (" <- differs" if part[0] in most else "") for part in parts]
+    return listed(texts, 4) if len(parts) < 5 else f"none of {counted(len(parts), 'group')}"
 
 
 def _differing(values: Mapping[int, Mapping[str, Any]]) -> dict[str, Parts]:
@@ -245,51 +260,6 @@ def _who_has_what(values: Mapping[int, str]) -> str:
     return ", ".join(f"{values[ranks[0]]} on {ranks_in_words(ranks)}" for ranks in parts_of(values))
 
 
-# -- The text, the same on every rank --
-
-
-def report(finding: Finding) -> str:
-    """Return what is printed, and what the error says."""
-    if finding.data:
-        return f"{finding.data} Seen in the last batches up to batch {finding.count} of this fit."
-    kinds = [*finding.tensors, *(["settings"] if finding.settings else [])]
-    when = f"after batch {finding.count} of this fit" if finding.count else "before the first batch"
-    who = "the ranks"
-    if finding.held:
-        who = f"{ranks_in_words(finding.held)}, which hold the same part of the model,"
-    lines = [f"{who} differ in their {' and '.join(kinds)}, found {when}", ""]
-    rows = [
-        (name, _in_words(parts))
-        for names in finding.tensors.values()
-        for name, parts in list(names.items())[:_NAMED]
-    ]
-    if rows:
-        lines.append(plain_table(("differs", "ranks that agree"), rows))
-        more = [
-            f"{counted(len(names) - _NAMED, 'more tensor')} of {kind}"
-            for kind, names in finding.tensors.items()
-            if len(names) > _NAMED
-        ]
-        lines += [f"  and {', '.join(more)}"] if more else []
-        lines.append("")
-    known = {None: "never found equal", 0: "last found equal at the start"}
-    who = "No majority agrees, so it is not known which rank is wrong."
-    if finding.suspects:
-        who = f"In the minority: {ranks_in_words(finding.suspects)}."
-    lines.append(
-        f"They were {known.get(finding.good, f'last found equal after batch {finding.good}')}. {who}"
-    )
-    lines += ["Likely reasons:" if len(finding.reasons) > 1 else "Likely reason:"]
-    lines += [f"  {number}. {reason}" for number, reason in enumerate(finding.reasons, 1)]
-    return "\n".join(lines)
-
-
-def _in_words(parts: Parts) -> str:
-    most = _minority(parts)
-    texts = [ranks_in_words(part) + (" <- differs" if part[0] in most else "") for part in parts]
-    return listed(texts, 4) if len(parts) < 5 else f"none of {counted(len(parts), 'group')}"
-
-
 # -- At the start, before the first step: a table of who has what --
 
 
@@ -307,4 +277,5 @@ def start_table(facts: Mapping[int, Mapping[str, str]]) -> tuple[str, bool]:
     text = plain_table(("what", "ranks", "have"), rows)
     if len(differing) > len(shown):
         text += f"\n  and {len(differing) - len(shown)} more"
-    return text, not all(map(is_remark, differing))
+    # Ranks with other versions may train rightly: that is reported, and the run goes on.
+    return text, not all(what.startswith("version of ") for what in differing)

@@ -41,7 +41,6 @@ OF_DDP = ("LockstepDDPStrategy", "LockstepMPIStrategy")
 STRATEGIES = (*OF_DDP, "LockstepDeepSpeedStrategy", "LockstepFSDPStrategy", "LockstepXLAStrategy")
 # Settings class -> the public classes that take its fields as arguments of their own.
 TAKEN_BY: dict[str, tuple[str, ...]] = {
-    "AutoBatchSizeSettings": ("AutoBatchSize",),
     "CheckOptions": (),  # of the doctor's command line
     "DDPSettings": OF_DDP,
     "DeepSpeedSettings": ("LockstepDeepSpeedStrategy",),

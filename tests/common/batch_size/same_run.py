@@ -35,7 +35,7 @@ class Recorded(ConvNet):
     """The demo's network; keeps the loss of every micro-batch."""
 
     def __init__(self, variant: Variant) -> None:
-        super().__init__(width=8, global_train_loss=False)
+        super().__init__(width=8)
         self.variant, self.curve = variant, list[float]()
         if variant.pool == "average":
             self.body[2] = nn.AvgPool2d(2)

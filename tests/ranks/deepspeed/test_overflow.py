@@ -137,7 +137,7 @@ def one(
     }
     if detector is not None:
         found["skipped"] = detector.skipped_steps
-        found["reports"] = [(r.is_origin, r.notes) for r in detector.reports]
+        found["reports"] = [(r.clean is False, r.notes) for r in detector.reports]
     return found
 
 

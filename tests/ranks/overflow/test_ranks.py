@@ -62,7 +62,9 @@ def fits(folder: str) -> dict[str, Any]:
             "steps": steps,
             "skipped": detector.skipped_steps,
             "text": detector.reports[0].text() if detector.reports else "",
-            "reports": [(r.is_origin, r.producer and r.producer.module, r.notes) for r in detector.reports],
+            "reports": [
+                (r.clean is False, r.producer and r.producer.module, r.notes) for r in detector.reports
+            ],
             "weights": torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(),
             "buffers": [int(b) for n, b in model.named_buffers() if n.endswith("num_batches_tracked")],
         }

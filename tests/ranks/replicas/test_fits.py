@@ -12,7 +12,6 @@ from lightning.pytorch import Callback
 from lightning_lockstep import CollectiveMismatchError
 from lightning_lockstep.callbacks import replica_check
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.replicas import exchange
 from tests.common.replicas.fits import EVERY_3, Case, Hooked, Kept, fit, of_rank
 from tests.helpers import run_ranks
 
@@ -98,13 +97,6 @@ def silent() -> dict[str, Any]:
         channel.post, replica_check._AT_THE_END = post, patience  # type: ignore[method-assign]
 
 
-def after_a_fit_that_only_one_rank_began() -> dict[str, Any]:
-    """A fit after one that rank 1 has counted and rank 0 has not."""
-    if on(1):
-        next(exchange._fits)
-    return fit(Case(fault="bit"))
-
-
 def cases() -> dict[str, Any]:
     """Fits one after the other, on the same ranks."""
     return {
@@ -128,7 +120,6 @@ def cases() -> dict[str, Any]:
         ),
         "data not compared": fit(Case(loader="whole stream", options={"data": False})),
         "silent": silent(),
-        "another try": after_a_fit_that_only_one_rank_began(),
         "audit: device": fit(Case(fault="device", options=EVERY_3)),
         "audit: of rank": fit(Case(options=EVERY_3), callbacks=[Hooked(of_rank, 0, 1)]),
         "healthy": fit(Case()),
@@ -177,7 +168,6 @@ def found(device: str) -> dict[str, Any]:
             ["after batch 12 of", "1. Settings and optimizer steps are equal, and so are"],
         ),
         ("skipped", ["In the minority: rank 1.", "stepped on some ranks only", "[3] on rank 1"]),
-        ("another try", ["first.weight", "found after batch 4"]),
         ("buffer", ["scale", "Only buffers differ", "In the minority: rank 1."]),
     ],
 )

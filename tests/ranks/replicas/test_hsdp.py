@@ -101,7 +101,7 @@ def of_divided_weights() -> tuple[str, int]:
     fully_shard(module, mesh=init_device_mesh("cpu", (4,)))
     given: Any = SimpleNamespace(strategy=SimpleNamespace(model=module), optimizers=[])
     contents = Contents(given, module, optimizer_state=True, buffers="auto")
-    return contents.left_out, len(contents.sections()["parameters"].names)
+    return contents.left_out, len(contents.sections()["parameters"])
 
 
 def under_tensor_parallelism(case: Case) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 
 from lightning_lockstep import ConfigurationError
 from lightning_lockstep.deepspeed.engine_adapters import adapter_of, gradients_of
-from lightning_lockstep.overflow.diagnose import Response
+from lightning_lockstep.overflow.diagnose import Diagnosis
 from lightning_lockstep.overflow.settings import OverflowSettings
 
 
@@ -30,6 +30,8 @@ class Scaled:
 class Alone:
     """A publisher on the only rank."""
 
+    settings, communicator = OverflowSettings(), None
+
     def collect(self, entry: Any) -> Any:
         return SimpleNamespace(entries={0: entry})
 
@@ -46,9 +48,9 @@ class Alone:
 def test_an_ordinary_skip_of_a_loss_scale_is_no_alarm(engine: Any, loss: float, why: str | None) -> None:
     nothing: Any = None
     publisher: Any = Alone()
-    response = Response(nothing, nothing, OverflowSettings(), nothing, publisher, nothing, engine)
+    diagnosis = Diagnosis(nothing, nothing, publisher, engine)
     record: Any = SimpleNamespace(loss=torch.tensor(loss), activation_flag=None)
-    found = response._why_alarm(record)
+    found = diagnosis.why_alarm(record)
     assert found is None if why is None else found is not None and why in found
 
 

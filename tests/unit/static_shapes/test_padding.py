@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_lockstep import StaticShapes
-from lightning_lockstep.batch_size.padding import with_lengths, with_samples
 from lightning_lockstep.batch_size.split_step import samples_in
+from lightning_lockstep.callbacks.static_shapes import with_lengths, with_samples
 from lightning_lockstep.errors import ConfigurationError
 
 
