@@ -330,8 +330,6 @@ class RankLifecycle(BySample, LockstepStrategy, ParallelStrategy):
         check_the_same([one[0] for one in found])
         if isinstance(parts, GlobalBatches):
             return part
-        if trains:
-            self.check_not_by_sample(dataloader)
         is_known = isinstance(dataloader, DataLoader) or not self.divides_loaders or ranks == 1
         if not is_known and communicator.is_main:
             say(

@@ -113,7 +113,7 @@ class Stream(IterableDataset[Any]):
 
 
 DATA = TensorDataset(torch.ones(16, 2))
-NOT_DIVIDED = "that is not divided among the ranks here: expected a DataLoader of a data set with indices"
+NOT_DIVIDED = "that is not divided among the ranks here: expected one DataLoader of a data set with indices"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a stream": ({"loader": DataLoader(Stream(), 4)}, NOT_DIVIDED),
     "a sampler that divides": (
