@@ -265,6 +265,18 @@ def test_compiled_code_draws_the_same(name: str) -> None:
         assert torch.equal(under(WHOLE, compiled, x, step=step), under(WHOLE, HELD[name], x, step=step))
 
 
+def test_a_compiler_records_no_cuda_graph_with_a_dropout() -> None:
+    """It asks this with ``mode="reduce-overhead"``, and runs such an operator between two recorded parts."""
+    from torch._inductor.utils import get_first_incompatible_cudagraph_node
+
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+    compiled = torch.compile(HELD["Dropout"], backend=lambda graph, _: graphs.append(graph) or graph)
+    under(WHOLE, compiled, inputs())
+    refused = get_first_incompatible_cudagraph_node(graphs[0])
+    assert refused is not None and refused.target is torch.ops.lockstep.dropout_noise.default
+
+
 # -- quality -------------------------------------------------------------------------------------------
 
 ROWS, COLUMNS = 64, 4096
