@@ -187,12 +187,8 @@ class _Call:
         if kind in ("random", "randint"):
             low, high = (0, *given)[-2:] if given else (0, (1 << 63) - 1)
             # The lowest bits of different rows resemble each other, so that all are hashed once more.
-            return (
-                _hashed(self.bits(out, torch.int64))
-                .bitwise_and_((1 << 63) - 1)
-                .remainder_(high - low)
-                .add_(low)
-            )
+            bits = _hashed(self.bits(out, torch.int64)).bitwise_and_((1 << 63) - 1)
+            return bits.remainder_(high - low).add_(low)
         return None
 
 
@@ -205,15 +201,15 @@ class _Below(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.pop("generator", None) is not None:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
+        kwargs.pop("generator", None)
         name, call = func.overloadpacket.__name__, self._call
         if name == "native_dropout":
             x, p, trains = args
-            if not trains or p == 0:
-                return func(*args, **kwargs)
-            mask = call.mask(x, 1 - p)
-            return x * mask * (1 / (1 - p) if p < 1 else 0.0), mask
+            keep = 1 - p if trains else 1
+            mask = call.mask(x, keep)
+            return x * mask * (1 / keep if keep else 0.0), mask
         out, given = _output(name, args, kwargs)
         if out is not None and out.ndim == 0:
             with torch_seeded(call.next_key()):

@@ -73,6 +73,7 @@ LSTM = recurrent(0.3)
 HELD: dict[str, Callable[[Tensor], Tensor]] = {
     "Dropout": lambda x: F.dropout(PLAIN(x), 0.3),
     "Dropout in place": lambda x: F.dropout(x.clone(), 0.3, True, True),
+    "native_dropout": lambda x: torch.native_dropout(x, 0.3, True)[0] + torch.native_dropout(x, 0.0, True)[0],
     "Dropout of all": lambda x: F.dropout(x, 1.0) + torch.rand_like(x),
     "Dropout1d": nn.Dropout1d(0.3),
     "Dropout2d": lambda x: F.dropout2d(x[..., None], 0.3),
