@@ -92,8 +92,8 @@ def shared() -> Iterator[None]:
 
 def _refused(what: str, wanted: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{what} in a step with random_numbers='of_sample': expected {wanted}. If the samples are in another dimension,"
-        " call it within `by_sample(dim=1)`; if all samples share the numbers, within `shared()`."
+        f"{what} in a step with random_numbers='of_sample': expected {wanted}. If all samples share the numbers, call"
+        " it within `shared()`."
     )
 
 
@@ -136,8 +136,11 @@ class _Call:
         if is_folded:
             shape[:1] = rows, shape[0] // rows
         if not -len(shape) <= dim < len(shape) or shape.pop(dim) != rows:
-            wanted = f"{rows} in dimension {dim}, one for each sample of this rank's batch"
-            raise _refused(f"{self.name} draws random numbers of shape {tuple(out.shape)}", wanted)
+            raise _refused(
+                f"{self.name} draws random numbers of shape {tuple(out.shape)}",
+                f"{rows} in dimension {dim}, one for each sample of this rank's batch. If the samples are in another"
+                " dimension, call it within `by_sample(dim=1)`",
+            )
         key, keys = self.next_key(), self.keys.to(out.device)
         # The number of a place in the row does not depend on how long the dimensions are.
         places = torch.full((), key, device=out.device)
@@ -216,7 +219,10 @@ class _Below(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return func(*args, **kwargs)
         filling = None if out is None else call.filling(name.removesuffix("_like").rstrip("_"), out, given)
         if out is None or filling is None:
-            raise _refused(f"{call.name} draws by the operator {name}", "one that gives numbers by sample")
+            known = (
+                "one whose numbers can be given by sample, such as rand, randn, randint, bernoulli or dropout"
+            )
+            raise _refused(f"{call.name} draws by the operator {name}", known)
         return out.copy_(filling)
 
 
@@ -399,14 +405,14 @@ class SampleNumbers(TorchFunctionMode):
             with torch_seeded(call.key):
                 return func(*args, **kwargs)
         if func in _RECURRENT:
-            raise _refused(
-                f"{call.name} draws in its dropout", "dropout=0, with Dropout between layers of one"
-            )
+            wanted = "dropout=0, and a Dropout between recurrent networks of one layer each"
+            raise _refused(f"{call.name} draws in its dropout", wanted)
         is_module = func is F.multi_head_attention_forward
         if is_module:  # its tensors are (length, batch, width) whatever those of the module are
             call.dim, call.folded, shape = 0, True, tuple((args[0] if args else kwargs["query"]).shape)
             if len(shape) < 3 or shape[1] != len(call.keys):
-                raise _refused(f"{call.name} draws for a query of shape {shape}", "(length, samples, width)")
+                wanted = f"(length, {len(call.keys)}, width), with this rank's samples in dimension 1"
+                raise _refused(f"{call.name} draws for a query of shape {shape}", wanted)
         with _Below(call):
             if not is_module and func is not F.scaled_dot_product_attention:
                 return func(*args, **kwargs)

@@ -50,8 +50,7 @@ class BySample(Strategy):
         if self.draws_by_sample and are_divided != [True]:
             given = f"{len(loaders)} training loaders"
             if not all(are_divided):
-                kind = type(loaders[are_divided.index(False)]).__name__
-                given = f"a {kind} that is not divided among the ranks here"
+                given = "a training loader that is not divided among the ranks"
             raise ConfigurationError(
                 f"random_numbers='of_sample' with {given}: expected one DataLoader of a data set with indices, whose"
                 " sampler does not divide it, because a sample has its numbers by its position in the epoch."

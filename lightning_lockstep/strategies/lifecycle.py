@@ -209,7 +209,7 @@ class RankLifecycle(BySample, LockstepStrategy, ParallelStrategy):
         )
         of_rank = self.settings.batch_norm == "of_rank"
         if given_to_trainer("sync_batchnorm") and (self.device_type == "cpu" or not of_rank):
-            why = "torch's layer refuses CPUs" if of_rank else "both do the same"
+            why = "torch's layer refuses CPUs" if of_rank else "batch_norm='of_batch' does the same"
             raise ConfigurationError(
                 f"sync_batchnorm=True: expected False, because {why}. batch_norm='of_batch' of the strategy works on"
                 " any device, and replaces no layer."
