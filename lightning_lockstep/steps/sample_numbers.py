@@ -219,10 +219,8 @@ class _Below(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return func(*args, **kwargs)
         filling = None if out is None else call.filling(name.removesuffix("_like").rstrip("_"), out, given)
         if out is None or filling is None:
-            known = (
-                "one whose numbers can be given by sample, such as rand, randn, randint, bernoulli or dropout"
-            )
-            raise _refused(f"{call.name} draws by the operator {name}", known)
+            wanted = "numbers that can be given by sample, as those of rand, randn, randint and bernoulli"
+            raise _refused(f"{call.name} draws by the operator {name}", wanted)
         return out.copy_(filling)
 
 
@@ -306,8 +304,8 @@ class _Step:
         elif self.calls.get(key, ("", 0))[0] != name:
             raise ConfigurationError(
                 f"{name} draws random numbers in backward that its forward has not drawn: expected, with"
-                " random_numbers='of_sample', checkpoint(preserve_rng_state=True), and no draws in the backward of an"
-                " autograd function."
+                " random_numbers='of_sample', checkpoint(preserve_rng_state=True) outside of torch.compile, and no"
+                " draws in the backward of an autograd function."
             )
         return _Call(name, self.keys, key, self.calls[key][1])
 
@@ -455,6 +453,7 @@ def _check_seen(state: Tensor, gpu: Any, where: str) -> None:
     moved = not torch.equal(torch.get_rng_state(), state)
     if moved or (gpu is not None and not torch.equal(gpu_state(), gpu)):
         raise ConfigurationError(
-            f"{where} has drawn random numbers in a way that random_numbers='of_sample' does not see, such as in C++"
-            " or in another thread: expected functions of torch, or a generator of your own, which is left as it is."
+            f"{where} has drawn random numbers in a way that random_numbers='of_sample' does not see, such as in C++,"
+            " in another thread or in a checkpoint within torch.compile: expected functions of torch, or a generator of"
+            " your own, which is left as it is."
         )

@@ -267,6 +267,16 @@ def test_compiled_code_draws_the_same(name: str) -> None:
         assert torch.equal(under(WHOLE, compiled, x, step=step), under(WHOLE, HELD[name], x, step=step))
 
 
+def test_draws_in_a_checkpoint_within_compiled_code_are_refused() -> None:
+    torch._dynamo.reset()
+    numbers, dropout = SampleNumbers(1), HELD["Dropout"]
+    compiled = torch.compile(lambda x: checkpoint(dropout, x, use_reentrant=False).sum(), backend="eager")
+    with numbers.step(BatchPlace(2, 3, 0, 1, SAMPLES), 5):
+        y = compiled(inputs().requires_grad_())
+    with pytest.raises(ConfigurationError, match="outside of torch"), numbers.backward():
+        y.backward()
+
+
 def test_a_compiler_records_no_cuda_graph_with_a_dropout() -> None:
     """It asks this with ``mode="reduce-overhead"``, and runs such an operator between two recorded parts."""
     from torch._inductor.utils import get_first_incompatible_cudagraph_node
