@@ -122,7 +122,8 @@ def loading(rounds: int) -> Samples:
     data = Squares(torch.zeros(SAMPLES, 1))
     batches = [range(first, first + 32) for first in range(0, SAMPLES, 32)]
     places = [
-        PlacedBatch(batch, (0, number, 32 * number, 1, len(batch))) for number, batch in enumerate(batches)
+        PlacedBatch(batch, BatchPlace(0, number, 32 * number, 1, len(batch)))
+        for number, batch in enumerate(batches)
     ]
     loaders = {
         OFF: DataLoader(data, batch_sampler=batches),  # type: ignore[arg-type]

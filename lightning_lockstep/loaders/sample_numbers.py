@@ -18,39 +18,40 @@ from lightning_lockstep.steps.sample_numbers import BatchPlace
 
 
 class PlacedBatch(list[Any]):
-    """What a batch has (indices, then samples), and its place."""
+    """The indices of a batch, and its place."""
 
-    def __init__(self, content: Iterable[Any], place: tuple[int, ...]) -> None:
-        super().__init__(content)
-        self.place = BatchPlace(*place)
-
-    def __reduce__(self) -> Any:  # to a worker it travels as plain data, which takes 3 us
-        return PlacedBatch, (list(self), tuple(self.place))
+    def __init__(self, indices: Iterable[Any], place: BatchPlace) -> None:
+        super().__init__(indices)
+        self.place = place
 
 
 def seeded_by_sample(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
     """Return a loader that loads with numbers of the sample; its batch sampler, or sampler, gives a `PlacedBatch`."""
-    collate = SeededCollate(loader.collate_fn, seed)
-    return loader_with(loader, dataset=SeededSamples(loader.dataset, seed), collate_fn=collate)
+    batches = SeededBatches(loader.dataset, loader.collate_fn, seed)
+    return loader_with(loader, dataset=batches, collate_fn=_as_it_is)
 
 
-class SeededSamples(Dataset[Any]):
-    """Loads the samples of a data set with numbers of their positions; attributes are those of that data set."""
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
-    def __init__(self, dataset: Any, seed: int) -> None:
+
+class SeededBatches(Dataset[Any]):
+    """Loads a data set's samples with numbers of their positions, and collates them; attributes are the data set's."""
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int) -> None:
         # Those with a generator of their own, which may be within a `Subset` or a `ConcatDataset`.
         parts, owners = [dataset], []
         for part in parts:  # the list grows during the loop
             inner = vars(part) if hasattr(part, "__dict__") else {}
             parts += [*inner.get("datasets", ()), *([inner["dataset"]] if "dataset" in inner else ())]
             owners += [part] if callable(getattr(part, "seed_sample", None)) else []
-        vars(self).update(_dataset=dataset, _seed=seed, _owners=owners)
+        vars(self).update(_dataset=dataset, _collate=collate, _seed=seed, _owners=owners)
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_dataset", "_seed", "_owners") or name.startswith("__"):
+        if name == "_dataset" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
@@ -58,33 +59,21 @@ class SeededSamples(Dataset[Any]):
         setattr(self._dataset, name, value)
 
     def __getitem__(self, index: Any) -> Any:
-        # A loader without batches gives its one index in a batch, too.
-        return self.__getitems__(index)[0] if isinstance(index, PlacedBatch) else self._dataset[index]
+        if not isinstance(index, PlacedBatch):
+            return self._dataset[index]
+        return self.__getitems__(index, batched=False)  # of a loader without batches, with one index
 
-    def __getitems__(self, batch: PlacedBatch) -> PlacedBatch:
-        """Return the samples of a batch, each loaded by itself."""
-        place, dataset = batch.place, self._dataset
+    def __getitems__(self, indices: PlacedBatch, *, batched: bool = True) -> Any:
+        """Return a collated batch."""
+        place, dataset, found = indices.place, self._dataset, []
         several: Callable[..., Any] | None = getattr(dataset, "__getitems__", None)
-        epoch, found = mixed(self._seed, place.epoch), PlacedBatch((), place)
+        epoch = mixed(self._seed, place.epoch)
         with kept_generators():
-            for number, index in enumerate(batch):
+            for number, index in enumerate(indices):
                 key = mixed(epoch + place.first + number * place.stride)
                 seed_generators(key)
                 for owner in self._owners:
                     owner.seed_sample(key & 0xFFFFFFFF)
                 found.append(several([index])[0] if several else dataset[index])
-        return found
-
-
-class SeededCollate:
-    """Collates with numbers of the global batch, which are the same on all ranks."""
-
-    def __init__(self, collate: Callable[[Any], Any], seed: int) -> None:
-        self._collate, self._seed = collate, seed
-
-    def __call__(self, samples: Any) -> Any:
-        if not isinstance(samples, PlacedBatch):  # of a loader without batches
-            return self._collate(samples)
-        with kept_generators():
-            seed_generators(mixed(self._seed, samples.place.epoch, samples.place.number))
-            return self._collate(list(samples))
+            seed_generators(mixed(self._seed, place.epoch, place.number))
+            return self._collate(found if batched else found[0])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from math import pi
 from typing import Any, NamedTuple
 
@@ -64,8 +65,11 @@ def by_sample(*, dim: int) -> Iterator[None]:
 
     Ranks: each, alone; nothing is sent.
     """
-    with _with_dim(dim):
+    _dims.append(dim)
+    try:
         yield
+    finally:
+        _dims.pop()
 
 
 @contextmanager
@@ -79,13 +83,7 @@ def shared() -> Iterator[None]:
 
     Ranks: all draw tensors of the same shapes, in the same order; nothing is sent.
     """
-    with _with_dim(None):
-        yield
-
-
-@contextmanager
-def _with_dim(dim: int | None) -> Iterator[None]:
-    _dims.append(dim)
+    _dims.append(None)
     try:
         yield
     finally:
@@ -94,8 +92,8 @@ def _with_dim(dim: int | None) -> Iterator[None]:
 
 def _refused(what: str, wanted: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{what} in a step with random_numbers='of_sample': expected {wanted}. If the samples are in another dimension,"
-        " call it within `by_sample(dim=1)`; if all samples share the numbers, within `shared()`."
+        f"{what} in a step with random_numbers='of_sample': expected {wanted}. If all samples share the numbers, call"
+        " it within `shared()`."
     )
 
 
@@ -122,24 +120,28 @@ _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat
 class _Call:
     """One call of a function that draws, and the numbers that it is given."""
 
-    def __init__(self, name: str, keys: Tensor, key: int, dim: int, *, folded: bool = False) -> None:
-        self.name, self._keys, self._key, self._dim = name, keys, key, dim
-        self._folded = folded  # whether dimension 0 may be samples times heads
+    def __init__(self, name: str, keys: Tensor, key: int, dim: int | None) -> None:
+        self.name, self.keys, self.key = name, keys, key  # `keys`: one of each sample of this rank
+        self.dim = dim  # of the samples; None: they share the numbers
+        self.folded = False  # whether dimension 0 may be samples times heads
 
     def next_key(self) -> int:
-        self._key = mixed(self._key)
-        return _signed(self._key)
+        self.key = mixed(self.key)
+        return _signed(self.key)
 
     def bits(self, out: Tensor, kind: torch.dtype = torch.int32) -> Tensor:
         """Return random bits for each place of a tensor, as int32 or int64."""
-        rows, dim, shape = len(self._keys), self._dim, list(out.shape)
-        is_folded = self._folded and out.ndim == 3 and shape[0] % rows == 0
+        rows, dim, shape = len(self.keys), self.dim or 0, list(out.shape)
+        is_folded = self.folded and out.ndim == 3 and shape[0] % rows == 0
         if is_folded:
             shape[:1] = rows, shape[0] // rows
         if not -len(shape) <= dim < len(shape) or shape.pop(dim) != rows:
-            wanted = f"{rows} in dimension {dim}, one for each sample of this rank's batch"
-            raise _refused(f"{self.name} draws random numbers of shape {tuple(out.shape)}", wanted)
-        key, keys = self.next_key(), self._keys.to(out.device)
+            raise _refused(
+                f"{self.name} draws random numbers of shape {tuple(out.shape)}",
+                f"{rows} in dimension {dim}, one for each sample of this rank's batch. If the samples are in another"
+                " dimension, call it within `by_sample(dim=1)`",
+            )
+        key, keys = self.next_key(), self.keys.to(out.device)
         # The number of a place in the row does not depend on how long the dimensions are.
         places = torch.full((), key, device=out.device)
         for size, factor in zip(shape, _OF_DIMENSION, strict=False):
@@ -188,12 +190,8 @@ class _Call:
         if kind in ("random", "randint"):
             low, high = (0, *given)[-2:] if given else (0, (1 << 63) - 1)
             # The lowest bits of different rows resemble each other, so that all are hashed once more.
-            return (
-                _hashed(self.bits(out, torch.int64))
-                .bitwise_and_((1 << 63) - 1)
-                .remainder_(high - low)
-                .add_(low)
-            )
+            bits = _hashed(self.bits(out, torch.int64)).bitwise_and_((1 << 63) - 1)
+            return bits.remainder_(high - low).add_(low)
         return None
 
 
@@ -206,22 +204,23 @@ class _Below(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.pop("generator", None) is not None:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
+        kwargs.pop("generator", None)
         name, call = func.overloadpacket.__name__, self._call
         if name == "native_dropout":
             x, p, trains = args
-            if not trains or p == 0:
-                return func(*args, **kwargs)
-            mask = call.mask(x, 1 - p)
-            return x * mask * (1 / (1 - p) if p < 1 else 0.0), mask
+            keep = 1 - p if trains else 1
+            mask = call.mask(x, keep)
+            return x * mask * (1 / keep if keep else 0.0), mask
         out, given = _output(name, args, kwargs)
         if out is not None and out.ndim == 0:
             with torch_seeded(call.next_key()):
                 return func(*args, **kwargs)
         filling = None if out is None else call.filling(name.removesuffix("_like").rstrip("_"), out, given)
         if out is None or filling is None:
-            raise _refused(f"{call.name} draws by the operator {name}", "one that gives numbers by sample")
+            wanted = "numbers that can be given by sample, as those of rand, randn, randint and bernoulli"
+            raise _refused(f"{call.name} draws by the operator {name}", wanted)
         return out.copy_(filling)
 
 
@@ -255,23 +254,60 @@ _NAMES: dict[Any, str] = {
 #: All functions that draw from torch's global generators, as a mode sees them.
 DRAWING = {getattr(owner, name) for owner, names in _NAMES.items() for name in names.split()}
 _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+# Arguments that say how much is dropped, and whether they train: place, name and default.
+_RATES: dict[Any, tuple[tuple[int, str, Any], ...]] = {
+    F.dropout: ((1, "p", 0.5), (2, "training", True)),
+    F.scaled_dot_product_attention: ((4, "dropout_p", 0.0),),
+    F.multi_head_attention_forward: ((10, "dropout_p", 0.0), (13, "training", True)),
+}
 
 
 def _draws(func: Any, args: Sequence[Any], kwargs: Any) -> bool:
     """Return whether a call of one of them draws."""
-
-    def given(place: int, name: str, default: Any) -> Any:
-        return args[place] if len(args) > place else kwargs.get(name, default)
-
-    if func is F.dropout:
-        return bool(given(1, "p", 0.5) > 0 and given(2, "training", True))
-    if func is F.scaled_dot_product_attention:
-        return bool(given(4, "dropout_p", 0.0) > 0)
-    if func is F.multi_head_attention_forward:
-        return bool(given(10, "dropout_p", 0.0) > 0 and given(13, "training", True))
+    if func in _RATES:
+        rates = (args[i] if len(args) > i else kwargs.get(name, other) for i, name, other in _RATES[func])
+        return all(one > 0 for one in rates)
     if func in _RECURRENT:  # the rate of dropout is the only float; behind it comes whether it trains
         return any(isinstance(one, float) and one > 0 and args[i + 1] for i, one in enumerate(args))
     return kwargs.get("generator") is None
+
+
+class _Step:
+    """A training step, and what it has drawn."""
+
+    def __init__(self, seed: int, place: BatchPlace, counts: bool, device: Any) -> None:
+        self._seed, self._place, self._device = seed, place, device
+        self.counts = counts  # False: this rank's batch is padding
+        self.in_backward = False
+        # The calls by their keys: name, and the dimension of the samples.
+        self.calls: dict[int, tuple[str, int | None]] = {}
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """A number of each sample of this rank; made by the first draw."""
+        place = self._place
+        positions = torch.arange(place.samples, device=self._device) * place.stride + place.first
+        of_epoch = _signed(mixed(self._seed, place.epoch))
+        return _hashed(positions.mul_(_OF_DIMENSION[0]).add_(of_epoch))
+
+    def call(self, name: str, dim: int | None) -> _Call:
+        """Return the next call of a function that draws; one that is computed again in backward is the same."""
+        if self.keys.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ConfigurationError(
+                f"{name} in a CUDA graph with random_numbers='of_sample': expected a step that is not captured, because"
+                " its numbers are others in each step."
+            )
+        # With a generator given, this draw passes the mode unseen in compiled code too.
+        key = int(torch.empty((), dtype=torch.int64).random_(generator=torch.default_generator))
+        if not self.in_backward:
+            self.calls[key] = name, dim
+        elif self.calls.get(key, ("", 0))[0] != name:
+            raise ConfigurationError(
+                f"{name} draws random numbers in backward that its forward has not drawn: expected, with"
+                " random_numbers='of_sample', checkpoint(preserve_rng_state=True) outside of torch.compile, and no"
+                " draws in the backward of an autograd function."
+            )
+        return _Call(name, self.keys, key, self.calls[key][1])
 
 
 class SampleNumbers(TorchFunctionMode):
@@ -282,46 +318,31 @@ class SampleNumbers(TorchFunctionMode):
 
     def __init__(self, seed: int, *, numbers: bool = True, norm: bool = False) -> None:
         super().__init__()
-        self._seed, self.of_sample, self.norm = seed, numbers, norm
+        self._seed, self.of_sample = seed, numbers
         self._watched = (DRAWING if numbers else set()) | ({F.batch_norm} if norm else set())
-        self._counts = True
-        self._of_samples: tuple[BatchPlace, Any] = BatchPlace(0, 0, 0, 1, 1), "cpu"  # and their device
-        self._keys: Tensor | None = None
-        # The calls of the step by their keys: name, and the dimension of the samples.
-        self._calls: dict[int, tuple[str, int | None]] = {}
-        self._is_on = self._in_backward = False
+        self._step: _Step
+        self._is_on = False
 
     @contextmanager
     def step(
         self, place: BatchPlace, optimizer_step: int, counts: bool = True, device: Any = "cpu"
     ) -> Iterator[None]:
         """Be on while a rank runs a training step forward; raise if a draw was not seen."""
-        # In manual optimization a step may be run again within a step.
-        names = "_calls", "_counts", "_of_samples", "_keys"
-        outer = {name: vars(self)[name] for name in names} if self._is_on else {}
-        self._calls, self._counts, self._of_samples, self._keys = {}, counts, (place, device), None
+        step = _Step(self._seed, place, counts, device)
         with ExitStack() as stack:
-            stack.callback(vars(self).update, outer)
             if self.of_sample:
-                stack.enter_context(self._drawing(optimizer_step))
-            if not outer:
+                stack.enter_context(self._drawing(step, optimizer_step))
+            if self._is_on:  # in manual optimization a step may be run again within a step
+                stack.enter_context(replaced(self, _step=step))
+            else:
+                self._step = step  # its backward, which comes later, needs it
                 stack.enter_context(self._in_engine())
                 stack.enter_context(replaced(self, _is_on=True))
                 stack.enter_context(self)
             yield
 
-    @property
-    def keys(self) -> Tensor:
-        """A number of each sample of this rank; made by the step's first draw."""
-        if self._keys is None:
-            place, device = self._of_samples
-            positions = torch.arange(place.samples, device=device) * place.stride + place.first
-            of_epoch = _signed(mixed(self._seed, place.epoch))
-            self._keys = _hashed(positions.mul_(_OF_DIMENSION[0]).add_(of_epoch))
-        return self._keys
-
     @contextmanager
-    def _drawing(self, optimizer_step: int) -> Iterator[None]:
+    def _drawing(self, step: _Step, optimizer_step: int) -> Iterator[None]:
         """Seed what the body draws, and raise if it has drawn something unseen."""
         global _current
         _current, key = self, mixed(self._seed, optimizer_step, 1)
@@ -330,7 +351,7 @@ class SampleNumbers(TorchFunctionMode):
             gpu = gpu_state()
             yield
             numbers = torch.Generator().manual_seed(key)
-            torch.empty(len(self._calls), dtype=torch.int64).random_(generator=numbers)
+            torch.empty(len(step.calls), dtype=torch.int64).random_(generator=numbers)
             _check_seen(numbers.get_state(), gpu, "training_step")
 
     @contextmanager
@@ -353,12 +374,8 @@ class SampleNumbers(TorchFunctionMode):
         engine = torch.autograd._engine_run_backward
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            before, self._in_backward = self._in_backward, True
-            try:
-                with self:
-                    return engine(*args, **kwargs)
-            finally:
-                self._in_backward = before
+            with replaced(self._step, in_backward=True), self:
+                return engine(*args, **kwargs)
 
         with replaced(torch.autograd, _engine_run_backward=run):
             yield
@@ -378,45 +395,27 @@ class SampleNumbers(TorchFunctionMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is F.batch_norm:
-            return global_batch_norm(*args, **kwargs, counts=self._counts)
+            return global_batch_norm(*args, **kwargs, counts=self._step.counts)
         if func is F.dropout:
             return _dropout(_noise, *args, **kwargs)
-        name = getattr(func, "__name__", str(func))
-        key, dim = self.next_call(name, _dims[-1])
-        if dim is None:
-            with torch_seeded(key):
+        call = self._step.call(getattr(func, "__name__", str(func)), _dims[-1])
+        if call.dim is None:
+            with torch_seeded(call.key):
                 return func(*args, **kwargs)
         if func in _RECURRENT:
-            raise _refused(f"{name} draws in its dropout", "dropout=0, with Dropout between layers of one")
+            wanted = "dropout=0, and a Dropout between recurrent networks of one layer each"
+            raise _refused(f"{call.name} draws in its dropout", wanted)
         is_module = func is F.multi_head_attention_forward
         if is_module:  # its tensors are (length, batch, width) whatever those of the module are
-            dim, shape = 0, tuple((args[0] if args else kwargs["query"]).shape)
-            if len(shape) < 3 or shape[1] != len(self.keys):
-                raise _refused(f"{name} draws for a query of shape {shape}", "(length, samples, width)")
-        with _Below(_Call(name, self.keys, key, dim, folded=is_module)):
+            call.dim, call.folded, shape = 0, True, tuple((args[0] if args else kwargs["query"]).shape)
+            if len(shape) < 3 or shape[1] != len(call.keys):
+                wanted = f"(length, {len(call.keys)}, width), with this rank's samples in dimension 1"
+                raise _refused(f"{call.name} draws for a query of shape {shape}", wanted)
+        with _Below(call):
             if not is_module and func is not F.scaled_dot_product_attention:
                 return func(*args, **kwargs)
             with sdpa_kernel(SDPBackend.MATH):  # the other ones draw within a kernel
                 return func(*args, **kwargs)
-
-    def next_call(self, name: str, dim: int | None) -> tuple[int, int | None]:
-        """Return the key of a call and the dimension of its samples; computed again in backward, it has the same."""
-        if self.keys.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise ConfigurationError(
-                f"{name} in a CUDA graph with random_numbers='of_sample': expected a step that is not captured, because"
-                " its numbers are others in each step."
-            )
-        # With a generator given, this draw passes the mode unseen in compiled code too.
-        key = int(torch.empty((), dtype=torch.int64).random_(generator=torch.default_generator))
-        if not self._in_backward:
-            self._calls[key] = name, dim
-        elif self._calls.get(key, ("", 0))[0] != name:
-            raise ConfigurationError(
-                f"{name} draws random numbers in backward that its forward has not drawn: expected, with"
-                " random_numbers='of_sample', checkpoint(preserve_rng_state=True), and no draws in the backward of an"
-                " autograd function."
-            )
-        return key, self._calls[key][1]
 
 
 _current: SampleNumbers  # of the last step
@@ -426,18 +425,19 @@ _uncompiled = torch._disable_dynamo(SampleNumbers._run)
 
 def _noise(x: Tensor, p: float, dim: int | None) -> Tensor:
     """Return what dropout multiplies its input by."""
-    key, dim = _current.next_call("dropout", dim)
-    if dim is None:
-        mask = torch.empty_like(x).bernoulli_(1 - p, generator=torch.Generator(x.device).manual_seed(key))
+    call = _current._step.call("dropout", dim)
+    if call.dim is None:
+        mask = torch.empty_like(x).bernoulli_(
+            1 - p, generator=torch.Generator(x.device).manual_seed(call.key)
+        )
     else:
-        mask = _Call("dropout", _current.keys, key, dim).mask(x, 1 - p)
+        mask = call.mask(x, 1 - p)
     return mask.to(x.dtype, memory_format=torch.contiguous_format).mul_(1 / (1 - p) if p < 1 else 1.0)
 
 
-# Its tag keeps a compiler from leaving it out or running it twice.
-_noise_operator = torch.library.custom_op(
-    "lockstep::dropout_noise", _noise, mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
-)
+# The tags keep a compiler from leaving it out, from running it twice, and from putting it into a CUDA graph.
+_TAGS = torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe
+_noise_operator = torch.library.custom_op("lockstep::dropout_noise", _noise, mutates_args=(), tags=_TAGS)
 _noise_operator.register_fake(lambda x, p, dim: torch.empty_like(x, memory_format=torch.contiguous_format))
 
 
@@ -453,6 +453,7 @@ def _check_seen(state: Tensor, gpu: Any, where: str) -> None:
     moved = not torch.equal(torch.get_rng_state(), state)
     if moved or (gpu is not None and not torch.equal(gpu_state(), gpu)):
         raise ConfigurationError(
-            f"{where} has drawn random numbers in a way that random_numbers='of_sample' does not see, such as in C++"
-            " or in another thread: expected functions of torch, or a generator of your own, which is left as it is."
+            f"{where} has drawn random numbers in a way that random_numbers='of_sample' does not see, such as in C++,"
+            " in another thread or in a checkpoint within torch.compile: expected functions of torch, or a generator of"
+            " your own, which is left as it is."
         )

@@ -36,35 +36,31 @@ class BySample(Strategy):
         if fits and (by_sample or norm):
             self.sample_numbers = SampleNumbers(seed_of_run(), numbers=by_sample, norm=norm)
 
-    def check_not_by_sample(self, dataloader: object) -> None:
-        """Raise, on all ranks, if the samples of a training loader that is not divided need numbers of their own."""
-        if self.draws_by_sample:
-            raise ConfigurationError(
-                f"random_numbers='of_sample' with a {type(dataloader).__name__} that is not divided among the ranks"
-                " here: expected a DataLoader of a data set with indices, whose sampler does not divide it, because"
-                " a sample has its numbers by its position in the epoch."
-            )
-
     @property
     def draws_by_sample(self) -> bool:
         """Whether each sample has random numbers of its own."""
         return self.settings.random_numbers == "of_sample"
 
     def on_train_start(self) -> None:
-        """Raise, on all ranks, if samples of several loaders would have the same random numbers."""
+        """Raise, on all ranks, if samples have no positions of their own in the epoch."""
         assert self.lightning_module is not None
-        loaders: Any = self.lightning_module.trainer.fit_loop._combined_loader
-        if self.draws_by_sample and len(loaders.flattened) > 1:
+        trainer: Any = self.lightning_module.trainer
+        loaders = trainer.fit_loop._combined_loader.flattened
+        are_divided = [isinstance(parts_of(one), GlobalBatches) for one in loaders]
+        if self.draws_by_sample and are_divided != [True]:
+            given = f"{len(loaders)} training loaders"
+            if not all(are_divided):
+                given = "a training loader that is not divided among the ranks"
             raise ConfigurationError(
-                f"random_numbers='of_sample' with {len(loaders.flattened)} training loaders: expected one, because a"
-                " sample has its numbers by its position in it. Join their data sets."
+                f"random_numbers='of_sample' with {given}: expected one DataLoader of a data set with indices, whose"
+                " sampler does not divide it, because a sample has its numbers by its position in the epoch."
             )
         super().on_train_start()
 
     @property
     def needs_loss(self) -> str:
         """Why every rank's step must return a loss; empty if a step without one contributes zero gradients."""
-        if self.sample_numbers is None or not self.sample_numbers.norm:
+        if self.settings.batch_norm == "of_rank" or self.world_size == 1:
             return ""
         return "the ranks wait for each other in each batch norm with batch_norm='of_batch'"
 

@@ -209,7 +209,7 @@ class RankLifecycle(BySample, LockstepStrategy, ParallelStrategy):
         )
         of_rank = self.settings.batch_norm == "of_rank"
         if given_to_trainer("sync_batchnorm") and (self.device_type == "cpu" or not of_rank):
-            why = "torch's layer refuses CPUs" if of_rank else "both do the same"
+            why = "torch's layer refuses CPUs" if of_rank else "batch_norm='of_batch' does the same"
             raise ConfigurationError(
                 f"sync_batchnorm=True: expected False, because {why}. batch_norm='of_batch' of the strategy works on"
                 " any device, and replaces no layer."
@@ -330,8 +330,6 @@ class RankLifecycle(BySample, LockstepStrategy, ParallelStrategy):
         check_the_same([one[0] for one in found])
         if isinstance(parts, GlobalBatches):
             return part
-        if trains:
-            self.check_not_by_sample(dataloader)
         is_known = isinstance(dataloader, DataLoader) or not self.divides_loaders or ranks == 1
         if not is_known and communicator.is_main:
             say(

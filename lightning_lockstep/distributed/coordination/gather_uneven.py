@@ -283,7 +283,7 @@ def carrying_device(group: dist.ProcessGroup, tensors: Sequence[Tensor] = ()) ->
 
 
 def all_gather_rows(row: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the rows of all ranks, ``(group size, n)``, each of ``n`` bytes."""
+    """Return the rows of all ranks, ``(group size, n)``, each of ``n`` values."""
     size = dist.get_world_size(group)
     rows = row.new_empty(size * len(row))
     if len(row):

@@ -37,7 +37,7 @@ def global_batch_norm(
     counts: bool = True,  # False: this rank's batch is padding
 ) -> Tensor:
     """Do what ``torch.nn.functional.batch_norm`` does, for all ranks' batches as one. Ranks: all, in backward too."""
-    # It gathers 16 bytes a channel from each rank, and reduces as many in backward.
+    # It gathers 24 bytes a channel from each rank, and reduces 16 in backward.
     if not training or not process_group_exists() or dist.get_world_size() == 1:
         return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
     if x.dtype in _HALF:  # torch computes them with parameters of float32
@@ -49,34 +49,30 @@ class _GlobalNorm(torch.autograd.Function):
     """The norm as one node of autograd."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        momentum: float,
-        eps: float,
-        counts: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, *others: Any) -> Tensor:
+        running_mean, running_var, momentum, eps, counts = others
         group = dist.group.WORLD
         assert group is not None
         ctx.carrier, ctx.eps, ctx.counts = carrying_device(group, [x]), eps, counts
-        rows = all_gather_rows(_own_statistics(x, counts).to(ctx.carrier).view(torch.uint8), group)
-        mean, var, ctx.total = _of_all(_array(rows.to(x.device).view(torch.float64)), x.shape[1])
-        if x.is_cpu and ctx.total == 1:  # elsewhere this would wait for the device
+        rows = all_gather_rows(_own_statistics(x, counts).to(ctx.carrier), group).to(x.device)
+        means, variances, sizes = rows.view(-1, 3, x.shape[1]).unbind(1)
+        total = sizes.sum(0)
+        if x.is_cpu and total[0] == 1:  # elsewhere this would wait for the device
             raise ValueError(
                 "batch norm was given a single value of each channel on all ranks together,"
                 f" {tuple(x.shape)} on this one: expected more than 1 in training."
             )
-        ctx.rate = (var + eps) ** -0.5
-        kind = torch.float32 if x.dtype in _HALF else x.dtype
-        unbiased = var * (ctx.total / (ctx.total - 1 + (ctx.total == 1)))
+        # No rank counts in a step of one rank alone, whose batch is padding.
+        of_value = 1 / total.clamp(min=1)
+        mean = (means * sizes).sum(0) * of_value
+        var = ((variances + (means - mean).square()) * sizes).sum(0) * of_value
+        unbiased = var * (total / (total - 1).clamp(min=1))
         for running, new in ((running_mean, mean), (running_var, unbiased)):
-            if running is not None and (ctx.total or not x.is_cpu):
-                running.lerp_(torch.as_tensor(new).to(running.dtype), momentum)
-        mean, var = torch.as_tensor(mean).to(kind), torch.as_tensor(var).to(kind)
+            if running is not None:
+                running.lerp_(new.to(running.dtype), momentum)
+        ctx.rate, ctx.of_value = (var + eps).rsqrt(), of_value * counts
+        kind = torch.float32 if x.dtype in _HALF else x.dtype
+        mean, var = mean.to(kind), var.to(kind)
         ctx.save_for_backward(x, weight, mean, var)
         return _normalized(x, weight, bias, mean, var, eps)
 
@@ -84,28 +80,21 @@ class _GlobalNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, var = ctx.saved_tensors
-        # As if the statistics were constants: for the input, and two sums over this rank's part.
-        of_x, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
-            gradient, x, weight, mean, var, None, None, False, ctx.eps, [True, True, True]
+        # The gradients of weight and bias are this rank's part of two sums over all values of a channel.
+        _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+            gradient, x, weight, mean, var, None, None, False, ctx.eps, [False, True, True]
         )
-        sums = torch.stack([of_bias, of_weight]).to(ctx.carrier, torch.float64)
+        sums = torch.stack([of_weight, of_bias]).to(ctx.carrier, torch.float64)
         if not ctx.counts:
             sums.zero_()
         dist.all_reduce(sums)
-        if ctx.counts:
-            # What flows back through the statistics is linear in the input, and so is one more norm.
-            # A copy, because FSDP cannot free the memory of a weight that numpy has seen.
-            scale = 1.0 if weight is None else _array(weight.detach().clone())
-            factor = ctx.rate * scale / -ctx.total
-            by_bias, by_weight = _array(sums.to(x.device)) * factor
-            by_x, constant = (torch.as_tensor(one).to(mean.dtype) for one in (by_weight * ctx.rate, by_bias))
-            of_x = _normalized(x, by_x, constant, mean, torch.ones_like(var), 0.0).add_(of_x)
-        return (
-            of_x,
-            of_weight if weight is not None else None,
-            of_bias if ctx.needs_input_grad[2] else None,
-            *[None] * 5,
-        )
+        # What flows back through the statistics is linear in the normalized input, and so is one more norm.
+        scale = ctx.rate if weight is None else ctx.rate * weight
+        by_value, constant = (sums.to(x.device) * -(scale * ctx.of_value)).to(mean.dtype)
+        of_x = _normalized(x, by_value, constant, mean, var, ctx.eps)
+        of_x.addcmul_(gradient, scale.to(mean.dtype).view(-1, *[1] * (x.ndim - 2)))
+        wanted = of_x, of_weight if weight is not None else None, of_bias if ctx.needs_input_grad[2] else None
+        return *wanted, *[None] * 5
 
 
 def _normalized(
@@ -115,30 +104,13 @@ def _normalized(
 
 
 def _own_statistics(x: Tensor, counts: bool) -> Tensor:
-    """Return mean and variance of each channel on this rank, and of how many values, in float64."""
+    """Return, in float64, mean and variance of each channel on this rank, and of how many values they are."""
     channels = x.shape[1]
     if not (counts and x.numel()):
-        return torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
+        return torch.zeros(3 * channels, dtype=torch.float64, device=x.device)
     # One pass of the kernel that torch's own batch norm uses. For half precision it computes in the dtype of running
     # statistics, if it is given some.
     like = torch.zeros(channels, device=x.device) if x.dtype in _HALF else None
     mean, var = torch.batch_norm_update_stats(x, like, like, 0.0)
-    return torch.cat([mean, var, mean.new_full((1,), x.numel() // channels, dtype=torch.float64)])
-
-
-def _array(tensor: Tensor) -> Any:
-    """Return what numbers of a channel are computed with: on the CPU numpy, which takes a fourth of the time."""
-    return tensor.detach().numpy() if tensor.is_cpu else tensor.detach()
-
-
-def _of_all(table: Any, channels: int) -> tuple[Any, Any, Any]:
-    """Return mean and variance of each channel over all ranks, and of how many values; a row is a rank's."""
-    sizes = table[:, -1:]
-    total = sizes.sum()
-    shares = sizes / (
-        total + (total == 0)
-    )  # in a step of one rank alone, whose batch is padding, no rank counts
-    both = (table * shares).sum(0)
-    mean = both[:channels]
-    between = ((table[:, :channels] - mean) ** 2 * shares).sum(0)
-    return mean, both[channels:-1] + between, total
+    size = torch.full_like(mean, x.numel() // channels, dtype=torch.float64)
+    return torch.cat([mean, var, size])

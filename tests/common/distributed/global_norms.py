@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_lockstep.distributed.coordination.global_norm import global_batch_norm
 from lightning_lockstep.distributed.local_collectives import local_collectives
-from lightning_lockstep.steps.patching import replaced
+from lightning_lockstep.steps.sample_numbers import BatchPlace, SampleNumbers
 
 FLOAT64, FLOAT32, BFLOAT16 = torch.float64, torch.float32, torch.bfloat16
+PLACE = BatchPlace(0, 0, 0, 1, 1)
 
 
 class Case(NamedTuple):
@@ -41,19 +41,6 @@ CASES = {
 }
 # The largest difference from one process that counts as none, of weights and running statistics.
 TOLERANCES = {FLOAT64: 1e-12, FLOAT32: 1e-5, BFLOAT16: 0.05}
-
-
-class GlobalNorm(TorchFunctionMode):
-    """Has the batch norm of all ranks in place of torch's."""
-
-    def __init__(self, counts: bool = True) -> None:
-        super().__init__()
-        self._counts = counts
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.batch_norm:
-            return global_batch_norm(*args, **(kwargs or {}), counts=self._counts)
-        return func(*args, **(kwargs or {}))
 
 
 class Checkpointed(nn.Sequential):
@@ -93,14 +80,18 @@ def trained(case: Case, counts: Sequence[int], parts: Sequence[range] | None = N
     """Return the state after two optimizer steps on micro-batches of so many samples, or on this rank's parts."""
     model = made(case.kind).to(case.dtype)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    norms = SampleNumbers(1, numbers=False, norm=True)
     for _ in range(2):
         for number, count in enumerate(counts):
             x = samples(case.kind, count).to(case.dtype)
             rows = list(range(count) if parts is None else parts[number])
-            mode = nullcontext() if parts is None else GlobalNorm(bool(rows))
-            with mode:
+            step: AbstractContextManager[None] = nullcontext()
+            backward: AbstractContextManager[None] = nullcontext()
+            if parts is not None:
+                step, backward = norms.step(PLACE, 0, bool(rows)), norms.backward()
+            with step:
                 loss = model(x[rows or [0]]).square().mean(1).sum() * (bool(rows) / sum(counts))
-            with within_engine(mode):
+            with backward:
                 loss.backward()
         for parameter in model.parameters() if parts is not None else ():
             total = parameter.grad.double()  # type: ignore[union-attr]
@@ -109,19 +100,6 @@ def trained(case: Case, counts: Sequence[int], parts: Sequence[range] | None = N
         optimizer.step()
         optimizer.zero_grad()
     return model.state_dict()
-
-
-@contextmanager
-def within_engine(mode: AbstractContextManager[Any]) -> Iterator[None]:
-    """Let a mode be on within autograd's engine, where checkpointed parts are computed again."""
-    engine = torch.autograd._engine_run_backward
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with mode:
-            return engine(*args, **kwargs)
-
-    with replaced(torch.autograd, _engine_run_backward=run):
-        yield
 
 
 def differences(names: Iterable[str] = CASES) -> dict[str, tuple[float, bool]]:

@@ -113,7 +113,9 @@ class Stream(IterableDataset[Any]):
 
 
 DATA = TensorDataset(torch.ones(16, 2))
-NOT_DIVIDED = "that is not divided among the ranks here: expected a DataLoader of a data set with indices"
+NOT_DIVIDED = (
+    "with a training loader that is not divided among the ranks: expected one DataLoader of a data set with"
+)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a stream": ({"loader": DataLoader(Stream(), 4)}, NOT_DIVIDED),
     "a sampler that divides": (
@@ -125,7 +127,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"loader": [DataLoader(DATA, 4), DataLoader(DATA, 4)]},
         "random_numbers='of_sample' with 2 training loaders: expected one",
     ),
-    "sync_batchnorm, too": ({"sync_batchnorm": True}, "sync_batchnorm=True: expected False, because both do"),
+    "sync_batchnorm, too": ({"sync_batchnorm": True}, "expected False, because batch_norm='of_batch' does the same"),
     "sync_batchnorm on CPUs": (
         {"sync_batchnorm": True, "of_rank": True},
         "because torch's layer refuses CPUs. batch_norm='of_batch' of the strategy works on any device",

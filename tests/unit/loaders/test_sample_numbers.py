@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, Subset
 
-from lightning_lockstep.loaders.sample_numbers import PlacedBatch, SeededSamples, seeded_by_sample
+from lightning_lockstep.loaders.sample_numbers import PlacedBatch, SeededBatches, seeded_by_sample
 from lightning_lockstep.steps.sample_numbers import BatchPlace
 
 ORDER = [7, 3, 3, *range(9, 20), 0, 1, 2]  # one sample twice
@@ -122,9 +122,9 @@ def test_a_data_set_with_a_generator_of_its_own_is_given_a_seed(wrap: Any) -> No
 
 def test_attributes_are_those_of_the_data_set_within() -> None:
     inside = Images()
-    wrapped: Any = pickle.loads(pickle.dumps(SeededSamples(inside, 1)))
+    wrapped: Any = pickle.loads(pickle.dumps(SeededBatches(inside, list, 1)))
     assert (len(wrapped), wrapped.kind) == (20, "images") and wrapped[3][0] == 3
-    wrapped = SeededSamples(inside, 1)
+    wrapped = SeededBatches(inside, list, 1)
     wrapped.kind = "others"
     assert inside.kind == "others" and not hasattr(wrapped, "seed_sample")
 

@@ -73,6 +73,7 @@ LSTM = recurrent(0.3)
 HELD: dict[str, Callable[[Tensor], Tensor]] = {
     "Dropout": lambda x: F.dropout(PLAIN(x), 0.3),
     "Dropout in place": lambda x: F.dropout(x.clone(), 0.3, True, True),
+    "native_dropout": lambda x: torch.native_dropout(x, 0.3, True)[0] + torch.native_dropout(x, 0.0, True)[0],
     "Dropout of all": lambda x: F.dropout(x, 1.0) + torch.rand_like(x),
     "Dropout1d": nn.Dropout1d(0.3),
     "Dropout2d": lambda x: F.dropout2d(x[..., None], 0.3),
@@ -156,7 +157,8 @@ def test_what_cannot_be_held_is_refused_with_its_name(name: str) -> None:
     function, text = REFUSED[name]
     with pytest.raises(ConfigurationError, match=re.escape(text)) as error:
         under(WHOLE, function, inputs())
-    assert name == "unseen" or all(way in str(error.value) for way in ("`by_sample(dim=1)`", "`shared()`"))
+    assert ("`shared()`" in str(error.value)) is (name != "unseen")
+    assert ("`by_sample(dim=1)`" in str(error.value)) is ("of shape" in text and "query" not in text)
 
 
 def test_all_functions_of_torch_that_draw_are_known() -> None:
@@ -263,6 +265,28 @@ def test_compiled_code_draws_the_same(name: str) -> None:
     compiled, x = torch.compile(HELD[name], backend="eager"), inputs()
     for step in (5, 6):
         assert torch.equal(under(WHOLE, compiled, x, step=step), under(WHOLE, HELD[name], x, step=step))
+
+
+def test_draws_in_a_checkpoint_within_compiled_code_are_refused() -> None:
+    torch._dynamo.reset()
+    numbers, dropout = SampleNumbers(1), HELD["Dropout"]
+    compiled = torch.compile(lambda x: checkpoint(dropout, x, use_reentrant=False).sum(), backend="eager")
+    with numbers.step(BatchPlace(2, 3, 0, 1, SAMPLES), 5):
+        y = compiled(inputs().requires_grad_())
+    with pytest.raises(ConfigurationError, match="outside of torch"), numbers.backward():
+        y.backward()
+
+
+def test_a_compiler_records_no_cuda_graph_with_a_dropout() -> None:
+    """It asks this with ``mode="reduce-overhead"``, and runs such an operator between two recorded parts."""
+    from torch._inductor.utils import get_first_incompatible_cudagraph_node
+
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+    compiled = torch.compile(HELD["Dropout"], backend=lambda graph, _: graphs.append(graph) or graph)
+    under(WHOLE, compiled, inputs())
+    refused = get_first_incompatible_cudagraph_node(graphs[0])
+    assert refused is not None and refused.target is torch.ops.lockstep.dropout_noise.default
 
 
 # -- quality -------------------------------------------------------------------------------------------
