@@ -187,7 +187,7 @@ def run_with_members(
                 if (channel := side_channel_if_open()) is not None:
                     channel.lingers = False  # nobody waits for what was posted last
                 supervisor.forget_group()
-                with membership.meeting():
+                with membership:  # in which all that are left connect
                     recovery.strategy.setup_environment()
                     recovery.share_state(call)
             answer = supervisor.attempt(function, *call.args, **call.kwargs)

@@ -175,9 +175,9 @@ class RankSupervisor:
             of_ranks = communicator.gather((settings.guard, socket.gethostname(), os.getpid()))
             guards = [guard for guard, *_ in of_ranks]
             self.guard = guard_on(communicator.side_channel, propagation, settings, of_ranks=guards)
-            if not propagation.members:
-                members = [(host, pid) for _, host, pid in of_ranks]
-                propagation.know_members(members, int(os.environ.get("MASTER_PORT") or 0))
+            if not propagation.store_port:
+                processes = [(host, pid) for _, host, pid in of_ranks]
+                propagation.have_met(processes, int(os.environ.get("MASTER_PORT") or 0))
             tell_batch_by(self._batch)
         return communicator
 

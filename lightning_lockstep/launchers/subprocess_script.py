@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -266,11 +267,9 @@ def _end_children() -> None:
         ranks.kill()
         return
     if propagation is not None:
-        propagation.come_to_end()
+        propagation.come_to_end([(socket.gethostname(), one.pid) for one in ranks.processes.values()])
     ranks.wait()
     if (bad := ranks.ended_badly()) and propagation is not None:
         local_rank, process = min(bad.items(), key=lambda one: one[1].returncode >= 0)
-        propagation.report_child_exit(ranks.first_rank + local_rank, process.returncode, process.pid)
-        record = propagation.end_of_others()
-        assert record is not None
+        record = propagation.report_child_exit(ranks.first_rank + local_rank, process.returncode, process.pid)
         end_now(record.exit_code, keep_failure(record).printed())

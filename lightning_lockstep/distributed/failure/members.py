@@ -91,6 +91,10 @@ class HostedMembers:
         return _told(self._store, self.current.number)
 
 
+def _told(store: Store, until: int) -> list[dict[str, Any]]:
+    return [json.loads(store.get(key)) for n in range(1, until + 1) if store.check([key := f"lost/{n}"])]
+
+
 class Membership:
     """What a rank knows of the members, itself included. Ranks: one object in each process."""
 
@@ -144,9 +148,17 @@ class Membership:
 
     # -- the meeting of a generation's members, and the end of a call
 
-    def meeting(self) -> Meeting:
-        """Wait until all members of the newest generation are ready; in the body they connect. Ranks: all members."""
-        return Meeting(self)
+    # A context in which the members connect: if another one is lost meanwhile, an error is raised anywhere in the body.
+    # No generator: no error is ever raised in the code of this module, so none comes once the body has been left.
+
+    def __enter__(self) -> None:
+        """Wait until all members of the newest generation are ready. Ranks: all members."""
+        self._is_connected = False
+        self._meet()
+        self._connecting = True
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._connecting, self._is_connected = False, kind is None
 
     def _meet(self) -> None:
         self._interrupt.install()
@@ -249,27 +261,6 @@ class Membership:
             if ends[1].endswith(f":{self.port}") and ends not in self._kept
         ]
         end_connections([*connections_with(self._processes, {self.port}), *of_store])
-
-
-class Meeting:
-    """The context in which members connect: if another one is lost meanwhile, an error is raised anywhere in it."""
-
-    # No generator: an error is never raised in the code of this module, so none comes once the body has been left.
-
-    def __init__(self, membership: Membership) -> None:
-        self._membership = membership
-
-    def __enter__(self) -> None:
-        self._membership._is_connected = False
-        self._membership._meet()
-        self._membership._connecting = True
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._membership._connecting, self._membership._is_connected = False, kind is None
-
-
-def _told(store: Store, until: int) -> list[dict[str, Any]]:
-    return [json.loads(store.get(key)) for n in range(1, until + 1) if store.check([key := f"lost/{n}"])]
 
 
 _membership: Membership | None = None

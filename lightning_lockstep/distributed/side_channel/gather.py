@@ -72,7 +72,7 @@ class Gather:
         self._complete: dict[Key, Mapping[int, Any]] = {}
         self._overdue: set[Key] = set()  # given up: what still comes is not kept
         self._news = threading.Condition()
-        self._follower: Callable[[bool], None] = lambda waits: None
+        self.on_entry: Callable[[], None] = lambda: None  # called on rank 0 when an entry has come
         self._remove = [
             channel.on(self._topic, self._take_entry),
             channel.on(f"{self._topic}/result", self._take_result),
@@ -109,9 +109,10 @@ class Gather:
         missing = tuple(rank for rank in range(self.channel.world_size) if rank not in came)
         return Gathered(dict(sorted({**came, own: entry}.items())), missing, self.timeout)
 
-    def follow(self, function: Callable[[bool], None]) -> None:
-        """On rank 0: call ``function`` with whether entries of some ranks have come and those of others have not."""
-        self._follower = function
+    @property
+    def is_awaited(self) -> bool:
+        """On rank 0: whether entries of some ranks have come and those of others have not."""
+        return bool(self._coming)
 
     def close(self) -> None:
         """Stop listening."""
@@ -126,10 +127,9 @@ class Gather:
                 return
             entries = self._coming.setdefault(key, {})
             entries[message.sender] = entry
-            is_complete = len(entries) == self.channel.world_size
-            self._follower(not is_complete)
-            if is_complete:
+            if len(entries) == self.channel.world_size:
                 self._finish(key, for_all=for_all)
+        self.on_entry()
 
     def _finish(self, key: Key, *, for_all: bool) -> None:
         """On rank 0: end a collection with the entries that have come."""

@@ -95,7 +95,7 @@ def test_a_loss_interrupts_a_member_that_connects_and_the_next_one_not_what_it_d
     losses = threading.Timer(0.2, run.publish, (0,), {"lost": KILLED})
     losses.start()
     try:
-        with pytest.raises(RankFailedError, match="rank 2 of 3") as raised, member.meeting():
+        with pytest.raises(RankFailedError, match="rank 2 of 3") as raised, member:
             time.sleep(60)  # it waits for another member in Python
         run.publish(0, lost=KILLED)
         until(lambda: member.newest.number == 3)
@@ -112,7 +112,7 @@ def test_a_connection_that_a_member_makes_after_the_news_is_ended_too(run: Run) 
     member._interrupt = SimpleNamespace(install=int, raise_soon=int)  # type: ignore[assignment] # it waits in C++
     run.publish(0, 1, lost=KILLED)
     run.is_ready(1, 1)
-    with pytest.raises(RuntimeError), member.meeting():
+    with pytest.raises(RuntimeError), member:
         run.publish(0, lost=KILLED)
         until(lambda: member.newest.number == 2)
         time.sleep(0.1)
