@@ -100,6 +100,7 @@ class FailurePropagation:
         # Returns the folder for reports of this run, or None if none are written; never raises.
         self.folder: Callable[[], Path | None] = lambda: None
         self.prints_report = channel.rank == 0  # of another rank's failure
+        self.check_told_to_end: Callable[[], None] = lambda: None  # raises if this rank has got SIGTERM
         # Of the guard: asks why a collective broke here.
         self.explain: Callable[[BaseException], None] | None = None
         self.store_port = 0  # of the store at which the ranks have met
@@ -186,6 +187,8 @@ class FailurePropagation:
         if self.state == "running" and not self.channel.usable:
             self._note_left(0)
         record = self.record
+        if self.state == "running":
+            self.check_told_to_end()
         if record is None or self.state != "failed":
             return record is not None and self.state == "raised"
         # All ranks may raise the same, one a moment before another, which may still write its report.
