@@ -78,8 +78,6 @@ _FAILURE, _MEETING = "failure", "the begin of a run"
 _MAY_RAISE_THE_SAME = 1.0
 # How much longer than the grace period, after which it kills the ranks it has started, a rank may take to exit [s].
 _CHILDREN_END = 6.0
-# How long a report that is being written holds a forced end [s].
-_REPORT_LIMIT = 60.0
 # How long a message may take that is on its way already [s].
 _ON_ITS_WAY = 1.0
 _VANISHED = (
@@ -178,8 +176,8 @@ class FailurePropagation:
     def check(self) -> None:
         """Raise here what ends this attempt, if another rank has failed. Ranks: any, alone."""
         record = self.record
-        is_own = self.state == "raised" and record is not None and record.rank == self.channel.rank
-        if record is not None and self.state != "over" and not is_own:
+        may_be_own = self.state in ("raised", "over")
+        if record is not None and not (may_be_own and record.rank == self.channel.rank):
             raise self._stopped(record)
 
     def ends_wait(self) -> bool:
@@ -253,7 +251,7 @@ class FailurePropagation:
     def lose(self, record: FailureRecord) -> None:
         """End all attempts over this group, but no rank, because the others outlive one. Ranks: any, alone."""
         with self.news:
-            self._outlived, self._ended, self.channel.lingers = True, self._ended or record, False
+            self._outlived, self._ended = True, self._ended or record
             self._apply()
             self.news.notify_all()
 
@@ -417,8 +415,7 @@ class FailurePropagation:
 
     def _end_waits(self, record: FailureRecord) -> None:
         """Have the thread that trains raise, and end what it waits in."""
-        if outcome.writes_report.acquire(timeout=_REPORT_LIMIT):
-            outcome.writes_report.release()
+        outcome.wait_for_report()
         if self.record is not record or self._pending() is None:
             return
         self.channel.flush(0.5)  # before this rank ends the connections by which others would notice
@@ -524,8 +521,7 @@ class FailurePropagation:
 
     def _grace_ends(self, record: FailureRecord) -> None:
         """End this process by force, unless it deals with the failure."""
-        if outcome.writes_report.acquire(timeout=_REPORT_LIMIT):
-            outcome.writes_report.release()
+        outcome.wait_for_report()
         # Not if it is over with the attempt, or ends by its own error. A forked or spawned rank does not: Python calls
         # no excepthook there, so nothing would end it.
         if (
