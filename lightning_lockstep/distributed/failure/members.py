@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import psutil
@@ -42,6 +43,8 @@ from lightning_lockstep.distributed.failure.process_exit import end_now
 from lightning_lockstep.distributed.failure.propagation import FailurePropagation
 from lightning_lockstep.distributed.failure.record import FailureRecord, is_broken_collective
 from lightning_lockstep.distributed.process_group import use_store
+from lightning_lockstep.distributed.side_channel.channel import SideChannel
+from lightning_lockstep.distributed.side_channel.gather import Gather
 from lightning_lockstep.errors import CollectiveError, LaunchError, RankFailedError
 
 _FOREVER = timedelta(days=3650)
@@ -89,6 +92,10 @@ class HostedMembers:
     def told(self) -> list[dict[str, Any]]:
         """Return what the members have said of losses."""
         return _told(self._store, self.current.number)
+
+
+def _ends_of_calls(channel: SideChannel) -> Gather:
+    return Gather(channel, "the end of a call", watched=True)
 
 
 def _told(store: Store, until: int) -> list[dict[str, Any]]:
@@ -199,8 +206,16 @@ class Membership:
 
     def finish_call(self) -> None:
         """Wait until all members that are left have come to the end of a call, or raise. Ranks: all members."""
+        self._store.set(f"done/{self.current.number}/{self._calls}/{self.me}", "1")
+        propagation = self.propagation()
+        if propagation is None:  # of the last member that is left
+            self._wait_for_ends(lambda: None)
+            return
+        with propagation.channel.get_or_create(_ends_of_calls).waiting(self._calls):
+            self._wait_for_ends(partial(self._check_failure, propagation))
+
+    def _wait_for_ends(self, check: Callable[[], None]) -> None:
         number = self.current.number
-        self._store.set(f"done/{number}/{self._calls}/{self.me}", "1")
         while True:
             newest = self.newest
             left = [member for member in self.current.members if member in newest.members]
@@ -211,7 +226,14 @@ class Membership:
             later = [f"ready/{n}/{one}" for n in range(number + 1, newest.number + 1) for one in left]
             if any(self._store.check([key]) for key in later):
                 self.check()
+            check()
             time.sleep(_LOOK_EVERY)
+
+    def _check_failure(self, propagation: FailurePropagation) -> None:
+        """Raise if a rank has failed, but not because of the end of one that the others outlive."""
+        record = propagation.record
+        if record is not None and not (record.ended and self._wait_for_news(_NEWS_WITHIN)):
+            propagation.check()
 
     def tell(self, event: dict[str, Any]) -> None:
         """Say what was lost before this generation, now that it has gone on. Ranks: any, alone."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,7 @@ class Collecting:
 
     key: Key
     began: float  # [s since 1970]
-    waits: bool = False
+    waits: bool = True
 
 
 @dataclass(frozen=True)
@@ -87,17 +88,13 @@ class Gather:
         """Post this rank's entry, wait for the others' and return them all. Ranks: every rank, in any order."""
         # If the entries are for rank 0 alone, the other ranks return their own entry at once.
         own = self.channel.rank
-        self.last.append(this := Collecting(key, time.time()))
         self.post(key, entry, for_all=for_all)
         if own and not for_all:
             return Gathered({own: entry})
         with self._news:
             patience = self.timeout + (_RESULT_DELAY if own else 0.0)
-            this.waits = True
-            try:
+            with self.waiting(key):
                 has_come = self.channel.wait_for(self._news, lambda: key in self._complete, patience)
-            finally:
-                this.waits = False
             if not has_come:
                 self._overdue.add(key)
                 if own == 0:
@@ -108,6 +105,15 @@ class Gather:
             return Gathered({own: entry}, (0,), self.timeout)
         missing = tuple(rank for rank in range(self.channel.world_size) if rank not in came)
         return Gathered(dict(sorted({**came, own: entry}.items())), missing, self.timeout)
+
+    @contextmanager
+    def waiting(self, key: Key) -> Iterator[None]:
+        """Let the guard see that this rank waits in the body for the others to come to the same."""
+        self.last.append(this := Collecting(key, time.time()))
+        try:
+            yield
+        finally:
+            this.waits = False
 
     @property
     def is_awaited(self) -> bool:

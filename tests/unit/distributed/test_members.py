@@ -16,7 +16,7 @@ from lightning_lockstep.distributed.failure import propagation as propagation_mo
 from lightning_lockstep.distributed.failure.interrupt import connections
 from lightning_lockstep.distributed.failure.members import HostedMembers, Membership
 from lightning_lockstep.distributed.failure.process_exit import Outcome
-from lightning_lockstep.distributed.failure.record import FailureRecord, describe_exit
+from lightning_lockstep.distributed.failure.record import FailureRecord, describe_error, describe_exit
 from lightning_lockstep.distributed.process_group import forget_rendezvous
 from lightning_lockstep.errors import RankFailedError
 from lightning_lockstep.launchers import outliving
@@ -219,3 +219,21 @@ def test_no_countdown_of_a_loss_that_the_channel_has_seen_first_ends_a_rank_that
         if function == attempt.propagation._grace_ends:
             function(*arguments)
     assert not attempt.ended
+
+
+def test_a_member_that_waits_at_the_end_of_a_call_hears_that_another_one_has_raised(
+    run: Run, attempt: Any
+) -> None:
+    run.publish(0, 1)
+    member = run.member(0)
+    member.propagation = lambda: attempt.propagation
+    attempt.propagation.enter()
+    raised = describe_error(ValueError("boom at the end"), 0, 2)
+    news = threading.Timer(0.2, attempt.propagation._decide, (1, raised))
+    ends = threading.Timer(20.0, run.publish, (0,), {"ends": True})  # so that it does not wait forever
+    news.start(), ends.start()
+    try:
+        with pytest.raises(RankFailedError, match="boom at the end"):
+            member.finish_call()
+    finally:
+        ends.cancel(), news.join()
