@@ -181,20 +181,21 @@ class FailurePropagation:
             raise self._stopped(record)
 
     def ends_wait(self) -> bool:
-        """Raise what ends this attempt, or return whether this rank has raised that and must wait for nobody."""
-        if self.state == "running" and not self.channel.usable:
+        """Raise what ends a wait for all ranks, or return whether this rank has raised that and must wait for nobody."""
+        if self.state in ("running", "over") and not self.channel.usable:
             self._note_left(0)
         record = self.record
+        if self.state == "over" and self._ended is not None:
+            raise RankFailedError(self._ended.report(), self._ended)
         if self.state == "running":
             self.check_told_to_end()
-        if record is None or self.state != "failed":
-            return record is not None and self.state == "raised"
-        # All ranks may raise the same, one a moment before another, which may still write its report.
-        may_be_of_all = record.kind == "exception" and self.channel.usable
-        is_new = outcome.writes_report.locked() or time.monotonic() - self._since < _MAY_RAISE_THE_SAME
-        if not (may_be_of_all and is_new):
-            self.check()
-        return False
+        elif self.state == "failed" and record is not None:
+            # All ranks may raise the same, one a moment before another, which may still write its report.
+            may_be_of_all = record.kind == "exception" and self.channel.usable
+            is_new = outcome.writes_report.locked() or time.monotonic() - self._since < _MAY_RAISE_THE_SAME
+            if not (may_be_of_all and is_new):
+                self.check()
+        return self.state == "raised" and record is not None
 
     def error_to_raise(self, error: BaseException) -> BaseException:
         """Return the error that this rank is to raise in place of one that ended its work."""
