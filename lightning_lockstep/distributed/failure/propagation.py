@@ -181,7 +181,7 @@ class FailurePropagation:
             raise self._stopped(record)
 
     def ends_wait(self) -> bool:
-        """Raise what ends a wait for all ranks, or return whether this rank has raised that and must wait for nobody."""
+        """Raise what ends a wait for others, or return whether this rank has raised that and must wait for nobody."""
         if self.state in ("running", "over") and not self.channel.usable:
             self._note_left(0)
         record = self.record
