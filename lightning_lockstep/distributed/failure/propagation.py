@@ -182,7 +182,7 @@ class FailurePropagation:
 
     def ends_wait(self) -> bool:
         """Raise what ends a wait for others, or return whether this rank has raised that and must wait for nobody."""
-        if self.state in ("running", "over") and not self.channel.usable:
+        if self.state in ("running", "over") and self.channel.has_closed(0):
             self._note_left(0)
         record = self.record
         if self.state == "over" and self._ended is not None:
