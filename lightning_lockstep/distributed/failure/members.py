@@ -24,9 +24,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import psutil
@@ -206,34 +206,27 @@ class Membership:
 
     def finish_call(self) -> None:
         """Wait until all members that are left have come to the end of a call, or raise. Ranks: all members."""
-        self._store.set(f"done/{self.current.number}/{self._calls}/{self.me}", "1")
-        propagation = self.propagation()
-        if propagation is None:  # of the last member that is left
-            self._wait_for_ends(lambda: None)
-            return
-        with propagation.channel.get_or_create(_ends_of_calls).waiting(self._calls):
-            self._wait_for_ends(partial(self._check_failure, propagation))
-
-    def _wait_for_ends(self, check: Callable[[], None]) -> None:
-        number = self.current.number
-        while True:
-            newest = self.newest
-            left = [member for member in self.current.members if member in newest.members]
-            if newest.ends or self._store.check([f"done/{number}/{self._calls}/{one}" for one in left]):
-                self._calls += 1
-                return
-            # If a member has broken off, all go to the end of the call once more.
-            later = [f"ready/{n}/{one}" for n in range(number + 1, newest.number + 1) for one in left]
-            if any(self._store.check([key]) for key in later):
-                self.check()
-            check()
-            time.sleep(_LOOK_EVERY)
-
-    def _check_failure(self, propagation: FailurePropagation) -> None:
-        """Raise if a rank has failed, but not because of the end of one that the others outlive."""
-        record = propagation.record
-        if record is not None and not (record.ended and self._wait_for_news(_NEWS_WITHIN)):
-            propagation.check()
+        number, propagation = self.current.number, self.propagation()
+        self._store.set(f"done/{number}/{self._calls}/{self.me}", "1")
+        with ExitStack() as stack:
+            if propagation is not None:  # else this member alone is left
+                gather = propagation.channel.get_or_create(_ends_of_calls)
+                stack.enter_context(gather.waiting(self._calls))
+            while True:
+                newest = self.newest
+                left = [member for member in self.current.members if member in newest.members]
+                if newest.ends or self._store.check([f"done/{number}/{self._calls}/{one}" for one in left]):
+                    self._calls += 1
+                    return
+                # If a member has broken off, all go to the end of the call once more.
+                later = [f"ready/{n}/{one}" for n in range(number + 1, newest.number + 1) for one in left]
+                if any(self._store.check([key]) for key in later):
+                    self.check()
+                record = None if propagation is None else propagation.record
+                # Not for the end of a member that the others outlive.
+                if propagation and record and not (record.ended and self._wait_for_news(_NEWS_WITHIN)):
+                    propagation.check()
+                time.sleep(_LOOK_EVERY)
 
     def tell(self, event: dict[str, Any]) -> None:
         """Say what was lost before this generation, now that it has gone on. Ranks: any, alone."""
