@@ -205,21 +205,23 @@ class FailurePropagation:
         # grace period for the message.
         if isinstance(error, SystemExit) and error.code == (outcome.expected_exit_code or object()):
             return error
-        if isinstance(error, RankFailedError):
-            if self.record is not None and self.state == "failed":
-                return self._stopped(self.record)
-            self._raises(self.record or self.describe(error))
-            return error
         if isinstance(error, KeyboardInterrupt):
             return self._interrupted(error)
         is_own = isinstance(error, (LockstepError, SystemExit))
-        if self.record is None and not is_own and is_broken_collective(error):
-            if self.explain is not None:
+        is_broken = not is_own and is_broken_collective(error)
+        is_told = isinstance(error, RankFailedError) and error.record is None  # as by in_rank_order
+        if self.record is None and (is_broken or is_told):
+            if is_broken and self.explain is not None:
                 self.explain(error)
             with self.news:
                 # A rank that was killed counts as lost only after the time in which it could connect again.
                 seconds = max(self.grace_period / 3, BACK_WITHIN + _ON_ITS_WAY)
                 self.channel.wait_for(self.news, lambda: self.failed, seconds, stops=False)
+        if isinstance(error, RankFailedError):
+            if self.record is not None and self.state == "failed":
+                return self._stopped(self.record)
+            self._raises(self.record or self.describe(error))
+            return error
         record = self.record
         is_explained = record is not None and record.kind == "collective"
         if record is not None and is_explained and (isinstance(error, CollectiveError) or not is_own):

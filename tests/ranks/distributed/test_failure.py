@@ -139,3 +139,21 @@ def wait_after_the_last_fit() -> tuple[str, float]:
 def test_a_wait_outside_of_fits_ends_when_a_rank_is_lost() -> None:
     text, seconds = run_ranks_raw(2, wait_after_the_last_fit, timeout=60)[1].value
     assert text.startswith("rank 0 of 2") and seconds < 20
+
+
+def raise_in_rank_order() -> str:
+    crash, rank = propagation(3.0), dist.get_rank()
+    try:
+        with in_rank_order():
+            if rank == 1:
+                raise ValueError("boom")
+    except Exception as error:
+        time.sleep(0.3 * rank)  # the others hear of it by in_rank_order first
+        return str(crash.error_to_raise(error)).partition("\n")[0]
+    return "never"
+
+
+def test_a_rank_that_raises_in_rank_order_is_the_failure_that_all_report() -> None:
+    zero, one = run_ranks_raw(2, raise_in_rank_order, timeout=60)
+    assert one.value == "boom"
+    assert zero.value.startswith("rank 1 of 2 (host ") and zero.value.endswith("failed: ValueError: boom")
