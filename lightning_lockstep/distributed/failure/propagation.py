@@ -418,7 +418,10 @@ class FailurePropagation:
 
     def _end_waits(self, record: FailureRecord) -> None:
         """Have the thread that trains raise, and end what it waits in."""
-        outcome.wait_for_report()
+        if outcome.writes_report.locked():  # then this rank may raise the same a moment later
+            outcome.wait_for_report()
+            interrupt_clock.after(_MAY_RAISE_THE_SAME, self._end_waits, record)
+            return
         if self.record is not record or self._pending() is None:
             return
         self.channel.flush(0.5)  # before this rank ends the connections by which others would notice
