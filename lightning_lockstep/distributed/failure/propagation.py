@@ -245,11 +245,10 @@ class FailurePropagation:
         """On rank 0: let all ranks raise an error of the guard, unless one has failed."""
         return self._decide(self.number, replace(self.describe(error), kind="collective"))
 
-    def come_to_end(self, others: Collection[Process]) -> None:
-        """Note that this program has come to its end; end what others, for which this process waits, wait in for it."""
+    def come_to_end(self) -> None:
+        """Note, on rank 0, that this program begins no further attempt, and end the wait of ranks that do."""
         self._at_end = True
         self._note_if_awaited()
-        self.end_connections(others)
 
     def lose(self, record: FailureRecord) -> None:
         """End all attempts over this group, but no rank, because the others outlive one. Ranks: any, alone."""
