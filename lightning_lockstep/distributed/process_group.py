@@ -43,14 +43,13 @@ class RankGroup:
     options: tuple[float, float] | None = None  # of that Trainer's strategy: timeout and silence limit [s]
 
 
-_AVAILABLE = dist.is_available()
 _lock = threading.Lock()
 _groups: WeakKeyDictionary[dist.ProcessGroup, RankGroup] = WeakKeyDictionary()
 
 
 def current_group() -> RankGroup | None:
     """Return the group of ranks that this process belongs to now, or ``None``."""
-    world = dist.group.WORLD if _AVAILABLE else None
+    world = dist.group.WORLD
     if world is None:
         return None
     known = _groups.get(world)  # without the lock: a process may have been forked while it was held
@@ -179,7 +178,7 @@ def forget_rendezvous() -> None:
 
 def process_group_exists() -> bool:
     """Return whether this process belongs to a default process group of torch."""
-    return _AVAILABLE and dist.is_initialized()
+    return dist.is_initialized()
 
 
 def default_backend(device: torch.device) -> str:

@@ -193,8 +193,6 @@ def load_parts(
 
     try:
         rest = load_without_objects(load, folder / REST, weights_only)
-    except ConfigurationError:
-        raise
     except (EOFError, OSError, RuntimeError, pickle.UnpicklingError) as error:
         raise ConfigurationError(f"{folder / REST} cannot be read: {first_line(error)}. {_WHOLE}") from error
     del rest.get("optimizer_states", [])[len(optimizers) :]

@@ -244,7 +244,7 @@ def _be_rank(
         if isinstance(error, SystemExit) and error.code in (None, 0) and first_failure(folder) is None:
             return  # the program's own wish; during a fit it is a failure, and noted
         if not note.exists():  # the supervisor has not seen it
-            note_failure(describe_error(error, group.first_rank + local_rank, group.world_size, dict))
+            note_failure(describe_error(error, group.first_rank + local_rank, group.world_size))
         drop_what_nobody_reads()
         if group.in_cell:
             end_now(1)  # the cell does not wait for threads that the function has left behind
@@ -275,7 +275,7 @@ class SpawnedLauncher(_MultiProcessingLauncher):
                 f" {self._start_method!r}: the optimizer's state stayed in the ranks of the first call."
                 " Make a new Trainer and pass ckpt_path=..., or use start_method='popen'."
             )
-        runs_without_children(self._supervisor)
+        runs_without_children()
         # Before the port is chosen: an earlier Trainer of one rank may have left its own.
         leave_group_of_one() if self._start_method == "spawn" else prepare_fork()
         strategy, environment = self._strategy, self._strategy.cluster_environment

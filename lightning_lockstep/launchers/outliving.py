@@ -179,6 +179,12 @@ def run_with_members(
 ) -> Any:
     """Call ``function`` until all members that are left have come to its end. Ranks: all members."""
     membership.propagation = lambda: supervisor.propagation
+
+    def call_to_its_end() -> Any:
+        answer = function(*call.args, **call.kwargs)
+        membership.finish_call()  # in the attempt: a rank that has come to it hears of a failure of another one
+        return answer
+
     while True:
         begins = membership.outdated or not process_group_exists()
         try:
@@ -187,11 +193,10 @@ def run_with_members(
                 if (channel := side_channel_if_open()) is not None:
                     channel.lingers = False  # nobody waits for what was posted last
                 supervisor.forget_group()
-                with membership.meeting():
+                with membership:  # in which all that are left connect
                     recovery.strategy.setup_environment()
                     recovery.share_state(call)
-            answer = supervisor.attempt(function, *call.args, **call.kwargs)
-            membership.finish_call()
+            answer = supervisor.attempt(call_to_its_end)
             recovery.end_call()
             return answer
         except _TunerExitException:

@@ -36,7 +36,7 @@ from lightning_lockstep.distributed.guard.collective_call import tell_batch_by
 from lightning_lockstep.distributed.guard.guard import CollectiveGuard, GuardSettings, guard_on
 from lightning_lockstep.distributed.process_group import current_group
 from lightning_lockstep.distributed.side_channel.channel import SideChannel
-from lightning_lockstep.distributed.side_channel.opening import side_channel_if_open, use_silence_limit
+from lightning_lockstep.distributed.side_channel.opening import side_channel_if_open
 from lightning_lockstep.errors import LockstepError
 from lightning_lockstep.launchers.hydra import current_hydra_config
 
@@ -162,7 +162,6 @@ class RankSupervisor:
     def ranks_have_met(self, timeout: float, *, prints_report: bool) -> Communicator:
         """Open the side channel and begin to listen for failures."""
         # All ranks come here together, right after they have met; each waits until rank 0 has come too.
-        use_silence_limit(self.settings.silence_limit)
         communicator, group = current_communicator(), current_group()
         if communicator.is_main and (folder := self.folder()) is not None:
             remove_earlier_report(folder)
@@ -175,9 +174,9 @@ class RankSupervisor:
             of_ranks = communicator.gather((settings.guard, socket.gethostname(), os.getpid()))
             guards = [guard for guard, *_ in of_ranks]
             self.guard = guard_on(communicator.side_channel, propagation, settings, of_ranks=guards)
-            if not propagation.members:
-                members = [(host, pid) for _, host, pid in of_ranks]
-                propagation.know_members(members, int(os.environ.get("MASTER_PORT") or 0))
+            if not propagation.store_port:
+                processes = [(host, pid) for _, host, pid in of_ranks]
+                propagation.have_met(processes, int(os.environ.get("MASTER_PORT") or 0))
             tell_batch_by(self._batch)
         return communicator
 
@@ -186,8 +185,8 @@ class RankSupervisor:
         self.propagation = propagation = propagation_on(channel)
         propagation.grace_period = self.settings.grace_period
         propagation.folder = self.folder
+        propagation.check_told_to_end = self._check_sigterm
         propagation.enter()
-        channel.ends_wait = self._ends_wait
         return propagation
 
     def refuse(self, error: LockstepError) -> NoReturn:
@@ -283,15 +282,6 @@ class RankSupervisor:
         trainer = self._trainer()
         if trainer is not None and trainer.received_sigterm:
             raise SIGTERMException(128 + signal.SIGTERM)
-
-    def _ends_wait(self) -> bool:
-        """End a wait for messages of other ranks if the run is to stop."""
-        propagation = self.propagation
-        if propagation is None or propagation.ends_wait():
-            return propagation is not None
-        if propagation.state != "over":
-            self._check_sigterm()
-        return False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "propagation": None, "guard": None, "_trainer": _no_trainer}

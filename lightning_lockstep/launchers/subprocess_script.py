@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from lightning_lockstep._lightning import (
     _SubprocessScriptLauncher,
 )
 from lightning_lockstep._settings import LAUNCHER_PID, launcher_pid
-from lightning_lockstep.distributed import shut_down
+from lightning_lockstep.distributed import FailurePropagation, shut_down
 from lightning_lockstep.distributed.failure.exit_notes import keep_failure
 from lightning_lockstep.distributed.failure.process_exit import (
     end_now,
@@ -48,6 +49,8 @@ from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, current
 
 # How long the report of a child that has exited may still take to arrive [s].
 _REPORT_DELAY = 0.5
+# How often rank 0, once its program has ended, ends its connections with ranks that still run [s].
+_LOOK_AGAIN = 2.0
 # Python exits with this code if all went well but it could not write out a standard stream at its end.
 _NOT_FLUSHED = 120
 _TOO_LATE = (
@@ -59,13 +62,12 @@ _TOO_LATE = (
 
 
 class _StartedRanks(RankProcesses):
-    """The child ranks of one job of this process, and the supervisor of the Trainer that they work for now."""
+    """The child ranks of one job of this process."""
 
-    def __init__(self, job: object, supervisor: RankSupervisor, first_rank: int = 0) -> None:
+    def __init__(self, job: object, first_rank: int = 0) -> None:
         super().__init__()
         self.job, self.first_rank = job, first_rank  # that of this process
         self.have_met = False  # True: each has been connected with this rank
-        self.supervisor = supervisor  # of the Trainer that they work for now: it learns when a child exits
 
     def ended_badly(self) -> dict[int, subprocess.Popen[bytes]]:
         """Return the ranks that have failed by themselves, as far as is known now."""
@@ -78,7 +80,7 @@ class _StartedRanks(RankProcesses):
 
     def _has_gone(self, local_rank: int) -> bool:
         """Return whether a child has ended in the middle of a fit without an error, as by `os._exit(0)`."""
-        propagation = self.supervisor.propagation
+        propagation = _propagation()
         if propagation is None or propagation.state != "running":
             return False
         has_ended = self.processes[local_rank].poll() is not None
@@ -86,6 +88,13 @@ class _StartedRanks(RankProcesses):
 
 
 _started: _StartedRanks | None = None
+_works_for: RankSupervisor | None = (
+    None  # of the Trainer that this process works for now, with ranks of its own or as one
+)
+
+
+def _propagation() -> FailurePropagation | None:
+    return None if _works_for is None else _works_for.propagation
 
 
 def connected_group() -> RankGroup | None:
@@ -111,13 +120,13 @@ def check_ranks(supervisor: RankSupervisor, of: Any) -> None:  # of: a strategy,
         supervisor.refuse(error)
 
 
-def runs_without_children(supervisor: RankSupervisor) -> None:
+def runs_without_children() -> None:
     """Note that this job has a Trainer whose ranks are not started by running the program again."""
     global _started
     job = current_job()
     if _started is None or _started.job != job:
         forget_earlier_job()
-        _started = _StartedRanks(job, supervisor)
+        _started = _StartedRanks(job)
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
@@ -136,12 +145,16 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the ranks of this node unless that has been done, then run ``function`` under the supervisor."""
+        global _works_for
         check_ranks(self._supervisor, self)
+        parent = launcher_pid()
+        # Of a process that still runs and is not the parent, the variable is left over from another job.
+        is_child = parent and (parent == os.getppid() or not psutil.pid_exists(parent))
         if not self.cluster_environment.creates_processes_externally:
             self._start_ranks()
-        # Of a process that still runs and is not the parent, the variable is left over from another job.
-        elif (parent := launcher_pid()) == os.getppid() or (parent and not psutil.pid_exists(parent)):
-            _watch_parent(parent, self._supervisor)
+        elif is_child and _works_for is None:
+            end_with_parent(lambda: os.getppid() == parent, unless=_reports_lost_parent)
+        _works_for = self._supervisor
         self._supervisor.attach(trainer)
         return self._supervisor.run(function, *args, **kwargs)
 
@@ -153,12 +166,11 @@ class ScriptLauncher(_SubprocessScriptLauncher):
                 raise LaunchError(_TOO_LATE.format(self.num_processes))
             # The children, and the ranks of other nodes, run this same script and will reach this Trainer too.
             self.procs = list(_started.processes.values())
-            _started.supervisor = self._supervisor
             return
         forget_earlier_job()
         self._check_can_spawn_children()
         first_rank = self.cluster_environment.node_rank() * self.num_processes
-        ranks = _StartedRanks(job, self._supervisor, first_rank)
+        ranks = _StartedRanks(job, first_rank)
         environ = self._rank_environment()
         if self.num_processes > 1:
             ranks.start(range(1, self.num_processes), rank_command(), environ)
@@ -196,7 +208,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
                 return
 
     def _child_ended(self, ranks: _StartedRanks, local_rank: int, process: subprocess.Popen[bytes]) -> None:
-        rank, propagation = ranks.first_rank + local_rank, ranks.supervisor.propagation
+        rank, propagation = ranks.first_rank + local_rank, _propagation()
         if propagation is not None:
             propagation.report_child_exit(rank, process.returncode, process.pid)
             return
@@ -211,22 +223,12 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         )
 
 
-_works_for: RankSupervisor | None = None  # in a child: of the Trainer that it works for now
-
-
-def _watch_parent(parent: int | None, supervisor: RankSupervisor) -> None:
-    """Watch, in a child, whether its parent lives; this tells the end of rank 0 sooner than its connections do."""
-    global _works_for
-    is_watched, _works_for = _works_for is not None, supervisor
-
-    def has_lost_it() -> bool:
-        propagation = _works_for and _works_for.propagation
-        if propagation:
-            propagation.report_lost_parent()
-        return bool(propagation)
-
-    if not is_watched:
-        end_with_parent(lambda: os.getppid() == parent, unless=has_lost_it)
+def _reports_lost_parent() -> bool:
+    """Note in a child that its parent has ended, which its connections tell later; return whether anybody listens."""
+    propagation = _propagation()
+    if propagation is not None:
+        propagation.report_lost_parent()
+    return propagation is not None
 
 
 def forget_earlier_job() -> None:
@@ -236,7 +238,8 @@ def forget_earlier_job() -> None:
         return
     earlier, _started = _started, None
     shut_down(destroy_process_group=True)
-    earlier.wait(earlier.supervisor.settings.grace_period)
+    if _works_for is not None:
+        earlier.wait(_works_for.settings.grace_period)
     earlier.kill()
     gc.collect()  # an engine of that job, in a cycle of references, would keep its group and the group's store
     forget_rendezvous()
@@ -254,23 +257,24 @@ def rank_command() -> tuple[list[str], str | None, dict[str, str]]:
 
 @atexit.register
 def _end_children() -> None:
-    ranks = _started
-    if ranks is None:
+    ranks, propagation = _started, _propagation()
+    if ranks is None or _works_for is None:
         return
-    propagation = ranks.supervisor.propagation
     if outcome.forced_exit or outcome.ends_with_error:  # the others may wait for this rank forever
         if propagation is not None:
             propagation.end_connections()
         close_side_channel(0.0)
-        ranks.wait(ranks.supervisor.settings.grace_period)
+        ranks.wait(_works_for.settings.grace_period)
         ranks.kill()
         return
     if propagation is not None:
         propagation.come_to_end()
+        others = [(socket.gethostname(), process.pid) for process in ranks.processes.values()]
+        while ranks.running():  # what they wait in for this rank ends as it does with a process
+            propagation.end_connections(others)
+            ranks.wait(_LOOK_AGAIN)
     ranks.wait()
     if (bad := ranks.ended_badly()) and propagation is not None:
         local_rank, process = min(bad.items(), key=lambda one: one[1].returncode >= 0)
-        propagation.report_child_exit(ranks.first_rank + local_rank, process.returncode, process.pid)
-        record = propagation.end_of_others()
-        assert record is not None
+        record = propagation.report_child_exit(ranks.first_rank + local_rank, process.returncode, process.pid)
         end_now(record.exit_code, keep_failure(record).printed())

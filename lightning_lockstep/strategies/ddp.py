@@ -17,7 +17,7 @@ from lightning_lockstep.distributed.guard.verify import verify_parameters
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.lifecycle import RankLifecycle
 from lightning_lockstep.strategies.options import DDPSettings, OptionsOfDDP, options_of_ddp, taken
-from lightning_lockstep.strategies.startup import OutlivingStartup, RankStartup
+from lightning_lockstep.strategies.startup import RankStartup
 
 
 class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
@@ -116,6 +116,8 @@ class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
     def make_startup(self) -> RankStartup:
         """Return how the ranks are started and connected."""
         if self.settings.on_lost_rank == "continue":
+            from lightning_lockstep.strategies.outliving import OutlivingStartup
+
             return OutlivingStartup(self.settings.least_ranks, self.settings.process_group_backend)
         return RankStartup(self.settings.start_method, self.settings.process_group_backend)
 

@@ -55,7 +55,7 @@ from lightning_lockstep.steps.sample_numbers import SampleNumbers
 from lightning_lockstep.stopping.loader_position import LoaderPosition
 from lightning_lockstep.strategies.by_sample import BySample
 from lightning_lockstep.strategies.options import LifecycleSettings, show_placement
-from lightning_lockstep.strategies.startup import OutlivingStartup, RankStartup
+from lightning_lockstep.strategies.startup import RankStartup
 from lightning_lockstep.strategies.uneven_inputs import (
     UnevenInputs,
     check_has_loss,
@@ -197,7 +197,7 @@ class RankLifecycle(BySample, LockstepStrategy, ParallelStrategy):
         membership = current_membership()
         if membership is None or self.num_processes == 1:
             check_ranks(self.supervisor, self)
-        elif not isinstance(self.startup, OutlivingStartup):
+        elif not self.startup.outlives:
             raise ConfigurationError(
                 "on_lost_rank='end' after a Trainer with on_lost_rank='continue': expected 'continue' in each Trainer"
                 " of several ranks of a script, because all use the same ranks."

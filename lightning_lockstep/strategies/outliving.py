@@ -28,6 +28,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -50,11 +51,13 @@ from lightning_lockstep._text import counted, ranks_in_words
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.failure.members import Membership
 from lightning_lockstep.distributed.failure.record import place_in_words
+from lightning_lockstep.launchers.outliving import OutlivingLauncher
 from lightning_lockstep.loaders.weights import StepWeights
 from lightning_lockstep.steps.patching import put_in_place
 from lightning_lockstep.steps.snapshot import BufferCopies, ModuleAttributes, RandomState
-from lightning_lockstep.strategies.can_outlive import check_optimizers
+from lightning_lockstep.strategies.can_outlive import check_fit, check_optimizers, check_start
 from lightning_lockstep.strategies.same_batch import GlobalBatch
+from lightning_lockstep.strategies.startup import RankStartup
 
 #: In place of the path of a checkpoint.
 IN_MEMORY = "the memory of the ranks"
@@ -376,6 +379,36 @@ class Recovery:
         for logger in trainer.loggers if known["open_row"] else ():
             logger.log_metrics(metrics=known["open_row"][1], step=known["open_row"][0])
             logger.save()
+
+
+class OutlivingStartup(RankStartup):
+    """How the ranks are started and connected if the others outlive one that is lost."""
+
+    outlives = True
+    # They connect when all have said that they are ready, and a rank that is lost just then is waited for.
+    connect_within = timedelta(seconds=5)
+
+    def __init__(self, least_ranks: int, backend: str | None) -> None:
+        super().__init__("popen", backend)
+        self.least_ranks = least_ranks
+        self._recovery: Recovery | None = None
+
+    def launcher(self, strategy: Any) -> Any:
+        """See :meth:`RankStartup.launcher`."""
+        if strategy.num_processes == 1:
+            return super().launcher(strategy)
+        check_start(strategy)
+        return OutlivingLauncher(strategy, self.least_ranks)
+
+    def check_call(self, trainer: Any) -> None:
+        """Raise if the model or a callback outlives no rank; in the first process, before it starts any."""
+        check_fit(trainer)
+
+    def recovery(self, strategy: Any, membership: Membership, trainer: Any) -> Recovery:
+        """Return what lets a call of a Trainer go on without ranks that are lost. Ranks: all; nothing is sent."""
+        self._recovery = self._recovery or Recovery(strategy, membership)
+        self._recovery.begin_call(trainer)
+        return self._recovery
 
 
 def _settle(loops: dict[str, Any], open_hooks: str, *, is_training: bool) -> None:

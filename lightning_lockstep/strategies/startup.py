@@ -13,7 +13,6 @@ from lightning_lockstep._lightning import _destroy_dist_connection
 from lightning_lockstep._text import install_command
 from lightning_lockstep._trainer import given_to_trainer
 from lightning_lockstep.distributed.failure.exit_notes import note_orderly_end
-from lightning_lockstep.distributed.failure.members import Membership
 from lightning_lockstep.distributed.mpi.backend import follow_failures, register_mpi_backend
 from lightning_lockstep.distributed.process_group import (
     default_backend,
@@ -25,11 +24,8 @@ from lightning_lockstep.launchers.environments import LockstepEnvironment, MPIEn
 from lightning_lockstep.launchers.mpirun import MPIRunLauncher
 from lightning_lockstep.launchers.mpirun_command import MPIRunSettings, find_mpirun
 from lightning_lockstep.launchers.multiprocessing import SpawnedLauncher
-from lightning_lockstep.launchers.outliving import OutlivingLauncher
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 from lightning_lockstep.launchers.subprocess_script import ScriptLauncher, connected_group
-from lightning_lockstep.strategies.can_outlive import check_fit, check_start
-from lightning_lockstep.strategies.outliving import Recovery
 from lightning_lockstep.xla.runtime import check_untouched
 
 
@@ -37,6 +33,7 @@ class RankStartup:
     """How the ranks of a strategy are started and connected: by this program, over a backend of torch."""
 
     script_launcher: type[ScriptLauncher] = ScriptLauncher
+    outlives = False  # whether the others go on if a rank is lost
     connect_within: timedelta | None = None  # if not the timeout
 
     def __init__(self, start_method: str = "popen", backend: str | None = None) -> None:
@@ -83,35 +80,6 @@ class RankStartup:
 
     def after_connect(self, supervisor: RankSupervisor) -> None:
         """Do what has to follow once the ranks are connected and failures propagate."""
-
-
-class OutlivingStartup(RankStartup):
-    """How the ranks are started and connected if the others outlive one that is lost."""
-
-    # They connect when all have said that they are ready, and a rank that is lost just then is waited for.
-    connect_within = timedelta(seconds=5)
-
-    def __init__(self, least_ranks: int, backend: str | None) -> None:
-        super().__init__("popen", backend)
-        self.least_ranks = least_ranks
-        self._recovery: Recovery | None = None
-
-    def launcher(self, strategy: Any) -> Any:
-        """See :meth:`RankStartup.launcher`."""
-        if strategy.num_processes == 1:
-            return super().launcher(strategy)
-        check_start(strategy)
-        return OutlivingLauncher(strategy, self.least_ranks)
-
-    def check_call(self, trainer: Any) -> None:
-        """Raise if the model or a callback outlives no rank; in the first process, before it starts any."""
-        check_fit(trainer)
-
-    def recovery(self, strategy: Any, membership: Membership, trainer: Any) -> Recovery:
-        """Return what lets a call of a Trainer go on without ranks that are lost. Ranks: all; nothing is sent."""
-        self._recovery = self._recovery or Recovery(strategy, membership)
-        self._recovery.begin_call(trainer)
-        return self._recovery
 
 
 class MPIStartup(RankStartup):

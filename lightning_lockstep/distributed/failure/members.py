@@ -24,6 +24,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -42,6 +43,8 @@ from lightning_lockstep.distributed.failure.process_exit import end_now
 from lightning_lockstep.distributed.failure.propagation import FailurePropagation
 from lightning_lockstep.distributed.failure.record import FailureRecord, is_broken_collective
 from lightning_lockstep.distributed.process_group import use_store
+from lightning_lockstep.distributed.side_channel.channel import SideChannel
+from lightning_lockstep.distributed.side_channel.gather import Gather
 from lightning_lockstep.errors import CollectiveError, LaunchError, RankFailedError
 
 _FOREVER = timedelta(days=3650)
@@ -89,6 +92,14 @@ class HostedMembers:
     def told(self) -> list[dict[str, Any]]:
         """Return what the members have said of losses."""
         return _told(self._store, self.current.number)
+
+
+def _ends_of_calls(channel: SideChannel) -> Gather:
+    return Gather(channel, "the end of a call", watched=True)
+
+
+def _told(store: Store, until: int) -> list[dict[str, Any]]:
+    return [json.loads(store.get(key)) for n in range(1, until + 1) if store.check([key := f"lost/{n}"])]
 
 
 class Membership:
@@ -144,9 +155,17 @@ class Membership:
 
     # -- the meeting of a generation's members, and the end of a call
 
-    def meeting(self) -> Meeting:
-        """Wait until all members of the newest generation are ready; in the body they connect. Ranks: all members."""
-        return Meeting(self)
+    # A context in which the members connect: if another one is lost meanwhile, an error is raised anywhere in the body.
+    # No generator: no error is ever raised in the code of this module, so none comes once the body has been left.
+
+    def __enter__(self) -> None:
+        """Wait until all members of the newest generation are ready. Ranks: all members."""
+        self._is_connected = False
+        self._meet()
+        self._connecting = True
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._connecting, self._is_connected = False, kind is None
 
     def _meet(self) -> None:
         self._interrupt.install()
@@ -187,19 +206,27 @@ class Membership:
 
     def finish_call(self) -> None:
         """Wait until all members that are left have come to the end of a call, or raise. Ranks: all members."""
-        number = self.current.number
+        number, propagation = self.current.number, self.propagation()
         self._store.set(f"done/{number}/{self._calls}/{self.me}", "1")
-        while True:
-            newest = self.newest
-            left = [member for member in self.current.members if member in newest.members]
-            if newest.ends or self._store.check([f"done/{number}/{self._calls}/{one}" for one in left]):
-                self._calls += 1
-                return
-            # If a member has broken off, all go to the end of the call once more.
-            later = [f"ready/{n}/{one}" for n in range(number + 1, newest.number + 1) for one in left]
-            if any(self._store.check([key]) for key in later):
-                self.check()
-            time.sleep(_LOOK_EVERY)
+        with ExitStack() as stack:
+            if propagation is not None:  # else this member alone is left
+                gather = propagation.channel.get_or_create(_ends_of_calls)
+                stack.enter_context(gather.waiting(self._calls))
+            while True:
+                newest = self.newest
+                left = [member for member in self.current.members if member in newest.members]
+                if newest.ends or self._store.check([f"done/{number}/{self._calls}/{one}" for one in left]):
+                    self._calls += 1
+                    return
+                # If a member has broken off, all go to the end of the call once more.
+                later = [f"ready/{n}/{one}" for n in range(number + 1, newest.number + 1) for one in left]
+                if any(self._store.check([key]) for key in later):
+                    self.check()
+                record = None if propagation is None else propagation.record
+                # Not for the end of a member that the others outlive.
+                if propagation and record and not (record.ended and self._wait_for_news(_NEWS_WITHIN)):
+                    propagation.check()
+                time.sleep(_LOOK_EVERY)
 
     def tell(self, event: dict[str, Any]) -> None:
         """Say what was lost before this generation, now that it has gone on. Ranks: any, alone."""
@@ -249,27 +276,6 @@ class Membership:
             if ends[1].endswith(f":{self.port}") and ends not in self._kept
         ]
         end_connections([*connections_with(self._processes, {self.port}), *of_store])
-
-
-class Meeting:
-    """The context in which members connect: if another one is lost meanwhile, an error is raised anywhere in it."""
-
-    # No generator: an error is never raised in the code of this module, so none comes once the body has been left.
-
-    def __init__(self, membership: Membership) -> None:
-        self._membership = membership
-
-    def __enter__(self) -> None:
-        self._membership._is_connected = False
-        self._membership._meet()
-        self._membership._connecting = True
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._membership._connecting, self._membership._is_connected = False, kind is None
-
-
-def _told(store: Store, until: int) -> list[dict[str, Any]]:
-    return [json.loads(store.get(key)) for n in range(1, until + 1) if store.check([key := f"lost/{n}"])]
 
 
 _membership: Membership | None = None

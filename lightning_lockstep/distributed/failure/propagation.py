@@ -1,4 +1,4 @@
-r"""What happens to the other ranks when one rank fails: attempts of all ranks, one record each, three states.
+r"""What happens to the other ranks when one rank fails: attempts of all ranks, one record each, four states.
 
 An attempt is one fit, or another call of a Trainer, over one process group and one side channel, by all ranks that are
 members of that group. Each rank counts those that it has entered; that number names an attempt.
@@ -6,9 +6,10 @@ members of that group. Each rank counts those that it has entered; that number n
 ======= ============================================= ==========================================================
 state   what it means                                 what ends it
 ======= ============================================= ==========================================================
-running nothing ends this attempt                     a failure of it (failed), its end (over)
-failed  a rank has failed, perhaps this one. A second this rank has raised, and its Trainer is done (over); else
-        later an interrupt ends what it waits in      the end of the grace period, by force
+running nothing ends this attempt                     a failure (failed, or raised if it is its own), its end (over)
+failed  another rank has failed. A second later an    what this rank raises because of it (raised); else the end of
+        interrupt ends what this one waits in         the grace period, by force
+raised  this rank raises, and waits for nobody        its Trainer is done (over); else as above
 over    nothing ends this rank; failures are kept     `enter` (running)
 ======= ============================================= ==========================================================
 
@@ -32,7 +33,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -77,8 +78,6 @@ _FAILURE, _MEETING = "failure", "the begin of a run"
 _MAY_RAISE_THE_SAME = 1.0
 # How much longer than the grace period, after which it kills the ranks it has started, a rank may take to exit [s].
 _CHILDREN_END = 6.0
-# How long a report that is being written holds a forced end [s].
-_REPORT_LIMIT = 60.0
 # How long a message may take that is on its way already [s].
 _ON_ITS_WAY = 1.0
 _VANISHED = (
@@ -99,18 +98,17 @@ class FailurePropagation:
         # Returns the folder for reports of this run, or None if none are written; never raises.
         self.folder: Callable[[], Path | None] = lambda: None
         self.prints_report = channel.rank == 0  # of another rank's failure
+        self.check_told_to_end: Callable[[], None] = lambda: None  # raises if this rank has got SIGTERM
         # Of the guard: asks why a collective broke here.
         self.explain: Callable[[BaseException], None] | None = None
-        self.members: Sequence[Process] = ()  # host and process of each rank, once they have met
-        self.store_port = 0  # of the store at which they have met
+        self.store_port = 0  # of the store at which the ranks have met
         self.number = 0  # of the attempt: how many this rank has entered
-        self.state: Literal["running", "failed", "over"] = "over"
+        self.state: Literal["running", "failed", "raised", "over"] = "over"
         self.record: FailureRecord | None = None  # of the rank that failed first in this attempt
         self.news = threading.Condition()
         self._known: dict[int, FailureRecord] = {}  # the first failure of each attempt that has one
         self._ended: FailureRecord | None = None  # of a process that has ended
         self._since = 0.0  # when that was known here, of a monotonic clock [s]
-        self._has_raised = False  # this rank, in this attempt
         self._outlived = False  # a member is lost: that ends all attempts over this group, and no rank
         self._broken = False  # whether an attempt over this group has failed
         self._alone = False  # rank 0 does not answer
@@ -118,9 +116,7 @@ class FailurePropagation:
         self._topics: Counter[str] = Counter()
         self._interrupt = Interrupt(self._pending)
         self._meeting: Gather | None = None
-        # On rank 0: whether a rank waits at the begin of an attempt, and whether this program has come to its end.
-        self._awaited = self._at_end = False
-        self._later, self._soon = clock.after, interrupt_clock.after  # on other threads
+        self._at_end = False  # rank 0's program begins no further attempt
 
     @property
     def failed(self) -> bool:
@@ -144,7 +140,7 @@ class FailurePropagation:
                 outcome.cancel_forced_exit()
                 forget_failure()
             self.number, self.state, self.record = self.number + 1, "running", None
-            self._has_raised = self._keeps_own = self._alone = False
+            self._keeps_own = self._alone = False
             self._topics.clear()
             self._apply()
 
@@ -161,10 +157,11 @@ class FailurePropagation:
                 del self._known[number]
         return any(gathered.complete("The begin of a run"))
 
-    def know_members(self, members: Sequence[Process], store_port: int) -> None:
+    def have_met(self, processes: Sequence[Process], store_port: int) -> None:
         """Note where the ranks are that have met; processes that this one forks have no connections with them."""
-        self.members, self.store_port = members, store_port
-        keep_from_forks(connections_with(members))
+        self.channel.processes.update(enumerate(processes))
+        self.store_port = store_port
+        keep_from_forks(connections_with(processes))
 
     def leave(self) -> None:
         """Be over with this attempt: nothing ends this rank any more until it enters another one."""
@@ -173,28 +170,32 @@ class FailurePropagation:
 
     def leave_if_raised(self) -> None:
         """Be over with an attempt in which this rank has raised, because its Trainer has cleaned up."""
-        if self._has_raised:
+        if self.state == "raised":
             self.leave()
 
     def check(self) -> None:
         """Raise here what ends this attempt, if another rank has failed. Ranks: any, alone."""
         record = self.record
-        if record is not None and (not self._has_raised or record.rank != self.channel.rank):
+        may_be_own = self.state in ("raised", "over")
+        if record is not None and not (may_be_own and record.rank == self.channel.rank):
             raise self._stopped(record)
 
     def ends_wait(self) -> bool:
-        """Raise what ends this attempt, or return whether this rank has raised that and must wait for nobody."""
-        if self.state == "running" and not self.channel.usable:
-            self._decide(_EVER, self._left(0))
+        """Raise what ends a wait for others, or return whether this rank has raised that and must wait for nobody."""
+        if self.state in ("running", "over") and self.channel.has_closed(0):
+            self._note_left(0)
         record = self.record
-        # All ranks may raise the same, one a moment before another, which may still write its report.
-        may_be_of_all = record is not None and record.kind == "exception" and self.channel.usable
-        is_new = outcome.writes_report.locked() or time.monotonic() - self._since < _MAY_RAISE_THE_SAME
-        if may_be_of_all and is_new and not self._has_raised:
-            return False
-        if not self._has_raised:
-            self.check()
-        return record is not None
+        if self.state == "over" and self._ended is not None:
+            raise RankFailedError(self._ended.report(), self._ended)
+        if self.state == "running":
+            self.check_told_to_end()
+        elif self.state == "failed" and record is not None:
+            # All ranks may raise the same, one a moment before another, which may still write its report.
+            may_be_of_all = record.kind == "exception" and self.channel.usable
+            is_new = outcome.writes_report.locked() or time.monotonic() - self._since < _MAY_RAISE_THE_SAME
+            if not (may_be_of_all and is_new):
+                self.check()
+        return self.state == "raised" and record is not None
 
     def error_to_raise(self, error: BaseException) -> BaseException:
         """Return the error that this rank is to raise in place of one that ended its work."""
@@ -204,21 +205,23 @@ class FailurePropagation:
         # grace period for the message.
         if isinstance(error, SystemExit) and error.code == (outcome.expected_exit_code or object()):
             return error
-        if isinstance(error, RankFailedError):
-            if self.record is not None and not self._has_raised:
-                return self._stopped(self.record)
-            self._raises(self.record or self.describe(error))
-            return error
         if isinstance(error, KeyboardInterrupt):
             return self._interrupted(error)
         is_own = isinstance(error, (LockstepError, SystemExit))
-        if self.record is None and not is_own and is_broken_collective(error):
-            if self.explain is not None:
+        is_broken = not is_own and is_broken_collective(error)
+        is_told = isinstance(error, RankFailedError) and error.record is None  # as by in_rank_order
+        if self.record is None and (is_broken or is_told):
+            if is_broken and self.explain is not None:
                 self.explain(error)
             with self.news:
                 # A rank that was killed counts as lost only after the time in which it could connect again.
                 seconds = max(self.grace_period / 3, BACK_WITHIN + _ON_ITS_WAY)
-                self.channel.wait_for(self.news, lambda: self.failed, seconds, needs_main=False, stops=False)
+                self.channel.wait_for(self.news, lambda: self.failed, seconds, stops=False)
+        if isinstance(error, RankFailedError):
+            if self.record is not None and self.state == "failed":
+                return self._stopped(self.record)
+            self._raises(self.record or self.describe(error))
+            return error
         record = self.record
         is_explained = record is not None and record.kind == "collective"
         if record is not None and is_explained and (isinstance(error, CollectiveError) or not is_own):
@@ -232,27 +235,25 @@ class FailurePropagation:
             self._keep(first)
         return error  # ranks that leave by sys.exit() on purpose, all of them, keep their own exit codes
 
-    def report_child_exit(self, rank: int, returncode: int, pid: int) -> None:
-        """Inform all ranks that a rank started by this one has ended, with its ``Popen`` return code."""
-        self._report(_EVER, describe_exit(rank, self.channel.world_size, pid, returncode))
+    def report_child_exit(self, rank: int, returncode: int, pid: int) -> FailureRecord:
+        """Inform all ranks that one that this rank has started has ended; return what is known of who failed first."""
+        ended = describe_exit(rank, self.channel.world_size, pid, returncode)
+        self._report(_EVER, ended)
+        return self.record or self._ended or ended
 
     def report_diagnosis(self, error: CollectiveError) -> bool:
         """On rank 0: let all ranks raise an error of the guard, unless one has failed."""
         return self._decide(self.number, replace(self.describe(error), kind="collective"))
 
-    def end_of_others(self) -> FailureRecord | None:
-        """Return what is known of another rank that has failed, in the last attempt or since."""
-        return self.record or self._ended or next(reversed(self._known.values()), None)
-
     def come_to_end(self) -> None:
         """Note, on rank 0, that this program begins no further attempt, and end the wait of ranks that do."""
         self._at_end = True
-        self._note_left(0)
+        self._note_if_awaited()
 
     def lose(self, record: FailureRecord) -> None:
         """End all attempts over this group, but no rank, because the others outlive one. Ranks: any, alone."""
         with self.news:
-            self._outlived, self._ended, self.channel.lingers = True, self._ended or record, False
+            self._outlived, self._ended = True, self._ended or record
             self._apply()
             self.news.notify_all()
 
@@ -270,40 +271,34 @@ class FailurePropagation:
         self._meeting = Gather(self.channel, _MEETING, watched=True)
         clock.start()
         interrupt_clock.start()
-        if self.channel.rank == 0:
-            self._meeting.follow(self._note_awaited)
+        self._meeting.on_entry = self._note_if_awaited
         self.channel.on(_FAILURE, self._take_failure)
-        self.channel.watch_peers(self._lost, self._note_left)
+        self.channel.watch_peers(self._lost, lambda rank: self._note_if_awaited())
         self.channel.ends_wait = self.ends_wait
         self.channel.at_close(self._interrupt.remove)
 
-    def _note_awaited(self, waits: bool) -> None:
-        """On rank 0: ranks wait at the begin of an attempt, or do not any more."""
-        self._awaited = waits
-        for rank in range(self.channel.world_size) if waits else ():
-            if self.channel.has_closed(rank) or (rank == 0 and self._at_end):
-                self._note_left(rank)
+    def _note_if_awaited(self) -> None:
+        """On rank 0: see whether ranks wait at the begin of an attempt for one whose program has come to its end."""
+        if self._meeting is not None and self._meeting.is_awaited:
+            for rank in range(self.channel.world_size):
+                if self.channel.has_closed(rank) or (rank == 0 and self._at_end):
+                    self._note_left(rank)
 
     def _note_left(self, rank: int) -> None:
-        """On rank 0: a rank has closed its channel, and cannot come to the begin of another attempt."""
-        if self._awaited:
-            self._decide(_EVER, self._left(rank))
+        self._decide(_EVER, self._end_of(rank, "exit", _LEFT))
 
-    def _left(self, rank: int) -> FailureRecord:
+    def _end_of(self, rank: int, kind: Literal["exit", "vanished"], why: str) -> FailureRecord:
         return FailureRecord(
-            rank, self.channel.world_size, *self._process_of(rank), "exit", _LEFT, exit_code=1
+            rank, self.channel.world_size, *self.channel.process_of(rank), kind, why, exit_code=1
         )
-
-    def _process_of(self, rank: int) -> Process:
-        return self.members[rank] if self.members else self.channel.process_of(rank)
 
     def _first_failure(self, error: BaseException) -> FailureRecord:
         """Return the record of the first failure in the attempt of this rank, perhaps that of its own ``error``."""
-        if self._has_raised and self.record is not None:
+        if self.state == "raised" and self.record is not None:
             return self.record  # this rank has failed before: saving after a failure may fail too
         own = self.describe(error)
         with self.news:
-            was_running, self.state, self._has_raised = self.state == "running", "failed", True
+            was_running, self.state = self.state == "running", "raised"
         if self._first() is None:
             self._report(self.number, own)
         with self.news:
@@ -315,7 +310,7 @@ class FailurePropagation:
     def _raises(self, record: FailureRecord) -> None:
         """Note that this rank raises its own error or another one's."""
         with self.news:
-            self.state, self.record, self._has_raised = "failed", self.record or record, True
+            self.state, self.record = "raised", self.record or record
 
     def _first(self) -> FailureRecord | None:
         """Return the first failure of this attempt, as far as is known."""
@@ -396,25 +391,25 @@ class FailurePropagation:
     def _say(self, record: FailureRecord) -> None:
         """Print a failure that does not end this rank, because it is over with the attempt."""
         if self.prints_report and record.rank != self.channel.rank and record.kind != "interrupt":
-            self._soon(0.0, lambda: outcome.say_last(self._keep(record).printed()))
+            interrupt_clock.after(0.0, lambda: outcome.say_last(self._keep(record).printed()))
 
     def _stops(self, record: FailureRecord) -> None:
         """Take a failure for the one that ends this attempt, and start the countdown."""
         self.record, self._since = record, time.monotonic()
         if self._outlived:
             # Whoever follows the members ends what this rank waits for, but not what the program does by itself.
-            self._later(self.grace_period, self._interrupt.raise_soon)
+            clock.after(self.grace_period, self._interrupt.raise_soon)
             return
         at_once = record.kind == "collective"
-        self._soon(0.0 if at_once else _MAY_RAISE_THE_SAME, self._end_waits, record)
-        self._later(self.grace_period * 0.9, self._grace_ends, record)
+        interrupt_clock.after(0.0 if at_once else _MAY_RAISE_THE_SAME, self._end_waits, record)
+        clock.after(self.grace_period * 0.9, self._grace_ends, record)
 
     # -- what ends a wait --------------------------------------------------------------------------------
 
     def _pending(self) -> BaseException | None:
         """Return what this rank still has to raise because of a failure."""
         record = self.record
-        if record is None or self._has_raised or self.state != "failed":
+        if record is None or self.state != "failed":
             return None
         if record.kind == "collective":
             return record.collective_error()
@@ -422,8 +417,10 @@ class FailurePropagation:
 
     def _end_waits(self, record: FailureRecord) -> None:
         """Have the thread that trains raise, and end what it waits in."""
-        if outcome.writes_report.acquire(timeout=_REPORT_LIMIT):
-            outcome.writes_report.release()
+        if outcome.writes_report.locked():  # then this rank may raise the same a moment later
+            outcome.wait_for_report()
+            interrupt_clock.after(_MAY_RAISE_THE_SAME, self._end_waits, record)
+            return
         if self.record is not record or self._pending() is None:
             return
         self.channel.flush(0.5)  # before this rank ends the connections by which others would notice
@@ -431,17 +428,17 @@ class FailurePropagation:
         self.end_connections()
         abort_devices()
 
-    def end_connections(self) -> None:
-        """Shut down this rank's connections with the others but those of channel and store: they may wait for it."""
-        members = self.members or [self.channel.process_of(rank) for rank in range(self.channel.world_size)]
-        end_connections(connections_with(members, {self.channel.port, self.store_port} - {0}))
+    def end_connections(self, others: Collection[Process] | None = None) -> None:
+        """Shut down connections with the others, by default all, but those of channel and store: they may wait."""
+        others = self.channel.processes.values() if others is None else others
+        end_connections(connections_with(others, {self.channel.port, self.store_port} - {0}))
 
     # -- processes that have ended -----------------------------------------------------------------------
 
     def _lost(self, rank: int, why: str = _VANISHED) -> None:
-        record = FailureRecord(rank, self.channel.world_size, *self._process_of(rank), "vanished", why)
+        record = self._end_of(rank, "vanished", why)
         if rank != 0:  # on another thread, because this one must not wait
-            self._later(0.0, self._report, _EVER, record)
+            clock.after(0.0, self._report, _EVER, record)
             return
         with self.news:
             # Every rank notices this by itself and decides alone; another rank must print, because rank 0 is gone.
@@ -529,8 +526,7 @@ class FailurePropagation:
 
     def _grace_ends(self, record: FailureRecord) -> None:
         """End this process by force, unless it deals with the failure."""
-        if outcome.writes_report.acquire(timeout=_REPORT_LIMIT):
-            outcome.writes_report.release()
+        outcome.wait_for_report()
         # Not if it is over with the attempt, or ends by its own error. A forked or spawned rank does not: Python calls
         # no excepthook there, so nothing would end it.
         if (

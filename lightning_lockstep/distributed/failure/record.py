@@ -286,23 +286,11 @@ def describe_error(
         # Lightning's SIGTERMException carries no code. If one rank alone exits, even code 0 is a failure.
         code = error.code if isinstance(error.code, int) and error.code else 1
         code = 128 + signal.SIGTERM if isinstance(error, SIGTERMException) else code
-    place: Mapping[str, Any] = {}
-    with suppress(Exception):
-        place = dict(where())
-        function = user_function(error)
-        if function is not None:
-            place = {**place, "in": function}
-    return FailureRecord(
-        rank,
-        world_size,
-        socket.gethostname(),
-        os.getpid(),
-        kind,
-        _summary(error),
-        format_error(error),
-        place,
-        code,
-    )
+    place, function = dict(where()), user_function(error)
+    if function is not None:
+        place["in"] = function
+    host, text = socket.gethostname(), format_error(error)
+    return FailureRecord(rank, world_size, host, os.getpid(), kind, _summary(error), text, place, code)
 
 
 def _summary(error: BaseException) -> str:

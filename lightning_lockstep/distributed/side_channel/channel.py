@@ -39,7 +39,9 @@ class SideChannel:
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank, self.world_size = rank, world_size
         self.port = 0  # at which rank 0 listens, if it does
-        self._processes: dict[int, tuple[str, int]] = {}
+        # Host name and process id of ranks: of all once they have met; until then of those that have a connection with
+        # this one.
+        self.processes: dict[int, tuple[str, int]] = {}
         self._closing = False
         self.lingers = True  # what was posted last may still take a while to leave when this is closed
         self._standing: set[int] = set()  # ranks whose connection stands
@@ -76,11 +78,11 @@ class SideChannel:
 
     def process_of(self, rank: int) -> tuple[str, int]:
         """Return host name and process id of a rank; ``("", 0)`` if they are not known here."""
-        # In this method and the next ones: rank 0 knows about all ranks that have connected, every rank about rank 0.
-        return self._processes.get(rank, ("", 0))
+        return self.processes.get(rank, ("", 0))
 
     def has_closed(self, rank: int) -> bool:
         """Return whether another rank has closed its channel, as at the end of its program."""
+        # In this method and the next ones: rank 0 knows about all ranks that have connected, every rank about rank 0.
         return rank in self._closed_ranks
 
     def get_or_create(self, factory: Callable[[SideChannel], _Kept]) -> _Kept:
@@ -145,17 +147,15 @@ class SideChannel:
         arrived: Callable[[], bool],
         timeout: float,
         *,
-        needs_main: bool = True,
         stops: bool = True,
     ) -> bool:
         """Wait until messages of other ranks have made ``arrived`` true; return whether they have."""
-        # Every wait for messages of other ranks is here. The caller holds `news`, which a handler notifies.
-        # `needs_main`: give up when rank 0 has left, because nothing can arrive any more. `stops`: end with what is to
-        # stop this rank.
+        # Every wait for messages of other ranks is here. The caller holds `news`, which a handler notifies. Once rank 0
+        # has left nothing can arrive any more. `stops`: end with what is to stop this rank.
         deadline = time.monotonic() + timeout
         while not arrived():
             left = deadline - time.monotonic()
-            if left <= 0 or (stops and self.ends_wait()) or (needs_main and not self.usable):
+            if left <= 0 or (stops and self.ends_wait()) or not self.usable:
                 return False
             news.wait(min(left, _LOOK_EVERY))
         return True

@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,7 @@ class Collecting:
 
     key: Key
     began: float  # [s since 1970]
-    waits: bool = False
+    waits: bool = True
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Gather:
         self._complete: dict[Key, Mapping[int, Any]] = {}
         self._overdue: set[Key] = set()  # given up: what still comes is not kept
         self._news = threading.Condition()
-        self._follower: Callable[[bool], None] = lambda waits: None
+        self.on_entry: Callable[[], None] = lambda: None  # called on rank 0 when an entry has come
         self._remove = [
             channel.on(self._topic, self._take_entry),
             channel.on(f"{self._topic}/result", self._take_result),
@@ -87,17 +88,13 @@ class Gather:
         """Post this rank's entry, wait for the others' and return them all. Ranks: every rank, in any order."""
         # If the entries are for rank 0 alone, the other ranks return their own entry at once.
         own = self.channel.rank
-        self.last.append(this := Collecting(key, time.time()))
         self.post(key, entry, for_all=for_all)
         if own and not for_all:
             return Gathered({own: entry})
         with self._news:
             patience = self.timeout + (_RESULT_DELAY if own else 0.0)
-            this.waits = True
-            try:
+            with self.waiting(key):
                 has_come = self.channel.wait_for(self._news, lambda: key in self._complete, patience)
-            finally:
-                this.waits = False
             if not has_come:
                 self._overdue.add(key)
                 if own == 0:
@@ -109,9 +106,19 @@ class Gather:
         missing = tuple(rank for rank in range(self.channel.world_size) if rank not in came)
         return Gathered(dict(sorted({**came, own: entry}.items())), missing, self.timeout)
 
-    def follow(self, function: Callable[[bool], None]) -> None:
-        """On rank 0: call ``function`` with whether entries of some ranks have come and those of others have not."""
-        self._follower = function
+    @contextmanager
+    def waiting(self, key: Key) -> Iterator[None]:
+        """Let the guard see that this rank waits in the body for the others to come to the same."""
+        self.last.append(this := Collecting(key, time.time()))
+        try:
+            yield
+        finally:
+            this.waits = False
+
+    @property
+    def is_awaited(self) -> bool:
+        """On rank 0: whether entries of some ranks have come and those of others have not."""
+        return bool(self._coming)
 
     def close(self) -> None:
         """Stop listening."""
@@ -126,10 +133,9 @@ class Gather:
                 return
             entries = self._coming.setdefault(key, {})
             entries[message.sender] = entry
-            is_complete = len(entries) == self.channel.world_size
-            self._follower(not is_complete)
-            if is_complete:
+            if len(entries) == self.channel.world_size:
                 self._finish(key, for_all=for_all)
+        self.on_entry()
 
     def _finish(self, key: Key, *, for_all: bool) -> None:
         """On rank 0: end a collection with the entries that have come."""

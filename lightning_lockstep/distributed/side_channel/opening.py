@@ -34,15 +34,10 @@ from lightning_lockstep.errors import LaunchError
 _KEY = "lockstep/side_channel"
 # How long a connection to rank 0 may take once its address is known [s].
 _CONNECT_FOR = 60.0
+# For how long a rank may be silent before it is lost, if no strategy has set it [s].
+_SILENCE_LIMIT = 120.0
 _lock = threading.Lock()
 _open: tuple[RankGroup, SideChannel] | None = None
-_silence_limit = 120.0
-
-
-def use_silence_limit(seconds: float) -> None:
-    """Set for how long a rank may be silent before it is lost, in channels that are opened from now on [s]."""
-    global _silence_limit
-    _silence_limit = seconds
 
 
 def side_channel_if_open(*, open_if_easy: bool = False) -> SideChannel | None:
@@ -87,7 +82,8 @@ def close_side_channel(timeout: float = 2.0) -> None:
 
 def _open_on(group: RankGroup) -> ZeroMQSideChannel:
     token = known_job_token()
-    opened = partial(ZeroMQSideChannel, group.rank, group.world_size, silence_limit=_silence_limit)
+    limit = _SILENCE_LIMIT if group.options is None else group.options[1]
+    opened = partial(ZeroMQSideChannel, group.rank, group.world_size, silence_limit=limit)
     if group.rank == 0:
         made = token or new_job_token()
         name = os.environ.get("MASTER_ADDR") or socket.gethostname()

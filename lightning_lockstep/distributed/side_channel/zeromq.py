@@ -290,7 +290,7 @@ class ZeroMQSideChannel(SideChannel):
             self._arrived.put(partial(self._read, sender, content.bytes))
         elif kind == HELLO:
             host, pid = json.loads(content.bytes)
-            self._processes[sender] = str(host), int(pid)
+            self.processes[sender] = str(host), int(pid)
             if self.rank == 0:  # the first time or once more
                 self._note_events()  # of an earlier connection, which may have had the same descriptor
                 self._descriptors[sender] = content.get(zmq.SRCFD)

@@ -7,13 +7,15 @@ import signal
 import time
 
 import psutil
+import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_lockstep.distributed import FailurePropagation, current_communicator
+from lightning_lockstep.distributed.coordination.rank_order import in_rank_order
 from lightning_lockstep.distributed.failure import process_exit
 from lightning_lockstep.distributed.failure.propagation import propagation_on
-from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.errors import ConfigurationError, RankFailedError
 from tests.helpers import run_ranks_raw
 
 
@@ -120,3 +122,38 @@ def test_a_rank_whose_rank_0_is_frozen_prints_its_own_error() -> None:
     text, seconds, is_quiet = outcomes[1].value
     assert outcomes[0].signal == signal.SIGKILL
     assert text == "boom beside a frozen rank" and seconds < 10 and not is_quiet
+
+
+def wait_after_the_last_fit() -> tuple[str, float]:
+    crash = propagation(3.0)
+    crash.leave()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(RankFailedError) as raised, in_rank_order(timeout=500):
+        pass
+    return str(raised.value), time.monotonic() - began
+
+
+def test_a_wait_outside_of_fits_ends_when_a_rank_is_lost() -> None:
+    text, seconds = run_ranks_raw(2, wait_after_the_last_fit, timeout=60)[1].value
+    assert text.startswith("rank 0 of 2") and seconds < 20
+
+
+def raise_in_rank_order() -> str:
+    crash, rank = propagation(3.0), dist.get_rank()
+    try:
+        with in_rank_order():
+            if rank == 1:
+                raise ValueError("boom")
+    except Exception as error:
+        time.sleep(0.3 * rank)  # the others hear of it by in_rank_order first
+        return str(crash.error_to_raise(error)).partition("\n")[0]
+    return "never"
+
+
+def test_a_rank_that_raises_in_rank_order_is_the_failure_that_all_report() -> None:
+    zero, one = run_ranks_raw(2, raise_in_rank_order, timeout=60)
+    assert one.value == "boom"
+    assert zero.value.startswith("rank 1 of 2 (host ") and zero.value.endswith("failed: ValueError: boom")

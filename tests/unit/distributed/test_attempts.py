@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,13 +82,17 @@ class WiredChannel(SideChannel):
 
 @pytest.fixture(autouse=True)
 def _nothing_ends_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    quiet, never = Outcome(), SimpleNamespace(start=lambda: None, after=lambda *_: None)
+    quiet = Outcome()
     monkeypatch.setattr(quiet, "force_exit_at_shutdown", lambda *args, **options: None)
     monkeypatch.setattr(module, "outcome", quiet)
-    monkeypatch.setattr(module, "clock", never)
-    monkeypatch.setattr(module, "interrupt_clock", never)
+    monkeypatch.setattr(module, "clock", SimpleNamespace(start=lambda: None, after=at_once))
+    monkeypatch.setattr(module, "interrupt_clock", SimpleNamespace(start=lambda: None, after=lambda *_: None))
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     return iter([None])
+
+
+def at_once(_: float, function: Callable[..., object], *args: Any) -> None:
+    threading.Thread(target=function, args=args).start()
 
 
 class Rank:
@@ -97,7 +101,6 @@ class Rank:
     def __init__(self, channel: WiredChannel, fits: Sequence[Mapping[int, Any]]) -> None:
         self.crash, self.fits, self.ends = FailurePropagation(channel), fits, list[str]()
         self.crash.folder, self.step = (lambda: None), Gather(channel, "step")
-        self.crash._later = lambda _, function, *args: threading.Thread(target=function, args=args).start()
         self.crash._grace_ends = lambda record: None  # type: ignore[method-assign]
         self.others, self.thread = list[Rank](), threading.Thread(target=self._run)
 

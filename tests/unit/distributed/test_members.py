@@ -16,7 +16,7 @@ from lightning_lockstep.distributed.failure import propagation as propagation_mo
 from lightning_lockstep.distributed.failure.interrupt import connections
 from lightning_lockstep.distributed.failure.members import HostedMembers, Membership
 from lightning_lockstep.distributed.failure.process_exit import Outcome
-from lightning_lockstep.distributed.failure.record import FailureRecord, describe_exit
+from lightning_lockstep.distributed.failure.record import FailureRecord, describe_error, describe_exit
 from lightning_lockstep.distributed.process_group import forget_rendezvous
 from lightning_lockstep.errors import RankFailedError
 from lightning_lockstep.launchers import outliving
@@ -95,7 +95,7 @@ def test_a_loss_interrupts_a_member_that_connects_and_the_next_one_not_what_it_d
     losses = threading.Timer(0.2, run.publish, (0,), {"lost": KILLED})
     losses.start()
     try:
-        with pytest.raises(RankFailedError, match="rank 2 of 3") as raised, member.meeting():
+        with pytest.raises(RankFailedError, match="rank 2 of 3") as raised, member:
             time.sleep(60)  # it waits for another member in Python
         run.publish(0, lost=KILLED)
         until(lambda: member.newest.number == 3)
@@ -112,7 +112,7 @@ def test_a_connection_that_a_member_makes_after_the_news_is_ended_too(run: Run) 
     member._interrupt = SimpleNamespace(install=int, raise_soon=int)  # type: ignore[assignment] # it waits in C++
     run.publish(0, 1, lost=KILLED)
     run.is_ready(1, 1)
-    with pytest.raises(RuntimeError), member.meeting():
+    with pytest.raises(RuntimeError), member:
         run.publish(0, lost=KILLED)
         until(lambda: member.newest.number == 2)
         time.sleep(0.1)
@@ -219,3 +219,43 @@ def test_no_countdown_of_a_loss_that_the_channel_has_seen_first_ends_a_rank_that
         if function == attempt.propagation._grace_ends:
             function(*arguments)
     assert not attempt.ended
+
+
+def test_a_member_that_waits_at_the_end_of_a_call_hears_that_another_one_has_raised(
+    run: Run, attempt: Any
+) -> None:
+    run.publish(0, 1)
+    member = run.member(0)
+    member.propagation = lambda: attempt.propagation
+    attempt.propagation.enter()
+    raised = describe_error(ValueError("boom at the end"), 0, 2)
+    news = threading.Timer(0.2, attempt.propagation._decide, (1, raised))
+    ends = threading.Timer(20.0, run.publish, (0,), {"ends": True})  # so that it does not wait forever
+    news.start(), ends.start()
+    try:
+        with pytest.raises(RankFailedError, match="boom at the end"):
+            member.finish_call()
+    finally:
+        ends.cancel(), news.join()
+
+
+def test_a_rank_that_has_just_written_a_report_may_raise_the_same_before_it_is_interrupted(
+    attempt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupts, report = list[str](), propagation_module.outcome.writes_report
+    monkeypatch.setattr(attempt.propagation._interrupt, "raise_soon", lambda: interrupts.append("it"))
+    attempt.propagation.enter()
+    attempt.propagation._decide(1, describe_error(ValueError("nan"), 0, 2))
+
+    def turn_the_clock() -> None:
+        calls, attempt.later[:] = attempt.later[:], []
+        for _, function, arguments in calls:
+            if function == attempt.propagation._end_waits:
+                function(*arguments)
+
+    report.acquire()
+    threading.Timer(0.3, report.release).start()
+    turn_the_clock()
+    assert not interrupts
+    turn_the_clock()
+    assert interrupts == ["it"]

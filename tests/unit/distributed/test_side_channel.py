@@ -221,7 +221,7 @@ def test_a_rank_whose_connection_broke_comes_back_and_is_watched_again() -> None
         main.watch_peers(on_lost=lambda rank: lost.append(rank))
         got = listen(other)
         assert wait_until(lambda: main.answers(1))
-        main._processes.clear()
+        main.processes.clear()
         for (here, _), descriptor in connections().items():
             if here.endswith(f":{main.port}"):
                 with socket.socket(fileno=os.dup(descriptor)) as connection:
