@@ -266,10 +266,6 @@ def _end_children() -> None:
         return
     if propagation is not None:
         propagation.come_to_end()
-        # What they wait in for this rank ends as it does with a process. If the interpreter is a script, a rank has
-        # another id than the process that was started.
-        numbers = [ranks.first_rank + number for number in ranks.processes]
-        propagation.end_connections([propagation.channel.process_of(number) for number in numbers])
     ranks.wait()
     if (bad := ranks.ended_badly()) and propagation is not None:
         local_rank, process = min(bad.items(), key=lambda one: one[1].returncode >= 0)
