@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -49,8 +48,6 @@ from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, current
 
 # How long the report of a child that has exited may still take to arrive [s].
 _REPORT_DELAY = 0.5
-# How often rank 0, once its program has ended, ends its connections with ranks that still run [s].
-_LOOK_AGAIN = 2.0
 # Python exits with this code if all went well but it could not write out a standard stream at its end.
 _NOT_FLUSHED = 120
 _TOO_LATE = (
@@ -269,10 +266,6 @@ def _end_children() -> None:
         return
     if propagation is not None:
         propagation.come_to_end()
-        others = [(socket.gethostname(), process.pid) for process in ranks.processes.values()]
-        while ranks.running():  # what they wait in for this rank ends as it does with a process
-            propagation.end_connections(others)
-            ranks.wait(_LOOK_AGAIN)
     ranks.wait()
     if (bad := ranks.ended_badly()) and propagation is not None:
         local_rank, process = min(bad.items(), key=lambda one: one[1].returncode >= 0)

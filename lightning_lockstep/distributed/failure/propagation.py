@@ -33,7 +33,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -428,10 +428,10 @@ class FailurePropagation:
         self.end_connections()
         abort_devices()
 
-    def end_connections(self, others: Collection[Process] | None = None) -> None:
-        """Shut down connections with the others, by default all, but those of channel and store: they may wait."""
-        others = self.channel.processes.values() if others is None else others
-        end_connections(connections_with(others, {self.channel.port, self.store_port} - {0}))
+    def end_connections(self) -> None:
+        """Shut down this rank's connections with the others but those of channel and store: they may wait for it."""
+        ranks = self.channel.processes.values()
+        end_connections(connections_with(ranks, {self.channel.port, self.store_port} - {0}))
 
     # -- processes that have ended -----------------------------------------------------------------------
 

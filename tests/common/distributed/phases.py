@@ -106,8 +106,8 @@ def _outside(case: Case) -> Expected | None:
     """Return what must come of a fault outside of fits, in which nobody is ended for it but who waits for that rank."""
     phase, fault, first = case.phase, case.fault, case.target == "0"
     own, _, code, _ = _RULES[fault]
-    if fault == "other" and phase == "after":  # the other one ends, and its connections with it
-        return Expected(1, ("RuntimeError", "") if first else ("", "RuntimeError"), kept=None)
+    if fault == "other" and phase == "after" and first:  # the other one ends, and its connections with it
+        return Expected(1, ("RuntimeError", ""), kept=None)
     if fault not in ("raise", "kill", "exit0", "_exit0", "never"):
         return None
     if phase == "after":  # the end of a process is waited for

@@ -21,7 +21,7 @@ CASES = (
     Case("between", "exit0", "1"),
     Case("second", "raise", "0"),
     Case("after", "kill", "1"),
-    Case("after", "other", "1"),
+    Case("after", "other", "0"),
 )
 
 
