@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,7 +20,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_lockstep import LockstepDDPStrategy, StopTogether, set_breakpoint
+from lightning_lockstep import LockstepDDPStrategy, StopTogether
 from lightning_lockstep._lightning import (
     Callback,
     CombinedLoader,
@@ -108,19 +107,6 @@ class Draws(Sampler[int]):
         return len(range(rank(), SAMPLES, world()))
 
 
-class Remembers(Sampler[int]):
-    """A sampler of one's own with a generator of its own."""
-
-    def __init__(self) -> None:
-        self.generator = generator()
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(SAMPLES, generator=self.generator).tolist())
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-
 class OwnBatches(BatchSampler):
     """Batches of one's own, in an order that Python's random numbers decide."""
 
@@ -166,7 +152,6 @@ LOADERS: dict[str, tuple[Made, dict[str, Any]]] = {
     "workers": (lambda: plain(shuffle=True, num_workers=2), {}),
     "persistent workers": (lambda: plain(shuffle=True, **PERSISTENT), {}),
     "own sampler": (lambda: plain(sampler=Draws()), {"use_distributed_sampler": False}),
-    "own sampler, divided by Lightning": (lambda: plain(sampler=Remembers()), {}),
     "own batch sampler": (
         lambda: DataLoader(Numbers(), batch_sampler=OwnBatches()),
         {"use_distributed_sampler": False},
@@ -217,14 +202,10 @@ class Net(LightningModule):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
         self.seen: list[tuple[int, Any]] = []
-        self.act: Callable[[Net], None] | None = None
-        self.made: Any = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         torch.rand(1)
         self.seen.append((self.current_epoch, numbers_of(batch)))
-        if self.act is not None and (self.current_epoch, batch_idx) == (1, 1):
-            self.act(self)
         return self.weight * 1.0
 
     def configure_optimizers(self) -> Any:
@@ -256,7 +237,6 @@ def fit(
     name: str,
     *callbacks: Any,
     ckpt_path: str | None = None,
-    act: Callable[[Net], None] | None = None,
     saves_to: str | None = None,
     **options: Any,
 ) -> Net:
@@ -267,7 +247,6 @@ def fit(
     strategy = settings.pop("strategy", None) or LockstepDDPStrategy(uneven_inputs=uneven, guard="off")
     seed_everything(1, verbose=False)
     net = Net()
-    net.act = act
     trainer = Trainer(
         accelerator="cpu",
         devices=world(),
@@ -309,45 +288,12 @@ class Asks(Callback):
         trainer.should_stop |= (trainer.current_epoch, index) == (1, 1)
 
 
-def breaks(net: Net) -> None:
-    if net.global_rank != world() - 1:
-        return
-    set_breakpoint("enough")
-    (stop,) = (one for one in net.trainer.callbacks if isinstance(one, StopTogether))  # type: ignore[attr-defined]
-    deadline = time.monotonic() + 30
-    while not stop._agreement._attention and time.monotonic() < deadline:
-        time.sleep(0.01)  # else all batches may be done before rank 0 has heard of it
-
-
-#: name -> how the first fit ends, and options of every fit; a checkpoint is made once it has ended
-STOPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "max_steps": ({"max_steps": -1, "end_at": 2}, {}),
-    "should_stop": ({"callbacks": [Asks]}, {}),
-    "a breakpoint": ({"act": breaks, "callbacks": [StopTogether]}, {}),
-    "a breakpoint, accumulated": (
-        {"act": breaks, "callbacks": [StopTogether]},
-        {"accumulate_grad_batches": 2},
-    ),
-}
-
-
-def ways_to_stop(folder: str, names: list[str]) -> dict[str, Any]:
+def ended_by_a_callback(folder: str) -> Any:
+    """Return what the first fit and the resumed one saw, and what a whole one saw."""
     quiet()
-    rows: dict[str, Any] = {}
-    for name in names:
-        whole = fit(name).seen
-        batches = len(whole) // 3
-        for stop, (how, options) in STOPS.items():
-            how, path = dict(how), str(Path(folder, f"{name}, {stop}.ckpt"))
-            callbacks = [make() for make in how.pop("callbacks", [])]
-            if how.pop("end_at", None) is not None:
-                how["max_steps"] = batches + 2
-            first = fit(name, *callbacks, saves_to=path, **how, **options).seen
-            resumed = fit(name, ckpt_path=path, **options).seen
-            # A rank may hear of a breakpoint some steps later.
-            right = batches < len(first) < len(whole) and first + resumed == whole
-            rows[f"{name}, {stop}"] = "exact" if right else (first, resumed)
-    return rows
+    path = str(Path(folder, "asked.ckpt"))
+    first = fit("shuffled", Asks(), saves_to=path).seen
+    return first, fit("shuffled", ckpt_path=path).seen, fit("shuffled").seen
 
 
 # -- Another number of ranks, another size of the batches --
