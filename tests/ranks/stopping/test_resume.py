@@ -1,7 +1,7 @@
 """A resumed epoch goes on with the next batch, sample for sample, whatever the loader and the stop.
 
-The other loaders are in ``tests/variants``, stops by ``max_steps`` and other numbers of ranks among the random programs,
-those by signals and breakpoints in ``test_fit.py`` and ``tests/ranks/strategies/test_fsdp_callbacks.py``.
+The other loaders are in ``tests/variants``; stops by ``max_steps`` and other numbers of ranks among the random
+programs; those by signals and breakpoints in ``test_fit.py`` and ``tests/ranks/strategies/test_fsdp_callbacks.py``.
 """
 
 from __future__ import annotations
