@@ -58,18 +58,6 @@ class Stream(IterableDataset[int]):
         return iter(numbers)
 
 
-class DrawingStream(Stream):
-    """Draws its order from a generator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = generator()
-
-    def __iter__(self) -> Iterator[int]:
-        numbers = list(super().__iter__())
-        return iter([numbers[i] for i in torch.randperm(len(numbers), generator=self.generator).tolist()])
-
-
 class SizedStream(Stream):
     def __len__(self) -> int:
         return -(-(self.length - rank()) // world())
@@ -142,7 +130,6 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(5)
 
 
-PERSISTENT: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
 #: name -> the loader, options of the Trainer (``uneven`` is the strategy's)
 Made = Callable[[], Any]
 LOADERS: dict[str, tuple[Made, dict[str, Any]]] = {
@@ -150,7 +137,7 @@ LOADERS: dict[str, tuple[Made, dict[str, Any]]] = {
     "shuffled": (lambda: plain(shuffle=True), {}),
     "shuffled by a generator": (lambda: plain(shuffle=True, generator=generator()), {}),
     "workers": (lambda: plain(shuffle=True, num_workers=2), {}),
-    "persistent workers": (lambda: plain(shuffle=True, **PERSISTENT), {}),
+    "persistent workers": (lambda: plain(shuffle=True, num_workers=1, persistent_workers=True), {}),
     "own sampler": (lambda: plain(sampler=Draws()), {"use_distributed_sampler": False}),
     "own batch sampler": (
         lambda: DataLoader(Numbers(), batch_sampler=OwnBatches()),
@@ -168,16 +155,9 @@ LOADERS: dict[str, tuple[Made, dict[str, Any]]] = {
     "a dict with a stream": (lambda: {"a": plain(3 * SIZE * world(), shuffle=True), "b": streamed()}, {}),
     "stream": (streamed, {}),
     "stream, shuffled": (lambda: streamed(Stream(shuffles=True)), {}),
-    "stream with a generator": (lambda: streamed(DrawingStream(), generator=generator()), {}),
     "stream, workers": (lambda: streamed(num_workers=1), {}),
-    "stream, persistent workers": (lambda: streamed(**PERSISTENT), {}),
-    "stream with a length": (lambda: streamed(SizedStream()), {}),
     "stateful": (lambda: StatefulDataLoader(Numbers(), SIZE, shuffle=True), {}),
     "stateful data": (lambda: StatefulDataLoader(StatefulStream(), SIZE), {}),
-    "batches of another size on each rank": (
-        lambda: DataLoader(Numbers((1 + rank()) * SAMPLES // world()), SIZE * (1 + rank()), shuffle=True),
-        {"use_distributed_sampler": False},
-    ),
     "uneven, truncate": (
         lambda: plain(SAMPLES - 4 * rank(), shuffle=True),
         {"use_distributed_sampler": False, "uneven": "truncate"},
@@ -186,7 +166,6 @@ LOADERS: dict[str, tuple[Made, dict[str, Any]]] = {
         lambda: plain(SAMPLES - 6 * rank(), shuffle=True),
         {"use_distributed_sampler": False, "uneven": "join"},
     ),
-    "uneven streams, truncate": (lambda: streamed(Stream(SAMPLES - 4 * rank())), {"uneven": "truncate"}),
     "uneven streams, join": (lambda: streamed(Stream(SAMPLES - 4 * rank())), {"uneven": "join"}),
     "accumulated": (lambda: plain(shuffle=True), {"accumulate_grad_batches": 2}),
     "made again every epoch": (lambda: plain(shuffle=True), {"reload_dataloaders_every_n_epochs": 1}),

@@ -1,4 +1,6 @@
-"""Fits on two real ranks: precision, and the same numbers as Lightning's DDP.
+"""Fits on two real ranks: precision, losses over the rows of all ranks, and ``join``.
+
+The weights of one process and of Lightning alone are held by random programs, on a card by ``test_on_a_device.py``.
 
 Starting ranks is what costs, so two pairs of ranks run nearly all the fits.
 """
@@ -8,7 +10,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import pickle
 import re
 import time
 from collections.abc import Iterator
@@ -207,41 +208,6 @@ def test_each_precision_does_what_it_says(anywhere: Found, device: str) -> None:
     }
 
 
-def beside_lightning() -> dict[str, Any]:
-    answers = {}
-    for name in ("ddp", "lockstep_ddp"):
-        net = seeded()
-        trainer = fit(net, loader(4), strategy=name, accumulate_grad_batches=2)
-        answers[name] = (trainer.global_step, net.digest(), trainer.strategy.__class__.__name__)
-    return answers
-
-
-def test_the_weights_are_those_of_lightnings_ddp(anywhere: Found) -> None:
-    for answer in anywhere["beside Lightning"]:
-        assert answer["lockstep_ddp"][:2] == answer["ddp"][:2]
-        assert answer["lockstep_ddp"][2] == "LockstepDDPStrategy"
-
-
-def one_rank() -> dict[str, Any]:
-    answers: dict[str, Any] = {}
-    for strategy in ("auto", LockstepDDPStrategy()):
-        net = seeded()
-        trainer = fit(net, loader(4), strategy=strategy, devices=1)
-        answers[type(trainer.strategy).__name__] = (trainer.global_step, net.digest())
-    answers["backend"] = torch.distributed.get_backend()
-    answers["pickled"] = pickle.loads(pickle.dumps(trainer)).global_step
-    return answers
-
-
-def test_one_rank_has_the_weights_of_no_strategy(device: str) -> None:
-    (found,) = run_ranks(1, one_rank, backend=None, timeout=120)
-    assert found.pop("backend") == {"cpu": "gloo", "cuda": "nccl"}[device]
-    assert found.pop("pickled") == 8
-    assert (
-        found["LockstepDDPStrategy"] == found["SingleDeviceStrategy"] and found["LockstepDDPStrategy"][0] == 8
-    )
-
-
 # -- Groups of ranks --
 
 Found = dict[str, tuple[Any, Any]]
@@ -258,7 +224,6 @@ def fits_anywhere() -> dict[str, Any]:
     return {
         "join": join_by_hand(),
         "precision": precision_fits(),
-        "beside Lightning": beside_lightning(),
     }
 
 

@@ -379,15 +379,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "shard=3: expected 'auto'.*offload='disk'.*state_dict='whole'.*activation_checkpointing='yes'.*mesh=",
     ),
-    "parts to an address": (
-        lambda: start(
-            Net,
-            fsdp(state_dict="sharded"),
-            callbacks=[ModelCheckpoint("memory://bucket")],
-            enable_checkpointing=True,
-        ),
-        "ModelCheckpoint with dirpath=memory://bucket and state_dict='sharded': expected a folder on a disk",
-    ),
     "gloo on GPUs": (
         lambda: fsdp(
             process_group_backend="gloo", parallel_devices=[torch.device("cuda", 0)]
@@ -452,16 +443,6 @@ class OtherOnRank1(Net):
         super().__init__(blocks=2 + int(os.environ["RANK"]))
 
 
-class SharedInABlock(Net):
-    """Two layers of a block have one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        block = self.blocks[0]
-        block.other = nn.Linear(8, 8, bias=False)
-        block.other.weight = block.linear.weight
-
-
 class LaterLayer(Net):
     def on_fit_start(self) -> None:
         self.later = nn.Linear(8, 8)
@@ -487,12 +468,6 @@ def late_refusals() -> dict[str, str]:
         ("left out", LeavesOut, {}, {}),
         ("no reset", NoReset, {}, {}),
         ("other model", OtherOnRank1, {}, {}),
-        (
-            "shared with float32",
-            SharedInABlock,
-            {},
-            {"callbacks": [FP32Modules(["blocks.0.linear"])], "precision": "bf16-mixed"},
-        ),
         ("no such class", Net, {"shard": "Blokc"}, {}),
         ("other precision", lambda: plain, {}, {"precision": "bf16-mixed"}),
         ("no such module", Net, {}, {"callbacks": [FP32Modules(["bloks.0"])], "precision": "bf16-mixed"}),
@@ -544,7 +519,6 @@ def test_what_cannot_work_is_refused_on_all_ranks_alike() -> None:
         "left out": "temperature, first.weight",
         "no reset": "Bare was made on the device 'meta' and has no reset_parameters",
         "other model": "ranks disagree on the parameters and buffers that one model has on all of them",
-        "shared with float32": "blocks.0.linear.weight is shared by Block and Linear, which are separate parts",
         "no such class": "shard='Blokc': expected names of classes among its modules: Block, LayerNorm",
         "other precision": "precision='bf16-mixed', but an earlier run divided this module for precision='32-true'",
         "no such module": "modules='bloks.0': expected the name of a module of Net",

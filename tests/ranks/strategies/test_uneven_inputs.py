@@ -273,20 +273,6 @@ def test_in_validation_each_rank_has_its_own_number_of_batches(found: Found) -> 
     assert both[0]["test"] == both[1]["test"]
 
 
-def loaders_of_libraries() -> list[str]:
-    names = []
-    for data in (rows(4), stream((4, 4), 4)):
-        trainer = Trainer(**{**QUIET, "max_epochs": 1}, strategy=LockstepDDPStrategy())
-        trainer.fit(Net(), data)
-        names.append(type(getattr(trainer.train_dataloader, "_loader", trainer.train_dataloader)).__name__)
-    return names
-
-
-def test_nothing_is_sent_for_a_loader_that_keeps_to_its_length(found: Found) -> None:
-    for names in found["loaders"]:
-        assert names == ["DataLoader", "AgreeingLoader"]
-
-
 # -- One group of ranks for what is quick --
 
 Found = dict[str, tuple[Any, Any]]
@@ -296,7 +282,6 @@ def quick() -> dict[str, Any]:
     return {
         "workers": with_workers(),
         "other loops": other_loops(),
-        "loaders": loaders_of_libraries(),
         "deepspeed": under_deepspeed(),
     }
 
