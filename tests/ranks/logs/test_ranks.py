@@ -53,7 +53,6 @@ def cases() -> dict[str, Any]:
         "ordinary": ordinary_calls(),
         "odd": odd_calls(),
         "sections": rank_ordered_sections(),
-        "broken handler": broken_handler(),
     }
 
 
@@ -249,35 +248,3 @@ def test_in_rank_order(seen):
     assert all(v["after"] for v in values), "and the next block works again"
     for value in values[:2]:
         assert "for rank 2, which never entered the block or did not leave it" in value["stall"]
-
-
-def broken_handler() -> list[str]:
-    log, kept = prepared("broken")
-
-    class Broken(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            raise RuntimeError("no")
-
-    logging.getLogger("broken").addHandler(Broken())
-    log.info("first", in_order=True)
-    if dist.get_rank() == 0:
-        until(kept, 1)
-    dist.barrier()
-    log.info("second", in_order=True)
-    if dist.get_rank() == 0:
-        until(kept, 2)
-        sender_on(current_communicator().side_channel).collector.windows.timeout = 0.3
-        for lines in (4, 6):
-            log.info("alone", in_order=True)
-            until(kept, lines)
-    dist.barrier()
-    return kept.lines
-
-
-def test_a_faulty_handler_does_not_silence_the_collector(seen):
-    lines = seen[0]["broken handler"]
-    assert lines[:2] == ["[ranks 0-2] first", "[ranks 0-2] second"]
-    # These two are printed by the thread that looks after what has waited long enough, and it lives on.
-    assert lines[2] == lines[4] == "[rank 0] alone" and all(
-        "ranks 1-2 did not log this line within" in lines[i] for i in (3, 5)
-    )

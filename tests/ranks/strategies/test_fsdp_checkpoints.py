@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_lockstep import ConfigurationError, LockstepDDPStrategy
+from lightning_lockstep import LockstepDDPStrategy
 from lightning_lockstep._lightning import ModelCheckpoint, Trainer
 from lightning_lockstep.deepspeed.checkpoints.command import main as consolidate
 from tests.common.strategies.fsdp_models import QUIET, Net, difference, fit, fsdp, loader, rows, weights
@@ -300,31 +300,6 @@ def refused(folder: Path) -> dict[str, str]:
     return answers
 
 
-class Thing:
-    """An object that only pickled code can make."""
-
-
-class Keeps(Net):
-    """Puts an object into its checkpoints, and a divided tensor at the top of them."""
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint.update(thing=Thing(), mine=self.head.weight)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.found = type(checkpoint["thing"]).__name__, checkpoint["mine"].shape
-
-
-def with_pickles(folder: Path) -> dict[str, Any]:
-    answers: dict[str, Any] = {}
-    fit(Keeps, 2, fsdp(state_dict="sharded")).save_checkpoint(folder / "object.ckpt")
-    with pytest.raises(ConfigurationError) as caught:
-        resumed(2, folder / "object.ckpt", fsdp(), Keeps)
-    answers["object"] = str(caught.value)
-    trainer = resumed(2, folder / "object.ckpt", fsdp(), Keeps, weights_only=False)
-    answers["object, trusted"] = trainer.lightning_module.found
-    return answers
-
-
 def killed_while_replacing(folder: Path) -> None:
     """Rank 0 ends when the old folder has given up the name."""
     trainer = fit(Net, 2, fsdp(state_dict="sharded"))
@@ -368,7 +343,6 @@ def read_and_refused(folder: Path, of_killed: Path) -> dict[str, Any]:
         "evaluated": evaluated(folder),
         "best": {kind: kept_best(folder, kind) for kind in ("full", "sharded")},
         "refused": refused(folder),
-        "pickles": with_pickles(folder),
     }
 
 
@@ -425,9 +399,3 @@ def test_what_cannot_be_read_or_written_is_refused_on_all_ranks_alike(read: Read
         "what was there": "nothing",
     }.items():
         assert expected in first[name], (name, first[name])
-
-
-def test_pickled_code_runs_only_where_it_is_trusted(read: Read) -> None:
-    for found in (answers["pickles"] for answers in read.answers):
-        assert "tests.ranks.strategies.test_fsdp_checkpoints.Thing" in found["object"]
-        assert found["object, trusted"] == ("Thing", (4, 8))

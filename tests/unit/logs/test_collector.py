@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import math
 import random
 import sys
-import threading
-import weakref
 
 import pytest
 
 from lightning_lockstep.distributed import SideChannel
-from lightning_lockstep.distributed.failure.process_exit import flush_everything
 from lightning_lockstep.logs.collector import LINE, WARNING, Collector, Line, Windows, record_of
-from lightning_lockstep.logs.logger import LineSender, call_of, sender_on
+from lightning_lockstep.logs.logger import call_of
 
 SITE = ("lib", 20, "/x/train.py", 7)
 
@@ -97,16 +93,6 @@ def test_nothing_is_lost_or_doubled_whatever_the_order_of_arrival():
         played([(now, rank, str(call)) for now, (rank, call) in zip(times, said, strict=True)], ranks=ranks)
 
 
-def test_what_is_remembered_of_a_call_site_is_forgotten():
-    windows = Windows(2)
-    for number in range(100):
-        windows.add((WARNING, "lib", 30, f"loss {number}"), line(1, str(number)), float(number))
-        windows.due(float(number))
-    windows.due(1000.0)
-    windows.due(1100.0)
-    assert not windows and not windows._unsure
-
-
 @pytest.fixture
 def printed() -> list[str]:
     """What the collector prints."""
@@ -138,22 +124,6 @@ def test_of_equal_warnings_one_is_shown(collector, printed):
     collector.add(WARNING, line(0, "rank 0 has printed it")[:-2])
     collector.flush()
     assert printed == ["[ranks 1,3] not on rank 0"], "and no note of the ranks that are missing"
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_channel_that_is_closed_keeps_no_lines(rank):
-    channel = SideChannel()
-    channel.rank, channel.world_size = rank, 2
-    sender = weakref.ref(sender_on(channel))
-    assert isinstance(sender(), LineSender)
-    channel.close()
-    del channel
-    for thread in threading.enumerate():
-        if thread.name == "lockstep-log-order":
-            thread.join(10)
-    gc.collect()
-    flush_everything()
-    assert sender() is None
 
 
 def test_a_record_survives_the_way_to_rank_0():
