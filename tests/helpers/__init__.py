@@ -8,15 +8,8 @@ from typing import Any
 
 from tests.helpers.device import chosen_device, leave_memory, on_device, wait_for_device
 from tests.helpers.faults import kill_self
-from tests.helpers.leaks import LeakCheck
 from tests.helpers.ports import reserve_port
-from tests.helpers.ranks import (
-    RankError,
-    RankOutcome,
-    RankTimeoutError,
-    run_ranks,
-    run_ranks_raw,
-)
+from tests.helpers.ranks import RankOutcome, run_ranks, run_ranks_raw
 from tests.helpers.scripts import Script, ScriptOutcome, run_script, start_script
 
 #: Models, fits and programs that tests of several costs share, a folder for each room.
@@ -30,10 +23,7 @@ QUIET: dict[str, Any] = dict.fromkeys(
 __all__ = [
     "COMMON",
     "QUIET",
-    "LeakCheck",
-    "RankError",
     "RankOutcome",
-    "RankTimeoutError",
     "Script",
     "ScriptOutcome",
     "chosen_device",

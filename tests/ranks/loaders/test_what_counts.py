@@ -90,17 +90,17 @@ def refused(kind: type[Exception], make: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-def joined_by_hand() -> float:
+def step_by_hand(net: Net, batch: Any, index: int) -> None:
+    optimizer = net.optimizers()
+    optimizer.zero_grad()
+    net.manual_backward(mean_of(net, batch, index))
+    optimizer.step()
+
+
+def joined(*, by_hand: bool) -> float:
     rank = int(os.environ["RANK"])
-
-    def step(net: Net, batch: Any, index: int) -> None:
-        optimizer = net.optimizers()
-        optimizer.zero_grad()
-        net.manual_backward(mean_of(net, batch, index))
-        optimizer.step()
-
-    net = Net(step)
-    net.automatic_optimization = False
+    net = Net(step_by_hand if by_hand else mean_of)
+    net.automatic_optimization = not by_hand
     own = Subset(rows(3), [0, 1, 2] if rank == 0 else [2])
     fit(
         net,
@@ -133,7 +133,8 @@ def cases() -> dict[str, Any]:
     return {
         "statistics": statistics(),
         "gathered": gathered(),
-        "joined": joined_by_hand(),
+        "joined": joined(by_hand=False),
+        "joined, manual optimization": joined(by_hand=True),
         "masks": masks(),
         "two sizes": refused(
             BatchSizeError, lambda: fit(Net(mean_of), two, callbacks=[EffectiveBatchSize(6)])
@@ -150,7 +151,7 @@ def found() -> list[dict[str, Any]]:
 
 #: What one process with the global batch has.
 RIGHT: dict[str, Any] = {
-    "joined": -0.1 * ((0 + 2 + 2) / 3 + 1 + 2),
+    **dict.fromkeys(("joined", "joined, manual optimization"), -0.1 * ((0 + 2 + 2) / 3 + 1 + 2)),
     "gathered": [3, 2],
 }
 

@@ -1,8 +1,6 @@
-"""Fits on two real ranks: precision, losses over the rows of all ranks, and ``join``.
+"""Fits on two real ranks: precision, losses over the rows of all ranks, a rank that never comes, and placement.
 
 The weights of one process and of Lightning alone are held by random programs, on a card by ``test_on_a_device.py``.
-
-Starting ranks is what costs, so two pairs of ranks run nearly all the fits.
 """
 
 from __future__ import annotations
@@ -29,20 +27,15 @@ QUIET = {**fsdp_models.QUIET, "devices": 2}
 
 
 class Net(LightningModule):
-    def __init__(self, none_at: int | None = None, none_on: tuple[int, ...] = (1,)) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.second = torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)
-        self.none_at, self.none_on = none_at, none_on
-        self.seen: list[str] = []
         self.dtypes: set[str] = set()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         inputs, targets = batch
         outputs = self.second(self.first(inputs).relu())
         self.dtypes.add(str(outputs.dtype).removeprefix("torch."))
-        self.seen.append(str(inputs.flatten()[0].item()))
-        if batch_idx == self.none_at and self.global_rank in self.none_on:
-            return None
         return {"loss": torch.nn.functional.cross_entropy(outputs, targets)}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -53,14 +46,18 @@ class Net(LightningModule):
 
 
 class Contrastive(Net):
-    """Its loss compares the rows of all ranks, of which each has another number."""
+    """Its loss compares the rows of all ranks, of which each has another number; rank 1 may have none for a batch."""
+
+    def __init__(self, none_at: int = -1) -> None:
+        super().__init__()
+        self.none_at, self.seen = none_at, list[str]()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         own = self.second(self.first(batch[0][self.global_rank :]))
         everyone = gather_uneven({"rows": own, "seen": batch[1][self.global_rank :]})
         self.seen.append(str([len(rank["seen"]) for rank in everyone]))
         rows = torch.cat([rank["rows"] for rank in everyone])
-        if batch_idx == self.none_at and self.global_rank in self.none_on:
+        if batch_idx == self.none_at and self.global_rank == 1:
             return None
         return (rows @ rows.t()).logsumexp(1).mean()
 
@@ -89,9 +86,9 @@ def fit(net: Net, data: Any, *, strategy: Any = None, epochs: int = 2, **options
     return trainer
 
 
-def seeded(**options: Any) -> Net:
+def seeded() -> Net:
     seed_everything(7, verbose=False)
-    return Net(**options)
+    return Net()
 
 
 class Records(logging.Handler):
@@ -143,35 +140,6 @@ def test_a_loss_over_the_rows_of_all_ranks(on_cpu: Found) -> None:
     assert first["join"][:2] == (8, {"[4, 3]", "[0, 3]"})  # padding gives no rows
 
 
-def join_by_hand() -> tuple[float, float]:
-    """What `join` must amount to: the rank without data adds nothing, and the mean is over the ranks that have some."""
-    rank = int(os.environ["RANK"])
-    net = seeded()
-    fit(net, loader((2, 3)[rank]), strategy=LockstepDDPStrategy(uneven_inputs="join"), epochs=1)
-    seed_everything(7, verbose=False)
-    reference = Net()
-    optimizer = torch.optim.SGD(reference.parameters(), 0.1, momentum=0.9)
-    batches = []
-    for each in (0, 1):
-        stream = iter(DataLoader(Stream((2, 3)[each], each), batch_size=4))
-        batches.append(list(stream))
-    for step in range(3):
-        optimizer.zero_grad()
-        with_data = sum(step < len(batches[each]) for each in (0, 1))
-        for each in (0, 1):
-            if step < len(batches[each]):
-                inputs, targets = batches[each][step]
-                outputs = reference.second(reference.first(inputs).relu())
-                (torch.nn.functional.cross_entropy(outputs, targets) / with_data).backward()
-        optimizer.step()
-    return net.digest(), reference.digest()
-
-
-def test_join_gives_the_weights_that_one_process_computes(anywhere: Found) -> None:
-    for fitted, reference in anywhere["join"]:
-        assert fitted == pytest.approx(reference, abs=1e-5)
-
-
 def precision_fits() -> dict[str, Any]:
     answers: dict[str, Any] = {}
     for name in ("64-true", "32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"):
@@ -190,8 +158,8 @@ def precision_fits() -> dict[str, Any]:
     return answers
 
 
-def test_each_precision_does_what_it_says(anywhere: Found, device: str) -> None:
-    first, second = anywhere["precision"]
+def test_each_precision_does_what_it_says(device: str) -> None:
+    first, second = run_ranks(2, precision_fits, backend=None, timeout=120)
     assert first == second
     notes = {name: facts[4] for name, facts in first.items() if facts[4]}
     if device == "cpu":  # where Lightning says something else before
@@ -220,23 +188,10 @@ def fits_on_cpu() -> dict[str, Any]:
     }
 
 
-def fits_anywhere() -> dict[str, Any]:
-    return {
-        "join": join_by_hand(),
-        "precision": precision_fits(),
-    }
-
-
 @pytest.fixture(scope="module")
 def on_cpu() -> Found:
     """What came of each, by rank."""
     first, second = run_ranks(2, fits_on_cpu, backend=None, timeout=240)
-    return {name: (first[name], second[name]) for name in first}
-
-
-@pytest.fixture(scope="module")
-def anywhere(device: str) -> Found:
-    first, second = run_ranks(2, fits_anywhere, backend=None, timeout=240)
     return {name: (first[name], second[name]) for name in first}
 
 
