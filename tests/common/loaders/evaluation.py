@@ -175,7 +175,6 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "Lightning": lambda: "auto",  # on one device
     "ddp": LockstepDDPStrategy,
     "fsdp": LockstepFSDPStrategy,
-    "deepspeed 1": lambda: LockstepDeepSpeedStrategy(stage=1),
     "mpi": lambda: LockstepMPIStrategy(backend="auto"),
     "deepspeed 3": lambda: LockstepDeepSpeedStrategy(stage=3),
 }

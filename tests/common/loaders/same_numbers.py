@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_lockstep import EffectiveBatchSize
 from tests.helpers import on_device
@@ -56,16 +56,6 @@ def samples(count: int, dtype: torch.dtype) -> Dataset[Any]:
     )
 
 
-class Stream(IterableDataset[Any]):
-    """The samples of a data set in an order that is drawn anew in each epoch, the same on all ranks."""
-
-    def __init__(self, data: Any) -> None:
-        self.data = data
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self.data[number] for number in torch.randperm(len(self.data)).tolist())
-
-
 def fitted(
     strategy: Any,
     count: int,
@@ -73,7 +63,6 @@ def fitted(
     dtype: torch.dtype = torch.float64,
     *,
     counts: bool = False,
-    stream: bool = False,
     items: Callable[[int, int], float | None]
     | None = None,  # of rank and batch, instead of the number there is
     own_lengths: bool = False,  # each rank has a loader of its own, rank 1's with fewer samples
@@ -93,15 +82,13 @@ def fitted(
             "enable_checkpointing": False,
             "enable_progress_bar": False,
             "enable_model_summary": False,
-            "callbacks": [] if stream or own_lengths else [EffectiveBatchSize(GLOBAL_BATCH)],
+            "callbacks": [] if own_lengths else [EffectiveBatchSize(GLOBAL_BATCH)],
             "use_distributed_sampler": not own_lengths,
             **options,
         }
     )
     size = -(-GLOBAL_BATCH // (ranks * accumulate))
-    whole = DataLoader(data, size, shuffle=True)
-    # EffectiveBatchSize takes no stream, so its batch is one that up to four ranks divide.
-    trainer.fit(net, DataLoader(Stream(data), 12 // ranks) if stream else whole)
+    trainer.fit(net, DataLoader(data, size, shuffle=True))
     state = trainer.strategy.lightning_module_state_dict()
     return trainer.global_step, {name: one.detach().clone() for name, one in state.items() if one is not None}
 

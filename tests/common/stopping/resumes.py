@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_lockstep import LockstepDDPStrategy, StopTogether
@@ -58,17 +58,15 @@ class Stream(IterableDataset[int]):
         return iter(numbers)
 
 
-class SizedStream(Stream):
-    def __len__(self) -> int:
-        return -(-(self.length - rank()) // world())
-
-
-class StatefulStream(SizedStream):
+class StatefulStream(Stream):
     """Knows where it is."""
 
     def __init__(self) -> None:
         super().__init__()
         self.at = self.begin_at = 0
+
+    def __len__(self) -> int:
+        return len(range(rank(), self.length, world()))
 
     def __iter__(self) -> Iterator[int]:
         self.at, self.begin_at = self.begin_at, 0
@@ -84,19 +82,8 @@ class StatefulStream(SizedStream):
         self.begin_at = state["at"]
 
 
-class Draws(Sampler[int]):
-    """A sampler of one's own: random numbers of numpy and torch, other ones on each rank."""
-
-    def __iter__(self) -> Iterator[int]:
-        order = [*np.random.permutation(SAMPLES)[: SAMPLES // 2], *torch.randperm(SAMPLES)[: SAMPLES // 2]]
-        return iter([int(i) for i in order][rank() :: world()])
-
-    def __len__(self) -> int:
-        return len(range(rank(), SAMPLES, world()))
-
-
 class OwnBatches(BatchSampler):
-    """Batches of one's own, in an order that Python's random numbers decide."""
+    """Batches of one's own, in an order that the random numbers of Python, numpy and torch decide."""
 
     def __init__(self) -> None:
         self.batch_size, self.drop_last = SIZE, False
@@ -104,6 +91,8 @@ class OwnBatches(BatchSampler):
     def __iter__(self) -> Iterator[list[int]]:  # type: ignore[override]
         numbers = list(range(rank(), SAMPLES, world()))
         random.shuffle(numbers)
+        np.random.shuffle(numbers)
+        numbers = [numbers[place] for place in torch.randperm(len(numbers)).tolist()]
         yield from (numbers[i : i + SIZE] for i in range(0, len(numbers), SIZE))
 
     def __len__(self) -> int:
@@ -138,7 +127,6 @@ LOADERS: dict[str, tuple[Made, dict[str, Any]]] = {
     "shuffled by a generator": (lambda: plain(shuffle=True, generator=generator()), {}),
     "workers": (lambda: plain(shuffle=True, num_workers=2), {}),
     "persistent workers": (lambda: plain(shuffle=True, num_workers=1, persistent_workers=True), {}),
-    "own sampler": (lambda: plain(sampler=Draws()), {"use_distributed_sampler": False}),
     "own batch sampler": (
         lambda: DataLoader(Numbers(), batch_sampler=OwnBatches()),
         {"use_distributed_sampler": False},

@@ -131,9 +131,9 @@ def contrastive_fits() -> dict[str, Any]:
     return answers
 
 
-def test_a_loss_over_the_rows_of_all_ranks(on_cpu: Found) -> None:
+def test_a_loss_over_the_rows_of_all_ranks() -> None:
     """A rank whose own loss does not count (a padding batch, or none returned) takes part in backward."""
-    first, second = on_cpu["contrastive"]
+    first, second = run_ranks(2, contrastive_fits, backend=None, timeout=120)
     assert first == second
     assert first["none"][:2] == (6, {"[4, 3]"})
     assert first["truncate"][:2] == (6, {"[4, 3]"})
@@ -176,25 +176,6 @@ def test_each_precision_does_what_it_says(device: str) -> None:
     }
 
 
-# -- Groups of ranks --
-
-Found = dict[str, tuple[Any, Any]]
-
-
-def fits_on_cpu() -> dict[str, Any]:
-    return {
-        "placement": placement_shown(),  # once in a process
-        "contrastive": contrastive_fits(),
-    }
-
-
-@pytest.fixture(scope="module")
-def on_cpu() -> Found:
-    """What came of each, by rank."""
-    first, second = run_ranks(2, fits_on_cpu, backend=None, timeout=240)
-    return {name: (first[name], second[name]) for name in first}
-
-
 class Waits(Net):
     """Rank 1 stays in its second step."""
 
@@ -224,8 +205,8 @@ def placement_shown() -> str:
     return f"{shown.getvalue()}|{torch.get_num_threads()}"
 
 
-def test_placement_is_shown_once_in_rank_order_and_threads_are_set(on_cpu: Found) -> None:
-    first, second = (answer.split("|") for answer in on_cpu["placement"])
+def test_placement_is_shown_once_in_rank_order_and_threads_are_set() -> None:
+    first, second = (answer.split("|") for answer in run_ranks(2, placement_shown, backend=None))
     assert first[-1] == second[-1] == "1"
     rows = "|".join(first)
     assert rows.count("2 ranks") == 1

@@ -75,14 +75,6 @@ def test_a_line_that_comes_after_its_window_shifts_no_line_after_it():
     assert all(now < 14.0 or now == int(texts.split(":")[2]) + 0.01 for now, texts, _ in printed[2:])
 
 
-def test_a_rank_may_be_many_calls_ahead():
-    calls = [
-        *((number / 1e4, 0, str(number)) for number in range(20)),
-        *every(1e-4, range(20), (1,), late=2.0),
-    ]
-    assert [texts for _, texts, _ in played(calls)] == [f"0:{number} 1:{number}" for number in range(20)]
-
-
 def test_nothing_is_lost_or_doubled_whatever_the_order_of_arrival():
     chance = random.Random(3)
     for _ in range(50):
