@@ -1,6 +1,6 @@
 """Helpers for tests that need real processes: ranks, user-like scripts, faults and leak detection.
 
-Import from here: ``from tests.helpers import run_ranks, world_size``.
+Import from here: ``from tests.helpers import run_ranks, run_script``.
 """
 
 from pathlib import Path
@@ -8,16 +8,8 @@ from typing import Any
 
 from tests.helpers.device import chosen_device, leave_memory, on_device, wait_for_device
 from tests.helpers.faults import kill_self
-from tests.helpers.leaks import LeakCheck
-from tests.helpers.markers import world_size
 from tests.helpers.ports import reserve_port
-from tests.helpers.ranks import (
-    RankError,
-    RankOutcome,
-    RankTimeoutError,
-    run_ranks,
-    run_ranks_raw,
-)
+from tests.helpers.ranks import RankOutcome, run_ranks, run_ranks_raw
 from tests.helpers.scripts import Script, ScriptOutcome, run_script, start_script
 
 #: Models, fits and programs that tests of several costs share, a folder for each room.
@@ -31,10 +23,7 @@ QUIET: dict[str, Any] = dict.fromkeys(
 __all__ = [
     "COMMON",
     "QUIET",
-    "LeakCheck",
-    "RankError",
     "RankOutcome",
-    "RankTimeoutError",
     "Script",
     "ScriptOutcome",
     "chosen_device",
@@ -47,5 +36,4 @@ __all__ = [
     "run_script",
     "start_script",
     "wait_for_device",
-    "world_size",
 ]

@@ -27,8 +27,6 @@ class Job:
     environment: dict[str, str]
     cwd: str
     sys_path: list[str]
-    module_files: dict[str, str]
-    """Files of modules that cannot be imported by name in a rank (module name to path)."""
 
 
 @dataclasses.dataclass(frozen=True)

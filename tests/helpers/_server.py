@@ -377,9 +377,6 @@ def run_rank(job: Any, rank: int, port: int) -> None:
     # Ranks share a few cores: without this each would start as many threads as there are cores.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
-        for name, path in job.module_files.items():
-            if name not in sys.modules:
-                load_module(name, Path(path))
         function, args = pickle.loads(job.payload)
         value = call(job, function, args)
         write(f"{job.folder}/rank{rank}.value", pickle.dumps(value))

@@ -9,8 +9,8 @@ from pathlib import Path
 CHILD_SITE = Path(__file__).with_name("child_site")
 
 
-def put_on_path() -> None:
-    """Have all Python processes that are started from here find it."""
+def put_on_path(*folders: Path) -> None:
+    """Have all Python processes that are started from here find it, and other folders, before what is installed."""
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if str(CHILD_SITE) not in path:
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CHILD_SITE), *path]))
+    new = [folder for folder in map(str, (*folders, CHILD_SITE)) if folder not in path]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*new, *path]))

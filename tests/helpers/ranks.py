@@ -21,7 +21,7 @@ from tests.helpers._protocol import Job, RankOutcome, ScriptJob
 from tests.helpers.children import CHILD_SITE
 from tests.helpers.patience import patience
 
-__all__ = ["RankError", "RankOutcome", "RankTimeoutError", "run_ranks", "run_ranks_raw"]
+__all__ = ["RankOutcome", "run_ranks", "run_ranks_raw"]
 
 _START_LIMIT = 120.0
 _servers: dict[str, subprocess.Popen[bytes]] = {}  # by their interpreter
@@ -30,15 +30,7 @@ _starting = threading.Lock()
 
 
 class RankError(AssertionError):
-    """Some ranks failed; ``outcomes`` holds all, the message every failing rank's traceback."""
-
-    def __init__(self, message: str, outcomes: Sequence[RankOutcome]) -> None:
-        super().__init__(message)
-        self.outcomes = list(outcomes)
-
-
-class RankTimeoutError(RankError):
-    """The time limit ran out; the message holds each remaining rank's Python stacks."""
+    """Some ranks failed, or the time limit ran out: the traceback of each, or its Python stacks."""
 
 
 def run_ranks(
@@ -55,7 +47,7 @@ def run_ranks(
     # is there around the call.
     outcomes = run_ranks_raw(n, fn, *args, timeout=timeout, env=env, backend=backend, linger=linger)
     if not all(outcome.ok for outcome in outcomes):
-        raise RankError(_describe(outcomes, f"of {n} ranks, some failed"), outcomes)
+        raise RankError(_describe(outcomes, f"of {n} ranks, some failed"))
     return [outcome.value for outcome in outcomes]
 
 
@@ -77,7 +69,7 @@ def run_ranks_raw(
     try:
         job = Job(
             world_size=n,
-            payload=_pickle_call(fn, args),
+            payload=pickle.dumps((fn, args)),
             folder=str(folder),
             timeout=timeout,
             linger=linger,
@@ -85,15 +77,13 @@ def run_ranks_raw(
             environment={**os.environ, **(env or {})},
             cwd=os.getcwd(),
             sys_path=list(sys.path),
-            module_files=_foreign_module(fn),
         )
         outcomes = [_collect(outcome, folder) for outcome in _submit(job)]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     timed_out = any(o.killed_by_helper for o in outcomes) and time.monotonic() - started >= timeout
     if timed_out and not allow_timeout:
-        message = _describe(outcomes, f"time limit of {timeout:g} s reached; all ranks were killed")
-        raise RankTimeoutError(message, outcomes)
+        raise RankError(_describe(outcomes, f"time limit of {timeout:g} s reached; all ranks were killed"))
     return outcomes
 
 
@@ -113,33 +103,6 @@ def fork_of(pid: int) -> int | None:
         return int((_folder / f"fork-{pid}").read_text()) if _folder is not None else None
     except (OSError, ValueError):
         return None
-
-
-def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    try:
-        return pickle.dumps((fn, args))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise TypeError(
-            f"run_ranks got {fn!r}: function and arguments must be picklable. Define the function at the "
-            f"top level of a module and pass what it needs as arguments ({error})."
-        ) from error
-
-
-def _foreign_module(fn: Callable[..., Any]) -> dict[str, str]:
-    """Name and file of the function's module where a rank could not import it by name."""
-    module = sys.modules.get(getattr(fn, "__module__", ""))
-    if module is None or module.__name__.startswith("tests.") or not getattr(module, "__file__", None):
-        return {}
-    if module.__spec__ is not None and importable(module.__name__):
-        return {}
-    return {module.__name__: str(module.__file__)}
-
-
-def importable(name: str) -> bool:
-    """Whether a fresh interpreter with our ``sys.path`` would find the module."""
-    from importlib.machinery import PathFinder
-
-    return "." in name or name in sys.builtin_module_names or PathFinder.find_spec(name) is not None
 
 
 def submit_script(job: ScriptJob) -> tuple[Connection, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -20,9 +19,7 @@ _AT_ONCE = 100
 def main() -> int:
     """Run the programs that the command line asks for; the exit code is 1 if one is wrong."""
     given = _arguments()
-    put_on_path()
-    # Ranks find this source tree, whatever is installed.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])
+    put_on_path(ROOT)  # so that ranks find this source tree, whatever is installed
     programs, results = _programs(given), list[Result]()
     wrong: list[tuple[str, Result]] = []
     for first in range(0, len(programs), _AT_ONCE):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -23,13 +22,11 @@ ROOT = Path(__file__).parents[2]
 def main() -> int:
     """Do the runs that the command line asks for; the exit code is 1 if one is not as expected."""
     given = _arguments()
-    put_on_path()
+    put_on_path(ROOT)  # so that ranks find this source tree, whatever is installed
     if (
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     ):  # in the background of a shell; runs would inherit that
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Ranks find this source tree, whatever is installed.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])
     plans = list(_plans(given))
     with ThreadPoolExecutor(given.jobs) as pool:
         results = list(pool.map(lambda plan: _run(plan, given), plans))

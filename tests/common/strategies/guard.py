@@ -46,8 +46,6 @@ def check_different(tmp_path: Path, case: str, start: str, expected: tuple[str, 
     divided = "FSDP has divided the model, so each call of a layer is an all_gather" in outcome.stderr
     assert divided == (start == "fsdp"), outcome.stderr
     check_kept(outcome, tmp_path, "CollectiveMismatchError: ranks disagree on")
-    if case == "messages":
-        assert all(f"rank {rank} raises CollectiveMismatchError" in outcome.stdout for rank in (0, 1))
 
 
 def check_stall(outcome: ScriptOutcome, place: str) -> None:

@@ -1,15 +1,15 @@
 """A user's script whose ranks part ways at batch 3, under a guard.
 
-python guard_script.py CASE FOLDER START_METHOD [option=value ...]
+python guard_script.py CASE FOLDER START_METHOD [option=seconds ...]
 """
 
 from __future__ import annotations
 
-import ast
 import os
 import signal
 import sys
 import time
+from typing import Any
 
 import lightning as L
 import torch
@@ -86,8 +86,8 @@ class StuckRows(Dataset):
 
 
 def main() -> None:
-    given = dict(option.split("=", 1) for option in OPTIONS if "=" in option)
-    options = {"stall_timeout": 2.5, "grace_period": 6.0, **{k: literal(v) for k, v in given.items()}}
+    given = {name: float(seconds) for name, _, seconds in (option.partition("=") for option in OPTIONS)}
+    options: dict[str, Any] = {"stall_timeout": 2.5, "grace_period": 6.0, **given}
     if START == "fsdp":
         options["shard"] = "Linear"
     make = {"mpi": LockstepMPIStrategy, "fsdp": LockstepFSDPStrategy}.get(START, LockstepDDPStrategy)
@@ -113,13 +113,6 @@ def main() -> None:
         print(f"rank {trainer.global_rank} raises {type(error).__name__}", flush=True)
         raise
     print(f"rank {trainer.global_rank} is done", flush=True)
-
-
-def literal(text: str) -> object:
-    try:
-        return ast.literal_eval(text)
-    except ValueError:
-        return text
 
 
 if __name__ == "__main__":

@@ -1,47 +1,11 @@
-"""Which Trainer the ranks of a program work for."""
+"""A program whose ranks cannot be started, and one that waits for a rank that never comes."""
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
-import threading
-from types import SimpleNamespace
-from typing import Any, cast
 
-import pytest
-
-from lightning_lockstep._settings import LAUNCHER_PID
-from lightning_lockstep.errors import LaunchError
-from lightning_lockstep.launchers import subprocess_script
-from lightning_lockstep.launchers.environments import LockstepEnvironment
-from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
-from lightning_lockstep.launchers.subprocess_script import ScriptLauncher
 from tests.helpers import run_script
-
-
-def test_a_rank_watches_its_parent_and_tells_its_failures_of_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call of a Trainer does, with one thread; the last supervisor is told."""
-    monkeypatch.setenv(LAUNCHER_PID, str(os.getppid()))
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(subprocess_script, "_works_for", None)
-    told = list[int]()
-
-    def watches() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == "lockstep-parent"]
-
-    for number in range(2):
-        supervisor = RankSupervisor(SupervisorSettings())
-        launcher = ScriptLauncher(supervisor, LockstepEnvironment(), num_processes=2, num_nodes=1)
-        assert len(launcher.launch(watches)) == 1
-        supervisor.propagation = cast(
-            Any, SimpleNamespace(report_lost_parent=lambda n=number: told.append(n))
-        )
-    (thread,) = watches()
-    monkeypatch.setattr(os, "getppid", lambda: 1)
-    thread.join(10)
-    assert (told, watches()) == ([1], [])
-
 
 WITHOUT_A_FILE = """
 import lightning as L
@@ -81,18 +45,6 @@ def test_what_a_rank_cannot_be_started_from_is_said_before_any_is() -> None:
     assert "Can't pickle <function" in spawn
     assert fork == "lockstep_ddp_fork has fitted"
     assert "ended before all ranks had met" not in outcome.stderr
-
-
-@pytest.mark.parametrize(
-    ("program", "called"), [("-", "standard input"), ("", "standard input"), ("gone.py", "'gone.py'")]
-)
-def test_a_program_that_is_no_file_cannot_be_run_again(
-    program: str, called: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", [program])
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    with pytest.raises(LaunchError, match=f"The program is {called}, which is not a file"):
-        subprocess_script.rank_command()
 
 
 WAITS = """

@@ -1,6 +1,7 @@
 """A resumed epoch goes on with the next batch, sample for sample, whatever the loader and the stop.
 
-The other loaders are in ``tests/variants``, other numbers of ranks among the random programs.
+The other loaders are in ``tests/variants``; stops by ``max_steps`` and other numbers of ranks among the random
+programs; those by signals and breakpoints in ``test_fit.py`` and ``tests/ranks/strategies/test_fsdp_callbacks.py``.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from tests.common.stopping.resumes import (
     FROM_ONE,
     TO_FEWER,
     check_numbers,
+    ended_by_a_callback,
     resume_all,
     save_all,
     table,
-    ways_to_stop,
 )
 from tests.helpers import run_ranks
 
@@ -36,10 +37,9 @@ def test_every_loader_goes_on_with_the_next_batch(tmp_path: Path) -> None:
         assert found == dict.fromkeys(LOADERS, "exact")
 
 
-def test_every_way_to_stop(tmp_path: Path) -> None:
-    for found in run_ranks(2, ways_to_stop, str(tmp_path), ["shuffled"], backend=None, timeout=120):
-        assert len(found) == 4
-        assert {name: row for name, row in found.items() if row != "exact"} == {}
+def test_a_fit_that_a_callback_has_ended_goes_on(tmp_path: Path) -> None:
+    for first, resumed, whole in run_ranks(2, ended_by_a_callback, str(tmp_path), backend=None):
+        assert len(whole) // 3 < len(first) < len(whole) and first + resumed == whole
 
 
 def test_another_number_of_ranks_is_exact_or_said(tmp_path: Path) -> None:

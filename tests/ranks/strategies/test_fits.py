@@ -1,6 +1,6 @@
-"""Fits on two real ranks: precision, and the same numbers as Lightning's DDP.
+"""Fits on two real ranks: precision, losses over the rows of all ranks, a rank that never comes, and placement.
 
-Starting ranks is what costs, so two pairs of ranks run nearly all the fits.
+The weights of one process and of Lightning alone are held by random programs, on a card by ``test_on_a_device.py``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import pickle
 import re
 import time
 from collections.abc import Iterator
@@ -28,20 +27,15 @@ QUIET = {**fsdp_models.QUIET, "devices": 2}
 
 
 class Net(LightningModule):
-    def __init__(self, none_at: int | None = None, none_on: tuple[int, ...] = (1,)) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.second = torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)
-        self.none_at, self.none_on = none_at, none_on
-        self.seen: list[str] = []
         self.dtypes: set[str] = set()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         inputs, targets = batch
         outputs = self.second(self.first(inputs).relu())
         self.dtypes.add(str(outputs.dtype).removeprefix("torch."))
-        self.seen.append(str(inputs.flatten()[0].item()))
-        if batch_idx == self.none_at and self.global_rank in self.none_on:
-            return None
         return {"loss": torch.nn.functional.cross_entropy(outputs, targets)}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -52,14 +46,18 @@ class Net(LightningModule):
 
 
 class Contrastive(Net):
-    """Its loss compares the rows of all ranks, of which each has another number."""
+    """Its loss compares the rows of all ranks, of which each has another number; rank 1 may have none for a batch."""
+
+    def __init__(self, none_at: int = -1) -> None:
+        super().__init__()
+        self.none_at, self.seen = none_at, list[str]()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         own = self.second(self.first(batch[0][self.global_rank :]))
         everyone = gather_uneven({"rows": own, "seen": batch[1][self.global_rank :]})
         self.seen.append(str([len(rank["seen"]) for rank in everyone]))
         rows = torch.cat([rank["rows"] for rank in everyone])
-        if batch_idx == self.none_at and self.global_rank in self.none_on:
+        if batch_idx == self.none_at and self.global_rank == 1:
             return None
         return (rows @ rows.t()).logsumexp(1).mean()
 
@@ -88,9 +86,9 @@ def fit(net: Net, data: Any, *, strategy: Any = None, epochs: int = 2, **options
     return trainer
 
 
-def seeded(**options: Any) -> Net:
+def seeded() -> Net:
     seed_everything(7, verbose=False)
-    return Net(**options)
+    return Net()
 
 
 class Records(logging.Handler):
@@ -133,42 +131,13 @@ def contrastive_fits() -> dict[str, Any]:
     return answers
 
 
-def test_a_loss_over_the_rows_of_all_ranks(on_cpu: Found) -> None:
+def test_a_loss_over_the_rows_of_all_ranks() -> None:
     """A rank whose own loss does not count (a padding batch, or none returned) takes part in backward."""
-    first, second = on_cpu["contrastive"]
+    first, second = run_ranks(2, contrastive_fits, backend=None, timeout=120)
     assert first == second
     assert first["none"][:2] == (6, {"[4, 3]"})
     assert first["truncate"][:2] == (6, {"[4, 3]"})
     assert first["join"][:2] == (8, {"[4, 3]", "[0, 3]"})  # padding gives no rows
-
-
-def join_by_hand() -> tuple[float, float]:
-    """What `join` must amount to: the rank without data adds nothing, and the mean is over the ranks that have some."""
-    rank = int(os.environ["RANK"])
-    net = seeded()
-    fit(net, loader((2, 3)[rank]), strategy=LockstepDDPStrategy(uneven_inputs="join"), epochs=1)
-    seed_everything(7, verbose=False)
-    reference = Net()
-    optimizer = torch.optim.SGD(reference.parameters(), 0.1, momentum=0.9)
-    batches = []
-    for each in (0, 1):
-        stream = iter(DataLoader(Stream((2, 3)[each], each), batch_size=4))
-        batches.append(list(stream))
-    for step in range(3):
-        optimizer.zero_grad()
-        with_data = sum(step < len(batches[each]) for each in (0, 1))
-        for each in (0, 1):
-            if step < len(batches[each]):
-                inputs, targets = batches[each][step]
-                outputs = reference.second(reference.first(inputs).relu())
-                (torch.nn.functional.cross_entropy(outputs, targets) / with_data).backward()
-        optimizer.step()
-    return net.digest(), reference.digest()
-
-
-def test_join_gives_the_weights_that_one_process_computes(anywhere: Found) -> None:
-    for fitted, reference in anywhere["join"]:
-        assert fitted == pytest.approx(reference, abs=1e-5)
 
 
 def precision_fits() -> dict[str, Any]:
@@ -189,8 +158,8 @@ def precision_fits() -> dict[str, Any]:
     return answers
 
 
-def test_each_precision_does_what_it_says(anywhere: Found, device: str) -> None:
-    first, second = anywhere["precision"]
+def test_each_precision_does_what_it_says(device: str) -> None:
+    first, second = run_ranks(2, precision_fits, backend=None, timeout=120)
     assert first == second
     notes = {name: facts[4] for name, facts in first.items() if facts[4]}
     if device == "cpu":  # where Lightning says something else before
@@ -205,74 +174,6 @@ def test_each_precision_does_what_it_says(anywhere: Found, device: str) -> None:
         "16-true": ("16-true", ["float16"], False, "torch.float16"),
         "bf16-true": ("bf16-true", ["bfloat16"], False, "torch.bfloat16"),
     }
-
-
-def beside_lightning() -> dict[str, Any]:
-    answers = {}
-    for name in ("ddp", "lockstep_ddp"):
-        net = seeded()
-        trainer = fit(net, loader(4), strategy=name, accumulate_grad_batches=2)
-        answers[name] = (trainer.global_step, net.digest(), trainer.strategy.__class__.__name__)
-    return answers
-
-
-def test_the_weights_are_those_of_lightnings_ddp(anywhere: Found) -> None:
-    for answer in anywhere["beside Lightning"]:
-        assert answer["lockstep_ddp"][:2] == answer["ddp"][:2]
-        assert answer["lockstep_ddp"][2] == "LockstepDDPStrategy"
-
-
-def one_rank() -> dict[str, Any]:
-    answers: dict[str, Any] = {}
-    for strategy in ("auto", LockstepDDPStrategy()):
-        net = seeded()
-        trainer = fit(net, loader(4), strategy=strategy, devices=1)
-        answers[type(trainer.strategy).__name__] = (trainer.global_step, net.digest())
-    answers["backend"] = torch.distributed.get_backend()
-    answers["pickled"] = pickle.loads(pickle.dumps(trainer)).global_step
-    return answers
-
-
-def test_one_rank_has_the_weights_of_no_strategy(device: str) -> None:
-    (found,) = run_ranks(1, one_rank, backend=None, timeout=120)
-    assert found.pop("backend") == {"cpu": "gloo", "cuda": "nccl"}[device]
-    assert found.pop("pickled") == 8
-    assert (
-        found["LockstepDDPStrategy"] == found["SingleDeviceStrategy"] and found["LockstepDDPStrategy"][0] == 8
-    )
-
-
-# -- Groups of ranks --
-
-Found = dict[str, tuple[Any, Any]]
-
-
-def fits_on_cpu() -> dict[str, Any]:
-    return {
-        "placement": placement_shown(),  # once in a process
-        "contrastive": contrastive_fits(),
-    }
-
-
-def fits_anywhere() -> dict[str, Any]:
-    return {
-        "join": join_by_hand(),
-        "precision": precision_fits(),
-        "beside Lightning": beside_lightning(),
-    }
-
-
-@pytest.fixture(scope="module")
-def on_cpu() -> Found:
-    """What came of each, by rank."""
-    first, second = run_ranks(2, fits_on_cpu, backend=None, timeout=240)
-    return {name: (first[name], second[name]) for name in first}
-
-
-@pytest.fixture(scope="module")
-def anywhere(device: str) -> Found:
-    first, second = run_ranks(2, fits_anywhere, backend=None, timeout=240)
-    return {name: (first[name], second[name]) for name in first}
 
 
 class Waits(Net):
@@ -304,8 +205,8 @@ def placement_shown() -> str:
     return f"{shown.getvalue()}|{torch.get_num_threads()}"
 
 
-def test_placement_is_shown_once_in_rank_order_and_threads_are_set(on_cpu: Found) -> None:
-    first, second = (answer.split("|") for answer in on_cpu["placement"])
+def test_placement_is_shown_once_in_rank_order_and_threads_are_set() -> None:
+    first, second = (answer.split("|") for answer in run_ranks(2, placement_shown, backend=None))
     assert first[-1] == second[-1] == "1"
     rows = "|".join(first)
     assert rows.count("2 ranks") == 1

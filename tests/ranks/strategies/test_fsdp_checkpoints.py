@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_lockstep import ConfigurationError, LockstepDDPStrategy
+from lightning_lockstep import LockstepDDPStrategy
 from lightning_lockstep._lightning import ModelCheckpoint, Trainer
 from lightning_lockstep.deepspeed.checkpoints.command import main as consolidate
 from tests.common.strategies.fsdp_models import QUIET, Net, difference, fit, fsdp, loader, rows, weights
@@ -35,6 +35,25 @@ def resumed(
     )
     trainer.fit(make(), loader(ranks), ckpt_path=path, **options)
     return trainer
+
+
+class Versioned(nn.Linear):
+    """In its first version it kept the opposite of its weight."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
+        if metadata.get("version") != 2:
+            state[f"{prefix}weight"] = -state[f"{prefix}weight"]
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+class Saved(Net):
+    """Loses its weights in a checkpoint that does not keep the versions of modules."""
+
+    def make_layers(self, blocks: int = 2) -> None:
+        super().make_layers(blocks)
+        self.first = Versioned(8, 8)
 
 
 class Renaming(Net):
@@ -77,8 +96,8 @@ class DividesCopies(MadeLater):
 
 
 def saved_on_four(folder: Path) -> Any:
-    fit(Net, 4, fsdp(state_dict="sharded")).save_checkpoint(folder / "parts.ckpt")
-    trainer = fit(Net, 4, fsdp(mesh=HSDP))
+    fit(Saved, 4, fsdp(state_dict="sharded")).save_checkpoint(folder / "parts.ckpt")
+    trainer = fit(Saved, 4, fsdp(mesh=HSDP))
     trainer.save_checkpoint(folder / "copies.ckpt")
     found = weights(trainer)
     trainer.strategy.settings = fsdp(state_dict="sharded").settings
@@ -86,7 +105,7 @@ def saved_on_four(folder: Path) -> Any:
     net = DividesCopies()
     fit(lambda: net, 4, fsdp(mesh=HSDP), max_epochs=1)
     digest = [float(p.to_local().double().sum()) for p in net.parameters()]  # type: ignore[attr-defined]
-    return (found, weights(fit(Net, 1)), digest) if trainer.is_global_zero else (None, None, digest)
+    return (found, weights(fit(Saved, 1)), digest) if trainer.is_global_zero else (None, None, digest)
 
 
 class Four(NamedTuple):
@@ -114,14 +133,14 @@ def test_copies_of_a_model_have_the_weights_of_one_process(four: Four) -> None:
 
 def saved_and_resumed(folder: Path, of_four: Path) -> dict[str, float]:
     """Two epochs, a checkpoint, and a third epoch under each strategy; the largest difference from one process."""
-    reference = weights(fit(Net, 1, max_epochs=3))
+    references = {make: weights(fit(make, 1, max_epochs=3)) for make in (Saved, Renaming)}
     plain = folder / "parts.consolidated.ckpt"
     if os.environ["RANK"] == "0":
         assert consolidate([str(of_four / "parts.ckpt"), "--output", str(plain)]) == 0
     alone, full, parts = folder / "alone.ckpt", folder / "full.ckpt", folder / "parts.ckpt"
-    fit(Net, 1).save_checkpoint(alone)
-    fit(Net, 2, fsdp()).save_checkpoint(full)
-    fit(Net, 2, fsdp(state_dict="sharded")).save_checkpoint(parts)
+    fit(Saved, 1).save_checkpoint(alone)
+    fit(Saved, 2, fsdp()).save_checkpoint(full)
+    fit(Saved, 2, fsdp(state_dict="sharded")).save_checkpoint(parts)
     fit(Renaming, 2, fsdp()).save_checkpoint(folder / "renamed.ckpt")
     answers = {}
     for name, path, ranks, strategy in (
@@ -137,11 +156,12 @@ def saved_and_resumed(folder: Path, of_four: Path) -> dict[str, float]:
         ("parts of copies of four ranks", of_four / "parts of copies.ckpt", 2, fsdp()),
         ("consolidated parts of four ranks, one process", plain, 1, None),
     ):
-        trainer = resumed(ranks, path, strategy, Renaming if path.name == "renamed.ckpt" else Net)
+        make = Renaming if path.name == "renamed.ckpt" else Saved
+        trainer = resumed(ranks, path, strategy, make)
         assert trainer.global_step == 12
         found = weights(trainer) if name != "parts, FSDP in other units" else whole(trainer)
-        answers[name] = difference(reference, found) if trainer.is_global_zero else 0.0
-    two_epochs = weights(fit(Net, 1))
+        answers[name] = difference(references[make], found) if trainer.is_global_zero else 0.0
+    two_epochs = weights(fit(Saved, 1))
     consolidated = torch.load(plain, weights_only=True)["state_dict"]
     return {**answers, "consolidated": difference(two_epochs, consolidated)}
 
@@ -153,55 +173,19 @@ def whole(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-class Versioned(nn.Linear):
-    """In its first version it kept the opposite of its weight."""
-
-    _version = 2
-
-    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
-        if metadata.get("version") != 2:
-            state[f"{prefix}weight"] = -state[f"{prefix}weight"]
-        super()._load_from_state_dict(state, prefix, metadata, *args)
-
-
-class OfVersion2(Net):
-    def make_layers(self, blocks: int = 2) -> None:
-        super().make_layers(blocks)
-        self.first = Versioned(8, 8)
-
-
-def versions(folder: Path) -> dict[str, bool]:
-    paths = {"full": folder / "full.ckpt", "parts": folder / "parts.ckpt"}
-    fit(OfVersion2, 2, fsdp()).save_checkpoint(paths["full"])
-    fit(OfVersion2, 2, fsdp(state_dict="sharded")).save_checkpoint(paths["parts"])
-    saved = torch.load(paths["full"], weights_only=True)["state_dict"]
-    answers = {}
-    for kind, strategy in (("full", fsdp()), ("parts", fsdp()), ("full", LockstepDDPStrategy())):
-        trainer = Trainer(**QUIET, devices=2, strategy=strategy)
-        trainer.validate(OfVersion2(), DataLoader(rows(16), 4), ckpt_path=paths[kind], verbose=False)
-        found = weights(trainer).get("first.weight")  # None: this is not rank 0
-        same = found is None or torch.equal(found, saved["first.weight"])
-        answers[f"{kind}, {type(strategy).__name__}"] = same
-    return answers
-
-
 class Goes(NamedTuple):
     folder: Path
-    answers: list[tuple[dict[str, float], dict[str, bool]]]
-
-
-def goes_on(folder: Path, of_four: Path) -> Any:
-    return saved_and_resumed(folder, of_four), versions(folder / "versions")
+    answers: list[dict[str, float]]
 
 
 @pytest.fixture(scope="module")
 def gone_on(four: Four, tmp_path_factory: pytest.TempPathFactory) -> Goes:
     folder = tmp_path_factory.mktemp("goes_on")
-    return Goes(folder, run_ranks(2, goes_on, folder, four.folder, backend=None, timeout=180))
+    return Goes(folder, run_ranks(2, saved_and_resumed, folder, four.folder, backend=None, timeout=180))
 
 
 def test_a_fit_goes_on_under_any_strategy_and_number_of_ranks(gone_on: Goes) -> None:
-    for differences, _ in gone_on.answers:
+    for differences in gone_on.answers:
         assert len(differences) == 12
         assert {name: value for name, value in differences.items() if value > 1e-5} == {}
 
@@ -210,14 +194,6 @@ def test_parts_are_one_folder(gone_on: Goes, capsys: pytest.CaptureFixture[str])
     parts, output = gone_on.folder / "parts.ckpt", gone_on.folder / "of two.ckpt"
     assert consolidate([str(parts), str(gone_on.folder / "none.ckpt"), "--output", str(output)]) == 2
     assert "expected this folder alone, without" in capsys.readouterr().err and not output.exists()
-
-
-def test_checkpoints_keep_the_versions_of_modules(gone_on: Goes) -> None:
-    (of_rank_0, _) = gone_on.answers
-    assert len(of_rank_0[1]) == 3 and all(of_rank_0[1].values()), of_rank_0
-    parts, plain = gone_on.folder / "versions" / "parts.ckpt", gone_on.folder / "plain.ckpt"
-    assert consolidate([str(parts), "--output", str(plain)]) == 0
-    assert torch.load(plain, weights_only=True)["state_dict"]._metadata["first"] == {"version": 2}
 
 
 # -- What is read, and what is refused --
@@ -324,31 +300,6 @@ def refused(folder: Path) -> dict[str, str]:
     return answers
 
 
-class Thing:
-    """An object that only pickled code can make."""
-
-
-class Keeps(Net):
-    """Puts an object into its checkpoints, and a divided tensor at the top of them."""
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint.update(thing=Thing(), mine=self.head.weight)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.found = type(checkpoint["thing"]).__name__, checkpoint["mine"].shape
-
-
-def with_pickles(folder: Path) -> dict[str, Any]:
-    answers: dict[str, Any] = {}
-    fit(Keeps, 2, fsdp(state_dict="sharded")).save_checkpoint(folder / "object.ckpt")
-    with pytest.raises(ConfigurationError) as caught:
-        resumed(2, folder / "object.ckpt", fsdp(), Keeps)
-    answers["object"] = str(caught.value)
-    trainer = resumed(2, folder / "object.ckpt", fsdp(), Keeps, weights_only=False)
-    answers["object, trusted"] = trainer.lightning_module.found
-    return answers
-
-
 def killed_while_replacing(folder: Path) -> None:
     """Rank 0 ends when the old folder has given up the name."""
     trainer = fit(Net, 2, fsdp(state_dict="sharded"))
@@ -392,7 +343,6 @@ def read_and_refused(folder: Path, of_killed: Path) -> dict[str, Any]:
         "evaluated": evaluated(folder),
         "best": {kind: kept_best(folder, kind) for kind in ("full", "sharded")},
         "refused": refused(folder),
-        "pickles": with_pickles(folder),
     }
 
 
@@ -449,9 +399,3 @@ def test_what_cannot_be_read_or_written_is_refused_on_all_ranks_alike(read: Read
         "what was there": "nothing",
     }.items():
         assert expected in first[name], (name, first[name])
-
-
-def test_pickled_code_runs_only_where_it_is_trusted(read: Read) -> None:
-    for found in (answers["pickles"] for answers in read.answers):
-        assert "tests.ranks.strategies.test_fsdp_checkpoints.Thing" in found["object"]
-        assert found["object, trusted"] == ("Thing", (4, 8))

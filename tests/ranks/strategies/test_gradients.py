@@ -101,8 +101,6 @@ def fits() -> dict[Any, Any]:
         found["curve", search] = learned(Curve(search))
         found["curve", search, "by hand"] = learned(Curve(search, by_hand=True))
         found["curve", search, "alone"] = learned_alone(Curve(search))
-    found["curve", "none"] = learned(Curve("strong_wolfe", none_at=1))
-    found["curve", "none", "alone"] = learned_alone(Curve("strong_wolfe", none_at=1))
     for name, given in OPTIONS.items():
         for left_out in ("none", "times 0"):
             options = dict(given)
@@ -126,11 +124,11 @@ def of_one_process() -> dict[str, list[float]]:
 class Curve(LightningModule):
     """Learns by LBFGS, each rank from losses of another size; counts how often its loss was asked for."""
 
-    def __init__(self, line_search: str | None, *, by_hand: bool = False, none_at: int = -1) -> None:
+    def __init__(self, line_search: str | None, *, by_hand: bool = False) -> None:
         super().__init__()
         seed_everything(1, verbose=False)
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-        self.line_search, self.none_at, self.automatic_optimization = line_search, none_at, not by_hand
+        self.line_search, self.automatic_optimization = line_search, not by_hand
         self.evaluations = [0] * (SAMPLES // BATCH)
         self.last = 0.0
 
@@ -145,7 +143,7 @@ class Curve(LightningModule):
         loss = self.loss(batch, batch_idx)
         self.last = loss.item()
         self.log("loss", loss)
-        return None if batch_idx == self.none_at and self.global_rank == 1 else loss
+        return loss
 
     def step_by_hand(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -191,9 +189,6 @@ def learned_alone(curve: Curve) -> Any:
         def closure(batch: Any = (inputs, targets), number: int = number) -> Any:
             optimizer.zero_grad()
             loss = curve.loss(batch, number)
-            if number == curve.none_at:  # with every other row, those of rank 1, times 0
-                loss = curve.loss([part[::2] for part in batch], number) / 2
-                curve.evaluations[number] -= 1
             loss.backward()
             return loss
 
@@ -251,16 +246,15 @@ def test_a_rank_without_a_loss_gives_zero_gradients(found: dict[Any, Any], name:
     assert found[name, "none"]["tokens.weight"] != found["together"]["tokens.weight"]
 
 
-@pytest.mark.parametrize("name", [None, "strong_wolfe", "none"])
+@pytest.mark.parametrize("name", [None, "strong_wolfe"])
 def test_lbfgs_decides_by_the_loss_of_all_ranks(found: dict[Any, Any], name: str | None) -> None:
     """Each rank asks for the loss as often as the others, and as one process with the whole batch."""
     counts, weights = found["curve", name, "alone"]
     assert len(set(counts)) > 1, "the loss decides how often it is asked for"
     for key in (("curve", name), ("curve", name, "by hand")):
-        if key in found:
-            assert found[key][0] == counts
-            for own, expected in zip(found[key][1], weights, strict=True):
-                assert own == pytest.approx(expected, abs=1e-9)
+        assert found[key][0] == counts
+        for own, expected in zip(found[key][1], weights, strict=True):
+            assert own == pytest.approx(expected, abs=1e-9)
 
 
 def test_gradients_of_different_batches_are_never_added_up_under_verify(found: dict[Any, Any]) -> None:

@@ -214,7 +214,7 @@ def runs(folder: str, names: list[str]) -> dict[str, Any]:
 
 
 def more_runs(folder: str) -> dict[str, Any]:
-    """What is not the same for all strategies is tried under DDP."""
+    """What is the same for all strategies is tried under DDP; objects in both kinds of checkpoint."""
     found: dict[str, Any] = {}
     finder = LearningRateFinder(num_training_steps=3)
     trainer = trainer_of(LockstepDDPStrategy(), f"{folder}/finder", 1, finder)
@@ -231,19 +231,16 @@ def more_runs(folder: str) -> dict[str, Any]:
             weights_only=trusted,
         )
         found[f"{name} {trusted}"] = trainer.global_step
-    trainer_of(LockstepDDPStrategy(), f"{folder}/thing", 1).fit(WithThing(), datamodule=Data(1))
-    for trusted in (None, True, False):
-        try:
-            trainer = trainer_of(LockstepDDPStrategy(), folder, 2)
-            trainer.fit(
-                WithThing(),
-                datamodule=Data(1),
-                ckpt_path=f"{folder}/thing/last.ckpt",
-                weights_only=trusted,
-            )
-            found[f"thing {trusted}"] = trainer.global_step
-        except ConfigurationError as error:  # noqa: PERF203
-            found[f"thing {trusted}"] = str(error)
+    for name in ("ddp", "fsdp, a folder"):
+        make, path = STRATEGIES[name], f"{folder}/thing of {name}"
+        trainer_of(make(), path, 1).fit(WithThing(), datamodule=Data(1))
+        for trusted in (None, True, False):
+            try:
+                trainer, last = trainer_of(make(), folder, 2), f"{path}/last.ckpt"
+                trainer.fit(WithThing(), datamodule=Data(1), ckpt_path=last, weights_only=trusted)
+                found[f"{name} {trusted}"] = trainer.global_step
+            except ConfigurationError as error:  # noqa: PERF203
+                found[f"{name} {trusted}"] = str(error)
     return found
 
 
@@ -264,8 +261,8 @@ def test_other_objects_are_named_and_refused(tmp_path: Path) -> None:
         assert found["finder"] == 2
         assert [found[f"whole {trusted}"] for trusted in (None, True, False)] == [4, 4, 4]
         where = "objects of classes: thing.inside (tests.ranks.strategies.test_plain_checkpoints.Kind)"
-        for trusted in (None, True):
-            assert (
-                where in found[f"thing {trusted}"] and "give weights_only=False" in found[f"thing {trusted}"]
-            )
-        assert found["thing False"] == 4
+        for name in ("ddp", "fsdp, a folder"):
+            for trusted in (None, True):
+                said = found[f"{name} {trusted}"]
+                assert where in said and "give weights_only=False" in said
+            assert found[f"{name} False"] == 4

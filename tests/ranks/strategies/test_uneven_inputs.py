@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from lightning_lockstep import (
     ConfigurationError,
@@ -36,7 +36,7 @@ def this_rank() -> int:
 
 
 class Stream(IterableDataset[Any]):
-    """Gives so many batches of four on each rank, and says another number; its workers share them."""
+    """Gives so many batches of four on each rank, and says another number."""
 
     def __init__(self, given: tuple[int, ...], promised: int) -> None:
         self.given, self.promised = given[this_rank()], promised
@@ -45,9 +45,7 @@ class Stream(IterableDataset[Any]):
         return self.promised * 4
 
     def __iter__(self) -> Iterator[Any]:
-        worker = get_worker_info()
-        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        for batch in range(first, self.given, step):
+        for batch in range(self.given):
             for row in range(4):
                 yield torch.full((8,), 0.1 * batch + 0.01 * row + this_rank())
 
@@ -236,17 +234,6 @@ def test_deepspeed_steps_as_ddp_does(found: Found) -> None:
         assert first[policy, 2][2] == pytest.approx(first[policy, None][2], abs=1e-5)
 
 
-def with_workers() -> Any:
-    workers: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
-    return fitted("truncate", stream((5, 4), promised=6, **workers))
-
-
-def test_workers_that_give_fewer_batches_together(found: Found) -> None:
-    first, second = found["workers"]
-    assert (first[0], first[2]) == (second[0], second[2])
-    assert first[0] == 8
-
-
 def other_loops() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for policy in POLICIES:
@@ -273,20 +260,6 @@ def test_in_validation_each_rank_has_its_own_number_of_batches(found: Found) -> 
     assert both[0]["test"] == both[1]["test"]
 
 
-def loaders_of_libraries() -> list[str]:
-    names = []
-    for data in (rows(4), stream((4, 4), 4)):
-        trainer = Trainer(**{**QUIET, "max_epochs": 1}, strategy=LockstepDDPStrategy())
-        trainer.fit(Net(), data)
-        names.append(type(getattr(trainer.train_dataloader, "_loader", trainer.train_dataloader)).__name__)
-    return names
-
-
-def test_nothing_is_sent_for_a_loader_that_keeps_to_its_length(found: Found) -> None:
-    for names in found["loaders"]:
-        assert names == ["DataLoader", "AgreeingLoader"]
-
-
 # -- One group of ranks for what is quick --
 
 Found = dict[str, tuple[Any, Any]]
@@ -294,9 +267,7 @@ Found = dict[str, tuple[Any, Any]]
 
 def quick() -> dict[str, Any]:
     return {
-        "workers": with_workers(),
         "other loops": other_loops(),
-        "loaders": loaders_of_libraries(),
         "deepspeed": under_deepspeed(),
     }
 

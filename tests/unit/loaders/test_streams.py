@@ -160,18 +160,6 @@ def test_sizes_are_known_before_the_batches_of_an_optimizer_step_are_given() -> 
     assert len(loader) == 4
 
 
-@pytest.mark.parametrize(("ranks", "batch", "ahead"), [(1, 6, 1), (3, 1, 2), (1, 2, 3), (3, 2, 1)])
-def test_what_fills_no_optimizer_step_is_dropped_in_training(ranks: int, batch: int, ahead: int) -> None:
-    def loader(rank: int) -> Any:
-        made = DataLoader(Sized(23), batch, drop_last=True)
-        return shared(made, rank, ranks, ahead=lambda: ahead)
-
-    assert sorted(torch.cat([torch.cat(list(loader(rank))) for rank in range(ranks)]).tolist()) == list(
-        range(18)
-    )
-    assert len(loader(0)) == 18 // batch // ranks
-
-
 def test_ready_batches_and_own_collation_stay_what_they_are() -> None:
     ready = shared(DataLoader(Stream(5), None), 1, 2)
     assert list(ready) == [1, 3, 4]  # the last one is padding

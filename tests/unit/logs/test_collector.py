@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import math
 import random
 import sys
-import threading
-import weakref
 
 import pytest
 
 from lightning_lockstep.distributed import SideChannel
-from lightning_lockstep.distributed.failure.process_exit import flush_everything
 from lightning_lockstep.logs.collector import LINE, WARNING, Collector, Line, Windows, record_of
-from lightning_lockstep.logs.logger import LineSender, call_of, sender_on
+from lightning_lockstep.logs.logger import call_of
 
 SITE = ("lib", 20, "/x/train.py", 7)
 
@@ -79,14 +75,6 @@ def test_a_line_that_comes_after_its_window_shifts_no_line_after_it():
     assert all(now < 14.0 or now == int(texts.split(":")[2]) + 0.01 for now, texts, _ in printed[2:])
 
 
-def test_a_rank_may_be_many_calls_ahead():
-    calls = [
-        *((number / 1e4, 0, str(number)) for number in range(20)),
-        *every(1e-4, range(20), (1,), late=2.0),
-    ]
-    assert [texts for _, texts, _ in played(calls)] == [f"0:{number} 1:{number}" for number in range(20)]
-
-
 def test_nothing_is_lost_or_doubled_whatever_the_order_of_arrival():
     chance = random.Random(3)
     for _ in range(50):
@@ -95,16 +83,6 @@ def test_nothing_is_lost_or_doubled_whatever_the_order_of_arrival():
         times = sorted(chance.random() * 20 for _ in said)
         chance.shuffle(said)
         played([(now, rank, str(call)) for now, (rank, call) in zip(times, said, strict=True)], ranks=ranks)
-
-
-def test_what_is_remembered_of_a_call_site_is_forgotten():
-    windows = Windows(2)
-    for number in range(100):
-        windows.add((WARNING, "lib", 30, f"loss {number}"), line(1, str(number)), float(number))
-        windows.due(float(number))
-    windows.due(1000.0)
-    windows.due(1100.0)
-    assert not windows and not windows._unsure
 
 
 @pytest.fixture
@@ -138,22 +116,6 @@ def test_of_equal_warnings_one_is_shown(collector, printed):
     collector.add(WARNING, line(0, "rank 0 has printed it")[:-2])
     collector.flush()
     assert printed == ["[ranks 1,3] not on rank 0"], "and no note of the ranks that are missing"
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_channel_that_is_closed_keeps_no_lines(rank):
-    channel = SideChannel()
-    channel.rank, channel.world_size = rank, 2
-    sender = weakref.ref(sender_on(channel))
-    assert isinstance(sender(), LineSender)
-    channel.close()
-    del channel
-    for thread in threading.enumerate():
-        if thread.name == "lockstep-log-order":
-            thread.join(10)
-    gc.collect()
-    flush_everything()
-    assert sender() is None
 
 
 def test_a_record_survives_the_way_to_rank_0():

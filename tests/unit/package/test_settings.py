@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_lockstep._settings import Faults, did_you_mean, is_number, is_whole, nearest
+from lightning_lockstep._settings import Faults, did_you_mean, nearest
 from lightning_lockstep.errors import ConfigurationError
 
 
@@ -17,24 +17,6 @@ def said(check: Callable[[Faults], Any]) -> list[str]:
     faults = Faults()
     assert check(faults) == (faults.texts == [])
     return faults.texts
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        lambda f: f.check(True, "a", 1, "anything"),
-        lambda f: f.choice("mode", "model", ("model", "off")),
-        lambda f: f.choice("limit", None, ("shard", None)),
-        lambda f: f.number("share", 0.5, above=0, below=1),
-        lambda f: f.number("share", 0, least=0, below=1),
-        lambda f: f.whole("count", 1),
-        lambda f: f.whole("count", 0, least=0, most=0),
-        lambda f: f.whole("count", None, optional=True),
-        lambda f: f.flag("fold", False),
-    ],
-)
-def test_what_is_right_adds_nothing(check: Callable[[Faults], Any]) -> None:
-    assert said(check) == []
 
 
 @pytest.mark.parametrize(
@@ -115,8 +97,3 @@ def test_the_nearest_names_ignore_case_and_stay_silent_when_nothing_is_near() ->
     assert did_you_mean("xyz", ["ddp", "single"]) == did_you_mean("", ["ddp"]) == ""
     assert nearest("SyncedEarlyStopping", ["lr_monitor", "early_stopping"]) == ["early_stopping"]
     assert nearest("fsdp", ["mpi", "single"]) == []
-
-
-def test_truth_values_and_what_is_not_finite_are_no_numbers() -> None:
-    assert [value for value in (1, 0.5, True, math.nan, -math.inf, "1", None) if is_number(value)] == [1, 0.5]
-    assert [value for value in (1, 0.5, False, "1", None) if is_whole(value)] == [1]

@@ -23,14 +23,3 @@ def test_a_stop_file_is_obeyed_once_its_disk_answers_again(tmp_path: Path) -> No
     assert reasons == [f"found the stop file {disk / 'stop'}"]
     file.remove()
     assert not (back / "stop").exists()
-
-
-def test_a_stop_file_is_looked_for_now_and_then(tmp_path: Path) -> None:
-    reasons: list[str] = []
-    file = StopFile(tmp_path / "stop", reasons.append, interval=1000)
-    file.look()
-    file.path.touch()
-    file.look()
-    assert not reasons
-    file.remove()
-    assert file.path.exists(), "nobody has seen it"
