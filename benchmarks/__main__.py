@@ -19,7 +19,7 @@ import benchmarks
 from benchmarks.against import run_against
 from benchmarks.engine import Report
 from benchmarks.machine import facts
-from tests.helpers.device import DEVICE
+from tests.harness.device import DEVICE
 
 HERE = Path(__file__).parent
 #: The topics whose training runs on the device of ``--device``; the others measure the CPU and the network.

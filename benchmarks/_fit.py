@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import lightning_lockstep
-from tests.helpers import on_device, run_ranks
+from tests.harness import on_device, run_ranks
 
 #: A Trainer that only trains: nothing is logged, saved or shown.
 BARE: dict[str, Any] = {

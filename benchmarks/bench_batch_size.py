@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks._fit import BARE
 from benchmarks.engine import Comparison, Report, Table, interleave
 from lightning_lockstep import AutoBatchSize
-from tests.helpers import chosen_device, leave_memory, on_device, run_ranks
+from tests.harness import chosen_device, leave_memory, on_device, run_ranks
 
 WALL = 600
 FULL = "CUDA out of memory. Tried to allocate 20.00 MiB"

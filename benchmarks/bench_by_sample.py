@@ -20,7 +20,7 @@ from benchmarks._fit import BARE
 from benchmarks.engine import Comparison, Report, Samples, interleave
 from lightning_lockstep import LockstepDDPStrategy
 from lightning_lockstep.steps.sample_numbers import BatchPlace, SampleNumbers
-from tests.helpers import chosen_device, on_device, run_ranks
+from tests.harness import chosen_device, on_device, run_ranks
 
 OFF, ON = "of_rank", "by sample"
 SAMPLES, STEPS = 20_000, 60

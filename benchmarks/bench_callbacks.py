@@ -17,7 +17,7 @@ import lightning_lockstep as lockstep
 from benchmarks._fit import BARE, WIDTHS, Net
 from benchmarks.engine import Comparison, Report, Samples, interleave
 from lightning_lockstep import LockstepDDPStrategy
-from tests.helpers import chosen_device, on_device, run_ranks, wait_for_device
+from tests.harness import chosen_device, on_device, run_ranks, wait_for_device
 
 NONE, EVERY, REPLICAS = "none", "every callback", "ReplicaCheck every 10 steps"
 #: The guard, and the callbacks with their options.

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from benchmarks._fit import BARE, WIDTHS, AdamNet, StepTimes, batches, peak, prepare
 from benchmarks.engine import Comparison, Report, Table, interleave
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
 
 PEER, OURS = "deepspeed.initialize", "lockstep_deepspeed"
 # 40 M parameters: states of some hundred MiB, beside which what the libraries take is little.

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine import Report, Table
-from tests.common.stopping.fits import CASES, early_stopping_case, world_rank
-from tests.helpers import run_ranks_raw
+from tests.harness import run_ranks_raw
+from tests.models.stopping.fits import CASES, early_stopping_case, world_rank
 
 # Stands for "hangs": much longer than a reduction of one number takes, much shorter than gloo's 30 minutes.
 STUCK = 4.0

@@ -17,7 +17,7 @@ from benchmarks._fit import BARE, peak, prepare
 from benchmarks.engine import Comparison, Report, Samples, Table
 from benchmarks.turns import Turns, in_turn
 from lightning_lockstep import LockstepDDPStrategy, LockstepFSDPStrategy
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
 
 MIB = 2**20
 BATCH, CONTEXT, VOCABULARY = 4, 32, 256

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.engine import Comparison, Report, interleave
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
 
 PEER, OURS = "pad and gather", "gather_uneven"
 # Rows of each rank, width, calls per sample.

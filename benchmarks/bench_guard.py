@@ -14,7 +14,7 @@ import torch.distributed as dist
 from benchmarks._fit import WIDTHS
 from benchmarks.engine import Comparison, Report, Samples, interleave
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
-from tests.helpers import chosen_device, run_ranks, wait_for_device
+from tests.harness import chosen_device, run_ranks, wait_for_device
 
 OFF, WATCH = "off", "watch"
 CALLS = {"1 M": 30, "10 M": 8}  # of a sample

@@ -7,7 +7,7 @@ import statistics
 import time
 
 from benchmarks.engine import Comparison, Report, Samples, interleave
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
 
 PEER, OURS = "Accelerate in_order", "get_logger in_order"
 # After a call the ranks rest until its lines are printed, so that the benchmark does not disturb itself [s].

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.engine import Comparison, Report
-from tests.common.distributed.mpi.launch import mpi_command, mpi_environ, why_no
-from tests.helpers import run_script
-from tests.helpers.cluster import Cluster, why_not
+from tests.harness import run_script
+from tests.harness.cluster import Cluster, why_not
+from tests.models.distributed.mpi.launch import mpi_command, mpi_environ, why_no
 
 PROGRAM = str(Path(__file__).with_name("_mpi_program.py"))
 PEER = "gloo"

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from benchmarks._fit import BARE, t5
 from benchmarks.engine import Comparison, Report, Samples
 from lightning_lockstep import OverflowDetector
-from tests.helpers import chosen_device, on_device, wait_for_device
+from tests.harness import chosen_device, on_device, wait_for_device
 
 NONE, REPLAY, HOOKS, OTHER = "none", "replay", "hooks", "Transformers' detector"
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from benchmarks._fit import BARE, t5
 from benchmarks.engine import Comparison, Report
 from lightning_lockstep import LockstepDDPStrategy, ReplicaCheck
-from tests.helpers import on_device, run_ranks
+from tests.harness import on_device, run_ranks
 
 NONE, WITH = "none", "every 100 steps"
 STEP, CHECK, AUDIT = "a step", "a check of it, with Adam's state", "an audit"

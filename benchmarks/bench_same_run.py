@@ -5,8 +5,8 @@ from __future__ import annotations
 import tempfile
 
 from benchmarks.engine import Report, Table
-from tests.common.batch_size.same_run import GLOBAL_BATCH, SETUPS, STEPS, Variant, curves, largest_difference
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.batch_size.same_run import GLOBAL_BATCH, SETUPS, STEPS, Variant, curves, largest_difference
 
 VARIANTS = [
     Variant("SGD"),

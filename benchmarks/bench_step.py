@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks._fit import Job, fit, in_ranks
 from benchmarks.engine import Comparison, Report, Samples, interleave
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
 
 PEER, OURS = "ddp", "lockstep_ddp"
 MEAN, ITEMS = "a loss", "with num_items"

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks._fit import BARE, WIDTHS, Net
 from benchmarks.engine import Comparison, Report, Samples
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
 
 PEER, TOGETHER, LIGHTNING = "nothing", "StopTogether, nobody asks", "Lightning's reduce_boolean_decision"
 VARIANTS = (PEER, TOGETHER, LIGHTNING)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from benchmarks.engine import Comparison, Report, Samples, interleave
 from lightning_lockstep.distributed.guard.verify import CallVerifier
-from tests.helpers import chosen_device, run_ranks, wait_for_device
+from tests.harness import chosen_device, run_ranks, wait_for_device
 
 PLAIN, VERIFY, DETAIL = "plain", "verify", "DETAIL"
 

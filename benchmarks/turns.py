@@ -11,7 +11,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore
 
 from benchmarks.engine import Samples
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
 
 _LIMIT = timedelta(seconds=120)  # to wait for a turn: others start meanwhile, or have failed
 

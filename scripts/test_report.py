@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST = 200  # characters of an error
 TWICE = 20  # tests; more have one cause, which running them again does not mend
-BUDGET = 15.0  # seconds: tests/helpers/costs.py
+BUDGET = 15.0  # seconds: tests/harness/costs.py
 DEFAULT = ("tests/unit/", "tests/ranks/", "tests/programs/")
 #: What cannot be installed: not every machine has it.
 EXCUSED = ("GPU", "TPU", "CUDA", "this CPU")

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.helpers import costs
-from tests.helpers.children import put_on_path
-from tests.helpers.device import DEVICE, chosen_device
-from tests.helpers.leaks import LeakCheck
-from tests.helpers.ranks import stop_server
+from tests.harness import costs
+from tests.harness.children import put_on_path
+from tests.harness.device import DEVICE, chosen_device
+from tests.harness.leaks import LeakCheck
+from tests.harness.ranks import stop_server
 
 put_on_path()
 
@@ -92,7 +92,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Let the helpers know which test starts what; a fixture that it is the first to ask for is part of it."""
+    """Let the harness know which test starts what; a fixture that it is the first to ask for is part of it."""
     costs.begin(item)
     try:
         return (yield)

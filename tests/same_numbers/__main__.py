@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from tests.helpers.children import put_on_path
+from tests.harness.children import put_on_path
 from tests.same_numbers.program import STOCK, STRATEGIES, Program, draw, impossible, parse
 from tests.same_numbers.run import Result, check, shrink
 

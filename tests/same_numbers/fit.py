@@ -33,7 +33,7 @@ from torch.utils.data import (
 )
 
 import lightning_lockstep as lockstep
-from tests.helpers import QUIET
+from tests.harness import QUIET
 from tests.same_numbers import model as models
 from tests.same_numbers.program import BY_BATCH, STOCK, Program
 

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.common.distributed.mpi.launch import mpi_command, mpi_environ
-from tests.helpers import run_ranks_raw, run_script
-from tests.helpers.patience import patience
+from tests.harness import run_ranks_raw, run_script
+from tests.harness.patience import patience
+from tests.models.distributed.mpi.launch import mpi_command, mpi_environ
 from tests.same_numbers.fit import Job, Outcome, run_jobs
 from tests.same_numbers.judge import Order, Part, Verdict, judge
 from tests.same_numbers.program import DRAWN, STOCK, Program, impossible, simpler

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.helpers.children import put_on_path
+from tests.harness.children import put_on_path
 from tests.soak.outcome import differences
 from tests.soak.plan import FAULTS, LAUNCHES, Plan, draw
 from tests.soak.rules import expect, known

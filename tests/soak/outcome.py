@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from lightning_lockstep._text import SAVED
-from tests.helpers import Script, ScriptOutcome
-from tests.helpers.patience import patience
+from tests.harness import Script, ScriptOutcome
+from tests.harness.patience import patience
 from tests.soak.rules import Expected
 
 __all__ = ["MemoryWatch", "Observed", "differences", "observe"]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import psutil
 import zmq
 
-from tests.helpers import Script
+from tests.harness import Script
 from tests.soak.plan import Plan
 
 __all__ = ["OUTSIDE", "act"]

@@ -9,8 +9,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.common.distributed.mpi.launch import mpi_command, mpi_environ, why_no
-from tests.helpers import start_script
+from tests.harness import start_script
+from tests.models.distributed.mpi.launch import mpi_command, mpi_environ, why_no
 from tests.soak.outcome import MemoryWatch, Observed, differences, observe
 from tests.soak.outside import act
 from tests.soak.plan import LAUNCHES, OF_USER, WITH_MPI, Plan

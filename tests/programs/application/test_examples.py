@@ -9,7 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
-from tests.helpers import run_script, start_script
+from tests.harness import run_script, start_script
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

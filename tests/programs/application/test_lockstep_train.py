@@ -15,8 +15,8 @@ import pytest
 from lightning_lockstep.doctor.checks.run import check
 from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.registry import CheckOptions
-from tests.common.application.command_lines import MINE, TORCHRUN, TRAIN, path_with
-from tests.helpers import ScriptOutcome, run_script, start_script
+from tests.harness import ScriptOutcome, run_script, start_script
+from tests.models.application.command_lines import MINE, TORCHRUN, TRAIN, path_with
 
 QUICK = ("trainer.enable_progress_bar=false", "trainer.accelerator=cpu")
 SAME = (*QUICK, "data.global_batch_size=64", "trainer.max_epochs=2")

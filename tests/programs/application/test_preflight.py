@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.common.application.command_lines import TRAIN
-from tests.common.distributed.mpi.launch import mpi_environ
-from tests.helpers import run_script
+from tests.harness import run_script
+from tests.models.application.command_lines import TRAIN
+from tests.models.distributed.mpi.launch import mpi_environ
 
 PREFLIGHT = [*TRAIN, "debug=preflight", "trainer.accelerator=cpu"]
 

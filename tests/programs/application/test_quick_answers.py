@@ -6,7 +6,7 @@ import re
 import socket
 import sys
 
-from tests.helpers import run_script
+from tests.harness import run_script
 
 ASKED = {
     "--hydra-help": "--shell-completion",  # first: Hydra says it once in a process

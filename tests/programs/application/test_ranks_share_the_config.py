@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tests.helpers import COMMON, reserve_port, run_script, start_script
+from tests.harness import MODELS, reserve_port, run_script, start_script
 
-ECHO = COMMON / "application" / "apps" / "echo.py"
+ECHO = MODELS / "application" / "apps" / "echo.py"
 TRICKY = "text='it''s, [a] \"list\": {not} a=b $1 é'".replace("''", "\\'")
 SECRET = "not for everybody"
 TRICKY_VALUE = 'it\'s, [a] "list": {not} a=b $1 é'

@@ -19,19 +19,19 @@ from lightning_lockstep.deepspeed.checkpoints.files import is_deepspeed_checkpoi
 from lightning_lockstep.deepspeed.checkpoints.resuming import whole_checkpoint
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import ConfigurationError
-from tests.common.deepspeed.program_checkpoints import (
+from tests.harness import MODELS, run_ranks, run_script
+from tests.models.deepspeed.program_checkpoints import (
     Net,
     check_consolidated,
     compare,
     truth,
     write_checkpoints,
 )
-from tests.helpers import COMMON, run_ranks, run_script
 
 # This process reads the checkpoints, and does not import DeepSpeed for it.
 pytestmark = pytest.mark.filterwarnings("ignore:.*left out what is not plain data:RuntimeWarning")
 
-PROGRAM = COMMON / "deepspeed" / "program_checkpoints.py"
+PROGRAM = MODELS / "deepspeed" / "program_checkpoints.py"
 DROPPED = ["callbacks.Custom", "hyper_parameters.activation", "best"]
 #: Others, and those of three ranks, are in tests/variants.
 NAMES = ["stage_0_bf16", "stage_2_bf16", "stage_2_fp32", "stage_3_bf16", "no_frozen"]

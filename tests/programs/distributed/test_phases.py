@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.common.distributed.phases import Case, differences
+from tests.models.distributed.phases import Case, differences
 
 #: One case for each rule; all of them are in tests/variants.
 CASES = (

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import pytest
 
 from lightning_lockstep.distributed.failure.exit_notes import first_failure, has_orderly_end
-from tests.helpers import COMMON, run_script
-from tests.helpers.patience import patience
+from tests.harness import MODELS, run_script
+from tests.harness.patience import patience
 
-PROGRAM = COMMON / "distributed" / "program_ends.py"
+PROGRAM = MODELS / "distributed" / "program_ends.py"
 
 
 class End(NamedTuple):

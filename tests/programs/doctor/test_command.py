@@ -19,8 +19,8 @@ import lightning_lockstep
 from lightning_lockstep.doctor import command
 from lightning_lockstep.doctor.command import main
 from lightning_lockstep.doctor.registry import Status
-from tests.common.doctor.imitated_machine import read_machine
-from tests.common.doctor.machines import FOLDER
+from tests.models.doctor.imitated_machine import read_machine
+from tests.models.doctor.machines import FOLDER
 
 OLD_KERNEL, HANGING_KERNEL = FOLDER / "kernel_old_ubuntu.yaml", FOLDER / "kernel_old_and_hangs.yaml"
 

@@ -19,8 +19,8 @@ from lightning_lockstep.doctor.checks.network import Trial, examine
 from lightning_lockstep.doctor.command import run_checks
 from lightning_lockstep.doctor.network import Ranks, backends_of, ranks_here
 from lightning_lockstep.doctor.registry import CheckOptions, Finding, Status
-from tests.common.distributed.mpi.launch import mpi_command, mpi_environ
-from tests.helpers import run_script
+from tests.harness import run_script
+from tests.models.distributed.mpi.launch import mpi_command, mpi_environ
 
 HOST = socket.gethostname()
 

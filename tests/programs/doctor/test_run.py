@@ -15,8 +15,8 @@ from lightning_lockstep._application.checks import find_checkpoint
 from lightning_lockstep.doctor.checks.run import check
 from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.registry import CheckOptions, Finding, Status
-from tests.common.application.command_lines import TRAIN
-from tests.helpers import run_script
+from tests.harness import run_script
+from tests.models.application.command_lines import TRAIN
 
 SMALL = "data=source_text model=byte_gpt data.max_bytes=60000 trainer.accelerator=cpu test=false trainer.max_steps=4"
 TWO = "trainer.devices=2 trainer.num_sanity_val_steps=0"
@@ -36,7 +36,7 @@ def findings(folder: Path) -> list[Finding]:
             "Detected inf/nan during batch_number=",
         ),
         (
-            f"{TWO} model._target_=tests.common.doctor.faulty_models.Stalls strategy.stall_timeout=2",
+            f"{TWO} model._target_=tests.models.doctor.faulty_models.Stalls strategy.stall_timeout=2",
             Status.PROBLEM,
             "collective guard",
             "rank 1 never came to collective",

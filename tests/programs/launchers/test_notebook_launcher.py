@@ -1,4 +1,4 @@
-"""``notebook_launcher`` without Jupyter: a plain program calls it as a cell does. Kernels: tests/sites/notebook."""
+"""``notebook_launcher`` without Jupyter, called by a program as by a cell; kernels: tests/environments/notebook."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.helpers import run_script
+from tests.harness import run_script
 
 PROGRAM = """
 import os, signal, sys, time

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from tests.helpers import run_script
+from tests.harness import run_script
 
 WITHOUT_A_FILE = """
 import lightning as L

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.helpers import run_script
+from tests.harness import run_script
 
 BROKEN = """
 import sys

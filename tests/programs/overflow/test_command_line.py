@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ScriptOutcome, run_script
+from tests.harness import ScriptOutcome, run_script
 
 #: A net whose scores leave the range of float16 in the fourth batch.
 OWN = """

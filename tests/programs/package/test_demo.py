@@ -7,7 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from tests.helpers import run_script
+from tests.harness import run_script
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = Path(sys.executable).parent / "lockstep-train"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.helpers import run_script
+from tests.harness import run_script
 
 FIT = """
 import sys

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import lightning_lockstep
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -14,9 +14,9 @@ from lightning_lockstep import LockstepDDPStrategy
 from lightning_lockstep.distributed import c10d_operators
 from lightning_lockstep.distributed.guard import collective_call
 from lightning_lockstep.errors import CollectiveStallError
-from tests.common.distributed.mpi.launch import run_program
-from tests.common.strategies.communication_hooks import HOOKS, fits_with_hooks
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.distributed.mpi.launch import run_program
+from tests.models.strategies.communication_hooks import HOOKS, fits_with_hooks
 
 
 def as_expected(numbers: dict[str, float], of_rank_1: dict[str, float]) -> dict[str, float]:

@@ -20,8 +20,8 @@ from lightning_lockstep import (
     LockstepDeepSpeedStrategy,
 )
 from lightning_lockstep._lightning import LightningModule, ModelCheckpoint, Trainer
-from tests.common.distributed.mpi.launch import mpi_environ
-from tests.helpers import COMMON, chosen_device, on_device, run_ranks, run_script
+from tests.harness import MODELS, chosen_device, on_device, run_ranks, run_script
+from tests.models.distributed.mpi.launch import mpi_environ
 
 QUIET = {
     "accelerator": "cpu",
@@ -276,7 +276,7 @@ def found() -> Found:
 
 # -- scripts as users start them -----------------------------------------------------------------------
 
-SCRIPT = COMMON / "strategies" / "fit_script.py"
+SCRIPT = MODELS / "strategies" / "fit_script.py"
 
 
 @pytest.mark.mpi

@@ -15,8 +15,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_lockstep import LockstepDDPStrategy
-from tests.common.strategies.failures import LIMIT, SAVED, SCRIPT, check_kept, last_lines, run
-from tests.helpers import reserve_port, run_ranks, run_script, start_script
+from tests.harness import reserve_port, run_ranks, run_script, start_script
+from tests.models.strategies.failures import LIMIT, SAVED, SCRIPT, check_kept, last_lines, run
 
 
 def test_a_raising_rank_ends_the_job_with_its_traceback_last(tmp_path: Path) -> None:

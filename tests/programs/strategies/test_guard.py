@@ -12,7 +12,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
-from tests.common.strategies.guard import (
+from tests.harness import start_script
+from tests.models.strategies.guard import (
     LIMIT,
     SCRIPT,
     check_different,
@@ -22,7 +23,6 @@ from tests.common.strategies.guard import (
     rows,
     run,
 )
-from tests.helpers import start_script
 
 
 def test_ranks_that_gather_different_shapes_get_one_report(tmp_path: Path) -> None:

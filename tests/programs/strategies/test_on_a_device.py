@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import lightning_lockstep as lockstep
 from lightning_lockstep import LockstepDDPStrategy
-from tests.common.strategies.fsdp_models import LogsLoss, Net, difference, fit, loader, weights
-from tests.helpers import kill_self, run_ranks, run_ranks_raw, run_script
+from tests.harness import kill_self, run_ranks, run_ranks_raw, run_script
+from tests.models.strategies.fsdp_models import LogsLoss, Net, difference, fit, loader, weights
 
 # -- Every callback at once --
 

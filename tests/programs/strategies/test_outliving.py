@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.common.strategies.outliving import Fit, check_same, fit
+from tests.models.strategies.outliving import Fit, check_same, fit
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.common.strategies.trainers import (
+from tests.models.strategies.trainers import (
     OTHER_RANKS,
     PYTHON,
     TOO_LATE,

@@ -1,4 +1,4 @@
-"""What the strategy for XLA devices says where torch-xla is not installed; with it: tests/sites/xla.
+"""What the strategy for XLA devices says where torch-xla is not installed; with it: tests/environments/xla.
 
 Not in tests/unit, which runs beside torch-xla too."""
 

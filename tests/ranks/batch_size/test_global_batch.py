@@ -11,9 +11,9 @@ from torch import nn
 
 from lightning_lockstep import AutoBatchSize, EffectiveBatchSize
 from lightning_lockstep.demo.images import ConvNet, DigitsData
-from tests.common.batch_size.models import PassedIn, Walled, largest, trainer
-from tests.common.batch_size.same_run import strategy_for
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.batch_size.models import PassedIn, Walled, largest, trainer
+from tests.models.batch_size.same_run import strategy_for
 
 ROWS = 240
 

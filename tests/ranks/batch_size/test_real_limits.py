@@ -20,9 +20,9 @@ from lightning_lockstep.batch_size.memory import (
     release_memory,
     return_freed_memory,
 )
-from tests.common.batch_size.models import RunPeak, largest, trainer
-from tests.common.batch_size.same_run import strategy_for
-from tests.helpers import chosen_device, leave_memory, run_ranks
+from tests.harness import chosen_device, leave_memory, run_ranks
+from tests.models.batch_size.models import RunPeak, largest, trainer
+from tests.models.batch_size.same_run import strategy_for
 
 
 class Big(pl.LightningModule):

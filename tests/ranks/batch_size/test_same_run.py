@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.common.batch_size.same_run import STEPS, Variant, curve, largest_difference
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.batch_size.same_run import STEPS, Variant, curve, largest_difference
 
 # With max pooling two values of a window may be equal but for rounding, and the gradient goes to one or the other.
 VARIANT = Variant("SGD", "32-true", "average")

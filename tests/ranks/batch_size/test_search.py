@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_lockstep import AutoBatchSize, BatchSizeError, find_executable_batch_size
 from lightning_lockstep.distributed import current_communicator
-from tests.common.batch_size.models import FULL, Mid, PassedIn, Walled, largest, trainer
-from tests.common.batch_size.same_run import strategy_for
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.batch_size.models import FULL, Mid, PassedIn, Walled, largest, trainer
+from tests.models.batch_size.same_run import strategy_for
 
 
 def on(ranks: int, folder: Any, *callbacks: Any, **settings: Any) -> pl.Trainer:

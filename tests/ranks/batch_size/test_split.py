@@ -13,10 +13,10 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
 
 from lightning_lockstep import AutoBatchSize, BatchSizeError, LockstepDDPStrategy
-from tests.common.batch_size.models import FULL, Mid, Walled, _FailsInBackward, trainer
-from tests.common.batch_size.same_run import strategy_for
-from tests.common.steps.models import Hooked
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.batch_size.models import FULL, Mid, Walled, _FailsInBackward, trainer
+from tests.models.batch_size.same_run import strategy_for
+from tests.models.steps.models import Hooked
 
 
 def fit_mid(

@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep._lightning import LightningModule
-from tests.common.deepspeed.run_config import trainer
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.deepspeed.run_config import trainer
 
 BLOCKS, ROWS, WIDTH, HIDDEN = 3, 64, 16, 256
 # How a block is called, and the section of the configuration.

@@ -10,7 +10,8 @@ from typing import Any
 
 from lightning_lockstep import AutoBatchSize, EffectiveBatchSize
 from lightning_lockstep.errors import BatchSizeError
-from tests.common.deepspeed.batch_size import (
+from tests.harness import run_ranks
+from tests.models.deepspeed.batch_size import (
     RUNS,
     Walled,
     check_runs,
@@ -19,7 +20,6 @@ from tests.common.deepspeed.batch_size import (
     trainer,
     with_and_without,
 )
-from tests.helpers import run_ranks
 
 SOME = [run for run in RUNS if run[:2] == (3, "forward")]
 

@@ -12,9 +12,9 @@ import pytest
 
 from lightning_lockstep.deepspeed.importing import load_ops
 from lightning_lockstep.errors import LaunchError, RankFailedError
-from tests.common.deepspeed import run_config
-from tests.common.deepspeed.example_configs import HAS_FLOAT16, OF_DEEPSPEED, OF_TRANSFORMERS
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.deepspeed import run_config
+from tests.models.deepspeed.example_configs import HAS_FLOAT16, OF_DEEPSPEED, OF_TRANSFORMERS
 
 BATCH_SIZES = {"zero-infinity": 4, "zero++": 4, "cifar": 8}
 if HAS_FLOAT16:

@@ -10,8 +10,8 @@ import torch
 
 from lightning_lockstep import ConfigurationError
 from lightning_lockstep._lightning import LightningModule, Trainer
-from tests.common.deepspeed.run_config import loader, trainer
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.deepspeed.run_config import loader, trainer
 
 
 class Experts(LightningModule):

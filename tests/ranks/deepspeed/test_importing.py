@@ -20,7 +20,7 @@ import torch
 
 from lightning_lockstep.deepspeed.importing import import_deepspeed
 from lightning_lockstep.errors import ConfigurationError, LaunchError, MissingExtraError
-from tests.helpers import run_ranks_raw
+from tests.harness import run_ranks_raw
 
 NO_TOOLKIT = """
 class MissingCUDAException(Exception):

@@ -12,8 +12,8 @@ import torch
 
 from lightning_lockstep.deepspeed.engine_adapters import adapter_of
 from lightning_lockstep.deepspeed.precision import LossScaleHistory
-from tests.common.deepspeed.run_config import Net, loader, trainer
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.deepspeed.run_config import Net, loader, trainer
 
 INF, NAN = float("inf"), float("nan")
 TOLD = "lightning-lockstep: DeepSpeed has just skipped 1 optimizer step, and the loss is not scaled"

@@ -15,8 +15,8 @@ import torch
 from lightning_lockstep import ConfigurationError
 from lightning_lockstep.deepspeed.checkpoints.files import Checkpoint
 from lightning_lockstep.deepspeed.checkpoints.redivision import SavedOptimizer
-from tests.common.deepspeed.other_ranks import Thing, check, evaluated, objects_found, resume, write
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.deepspeed.other_ranks import Thing, check, evaluated, objects_found, resume, write
 
 WRITTEN = ["stage 1", "stage 2", "stage 3"]
 

@@ -18,8 +18,8 @@ from lightning_lockstep import (
     OverflowDetector,
 )
 from lightning_lockstep._lightning import Callback, LightningModule, Trainer
-from tests.common.overflow.models import MARK, WIDTH, BadBackward, Explode, Task, data, fit
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.overflow.models import MARK, WIDTH, BadBackward, Explode, Task, data, fit
 
 NOBODY: dict[int, int] = {}
 

@@ -10,9 +10,9 @@ import torch
 from lightning_lockstep import ConfigurationError, LockstepDDPStrategy, LockstepDeepSpeedStrategy
 from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 from lightning_lockstep.deepspeed.checkpoints.consolidation import consolidate
-from tests.common.deepspeed.run_config import loader as data
-from tests.common.deepspeed.run_config import trainer
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.deepspeed.run_config import loader as data
+from tests.models.deepspeed.run_config import trainer
 
 
 class Net(LightningModule):

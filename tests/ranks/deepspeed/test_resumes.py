@@ -11,7 +11,8 @@ import torch
 
 from lightning_lockstep import ConfigurationError
 from lightning_lockstep._lightning import Trainer
-from tests.common.deepspeed.other_ranks import (
+from tests.harness import run_ranks
+from tests.models.deepspeed.other_ranks import (
     CASES,
     GLOBAL_BATCH,
     Net,
@@ -22,9 +23,8 @@ from tests.common.deepspeed.other_ranks import (
     refusals,
     write,
 )
-from tests.common.deepspeed.run_config import loader as data
-from tests.common.deepspeed.run_config import trainer
-from tests.helpers import run_ranks
+from tests.models.deepspeed.run_config import loader as data
+from tests.models.deepspeed.run_config import trainer
 
 
 class Turned(Net):

@@ -17,9 +17,9 @@ from lightning_lockstep import ConfigurationError
 from lightning_lockstep._lightning import Trainer
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.deepspeed.config_per_run import RunConfig, with_module_optimizer
-from tests.common.deepspeed.example_configs import OF_TRANSFORMERS
-from tests.common.deepspeed.run_config import AUTO_LR, MadeLater, Net, config_of, loader, trainer
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.deepspeed.example_configs import OF_TRANSFORMERS
+from tests.models.deepspeed.run_config import AUTO_LR, MadeLater, Net, config_of, loader, trainer
 
 # -- what a module makes ---------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_lockstep.distributed import current_communicator
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads are slowed down as Linux allows")
 KEPT: list[object] = []

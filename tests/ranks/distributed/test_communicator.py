@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_lockstep.distributed import current_communicator, shut_down
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
 
 
 def decide() -> dict[str, object]:

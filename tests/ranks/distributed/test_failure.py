@@ -16,7 +16,7 @@ from lightning_lockstep.distributed.coordination.rank_order import in_rank_order
 from lightning_lockstep.distributed.failure import process_exit
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.errors import ConfigurationError, RankFailedError
-from tests.helpers import run_ranks_raw
+from tests.harness import run_ranks_raw
 
 
 def propagation(grace: float) -> FailurePropagation:

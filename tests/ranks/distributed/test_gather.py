@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_lockstep.distributed import Gather, SideChannel, current_communicator
 from lightning_lockstep.errors import CollectiveStallError
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
 
 
 def over_steps() -> dict[str, Any]:

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lockstep import ConfigurationError, gather_uneven
-from tests.common.distributed.uneven_gathers import CASES, all_cases, mismatches
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.distributed.uneven_gathers import CASES, all_cases, mismatches
 
 
 def cases_and_mismatches() -> tuple[dict[str, list[str]], dict[str, str]]:

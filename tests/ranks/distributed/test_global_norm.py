@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.common.distributed import global_norms as norms
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.distributed import global_norms as norms
 
 
 def cases() -> Any:

@@ -11,7 +11,7 @@ import pytest
 from lightning_lockstep.distributed import rendezvous
 from lightning_lockstep.distributed.rendezvous import known_job_token, signed, verified
 from lightning_lockstep.errors import LaunchError
-from tests.helpers import run_ranks_raw
+from tests.harness import run_ranks_raw
 
 ON_ONE_HOST = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
 

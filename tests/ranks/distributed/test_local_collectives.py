@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from lightning_lockstep.distributed.local_collectives import local_collectives
-from tests.common.distributed.local_calls import check, four, one_alone
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.distributed.local_calls import check, four, one_alone
 
 
 def sub_group() -> Any:

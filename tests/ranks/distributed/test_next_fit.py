@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_lockstep import LockstepDDPStrategy
 from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
-from tests.common.strategies.fsdp_models import QUIET
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.strategies.fsdp_models import QUIET
 
 #: For each fit, what happens and on which rank; and what it ends with on ranks 0 and 1.
 FITS: tuple[tuple[str, int, str, str], ...] = (

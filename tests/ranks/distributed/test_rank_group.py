@@ -11,7 +11,7 @@ from lightning_lockstep.distributed import rendezvous_store, shut_down
 from lightning_lockstep.distributed.process_group import current_group, forget_rendezvous, host_rendezvous
 from lightning_lockstep.distributed.side_channel.opening import open_side_channel
 from lightning_lockstep.errors import LaunchError
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
 
 
 def test_a_store_that_was_hosted_before_gets_the_name_of_the_job() -> None:

@@ -18,8 +18,8 @@ from lightning_lockstep.distributed import (
     current_communicator,
 )
 from lightning_lockstep.distributed.rendezvous import channel_keys
-from tests.helpers import run_ranks, run_ranks_raw
-from tests.helpers.patience import wait_until
+from tests.harness import run_ranks, run_ranks_raw
+from tests.harness.patience import wait_until
 
 
 def open_with(**options: Any) -> ZeroMQSideChannel:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning_lockstep import check_breakpoint, set_breakpoint
 from lightning_lockstep.distributed import SideChannel, current_communicator
 from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement
-from tests.helpers import run_ranks, run_ranks_raw
+from tests.harness import run_ranks, run_ranks_raw
 
 
 def loop(agreement: StepAgreement, steps: int, act, pause: float = 0.002) -> int:

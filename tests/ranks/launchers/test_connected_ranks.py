@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import LaunchError, LockstepDDPStrategy, LockstepMPIStrategy
 from lightning_lockstep._lightning import LightningModule, Trainer
-from tests.common.strategies.fsdp_models import QUIET as QUIETLY
-from tests.helpers import run_ranks_raw
+from tests.harness import run_ranks_raw
+from tests.models.strategies.fsdp_models import QUIET as QUIETLY
 
 QUIET = {**QUIETLY, "max_epochs": 1}
 

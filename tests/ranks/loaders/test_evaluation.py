@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.common.loaders.evaluation import SAMPLES, evaluations, parts_of_ranks
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.loaders.evaluation import SAMPLES, evaluations, parts_of_ranks
 
 
 @functools.cache

@@ -14,8 +14,8 @@ import torch
 
 from lightning_lockstep import LockstepDDPStrategy
 from lightning_lockstep.errors import ConfigurationError
-from tests.common.loaders.same_numbers import difference, fitted
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.loaders.same_numbers import difference, fitted
 
 #: The fit of each: samples, micro-batches of an optimizer step, and what else.
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {

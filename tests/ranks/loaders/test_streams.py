@@ -18,7 +18,7 @@ from torch.utils.data import ChainDataset, DataLoader, IterableDataset, get_work
 
 from lightning_lockstep import ConfigurationError, LockstepDDPStrategy, ReplicaCheck
 from lightning_lockstep._lightning import LightningModule, Trainer, seed_everything
-from tests.helpers import QUIET, on_device, run_ranks
+from tests.harness import QUIET, on_device, run_ranks
 
 RANKS = 3
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_lockstep import EffectiveBatchSize, LockstepDDPStrategy, gather_uneven
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError
-from tests.helpers import QUIET, on_device, run_ranks
+from tests.harness import QUIET, on_device, run_ranks
 
 RANKS = 3
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_lockstep import ConfigurationError, RankOrderedLogging, get_logger
 from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep.logs import logger
-from tests.helpers import QUIET, run_ranks_raw
+from tests.harness import QUIET, run_ranks_raw
 
 log = get_logger("lockstep_test_user", "INFO")
 other = logging.getLogger("lockstep_test_library")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning_lockstep import CollectiveStallError, RankFailedError, get_logger, in_rank_order
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.logs.logger import sender_on
-from tests.helpers import run_ranks, run_ranks_raw
+from tests.harness import run_ranks, run_ranks_raw
 
 
 class Kept(logging.Handler):

@@ -15,8 +15,8 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_lockstep import LockstepDDPStrategy, OverflowDetectedError, OverflowDetector
-from tests.common.overflow.models import WIDTH, Explode, Task, data, fit
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.overflow.models import WIDTH, Explode, Task, data, fit
 
 # One fit on two ranks for each way to communicate, all in one fixture; test_ranks.py has the ordinary step.
 

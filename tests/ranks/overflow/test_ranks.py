@@ -17,7 +17,8 @@ from lightning_lockstep import (
     detect_overflow,
 )
 from lightning_lockstep.numerics.statistics import any_bad, has_bad_values, tensor_statistics
-from tests.common.overflow.models import (
+from tests.harness import run_ranks
+from tests.models.overflow.models import (
     WIDTH,
     BadBackward,
     Explode,
@@ -27,7 +28,6 @@ from tests.common.overflow.models import (
     data,
     fit,
 )
-from tests.helpers import run_ranks
 
 #: Settings and the marks by batch, of rank 0 and of rank 1.
 Marks = tuple[dict[int, int], dict[int, int]]

@@ -15,8 +15,8 @@ from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
 from torch.utils.data import DataLoader
 
 from lightning_lockstep import ConfigurationError, FP32Modules, OverflowDetectedError, OverflowDetector
-from tests.common.overflow.models import Task, data, fit
-from tests.helpers import chosen_device, run_ranks
+from tests.harness import chosen_device, run_ranks
+from tests.models.overflow.models import Task, data, fit
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),

@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 
 import lightning_lockstep
 from lightning_lockstep.demo import ConvNet, DigitsData
-from tests.helpers import QUIET, run_ranks
+from tests.harness import QUIET, run_ranks
 
 
 def fit_and_save(path: str) -> int:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from lightning_lockstep import ConfigurationError
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.replicas import audit
-from tests.common.replicas.fits import EVERY_3, Case, Hooked, fit, of_rank
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.replicas.fits import EVERY_3, Case, Hooked, fit, of_rank
 
 
 class Keeps(Callback):

@@ -12,8 +12,8 @@ from lightning.pytorch import Callback
 from lightning_lockstep import CollectiveMismatchError
 from lightning_lockstep.callbacks import replica_check
 from lightning_lockstep.distributed import current_communicator
-from tests.common.replicas.fits import EVERY_3, Case, Hooked, Kept, fit, of_rank
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.replicas.fits import EVERY_3, Case, Hooked, Kept, fit, of_rank
 
 
 def on(rank: int) -> bool:

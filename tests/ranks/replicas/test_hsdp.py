@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.sharded_state import ranks_of_part
 from lightning_lockstep.replicas.contents import Contents
-from tests.common.replicas.fits import Case, Net, fit, held
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.replicas.fits import Case, Net, fit, held
 
 
 def on(rank: int) -> bool:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lightning_lockstep import LockstepDeepSpeedStrategy
-from tests.common.replicas.fits import Case, fit
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.replicas.fits import Case, fit
 
 #: Stage and what goes wrong, whether it is found. The engine writes all weights anew in its next step.
 CASES = {(2, ""): False, (2, "layer"): True, (3, "layer"): False}

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 
 from lightning_lockstep import LockstepDDPStrategy, StaticShapes
 from lightning_lockstep._lightning import Trainer
-from tests.common.static_shapes.nets import QUIET, Net, loader, numbers
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.static_shapes.nets import QUIET, Net, loader, numbers
 
 PAD: dict[str, Any] = {"batch_size": "train"}
 

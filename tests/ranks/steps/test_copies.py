@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_lockstep.callbacks as ours
 from lightning_lockstep import LockstepDDPStrategy, LockstepDeepSpeedStrategy
 from lightning_lockstep.deepspeed.checkpoints.consolidation import consolidate
-from tests.common.batch_size.models import FULL, trainer
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.batch_size.models import FULL, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import AutoBatchSize, LockstepDDPStrategy, OverflowDetector
 from lightning_lockstep.steps.isolated import gradients_apart
-from tests.common.batch_size.models import FULL, trainer
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.batch_size.models import FULL, trainer
 
 # -- On their own --
 

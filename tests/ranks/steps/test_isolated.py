@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from lightning_lockstep import AutoBatchSize
-from tests.common.batch_size.models import trainer
-from tests.common.batch_size.same_run import strategy_for
-from tests.common.steps.models import AUTOMATIC, Hooked
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.batch_size.models import trainer
+from tests.models.batch_size.same_run import strategy_for
+from tests.models.steps.models import AUTOMATIC, Hooked
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),

@@ -19,8 +19,8 @@ from lightning_lockstep import (
     OverflowDetector,
     ReplicaCheck,
 )
-from tests.common.steps.sample_fits import OF_SAMPLE
-from tests.helpers import QUIET, on_device, run_ranks, run_ranks_raw
+from tests.harness import QUIET, on_device, run_ranks, run_ranks_raw
+from tests.models.steps.sample_fits import OF_SAMPLE
 
 # What the dropout of a fit has given. A step apart from the run would take it away again if the module had it.
 _given: list[list[float]] = []

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_lockstep import LockstepDDPStrategy, LockstepFSDPStrategy, LockstepMPIStrategy
-from tests.common.steps.sample_fits import OF_SAMPLE, Case, furthest, made, trained
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.steps.sample_fits import OF_SAMPLE, Case, furthest, made, trained
 
 State = dict[str, Tensor]
 CASES = {

@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 import lightning_lockstep as lockstep
 from lightning_lockstep import LockstepDDPStrategy
 from lightning_lockstep._lightning import Callback
-from tests.common.strategies.fsdp_models import LogsLoss, fit, fsdp
-from tests.helpers import chosen_device, run_ranks
+from tests.harness import chosen_device, run_ranks
+from tests.models.strategies.fsdp_models import LogsLoss, fit, fsdp
 
 #: What reads a tensor's values, by the names of Python and torch.
 READS = {

@@ -15,7 +15,8 @@ import torch
 
 from lightning_lockstep import Preempted, StopTogether
 from lightning_lockstep._lightning import EarlyStopping, SLURMEnvironment
-from tests.common.stopping.fits import (
+from tests.harness import run_ranks, run_ranks_raw
+from tests.models.stopping.fits import (
     BATCHES,
     Module,
     breakpoints,
@@ -26,7 +27,6 @@ from tests.common.stopping.fits import (
     preempted_then_resumed,
     terminate_on,
 )
-from tests.helpers import run_ranks, run_ranks_raw
 
 
 def all_cases(folder: str) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.common.stopping.resumes import (
+from tests.harness import run_ranks
+from tests.models.stopping.resumes import (
     FROM_ONE,
     TO_FEWER,
     check_numbers,
@@ -17,7 +18,6 @@ from tests.common.stopping.resumes import (
     save_all,
     table,
 )
-from tests.helpers import run_ranks
 
 LOADERS = [
     "shuffled",

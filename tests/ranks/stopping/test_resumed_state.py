@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.common.stopping.resumed_states import AN_EXCEPTION, table
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.stopping.resumed_states import AN_EXCEPTION, table
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 
 from lightning_lockstep.distributed import current_communicator
-from tests.common.stragglers.fits import ALL, SLOW, fit
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.stragglers.fits import ALL, SLOW, fit
 
 #: The fits in which a rank is always slow: which one, and in what.
 ALWAYS = {

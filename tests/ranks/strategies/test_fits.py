@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_lockstep import CollectiveStallError, LockstepDDPStrategy, gather_uneven
 from lightning_lockstep._lightning import LightningModule, Trainer, seed_everything
-from tests.common.strategies import fsdp_models
-from tests.helpers import on_device, run_ranks, run_ranks_raw
+from tests.harness import on_device, run_ranks, run_ranks_raw
+from tests.models.strategies import fsdp_models
 
 QUIET = {**fsdp_models.QUIET, "devices": 2}
 

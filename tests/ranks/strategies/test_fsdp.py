@@ -32,7 +32,8 @@ from lightning_lockstep._lightning import (
 )
 from lightning_lockstep.launchers import subprocess_script
 from lightning_lockstep.strategies import fsdp_units
-from tests.common.strategies.fsdp_models import (
+from tests.harness import run_ranks, run_ranks_raw
+from tests.models.strategies.fsdp_models import (
     QUIET,
     Block,
     Net,
@@ -43,7 +44,6 @@ from tests.common.strategies.fsdp_models import (
     rows,
     weights,
 )
-from tests.helpers import run_ranks, run_ranks_raw
 
 # -- What works: the weights after a fit on two ranks are those of one process with the same batches --
 

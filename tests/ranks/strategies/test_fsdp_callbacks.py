@@ -25,13 +25,13 @@ from lightning_lockstep import (
     set_breakpoint,
 )
 from lightning_lockstep._lightning import LightningModule, Trainer, seed_everything
-from tests.common.batch_size.models import largest
-from tests.common.replicas import fits as replica_fits
-from tests.common.static_shapes.nets import Net as Shaped
-from tests.common.static_shapes.nets import loader as ragged
-from tests.common.stragglers import fits as stragglers
-from tests.common.strategies.fsdp_models import QUIET, Block, Net, fsdp, loader
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.batch_size.models import largest
+from tests.models.replicas import fits as replica_fits
+from tests.models.static_shapes.nets import Net as Shaped
+from tests.models.static_shapes.nets import loader as ragged
+from tests.models.stragglers import fits as stragglers
+from tests.models.strategies.fsdp_models import QUIET, Block, Net, fsdp, loader
 
 
 def run(module: LightningModule, data: Any = None, strategy: Any = None, **options: Any) -> Trainer:

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 from lightning_lockstep import LockstepDDPStrategy
 from lightning_lockstep._lightning import ModelCheckpoint, Trainer
 from lightning_lockstep.deepspeed.checkpoints.command import main as consolidate
-from tests.common.strategies.fsdp_models import QUIET, Net, difference, fit, fsdp, loader, rows, weights
-from tests.helpers import kill_self, run_ranks, run_ranks_raw
+from tests.harness import kill_self, run_ranks, run_ranks_raw
+from tests.models.strategies.fsdp_models import QUIET, Net, difference, fit, fsdp, loader, rows, weights
 from tests.ranks.strategies.test_fsdp import Even, MadeLater
 
 

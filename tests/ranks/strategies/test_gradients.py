@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_lockstep import CollectiveMismatchError, LockstepDDPStrategy
 from lightning_lockstep._lightning import LightningModule, Trainer, seed_everything
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
 from tests.ranks.strategies.test_fits import QUIET
 
 SAMPLES, BATCH = 24, 8  # of all ranks together

@@ -15,7 +15,7 @@ from torch.utils.backend_registration import rename_privateuse1_backend
 
 from lightning_lockstep import LockstepDDPStrategy
 from lightning_lockstep.distributed import current_communicator
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
 
 
 class Tpus(Accelerator):

@@ -9,7 +9,7 @@ import torch
 
 from lightning_lockstep.distributed import current_communicator, shut_down
 from lightning_lockstep.strategies.outliving import _given_by
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
 
 
 def state() -> dict[str, Any]:

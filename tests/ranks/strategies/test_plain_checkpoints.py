@@ -29,7 +29,7 @@ from lightning_lockstep._lightning import (
     Trainer,
 )
 from lightning_lockstep.distributed.plain_data import Inert, load_without_objects, read_plain
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
 
 
 class Kind(enum.Enum):

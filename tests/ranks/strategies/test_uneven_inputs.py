@@ -24,7 +24,7 @@ from lightning_lockstep._lightning import (
     MisconfigurationException,
     Trainer,
 )
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
 from tests.ranks.strategies.test_fits import QUIET, logged
 
 PROMISED, GIVEN = 5, (5, 3)

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 import lightning_lockstep
 from lightning_lockstep._lightning import Trainer
-from tests.common.application.command_lines import faults_of
+from tests.models.application.command_lines import faults_of
 
 CONF = Path(lightning_lockstep.__file__).parent / "conf"
 FILES = sorted(path for path in CONF.rglob("*.yaml"))

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_lockstep._application import checks, overrides
 from lightning_lockstep._application.signatures import show_faults
-from tests.common.application.command_lines import faults_of, only
+from tests.models.application.command_lines import faults_of, only
 
 
 def test_nothing_is_said_about_a_good_command_line_and_nothing_is_written() -> None:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import lightning_lockstep
 from lightning_lockstep import OverflowDetector
-from tests.common.application.command_lines import faults_of
+from tests.models.application.command_lines import faults_of
 
 APP = Path(__file__).parents[3] / "examples" / "foreign_app"
 CONF = Path(lightning_lockstep.__file__).parent / "conf"

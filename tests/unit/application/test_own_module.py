@@ -11,7 +11,7 @@ import pytest
 from lightning_lockstep._application.overrides import as_current_job
 from lightning_lockstep._application.run import build
 from lightning_lockstep.errors import ConfigurationError
-from tests.common.application.command_lines import MINE, faults_of, look_at, only
+from tests.models.application.command_lines import MINE, faults_of, look_at, only
 
 OWN = ("model=own", "model._target_=mine.Net", "data=own", "data._target_=mine.Data")
 

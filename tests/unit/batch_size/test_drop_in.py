@@ -8,7 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import BatchSizeFinder
 
 from lightning_lockstep import AutoBatchSize
-from tests.common.batch_size.models import Walled, largest, trainer
+from tests.models.batch_size.models import Walled, largest, trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lightning_lockstep import AutoBatchSize, EffectiveBatchSize
-from tests.common.batch_size.models import FULL, PassedIn, Walled, largest, trainer
+from tests.models.batch_size.models import FULL, PassedIn, Walled, largest, trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),

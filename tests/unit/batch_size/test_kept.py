@@ -12,7 +12,7 @@ import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_lockstep import AutoBatchSize, BatchSizeError, EffectiveBatchSize
-from tests.common.batch_size.models import Walled, largest, trainer
+from tests.models.batch_size.models import Walled, largest, trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from lightning_lockstep import AutoBatchSize, EffectiveBatchSize
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError
-from tests.common.batch_size.models import FromLoader, PassedIn, Walled, trainer
+from tests.models.batch_size.models import FromLoader, PassedIn, Walled, trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_lockstep import AutoBatchSize, BatchSizeError, RankFailedError
-from tests.common.batch_size.models import FULL, Mid, Walled, trainer
+from tests.models.batch_size.models import FULL, Mid, Walled, trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),

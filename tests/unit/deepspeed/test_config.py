@@ -17,7 +17,7 @@ from lightning_lockstep.deepspeed.config_parsing import (
     with_named_options,
 )
 from lightning_lockstep.errors import ConfigurationError
-from tests.common.deepspeed.example_configs import EXAMPLES
+from tests.models.deepspeed.example_configs import EXAMPLES
 
 ZERO = {"zero_optimization": {"stage": 2}}
 

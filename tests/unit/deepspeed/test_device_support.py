@@ -11,7 +11,7 @@ from lightning_lockstep.deepspeed.device_support import refuse_or_adapt
 from lightning_lockstep.deepspeed.importing import import_deepspeed, needed_builders
 from lightning_lockstep.deepspeed.precision import resolve_deepspeed_precision
 from lightning_lockstep.errors import ConfigurationError
-from tests.common.deepspeed.example_configs import NVME, OFFLOADED, PARTLY_OFFLOADED, RATIO, optimizer, zero
+from tests.models.deepspeed.example_configs import NVME, OFFLOADED, PARTLY_OFFLOADED, RATIO, optimizer, zero
 
 OF_STAGE_2 = {"zero_optimization": {"stage": 2}}
 

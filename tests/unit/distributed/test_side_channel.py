@@ -22,7 +22,7 @@ from lightning_lockstep.distributed.failure.interrupt import connections
 from lightning_lockstep.distributed.rendezvous import channel_keys
 from lightning_lockstep.distributed.side_channel import zeromq
 from lightning_lockstep.errors import LaunchError
-from tests.helpers.patience import wait_until
+from tests.harness.patience import wait_until
 
 
 def test_one_process_hears_itself() -> None:

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from lightning_lockstep.doctor.registry import CheckOptions, Status
-from tests.common.doctor.imitated_machine import ImitatedMachine, read_record, run_check
-from tests.common.doctor.machines import FOLDER, Case, cases, is_found
+from tests.models.doctor.imitated_machine import ImitatedMachine, read_record, run_check
+from tests.models.doctor.machines import FOLDER, Case, cases, is_found
 
 CASES = [pytest.param(case, check, id=f"{case.name}-{check}") for case in cases() for check in case.expected]
 

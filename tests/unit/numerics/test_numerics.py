@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_lockstep import ConfigurationError, FP32Modules, OverflowDetector, detect_overflow, run_in_fp32
 from lightning_lockstep.numerics.precision import runs_in_fp32, undo_run_in_fp32
 from lightning_lockstep.numerics.statistics import any_bad, has_bad_values, tensor_statistics
-from tests.common.overflow.models import WIDTH, Task, data, fit
+from tests.models.overflow.models import WIDTH, Task, data, fit
 
 INF, NAN = float("inf"), float("nan")
 

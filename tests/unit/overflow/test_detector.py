@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from lightning_lockstep import ConfigurationError, LockstepError, OverflowDetectedError, OverflowDetector
 from lightning_lockstep import detect_overflow as spot
-from tests.common.overflow.models import (
+from tests.harness import chosen_device
+from tests.models.overflow.models import (
     WIDTH,
     BadBackward,
     Checkpointed,
@@ -25,7 +26,6 @@ from tests.common.overflow.models import (
     data,
     fit,
 )
-from tests.helpers import chosen_device
 
 
 def find(

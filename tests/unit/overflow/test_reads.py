@@ -17,7 +17,7 @@ from lightning_lockstep import (
     OverflowDetectedError,
     OverflowDetector,
 )
-from tests.common.overflow.models import MARK, WIDTH, Explode, Task, data, fit
+from tests.models.overflow.models import MARK, WIDTH, Explode, Task, data, fit
 
 
 @pytest.mark.parametrize(("bad", "note"), [(5, "Found 2 batches later"), (8, ""), (7, "")])

@@ -14,7 +14,7 @@ from lightning_lockstep import ConfigurationError, OverflowDetectedError, Overfl
 from lightning_lockstep.overflow.frames import Producer
 from lightning_lockstep.overflow.replay import advice
 from lightning_lockstep.steps.capabilities import Capabilities
-from tests.common.overflow.models import BadBackward, Explode, Task, data, fit
+from tests.models.overflow.models import BadBackward, Explode, Task, data, fit
 
 
 class OwnHooks(Task):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from lightning_lockstep.deepspeed.importing import import_deepspeed
-from tests.common.package.private_names import is_there, names
+from tests.models.package.private_names import is_there, names
 
 
 @pytest.mark.parametrize(
-    # Those of torch_xla are looked up in tests/sites/xla, where it is.
+    # Those of torch_xla are looked up in tests/environments/xla, where it is.
     "package",
     sorted({name.partition(".")[0] for name in names()} - {"torch_xla"}),
 )

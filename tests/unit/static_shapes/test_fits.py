@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_lockstep import AutoBatchSize, StaticShapes, StopTogether
 from lightning_lockstep._lightning import Callback, Trainer
 from lightning_lockstep.errors import ConfigurationError
-from tests.common.static_shapes.nets import QUIET, Net, fitted, loader, numbers
+from tests.models.static_shapes.nets import QUIET, Net, fitted, loader, numbers
 
 # Lightning's own use of a class of torch; and few workers or batches, which these tests are meant to have.
 pytestmark = [

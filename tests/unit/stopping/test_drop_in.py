@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
 
 from lightning_lockstep import ConfigurationError, SyncedEarlyStopping
-from tests.helpers import QUIET
+from tests.harness import QUIET
 
 # A fit warns of what other packages deprecate.
 pytestmark = pytest.mark.filterwarnings("ignore")

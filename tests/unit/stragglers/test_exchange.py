@@ -12,7 +12,7 @@ from lightning_lockstep.distributed.side_channel.channel import Message
 from lightning_lockstep.stragglers.exchange import Collection
 from lightning_lockstep.stragglers.verdict import StragglerTracker
 from lightning_lockstep.stragglers.waiting import OwnStep, StepTimer, _Wait
-from tests.common.stragglers.fits import ALL, fit
+from tests.models.stragglers.fits import ALL, fit
 
 
 def test_waiting_is_no_time_of_the_part_in_which_a_rank_waits() -> None:

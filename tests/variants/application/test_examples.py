@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import run_script
+from tests.harness import run_script
 from tests.programs.application.test_examples import EXAMPLES, copied, prints
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.common.application.command_lines import MINE, TORCHRUN, TRAIN
-from tests.common.distributed.mpi.launch import mpi_environ
-from tests.helpers import run_script, start_script
+from tests.harness import run_script, start_script
+from tests.models.application.command_lines import MINE, TORCHRUN, TRAIN
+from tests.models.distributed.mpi.launch import mpi_environ
 from tests.programs.application.test_lockstep_train import QUICK
 
 OWN = ("model=own", "model._target_=mine.Net", "data=own", "data._target_=mine.Data", "trainer.max_epochs=1")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.helpers import run_script
+from tests.harness import run_script
 from tests.programs.application.test_ranks_share_the_config import (
     ECHO,
     SECRET,

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from tests.common.application.command_lines import faults_of, look_at, only
-from tests.helpers import COMMON, ScriptOutcome, run_script
+from tests.harness import MODELS, ScriptOutcome, run_script
+from tests.models.application.command_lines import faults_of, look_at, only
 
 pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="pip install '.[sweeps]'")
-ECHO = COMMON / "application" / "apps" / "echo.py"
+ECHO = MODELS / "application" / "apps" / "echo.py"
 QUICK = ("trainer.enable_progress_bar=false", "trainer.accelerator=cpu", "trainer.devices=2", "test=false")
 TEXT = ("data=source_text", "model=byte_gpt", "data.max_bytes=100000")
 

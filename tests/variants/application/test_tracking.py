@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.common.application.command_lines import faults_of, only, path_with
-from tests.helpers import ScriptOutcome, run_script
+from tests.harness import ScriptOutcome, run_script
+from tests.models.application.command_lines import faults_of, only, path_with
 
 for _package in ("mlflow", "wandb", "tensorboard"):
     pytest.importorskip(_package, reason="pip install '.[tensorboard,wandb,mlflow]'")

@@ -6,7 +6,7 @@ import csv
 import sys
 from pathlib import Path
 
-from tests.helpers import run_script
+from tests.harness import run_script
 
 
 def losses(run: Path, name: str) -> list[float]:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.common.distributed.mpi.launch import mpi_command, mpi_environ
-from tests.helpers import COMMON, run_script
+from tests.harness import MODELS, run_script
+from tests.models.distributed.mpi.launch import mpi_command, mpi_environ
 from tests.ranks.overflow.test_communicating_step import check_contrastive
 
 pytestmark = pytest.mark.mpi
 
-PROGRAM = COMMON / "callbacks" / "program_mpi.py"
+PROGRAM = MODELS / "callbacks" / "program_mpi.py"
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.common.deepspeed.batch_size import RUNS, check_runs, with_and_without
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.deepspeed.batch_size import RUNS, check_runs, with_and_without
 
 
 def test_a_run_after_a_search_is_bit_identical_to_one_with_that_size(tmp_path: Path) -> None:

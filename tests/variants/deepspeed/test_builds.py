@@ -12,7 +12,7 @@ import torch
 from lightning_lockstep.deepspeed.importing import import_deepspeed, load_ops
 from lightning_lockstep.distributed import shut_down
 from lightning_lockstep.errors import LockstepError
-from tests.helpers import run_ranks, run_ranks_raw
+from tests.harness import run_ranks, run_ranks_raw
 
 COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.common.deepspeed.program_checkpoints import CONFIGS, check_consolidated, write_checkpoints
-from tests.helpers import COMMON, run_ranks, run_script
+from tests.harness import MODELS, run_ranks, run_script
+from tests.models.deepspeed.program_checkpoints import CONFIGS, check_consolidated, write_checkpoints
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*left out what is not plain data:RuntimeWarning")
 
@@ -44,7 +44,7 @@ def test_weights_are_those_of_the_optimizer_or_as_saved(
 
 def test_model_loads_all_where_deepspeed_cannot_be_imported(written: dict[int, Path], tmp_path: Path) -> None:
     folder = shutil.copytree(written[2], tmp_path / "all")
-    outcome = run_script([COMMON / "deepspeed" / "program_checkpoints.py", folder], timeout=300)
+    outcome = run_script([MODELS / "deepspeed" / "program_checkpoints.py", folder], timeout=300)
     assert outcome.returncode == 0, outcome.output
     lines = [line for line in outcome.stdout.splitlines() if "wrong:" in line]
     assert sorted(lines) == sorted(f"{name} wrong: [] tied: True width: 5" for name in names(2))

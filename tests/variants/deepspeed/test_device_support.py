@@ -15,8 +15,8 @@ from lightning_lockstep.deepspeed.device_support import refuse_or_adapt
 from lightning_lockstep.deepspeed.engine import adopt_process_group
 from lightning_lockstep.deepspeed.importing import import_deepspeed
 from lightning_lockstep.errors import ConfigurationError
-from tests.common.deepspeed.example_configs import PARTLY_OFFLOADED, optimizer, zero
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.deepspeed.example_configs import PARTLY_OFFLOADED, optimizer, zero
 
 #: What the table of limits says of a CPU, in configs for two ranks.
 REFUSED = {

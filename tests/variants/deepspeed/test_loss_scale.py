@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.common.deepspeed.example_configs import HAS_FLOAT16
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.deepspeed.example_configs import HAS_FLOAT16
 from tests.ranks.deepspeed.test_loss_scale import NAN, fitted
 
 pytestmark = pytest.mark.skipif(not HAS_FLOAT16, reason="this CPU does not compute in float16")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.common.deepspeed.other_ranks import CASES, CROSSED, check, resume, write
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.deepspeed.other_ranks import CASES, CROSSED, check, resume, write
 
 
 def test_a_fit_goes_on_with_all_that_it_had(tmp_path: Path) -> None:

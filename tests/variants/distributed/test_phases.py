@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.common.distributed.phases import Case, cases, differences
+from tests.models.distributed.phases import Case, cases, differences
 
 STEP = 1 if os.environ.get("LOCKSTEP_ALL_PHASES") else 5
 

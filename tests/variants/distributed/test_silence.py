@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import LockstepDDPStrategy
 from lightning_lockstep.distributed import current_communicator
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
 
 SECONDS = 6.0  # longer than the silence limit below, which libzmq counts in true seconds
 DAY = 24 * 3600.0

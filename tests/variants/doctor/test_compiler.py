@@ -11,7 +11,7 @@ import pytest
 
 from lightning_lockstep.doctor.machine import Machine, release
 from lightning_lockstep.doctor.registry import CheckOptions, Status
-from tests.common.doctor.imitated_machine import run_check
+from tests.models.doctor.imitated_machine import run_check
 
 pytestmark = pytest.mark.skipif(
     shutil.which("c++") is None, reason="there is no C++ compiler: apt install g++"

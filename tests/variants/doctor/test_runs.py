@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning_lockstep.doctor.registry import Status
-from tests.common.application.command_lines import TRAIN
-from tests.helpers import run_script
+from tests.harness import run_script
+from tests.models.application.command_lines import TRAIN
 from tests.programs.doctor.test_run import SMALL, findings
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.common.distributed.mpi.launch import mpi_command, mpi_environ
-from tests.helpers import COMMON, run_script
+from tests.harness import MODELS, run_script
+from tests.models.distributed.mpi.launch import mpi_command, mpi_environ
 from tests.ranks.loaders.test_evaluation import check, found
 
 
@@ -18,7 +18,7 @@ def test_deepspeed() -> None:
 
 @pytest.mark.mpi
 def test_mpi(tmp_path: Path) -> None:
-    program = COMMON / "loaders" / "program_mpi.py"
+    program = MODELS / "loaders" / "program_mpi.py"
     command = [*mpi_command("open_mpi", 3), str(program), str(tmp_path), "3"]
     outcome = run_script(command, env=mpi_environ(), cwd=tmp_path, timeout=240)
     assert outcome.returncode == 0, outcome.output

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import LockstepDDPStrategy
-from tests.helpers import QUIET, on_device, run_ranks
+from tests.harness import QUIET, on_device, run_ranks
 
 SAMPLES, GLOBAL_BATCH = 101, 16
 

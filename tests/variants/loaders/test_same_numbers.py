@@ -9,8 +9,8 @@ import torch
 
 from lightning_lockstep import LockstepDDPStrategy, LockstepDeepSpeedStrategy
 from lightning_lockstep.errors import ConfigurationError
-from tests.common.loaders.same_numbers import difference, fitted
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.loaders.same_numbers import difference, fitted
 
 FLOAT32: dict[str, Any] = {"dtype": torch.float32}
 

@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from tests.helpers import run_script
+from tests.harness import run_script
 from tests.programs.package.test_demo import ROOT
 
 

@@ -1,11 +1,12 @@
-"""A part of the random runs; all of them: ``python -m tests.common.replicas``."""
+"""A part of the random runs; all of them: ``python -m tests.models.replicas``."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.common.replicas.fits import fits
-from tests.common.replicas.random_runs import (
+from tests.harness import run_ranks
+from tests.models.replicas.fits import fits
+from tests.models.replicas.random_runs import (
     FAULTS,
     HEALTHY,
     HEALTHY_UNDER_HSDP,
@@ -15,7 +16,6 @@ from tests.common.replicas.random_runs import (
     healthy,
     what_is_wrong,
 )
-from tests.helpers import run_ranks
 
 
 @pytest.mark.parametrize("hsdp", [False, True])

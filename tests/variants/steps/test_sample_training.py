@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_lockstep import LockstepDDPStrategy, LockstepDeepSpeedStrategy, LockstepFSDPStrategy
-from tests.common.steps import sample_fits
-from tests.common.steps.sample_fits import OF_SAMPLE, Case, Net, furthest, trained
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.steps import sample_fits
+from tests.models.steps.sample_fits import OF_SAMPLE, Case, Net, furthest, trained
 from tests.same_numbers.program import Program
 from tests.same_numbers.run import check
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.common.stopping.resumes import LOADERS, table
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.stopping.resumes import LOADERS, table
 from tests.ranks.stopping import test_resume
 
 

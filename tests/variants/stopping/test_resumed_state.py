@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.common.stopping.resumed_states import table
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.stopping.resumed_states import table
 
 CASES = [
     "validates across epochs",

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.common.distributed.mpi.launch import mpi_environ
-from tests.common.strategies.failures import LIMIT, SAVED, SCRIPT, check_kept, last_lines, run
-from tests.helpers import Script, start_script
+from tests.harness import Script, start_script
+from tests.models.distributed.mpi.launch import mpi_environ
+from tests.models.strategies.failures import LIMIT, SAVED, SCRIPT, check_kept, last_lines, run
 
 
 def test_an_error_of_ours_on_all_ranks_is_its_message_alone(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import torch
 
 from lightning_lockstep.deepspeed.checkpoints.command import main as consolidate
 from lightning_lockstep.distributed import checkpoint_folder
-from tests.common.strategies.fsdp_models import Net, difference, fit, fsdp, weights
-from tests.helpers import kill_self, run_ranks, run_ranks_raw
+from tests.harness import kill_self, run_ranks, run_ranks_raw
+from tests.models.strategies.fsdp_models import Net, difference, fit, fsdp, weights
 
 
 def killed(folder: Path, moment: str) -> None:

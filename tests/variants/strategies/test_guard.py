@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.common.distributed.mpi.launch import mpi_environ
-from tests.common.strategies.guard import LIMIT, SCRIPT, check_different, check_kept, check_stall, ended, run
-from tests.helpers import run_script
+from tests.harness import run_script
+from tests.models.distributed.mpi.launch import mpi_environ
+from tests.models.strategies.guard import LIMIT, SCRIPT, check_different, check_kept, check_stall, ended, run
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
 from tests.programs.strategies.test_on_a_device import beside_the_cpu, check_numbers
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.common.strategies.outliving import SCRIPT, Fit, check_same, fit
-from tests.helpers import run_script
+from tests.harness import run_script
+from tests.models.strategies.outliving import SCRIPT, Fit, check_same, fit
 
 EXAMPLES = SCRIPT.parents[3] / "examples"
 # Fits of three epochs of 13 steps; each is one launch, from four ranks to one or two.

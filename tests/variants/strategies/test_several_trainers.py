@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.common.strategies.trainers import (
+from tests.models.strategies.trainers import (
     OTHER_RANKS,
     PYTHON,
     TOO_LATE,

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.common.distributed.every_operation import PARTS
-from tests.common.distributed.mpi.launch import run_program
-from tests.common.distributed.mpi.promises import BEHAVIOUR, OPERATIONS, broken, guarded
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
+from tests.models.distributed.every_operation import PARTS
+from tests.models.distributed.mpi.launch import run_program
+from tests.models.distributed.mpi.promises import BEHAVIOUR, OPERATIONS, broken, guarded
 
 pytestmark = pytest.mark.mpi
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning_lockstep.distributed.failure.interrupt import connections, end_connections
 from lightning_lockstep.distributed.failure.record import is_broken_collective
 from lightning_lockstep.distributed.guard.verify import ComparisonGroup
-from tests.helpers import run_ranks, run_ranks_raw
+from tests.harness import run_ranks, run_ranks_raw
 
 
 def made(timeout: float = 30.0) -> ComparisonGroup:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_lockstep.distributed.guard.rank_state import FlightRecorder, Outstanding
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
 
 
 def a_call_that_waits_beside_a_busy_group() -> list[list[Outstanding]]:

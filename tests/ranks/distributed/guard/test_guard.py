@@ -16,7 +16,7 @@ from lightning_lockstep.distributed import Gather, current_communicator
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.guard.guard import CollectiveGuard, GuardSettings, guard_on
 from lightning_lockstep.errors import ConfigurationError
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
 
 
 def two_guards() -> tuple[str, list[str]]:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.guard.verify import CallVerifier, verify_parameters
 from lightning_lockstep.errors import CollectiveMismatchError
-from tests.helpers import run_ranks
+from tests.harness import run_ranks
 
 Case = Callable[[int], Any]
 EQUAL_CALLS = "Call the same collectives with the same arguments in the same order on every rank."

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from lightning_lockstep.distributed.c10d_operators import OPERATIONS
 from lightning_lockstep.distributed.guard.verify import COMPARED, CallVerifier
 from lightning_lockstep.distributed.local_collectives import local_collectives
-from tests.common.distributed.every_operation import GLOO_LACKS, PARTS
-from tests.helpers import RankOutcome, run_ranks_raw
+from tests.harness import RankOutcome, run_ranks_raw
+from tests.models.distributed.every_operation import GLOO_LACKS, PARTS
 
 
 def alone(rank: int) -> Any:

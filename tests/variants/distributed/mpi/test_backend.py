@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.common.distributed.mpi.launch import run_program, why_no
-from tests.common.distributed.mpi.promises import BEHAVIOUR, OPERATIONS, broken
+from tests.models.distributed.mpi.launch import run_program, why_no
+from tests.models.distributed.mpi.promises import BEHAVIOUR, OPERATIONS, broken
 
 pytestmark = pytest.mark.mpi
 

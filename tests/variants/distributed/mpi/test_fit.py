@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.common.distributed.mpi.launch import HERE, mpi_command, mpi_environ, run_program, why_no
-from tests.helpers import Script, run_script
+from tests.harness import Script, run_script
+from tests.models.distributed.mpi.launch import HERE, mpi_command, mpi_environ, run_program, why_no
 
 pytestmark = pytest.mark.mpi
 FIT = str(HERE / "program_fit.py")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.common.distributed.mpi.launch import run_program
+from tests.models.distributed.mpi.launch import run_program
 
 pytestmark = pytest.mark.mpi
 

@@ -1,0 +1,442 @@
+"""A process that has imported torch and Lightning once, and forks ranks and scripts from there.
+
+Importing Lightning costs seconds of CPU a process; a fork from here costs milliseconds. It is safe because
+the fork happens before any thread, process group or CUDA context exists.
+Each job gets a *leader* of its own session, which forks the ranks, watches them, and ends them all when the
+time is up or the caller has gone. A rank that a launcher starts as a fresh interpreter has itself forked here too
+(``child_site/fork_start.py``).
+
+Run by ``ranks.py`` as a script: ``python _server.py <socket> <tests folder> <child site>``; it ends when its standard
+input closes.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import ctypes
+import faulthandler
+import fcntl
+import gc
+import importlib
+import importlib.util
+import json
+import multiprocessing.process
+import os
+import pickle
+import random
+import runpy
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+# What a forked process does next; functions return it so that no frame of the server stays below a rank.
+Next = Callable[[], Any]
+
+
+def load_module(name: str, path: Path, package: bool = False) -> ModuleType:
+    """Import a file under a given name, without searching ``sys.path``."""
+    spec = importlib.util.spec_from_file_location(
+        name, path, submodule_search_locations=[str(path.parent)] if package else None
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def preload() -> None:
+    """Import what nearly every rank needs, leaving this process single-threaded."""
+    # OpenBLAS starts its threads when numpy is imported, and those would not survive the fork.
+    before = os.environ.get("OPENBLAS_NUM_THREADS")
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    for name in ("torch.distributed", "lightning.pytorch", "torch.utils.data", "pytest", "tests.harness"):
+        importlib.import_module(name)
+
+    if before is None:
+        del os.environ["OPENBLAS_NUM_THREADS"]
+    else:
+        os.environ["OPENBLAS_NUM_THREADS"] = before
+    gc.collect()
+    gc.freeze()
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent ends (Linux; elsewhere nothing)."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def serve(jobs: socket.socket, starts: socket.socket) -> Next | None:
+    """Fork a leader for each connection; returns in the leader, or with None when the caller has gone."""
+    while True:
+        ready, _, _ = select.select([jobs, starts, sys.stdin], [], [], 0.5)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if sys.stdin in ready:
+            return None
+        for listener in (jobs, starts):
+            if listener not in ready:
+                continue
+            client, _ = listener.accept()
+            if os.fork() == 0:
+                folder = Path(starts.getsockname()).parent
+                jobs.close()
+                starts.close()
+                if listener is jobs:
+                    return lambda client=client: lead(Connection(client.detach()))  # type: ignore[misc]
+                return lambda client=client: lead_start(client, folder)  # type: ignore[misc]
+            client.close()
+
+
+class Ranks:
+    """The processes of one job, seen from their leader."""
+
+    def __init__(self, job: Any, conn: Connection, outcomes: list[Any]) -> None:
+        self.job = job
+        self.conn = conn
+        self.outcomes = outcomes
+        self.linger: float | None = job.linger
+        self.started = time.monotonic()
+        self.alive: dict[int, int] = {}
+
+    def watch(self) -> None:
+        """Wait for the ranks; end them when time is up, a failure lingers, or the caller has gone."""
+        deadline = self.started + self.job.timeout
+        while self.alive:
+            caller_gone = self.conn.poll(0.01)
+            self.reap()
+            if self.linger is not None and any(outcome.returncode for outcome in self.outcomes):
+                deadline = min(deadline, time.monotonic() + self.linger)
+                self.linger = None
+            if self.alive and (caller_gone or time.monotonic() > deadline):
+                self.end()
+
+    def reap(self) -> None:
+        """Note the ranks that have ended."""
+        for pid in list(self.alive):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                outcome = self.outcomes[self.alive.pop(pid)]
+                outcome.returncode = os.waitstatus_to_exitcode(status)
+                outcome.seconds = time.monotonic() - self.started
+                # Whatever the rank started itself (data loader workers) ends with it.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Take every remaining rank's stacks, then kill it with all it started."""
+        from tests.harness._protocol import STACK_SIGNAL
+
+        for pid, rank in self.alive.items():
+            self.outcomes[rank].killed_by_helper = True
+            state = process_state(pid)
+            if state == "T":
+                self.outcomes[rank].stack = "the process is stopped (SIGSTOP): no Python stack to be had"
+            os.kill(pid, STACK_SIGNAL)
+        time.sleep(0.5)
+        for pid in self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        while self.alive:
+            self.reap()
+            time.sleep(0.01)
+
+
+def process_state(pid: int) -> str:
+    """The state letter of ``/proc/<pid>/stat`` (T: stopped), or '?' where there is no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return "?"
+
+
+def lead(conn: Connection) -> Next | None:
+    """Fork the ranks of one job, watch them and send the caller their outcomes."""
+    os.setsid()
+    die_with_parent()
+    from tests.harness._protocol import RankOutcome, ScriptJob
+    from tests.harness.ports import reserve_port
+
+    job = conn.recv()
+    if isinstance(job, ScriptJob):
+        return lead_script(conn, job)
+    ranks = Ranks(job, conn, [RankOutcome(rank=rank) for rank in range(job.world_size)])
+    port_holder = contextlib.ExitStack()
+    port = port_holder.enter_context(reserve_port())
+    for rank in range(job.world_size):
+        pid = os.fork()
+        if pid == 0:
+            conn.close()
+            return lambda rank=rank: run_rank(job, rank, port)  # type: ignore[misc]
+        with contextlib.suppress(PermissionError, ProcessLookupError):
+            os.setpgid(pid, pid)
+        ranks.alive[pid] = rank
+    ranks.watch()
+    port_holder.close()
+    with contextlib.suppress(BrokenPipeError):
+        conn.send(ranks.outcomes)
+    return None
+
+
+def lead_script(conn: Connection, job: Any) -> Next | None:
+    """Fork one script; send the caller its process id, and its return code when it has ended."""
+    pid = os.fork()
+    if pid == 0:
+        conn.close()
+        return lambda: run_script(job)
+    conn.send(pid)
+    ended = os.pidfd_open(pid)
+    ready, _, _ = select.select([ended, conn], [], [])
+    if ended not in ready:  # the caller has gone
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(BrokenPipeError):
+        conn.send(os.waitstatus_to_exitcode(status))
+    return None
+
+
+def lead_start(client: socket.socket, folder: Path) -> Next | None:
+    """Fork the rank that an interpreter stands for; tell that its process id, and how it ended."""
+    os.setsid()
+    die_with_parent()
+    content, files, _, _ = socket.recv_fds(client, 2**20, 250)
+    if not content:
+        return None
+    program = json.loads(content)
+    pid = os.fork()
+    if pid == 0:
+        client.close()
+        return lambda: run_start(program, files)
+    for file in files:
+        os.close(file)
+    note = folder / f"fork-{program['pid']}"
+    note.write_text(str(pid))
+    client.send(str(pid).encode())
+    ended = os.pidfd_open(pid)
+    ready, _, _ = select.select([ended, client], [], [])
+    if ended not in ready:  # the interpreter that stands for it was killed
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    note.unlink(missing_ok=True)
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        client.send(str(os.waitstatus_to_exitcode(status)).encode())
+    return None
+
+
+def run_start(program: dict[str, Any], files: list[int]) -> None:
+    """Run a rank in this fork, with the open files of the interpreter that stands for it."""
+    os.setsid()
+    die_with_parent()
+    high = [fcntl.fcntl(file, fcntl.F_DUPFD, 300) for file in files]
+    for file in files:
+        os.close(file)
+    for number, file in zip(program["files"], high, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+    os.setpriority(os.PRIO_PROCESS, 0, program["nice"])
+    os.sched_setaffinity(0, program["cores"])
+    stand_in, own, getppid = program["pid"], os.getpid(), os.getppid
+
+    def parent() -> int:
+        """The process that started the interpreter; children of this one have this one as theirs."""
+        if os.getpid() != own:
+            return getppid()
+        try:
+            return int(Path(f"/proc/{stand_in}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:
+            return 1
+
+    os.getppid = parent
+    for text in program["filters"]:
+        warnings._setoption(text)  # type: ignore[attr-defined]
+    run_program(program["arguments"], program["environment"], program["cwd"])
+
+
+def run_script(job: Any) -> None:
+    """Run a program in this fork as a fresh interpreter would."""
+    os.setsid()
+    die_with_parent()
+    redirect(job.stdout, job.stderr)
+    run_program(job.arguments, job.environment, job.cwd)
+
+
+def run_program(arguments: list[str], environment: dict[str, str], cwd: str) -> None:
+    """Run what stands behind ``python``, as it would."""
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    paths_of_server = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    threads_of_server = os.environ.get("OMP_NUM_THREADS")
+    os.environ.clear()
+    os.environ.update(environment)
+    if environment.get("OMP_NUM_THREADS", threads_of_server) != threads_of_server:
+        import torch
+
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    os.chdir(cwd)
+    multiprocessing.process.ORIGINAL_DIR = cwd  # type: ignore[attr-defined]
+    paths = list(filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)))
+    sys.path[:] = [*paths, *(path for path in sys.path if path not in paths_of_server)]
+    from tests.harness._protocol import STACK_SIGNAL
+
+    signal.signal(STACK_SIGNAL, signal.SIG_DFL)
+    random.seed()
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    vars(main)["__builtins__"] = builtins
+    first, *others = arguments
+    try:
+        if first == "-m":
+            sys.path.insert(0, cwd)
+            sys.argv = ["-m", *others[1:]]
+            runpy._run_module_as_main(others[0])  # type: ignore[attr-defined]
+        elif first == "-c":
+            sys.path.insert(0, "")
+            sys.argv = ["-c", *others[1:]]
+            exec(compile(others[0], "<string>", "exec"), vars(main))
+        else:
+            sys.path.insert(0, str(Path(first).resolve().parent))
+            sys.argv = [first, *others]
+            main.__file__ = first
+            exec(compile(Path(first).read_bytes(), first, "exec"), vars(main))
+    except SystemExit:
+        raise
+    except BaseException as error:
+        # As the interpreter does, without the frames of this file.
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
+            trace = trace.tb_next
+        error.__traceback__ = trace
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+        sys.last_exc = error  # type: ignore[attr-defined]
+        sys.excepthook(type(error), error, trace)
+        if isinstance(error, KeyboardInterrupt):
+            sys.excepthook = lambda *_: None
+            raise
+        sys.exit(1)
+
+
+def redirect(stdout: str, stderr: str) -> None:
+    """Let the standard streams be these files, and standard input empty."""
+    for descriptor, target, flags in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, stdout, os.O_WRONLY | os.O_CREAT | os.O_APPEND),
+        (2, stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND),
+    ):
+        opened = os.open(target, flags, 0o600)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+
+
+def rank_environment(job: Any, rank: int, port: int) -> dict[str, str]:
+    """The caller's environment with what torchrun would add."""
+    return {
+        **job.environment,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(job.world_size),
+        "LOCAL_WORLD_SIZE": str(job.world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def prepare_rank(job: Any, rank: int, port: int) -> None:
+    """Make this fork look like a process started for that rank."""
+    with contextlib.suppress(PermissionError):
+        os.setpgid(0, 0)
+    die_with_parent()
+    redirect(f"{job.folder}/rank{rank}.stdout", f"{job.folder}/rank{rank}.stderr")
+    os.environ.clear()
+    os.environ.update(rank_environment(job, rank, port))
+    os.chdir(job.cwd)
+    sys.path[:] = job.sys_path
+    sys.argv = [f"rank{rank}"]
+    from tests.harness._protocol import STACK_SIGNAL
+
+    stacks = open(f"{job.folder}/rank{rank}.stack", "w")  # noqa: SIM115 - faulthandler needs it open for good
+    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+
+
+def run_rank(job: Any, rank: int, port: int) -> None:
+    """Run the caller's function as that rank; the interpreter then ends the ordinary way."""
+    prepare_rank(job, rank, port)
+    import torch
+
+    # Ranks share a few cores: without this each would start as many threads as there are cores.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    try:
+        function, args = pickle.loads(job.payload)
+        value = call(job, function, args)
+        write(f"{job.folder}/rank{rank}.value", pickle.dumps(value))
+    except Exception as error:
+        told = (f"{type(error).__name__}: {error}", traceback.format_exc())
+        write(f"{job.folder}/rank{rank}.error", pickle.dumps(told))
+        sys.exit(1)
+
+
+def call(job: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Call the function, between init and destroy of the process group where one was asked for."""
+    if job.backend is None:
+        return function(*args)
+    import datetime
+
+    import torch.distributed as dist
+
+    dist.init_process_group(job.backend, timeout=datetime.timedelta(seconds=job.timeout))
+    value = function(*args)
+    # Not in a finally: after a failure nothing may wait for a peer that is gone.
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return value
+
+
+def write(path: str, content: bytes) -> None:
+    """Write a file so that a reader sees all of it or nothing."""
+    with open(path + ".part", "wb") as file:
+        file.write(content)
+    os.replace(path + ".part", path)
+
+
+def main() -> None:
+    """Serve until the caller closes our standard input."""
+    sys.path.pop(0)  # this file's folder: its modules are reachable as tests.harness only
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    socket_path, tests_folder, child_site = sys.argv[1:]
+    load_module("tests", Path(tests_folder) / "__init__.py", package=True)
+    fork_start = load_module("fork_start", Path(child_site) / "fork_start.py")
+    surroundings = fork_start.surroundings()
+    preload()
+    from tests.harness._protocol import STACK_SIGNAL
+
+    # Harmless in a rank that is asked for its stacks before it has registered the handler.
+    signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+    starts = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    start_path = fork_start.socket_path(str(Path(socket_path).parent))
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(start_path)
+    starts.bind(start_path)
+    starts.listen(64)
+    Path(f"{start_path}.surroundings").write_text(surroundings)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(socket_path + ".part")
+    listener.listen()
+    os.rename(socket_path + ".part", socket_path)
+    todo: Next | None = lambda: serve(listener, starts)  # noqa: E731
+    while todo is not None:
+        todo = todo()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Run a function on several real processes and get each rank's answer, under a time limit."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any
+
+from tests.harness import costs
+from tests.harness._protocol import Job, RankOutcome, ScriptJob
+from tests.harness.children import CHILD_SITE
+from tests.harness.patience import patience
+
+__all__ = ["RankOutcome", "run_ranks", "run_ranks_raw"]
+
+_START_LIMIT = 120.0
+_servers: dict[str, subprocess.Popen[bytes]] = {}  # by their interpreter
+_folder: Path | None = None
+_starting = threading.Lock()
+
+
+class RankError(AssertionError):
+    """Some ranks failed, or the time limit ran out: the traceback of each, or its Python stacks."""
+
+
+def run_ranks(
+    n: int,  # number of processes, all on this host
+    fn: Callable[..., Any],  # A function at the top level of a module (it travels by name)
+    *args: Any,
+    timeout: float = 60.0,  # seconds until all ranks are killed
+    env: Mapping[str, str] | None = None,
+    backend: str | None = "gloo",
+    linger: float = 5.0,  # seconds the others get to end by themselves once one rank has failed
+) -> list[Any]:
+    """Call ``fn(*args)`` on n ranks and return what each returned, in rank order; else raise what went wrong."""
+    # `env` is added to the variables of this process and of torchrun; a process group of `backend`, unless it is None,
+    # is there around the call.
+    outcomes = run_ranks_raw(n, fn, *args, timeout=timeout, env=env, backend=backend, linger=linger)
+    if not all(outcome.ok for outcome in outcomes):
+        raise RankError(_describe(outcomes, f"of {n} ranks, some failed"))
+    return [outcome.value for outcome in outcomes]
+
+
+def run_ranks_raw(
+    n: int,  # number of processes
+    fn: Callable[..., Any],  # A function at the top level of a module
+    *args: Any,
+    timeout: float = 60.0,  # seconds until all ranks are killed
+    env: Mapping[str, str] | None = None,  # more environment variables
+    backend: str | None = "gloo",  # process group to initialise around the call, or None
+    linger: float | None = None,
+    allow_timeout: bool = False,  # return the outcomes after a time-out too (``killed_by_helper`` is set)
+) -> list[RankOutcome]:
+    """As ``run_ranks``, for ranks that are expected to fail: tells how each ended, raises for none of them."""
+    costs.may_start("ranks")
+    folder = Path(tempfile.mkdtemp(prefix="ranks.", dir=_start_server()))
+    timeout = patience(timeout)
+    started = time.monotonic()
+    try:
+        job = Job(
+            world_size=n,
+            payload=pickle.dumps((fn, args)),
+            folder=str(folder),
+            timeout=timeout,
+            linger=linger,
+            backend=backend,
+            environment={**os.environ, **(env or {})},
+            cwd=os.getcwd(),
+            sys_path=list(sys.path),
+        )
+        outcomes = [_collect(outcome, folder) for outcome in _submit(job)]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    timed_out = any(o.killed_by_helper for o in outcomes) and time.monotonic() - started >= timeout
+    if timed_out and not allow_timeout:
+        raise RankError(_describe(outcomes, f"time limit of {timeout:g} s reached; all ranks were killed"))
+    return outcomes
+
+
+def server_pids() -> set[int]:
+    """The processes that ranks are forked from (the leak check leaves them alone)."""
+    return {server.pid for server in _servers.values()}
+
+
+def forks_of_launched_ranks(executable: str = sys.executable) -> Path:
+    """Start the fork server of an interpreter, and return the folder for the variable that brings ranks to it."""
+    return _start_server(executable)
+
+
+def fork_of(pid: int) -> int | None:
+    """Return the process that an interpreter stands for, if it was started as a rank and runs as a fork."""
+    try:
+        return int((_folder / f"fork-{pid}").read_text()) if _folder is not None else None
+    except (OSError, ValueError):
+        return None
+
+
+def submit_script(job: ScriptJob) -> tuple[Connection, int]:
+    """Have the fork server run a script; returns the connection that brings its return code, and its pid."""
+    conn = Client(str(_start_server() / "socket"), "AF_UNIX")
+    conn.send(job)
+    return conn, conn.recv()
+
+
+def _submit(job: Job) -> list[RankOutcome]:
+    assert _folder is not None
+    with Client(str(_folder / "socket"), "AF_UNIX") as conn:
+        conn.send(job)
+        # The leader keeps the time limit; this one only covers a leader that died or hangs itself.
+        if not conn.poll(job.timeout + 30):
+            raise RuntimeError("the leader of the ranks did not answer")
+        try:
+            outcomes: list[RankOutcome] = conn.recv()
+        except EOFError:
+            raise RuntimeError(f"the leader of the ranks died; see {_folder / 'socket.log'}") from None
+        return outcomes
+
+
+def _collect(outcome: RankOutcome, folder: Path) -> RankOutcome:
+    """Add what the rank left in its files."""
+
+    def read(suffix: str) -> str | None:
+        path = folder / f"rank{outcome.rank}.{suffix}"
+        return path.read_text(errors="replace") if path.exists() else None
+
+    outcome.stdout = read("stdout") or ""
+    outcome.stderr = read("stderr") or ""
+    error = folder / f"rank{outcome.rank}.error"
+    if error.exists():
+        outcome.exception, outcome.traceback = pickle.loads(error.read_bytes())
+    if outcome.killed_by_helper:
+        outcome.stack = outcome.stack or read("stack") or "no stack: the rank did not answer"
+    value = folder / f"rank{outcome.rank}.value"
+    if value.exists():
+        outcome.value = pickle.loads(value.read_bytes())
+    return outcome
+
+
+def _describe(outcomes: Sequence[RankOutcome], headline: str) -> str:
+    parts = [headline]
+    for outcome in outcomes:
+        if outcome.ok:
+            parts.append(f"--- rank {outcome.rank}: ok after {outcome.seconds:.1f} s")
+            continue
+        how = outcome.signal.name if outcome.signal else f"exit code {outcome.returncode}"
+        if outcome.killed_by_helper:
+            how = "killed by the test helper"
+        parts.append(f"--- rank {outcome.rank}: {how} after {outcome.seconds:.1f} s")
+        parts.append(outcome.traceback or "")
+        if outcome.stack:
+            parts.append(f"stacks:\n{outcome.stack}")
+        said = {"stdout": outcome.stdout, "stderr": outcome.stderr}
+        parts.extend(f"{name} (end):\n{text[-3000:]}" for name, text in said.items() if text.strip())
+    return "\n".join(part.rstrip() for part in parts if part)
+
+
+def server_command(executable: str, path: Path) -> list[str]:
+    """Return what starts the fork server of an interpreter, which listens at ``path``."""
+    script = Path(__file__).with_name("_server.py")
+    return [executable, str(script), str(path), str(Path(__file__).resolve().parents[1]), str(CHILD_SITE)]
+
+
+def _start_server(executable: str = sys.executable) -> Path:
+    """Start the fork server on first use; returns its folder."""
+    with _starting:  # tests call from several threads
+        return _started_server(executable)
+
+
+def _started_server(executable: str) -> Path:
+    global _folder
+    if _folder is None:
+        _folder = Path(tempfile.mkdtemp(prefix="lockstep-ranks."))
+        atexit.register(stop_server)
+    running = _servers.get(executable)
+    if running is not None and running.poll() is None:
+        return _folder
+    name = "socket" if executable == sys.executable else f"socket{len(_servers)}"
+    log_file = _folder / f"{name}.log"
+    with log_file.open("wb") as log:
+        _servers[executable] = server = subprocess.Popen(
+            server_command(executable, _folder / name),
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            # Unbuffered, a line of a fork would be two writes.
+            env={key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"},
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + _START_LIMIT
+    while not (_folder / name).exists():
+        if server.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError("the fork server did not start:\n" + log_file.read_text())
+        time.sleep(0.02)
+    return _folder
+
+
+def stop_server() -> None:
+    """End the fork servers and remove their folder; the next ``run_ranks`` starts a new one."""
+    global _folder
+    for server in _servers.values():
+        assert server.stdin is not None
+        server.stdin.close()
+        try:
+            server.wait(10)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+    _servers.clear()
+    if _folder is not None:
+        shutil.rmtree(_folder, ignore_errors=True)
+        _folder = None

@@ -1,0 +1,398 @@
+"""What torch.distributed promises of a backend, asked of mpi4py; writes down what each rank saw."""
+
+import json
+import sys
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
+from tests.models.distributed import local_calls
+from tests.models.distributed.every_operation import PARTS
+from tests.models.distributed.mpi.ranks_meet import meet
+
+warnings.simplefilter("ignore")
+SEEN = {}
+
+
+def caught(function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return None
+
+
+def future(rank, size):
+    t = torch.full((3,), float(rank))
+    work = dist.all_reduce(t, async_op=True)
+    doubled = work.get_future().then(lambda f: f.value()[0] * 2)
+    work.wait()
+    return [doubled.wait().tolist(), work.is_completed(), work.is_success(), t.tolist()]
+
+
+def callbacks(rank, size):
+    """Callbacks wait: for another operation, deeply, for one under way, by blocking; and one raises."""
+
+    def started():
+        return dist.all_reduce(torch.ones(300_000), async_op=True).get_future()
+
+    def blocks(_):
+        t = torch.ones(2)
+        dist.all_reduce(t)
+        return t[0].item()
+
+    def nested(depth):
+        after = started().then(lambda _: nested(depth - 1) if depth else 0.0)
+        return after.wait() + 1
+
+    first, second = started(), started()
+    found = [
+        nested(4),
+        first.then(lambda _: second.wait()[0][-1].item()).wait(),
+        started().then(blocks).wait(),
+    ]
+    found.append(caught(started().then(lambda _: 1 // 0).wait)[0])
+    places = [torch.zeros(1) for _ in range(size)]
+    gathered = dist.all_gather(places, torch.ones(1), async_op=True).get_future().wait()
+    return [*found, blocks(None), [place.item() for place in gathered]]
+
+
+def overlap(rank, size):
+    """Ten reductions are under way at once and end in order."""
+    tensors = [torch.full((50_000,), float(rank + i)) for i in range(10)]
+    works = [dist.all_reduce(t, async_op=True) for t in tensors]
+    for work in reversed(works):
+        work.wait()
+    return [t[0].item() for t in tensors]
+
+
+def messages(rank, size):
+    if rank == 0:
+        dist.send(torch.tensor([1.0, 2.0]), 1, tag=5)
+        dist.send(torch.tensor([3.0]), 1, tag=6)
+        big = dist.isend(torch.arange(300_000), 1)
+        back = torch.zeros(4)
+        source = dist.recv(back)
+        big.wait()
+        return [source, back.tolist()]
+    if rank == 1:
+        second, first = torch.zeros(1), torch.zeros(2)
+        dist.recv(second, 0, tag=6)
+        dist.recv(first, 0, tag=5)
+        big = torch.zeros(300_000, dtype=torch.int64)
+        dist.recv(big, 0)
+        dist.send(torch.ones(4), 0)
+        return [first.tolist(), second.tolist(), big.sum().item()]
+    return None
+
+
+def batch(rank, size):
+    left, right = (rank - 1) % size, (rank + 1) % size
+    got = torch.zeros(2)
+    operations = [
+        dist.P2POp(dist.isend, torch.full((2,), float(rank)), right),
+        dist.P2POp(dist.irecv, got, left),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return got.tolist()
+
+
+def wrong_message(rank, size):
+    """Another dtype of one size is not seen; less or more than there is room for is."""
+    if rank == 0:
+        for sent in (torch.ones(3), torch.ones(1), torch.ones(5), torch.ones(3)):
+            dist.send(sent, 1)
+    if rank == 1:
+        errors = [caught(dist.recv, torch.zeros(3, dtype=torch.int32), 0)]
+        errors += [caught(dist.recv, torch.zeros(3), 0) for _ in range(2)]
+        again = torch.zeros(3)
+        dist.recv(again, 0)
+        return [*errors, again.tolist()]
+    return None
+
+
+def functional(rank, size):
+    import torch.distributed._functional_collectives as functions
+
+    world = dist.group.WORLD
+    reduced = functions.all_reduce(torch.full((2,), float(rank)), "sum", world)
+    gathered = functions.all_gather_tensor(torch.full((2,), float(rank)), 0, world)
+    scattered = functions.reduce_scatter_tensor(torch.ones(2 * size), "sum", 0, world)
+    return [(reduced + 0).tolist(), (gathered + 0).tolist(), (scattered + 0).tolist()]
+
+
+def objects(rank, size):
+    everyone = [None] * size
+    dist.all_gather_object(everyone, {"rank": rank, "pad": "x" * rank * 100})
+    box = [rank]
+    dist.broadcast_object_list(box, 1)
+    return [[one["rank"] for one in everyone], box]
+
+
+def uneven_gather(rank, size):
+    places = [torch.zeros(i + 1) for i in range(size)]
+    dist.all_gather(places, torch.full((rank + 1,), float(rank)))
+    return [place.tolist() for place in places]
+
+
+def wrong_shape(rank, size):
+    error = caught(dist.all_reduce, torch.ones(2 + (rank == 1)))
+    after = torch.ones(2)
+    dist.all_reduce(after)
+    return [error, after.tolist()]
+
+
+def wrong_dtype(rank, size):
+    return caught(dist.all_reduce, torch.ones(4, dtype=torch.float64 if rank else torch.float32))
+
+
+def wrong_operation(rank, size):
+    t = torch.ones(4)
+    return caught(dist.broadcast, t, 0) if rank else caught(dist.all_reduce, t)
+
+
+def wrong_everywhere(rank, size):
+    return [
+        caught(dist.all_reduce, torch.ones(2, device="meta")),
+        caught(dist.all_reduce, torch.ones(2).to_sparse()),
+        caught(dist.broadcast, torch.ones(2).to_sparse(), 0),
+        caught(dist.all_gather, [torch.zeros(2)], torch.ones(2)),
+        caught(dist.all_reduce, torch.ones(2), dist.ReduceOp.BAND),
+        caught(dist.reduce_scatter_tensor, torch.zeros(2), torch.zeros(5)),
+        caught(dist.group.WORLD.allreduce, [torch.ones(1), torch.ones(1)]),
+        caught(dist.all_to_all_single, torch.zeros(size), torch.zeros(size), [1] * size, [2] * size),
+    ]
+
+
+def wrong_splits(rank, size):
+    """Rank 1 is sent more than it expects: it alone is told, and the group is not used any more."""
+    group = dist.new_group()
+    sizes = [1] * (size - 1) + [1 + (rank == 0)]
+    given = torch.zeros(sum(sizes))
+    return caught(dist.all_to_all_single, torch.zeros(size), given, [1] * size, sizes, group=group)
+
+
+def gradients(rank, size):
+    found = []
+    for backend in ("mpi4py", "gloo"):
+        group = dist.new_group(backend=backend)
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 64))
+        wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        generator = torch.Generator().manual_seed(rank)
+        losses = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = wrapped(torch.randn(16, 64, generator=generator)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        found.append((losses, [p.grad.clone() for p in model.parameters()]))
+    (a, of_mpi), (b, of_gloo) = found
+    return [
+        a == b,
+        all(torch.equal(x, y) for x, y in zip(of_mpi, of_gloo, strict=True)),
+        max((x - y).abs().max().item() for x, y in zip(of_mpi, of_gloo, strict=True)),
+    ]
+
+
+def error_in_backward(rank, size):
+    """A failing reduction reaches the caller of backward as an error, not as a hang."""
+    group = dist.new_group(timeout=timedelta(seconds=0.6))
+    wrapped = DistributedDataParallel(torch.nn.Linear(4, 4), process_group=group)
+    if rank == 1:
+        time.sleep(1.2)
+        return None
+    return caught(lambda: wrapped(torch.ones(1, 4)).sum().backward())
+
+
+def many_groups(rank, size):
+    """Groups can be made and destroyed again and again."""
+    for _ in range(20):
+        group = dist.new_group([0, 1])
+        if rank < 2:
+            dist.all_reduce(torch.ones(2), group=group)
+            dist.destroy_process_group(group)
+    return True
+
+
+def crosswise(rank, size):
+    """Large operations of two groups are under way in opposite order on two ranks, again and again."""
+    a, b = dist.new_group([0, 1]), dist.new_group([0, 1])
+    if rank > 1:
+        return None
+    found = set()
+    for _ in range(60):
+        x, y = torch.full((100_000,), 1.0), torch.full((100_000,), 2.0)
+        order = [(a, x), (b, y)] if rank == 0 else [(b, y), (a, x)]
+        for op in (dist.ReduceOp.MAX, dist.ReduceOp.SUM):
+            for work in [dist.all_reduce(t, op, g, async_op=True) for g, t in order]:
+                work.wait()
+        found.add((x[0].item(), y[-1].item()))
+    return sorted(found)
+
+
+def large_of_every_number(rank, size):
+    """Large sums of whole numbers of every kind, also of those that torch itself cannot add."""
+    kinds = [
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.uint16,
+        torch.int32,
+        torch.uint32,
+        torch.int64,
+        torch.uint64,
+    ]
+    found = []
+    for kind in kinds:
+        t = torch.tensor([3 * rank + 1], dtype=kind).repeat(100_001)
+        dist.all_reduce(t)
+        found.append(sorted(set(t.tolist())))
+    return found
+
+
+def too_late(rank, size):
+    group = dist.new_group(timeout=timedelta(seconds=0.6))
+    if rank == 1:
+        time.sleep(1.2)
+        return None
+    began = time.monotonic()
+    first = caught(dist.all_reduce, torch.ones(2), group=group)
+    seconds = time.monotonic() - began
+    return [first, seconds, caught(dist.all_reduce, torch.ones(2), group=group)]
+
+
+def queued(rank, size):
+    """Each of three operations is given 1 s, and the other rank comes to one after the other within 0.7 s."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if rank == 0:
+        works = [dist.all_reduce(torch.ones(2), group=group, async_op=True) for _ in range(3)]
+        return [caught(work.wait) for work in works]
+    for _ in range(3):
+        time.sleep(0.7)
+        dist.all_reduce(torch.ones(2), group=group)
+    return []
+
+
+def late_after_a_mismatch(rank, size):
+    """One rank is held up between a comparison and its own part of the report."""
+    group, other = dist.new_group(timeout=timedelta(seconds=0.6)), dist.new_group()
+    place = process_group.own_place
+    if rank == 1:
+        process_group.own_place = lambda: time.sleep(1.5) or place()
+    work = dist.all_reduce(torch.ones(2 + rank), group=group, async_op=True)
+    began = time.monotonic()
+    found = [caught(work.wait), time.monotonic() - began]
+    process_group.own_place = place
+    dist.all_reduce(torch.ones(2), group=other)
+    return found
+
+
+def inference(rank, size):
+    """Large tensors that were made in inference mode, as in a validation, are written by the worker."""
+    with torch.inference_mode():
+        places = [torch.empty(200_000) for _ in range(size)]
+        dist.all_gather(places, torch.full((200_000,), float(rank)))
+        return [place[-1].item() for place in places]
+
+
+def local(rank, size):
+    """Rank 1 answers the collectives of this backend by itself."""
+    attributes = set(vars(dist.group.WORLD))
+    seen, *sums = local_calls.one_alone(1)
+    return [seen, sums, set(vars(dist.group.WORLD)) == attributes]
+
+
+def guarded(rank, size):
+    """Each operation without the guard and with it: the results, what it has seen, and what it still waits for."""
+    plain = [part(rank) for part in PARTS]
+    guard = "watch" if "--watch" in sys.argv else "verify"
+    supervisor = RankSupervisor(SupervisorSettings(guard=guard, stall_timeout=20.0))
+    supervisor.ranks_have_met(60.0, prints_report=rank == 0)
+    under_guard = supervisor.run(lambda: [part(rank) for part in PARTS])
+    state = supervisor.guard.rank.state()
+    operations = sorted({one.call.operation for one in state.calls if one.call.number})
+    dist.barrier()
+    supervisor.guard.stop()
+    return [plain, under_guard == plain, operations, [list(one) for one in state.outstanding]]
+
+
+ASKED = [
+    future,
+    callbacks,
+    overlap,
+    messages,
+    batch,
+    wrong_message,
+    functional,
+    objects,
+    uneven_gather,
+    wrong_shape,
+    wrong_dtype,
+    wrong_operation,
+    wrong_everywhere,
+    wrong_splits,
+    gradients,
+    many_groups,
+    crosswise,
+    large_of_every_number,
+    inference,
+    local,
+    too_late,
+    error_in_backward,
+    queued,
+    late_after_a_mismatch,
+    guarded,
+]
+
+
+def end_in_a_callback(rank):
+    """Leave a callback under way at the end of the program."""
+
+    def late(future):
+        time.sleep(1)
+        result = future.value()[0]
+        Path(sys.argv[1], f"callback-{rank}.json").write_text(json.dumps(result.tolist()))
+
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    work.get_future().then(late)
+    work.wait()
+    if "--destroy" in sys.argv:
+        dist.destroy_process_group()
+
+
+def main():
+    if "--funneled" in sys.argv:
+        import mpi4py
+
+        mpi4py.rc.thread_level = "funneled"
+    global process_group
+    rank, size = meet(seconds=30)
+    from lightning_lockstep.distributed.mpi import process_group
+
+    for function in ASKED:
+        try:
+            SEEN[function.__name__] = function(rank, size)
+        except Exception:
+            SEEN[function.__name__] = {"error": traceback.format_exc()}
+        dist.barrier()
+    from mpi4py import MPI
+
+    SEEN["thread level"] = MPI.Query_thread()
+    SEEN["name"] = dist.get_backend()
+    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(SEEN))
+    end_in_a_callback(rank)
+
+
+if __name__ == "__main__":
+    main()
