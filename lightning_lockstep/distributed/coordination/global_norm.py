@@ -62,14 +62,14 @@ class _GlobalNorm(torch.autograd.Function):
                 "batch norm was given a single value of each channel on all ranks together,"
                 f" {tuple(x.shape)} on this one: expected more than 1 in training."
             )
-        # No rank counts in a step of one rank alone, whose batch is padding.
+        # No rank counts in a step of one rank alone, whose batch is padding: the running statistics then stay.
         of_value = 1 / total.clamp(min=1)
         mean = (means * sizes).sum(0) * of_value
         var = ((variances + (means - mean).square()) * sizes).sum(0) * of_value
         unbiased = var * (total / (total - 1).clamp(min=1))
         for running, new in ((running_mean, mean), (running_var, unbiased)):
             if running is not None:
-                running.lerp_(new.to(running.dtype), momentum)
+                running.lerp_(new.to(running.dtype), (total > 0).to(running.dtype) * momentum)
         ctx.rate, ctx.of_value = (var + eps).rsqrt(), of_value * counts
         kind = torch.float32 if x.dtype in _HALF else x.dtype
         mean, var = mean.to(kind), var.to(kind)

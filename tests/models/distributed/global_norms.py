@@ -138,7 +138,7 @@ def single_value() -> str:
 
 
 def apart() -> bool:
-    """Return whether rank 1 alone, whose collectives are answered on it, gets what torch's own norm gives."""
+    """Return whether rank 1 alone, whose collectives are answered on it, gets what torch gives, of padding nothing."""
     x, same = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), True
     if dist.get_rank() == 1:
         with local_collectives():
@@ -147,6 +147,8 @@ def apart() -> bool:
                 F.batch_norm(x, None, None, training=True),
                 atol=1e-6,
             )
-            same &= bool(global_batch_norm(x, None, None, training=True, counts=False).isfinite().all())
+            running = torch.full((3,), 2.0)
+            padding = global_batch_norm(x, running, running, training=True, counts=False)
+            same &= bool(padding.isfinite().all()) and bool(running.eq(2.0).all())
     dist.barrier()
     return same
