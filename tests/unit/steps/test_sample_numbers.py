@@ -267,14 +267,27 @@ def test_compiled_code_draws_the_same(name: str) -> None:
         assert torch.equal(under(WHOLE, compiled, x, step=step), under(WHOLE, HELD[name], x, step=step))
 
 
-def test_draws_in_a_checkpoint_within_compiled_code_are_refused() -> None:
+def test_draws_in_a_checkpoint_within_compiled_code_are_refused_or_repeated() -> None:
+    """Torch 2.9 repeats them; in later releases the backward does not see the mode."""
     torch._dynamo.reset()
-    numbers, dropout = SampleNumbers(1), HELD["Dropout"]
-    compiled = torch.compile(lambda x: checkpoint(dropout, x, use_reentrant=False).sum(), backend="eager")
-    with numbers.step(BatchPlace(2, 3, 0, 1, SAMPLES), 5):
-        y = compiled(inputs().requires_grad_())
-    with pytest.raises(ConfigurationError, match="outside of torch"), numbers.backward():
-        y.backward()
+
+    def gradient_of(function: Callable[[Tensor], Tensor]) -> Tensor | None:
+        numbers, x = SampleNumbers(1), inputs().requires_grad_()
+        with numbers.step(BatchPlace(2, 3, 0, 1, SAMPLES), 5):
+            y = function(x)
+        with numbers.backward():
+            y.backward()
+        return x.grad
+
+    def function(x: Tensor) -> Tensor:
+        return checkpoint(HELD["Dropout"], x, use_reentrant=False).square().sum()
+
+    try:
+        found = gradient_of(torch.compile(function, backend="eager"))
+    except ConfigurationError as error:
+        assert "outside of torch" in str(error)
+    else:
+        assert torch.equal(found, gradient_of(function))
 
 
 def test_a_compiler_records_no_cuda_graph_with_a_dropout() -> None:
@@ -285,7 +298,8 @@ def test_a_compiler_records_no_cuda_graph_with_a_dropout() -> None:
     graphs: list[Any] = []
     compiled = torch.compile(HELD["Dropout"], backend=lambda graph, _: graphs.append(graph) or graph)
     under(WHOLE, compiled, inputs())
-    refused = get_first_incompatible_cudagraph_node(graphs[0])
+    with torch._inductor.config.patch(graph_partition=False):  # else torch 2.9 asks later, for each part
+        refused = get_first_incompatible_cudagraph_node(graphs[0])
     assert refused is not None and refused.target is torch.ops.lockstep.dropout_noise.default
 
 
