@@ -4,9 +4,9 @@
     python scripts/test_report.py --twice REPORT     the tests that run once more, alone, by the names that pytest takes
 
 Beside `run.xml` may stand `run.xml.code` (pytest's exit code) and `run.xml.alone` (the report of the second run). A
-test has failed if it failed both times; one that passed only the second time is named and counted. In continuous
-integration these fail, too: a test of a default folder that took longer than its budget both times, and one that was
-skipped for another reason than a missing GPU, TPU or kind of CPU.
+test has failed if it failed both times; one that passed only the second time is named and counted, and so is a test of
+a default folder that took longer than its budget: how long it takes depends on the machine, so that is no failure. In
+continuous integration a test fails, too, that was skipped for another reason than a missing GPU, TPU or kind of CPU.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def beside(report: Path, suffix: str) -> Path:
 
 def twice(report: Path) -> list[str]:
     """Return the names of the tests that run again."""
-    names = [case.name for case in cases(report) if case.failure or case.over_budget]
+    names = [case.name for case in cases(report) if case.failure]
     return names if len(names) <= TWICE else []
 
 
@@ -102,14 +102,14 @@ def summary(reports: list[Path]) -> int:
                 failed.append(f"{case.name}\n      {case.failure}")
             elif case.failure:
                 unsteady.append(f"{case.name}\n      {case.failure}")
-            if case.over_budget and (again is None or again.over_budget):
+            if case.over_budget:
                 slow.append(f"{case.seconds:5.1f} s {case.name}")
     skipped = Counter(case.skipped for case in all_cases if case.skipped)
     missing = sum(n for reason, n in skipped.items() if not any(word in reason for word in EXCUSED))
     slowest = sorted(all_cases, key=lambda case: -case.seconds)[:20]
     show("the slowest", [f"{case.seconds:5.1f} s {case.name}" for case in slowest if case.seconds > 1])
     show("skipped", [f"{n} x {reason}" for reason, n in sorted(skipped.items())])
-    show(f"longer than the budget of {BUDGET:g} s of a default test, alone too", slow)
+    show(f"longer than the budget of {BUDGET:g} s of a default test, beside others", slow)
     show("failed beside others, passed alone: look into it", unsteady)
     show("failed", failed)
     show("cut short", broken)
@@ -121,7 +121,7 @@ def summary(reports: list[Path]) -> int:
         f"{len(failed)} failed",
     ]
     print(f"\ntest: {', '.join(counts)}")
-    return int(bool(failed or broken or (strict and (slow or missing))))
+    return int(bool(failed or broken or (strict and missing)))
 
 
 if __name__ == "__main__":
