@@ -31,13 +31,13 @@ class Run:
         tuple[float, int, float]
     ]  # seconds since the epoch, number and loss of each step, as they were made
     died: float  # when the rank was killed [s since the epoch]; 0: none was
+    made: int  # steps that were made before
     weights: torch.Tensor | None  # at the end
 
     @property
     def away(self) -> float:
         """Seconds from the kill to the first step that had not been made before."""
-        most = max((step for at, step, _ in self.steps if at <= self.died), default=0)
-        return next((at - self.died for at, step, _ in self.steps if step > most), LIMIT)
+        return next((at - self.died for at, step, _ in self.steps if step > self.made), LIMIT)
 
     @property
     def repeated(self) -> int:
@@ -65,7 +65,8 @@ def train(mode: str, kills: str = "") -> Run:
         died = folder / (kills or "none")
         whole = folder / "weights.pt"
         weights = torch.cat([one.flatten() for one in torch.load(whole).values()]) if whole.exists() else None
-        return Run(steps, float(died.read_text()) if died.exists() else 0.0, weights)
+        made = int(kills.rpartition("@")[2] or 0)
+        return Run(steps, float(died.read_text()) if died.exists() else 0.0, made, weights)
 
 
 def _start(command: list[str], environment: dict[str, str], log: Any) -> subprocess.Popen[bytes]:
