@@ -27,9 +27,8 @@ ROUNDS = 3
 class Run:
     """What came of one run."""
 
-    steps: list[
-        tuple[float, int, float]
-    ]  # seconds since the epoch, number and loss of each step, as they were made
+    # Seconds since the epoch, number and loss of each step, as they were made.
+    steps: list[tuple[float, int, float]]
     died: float  # when the rank was killed [s since the epoch]; 0: none was
     made: int  # steps that were made before
     weights: torch.Tensor | None  # at the end
