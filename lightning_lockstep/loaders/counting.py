@@ -13,7 +13,8 @@ in evaluation; here its four methods are extended:
     on_epoch_end        combine what was logged since then
 
 Each combination is a gather over the side channel, so that a rank at the end of its batches waits in no collective
-while others are in those of their steps. Every rank takes part, whatever it has logged. A value logged at a step with
+while others are in those of their steps. Every rank takes part, whatever it has logged. A metric object that only other
+ranks have logged is logged on this one too, because its sync waits for all. A value logged at a step with
 ``sync_dist=True`` is the mean over the samples of all ranks.
 
 If the lists of a metric have different lengths on the ranks, whole lists are gathered: torchmetrics would gather one
@@ -253,13 +254,17 @@ class Counting:
         for of_rank in found.complete("What a rank has logged in an epoch"):
             for key, value in of_rank.items():
                 logged[key].append(_Logged(*value))
-        device = self.trainer.strategy.root_device
+        device, module = self.trainer.strategy.root_device, self.trainer.lightning_module
         before, results.dataloader_idx = results.dataloader_idx, index
         for key, values in logged.items():
+            metric = values[0].how["metric_attribute"]
             if key not in own:  # only another rank has logged it, but a callback may ask for it on every rank
-                reduce = self.trainer.strategy.reduce
-                results.log(value=torch.zeros((), device=device), sync_dist_fn=reduce, **values[0].how)
-            results[key]._computed = _Logged.combined(values).to(device)
+                value = torch.zeros((), device=device) if metric is None else module.get_submodule(metric)
+                results.log(value=value, sync_dist_fn=self.trainer.strategy.reduce, **values[0].how)
+            if metric is None:
+                results[key]._computed = _Logged.combined(values).to(device)
+            else:  # its sync is a collective, which comes in the same order on all ranks
+                results[key] = results.pop(key)
         results.dataloader_idx = before
         self._combined.update(logged)
 
@@ -347,14 +352,15 @@ def _sizes_in(loop: Any, number: int, dataloader_idx: int) -> tuple[int, int] | 
 
 
 def _is_of(one: Any, index: int | None) -> bool:
-    """Return whether a result is a value of that loader for the epoch, and one of all ranks."""
+    """Return whether a result is a value or metric of that loader for the epoch, and one of all ranks."""
     meta = one.meta
-    left_out = one.has_reset or meta.sync.group is not None or meta.sync.rank_zero_only or not meta.on_epoch
-    return bool(one.is_tensor and meta.dataloader_idx == index and not left_out)
+    group = meta.sync.group if one.is_tensor else one.value.process_group
+    left_out = one.has_reset or group is not None or meta.sync.rank_zero_only or not meta.on_epoch
+    return bool(meta.dataloader_idx == index and not left_out)
 
 
 class _Logged(NamedTuple):
-    """A value that a rank has logged for an epoch."""
+    """A value that a rank has logged for an epoch, or that it has logged a metric object."""
 
     value: float  # for a mean, the weighted sum
     weight: float
@@ -364,10 +370,12 @@ class _Logged(NamedTuple):
     @classmethod
     def of(cls, one: Any) -> _Logged:
         meta = one.meta
-        names = ("name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
-        how = {name: getattr(meta, name) for name in names}
+        names = "name prog_bar logger on_step on_epoch enable_graph add_dataloader_idx metric_attribute"
+        how = {name: getattr(meta, name) for name in names.split()}
         how |= {"fx": meta.fx.removesuffix(f".{meta.dataloader_idx}"), "reduce_fx": meta.reduce_fx.__name__}
         how["sync_dist"] = meta.sync.should
+        if not one.is_tensor:
+            return cls(0.0, 0.0, "", how)
         weight = float(one.cumulated_batch_size) if meta.is_mean_reduction else 1.0
         return cls(float(one.value), weight, str(one.value.dtype).removeprefix("torch."), how)
 

@@ -16,6 +16,8 @@ NAMED = (
     Program(samples=31, batch=4, order="weighted", accumulate=2, epochs=2, stop=2, resume_ranks=2),
     # A batch that is None, without items.
     Program(ranks=3, samples=6, corrupt=(1,)),
+    # Ranks whose only batch is None log no metric object, and its sync waits for all.
+    Program(ranks=3, samples=3, corrupt=(1, 2), epochs=2, values=("metric", "list")),
     # A rate that falls over the number of steps, which EffectiveBatchSize changes.
     Program(ranks=3, samples=24, batch=4, schedule=True, effective=6, epochs=3),
     # A batch that is None ends the micro-batches of an optimizer step.
