@@ -27,7 +27,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 from yaml import YAMLError
 
-from lightning_lockstep._application.signatures import entries, parts_of, unset_settings
+from lightning_lockstep._application.signatures import entries, parts_of, typed_lines, unset_settings
 from lightning_lockstep._settings import did_you_mean, nearest
 from lightning_lockstep._text import listed
 
@@ -131,7 +131,7 @@ class Loader:
         """What can be meant by a key whose part at `depth` is not in `node`, as the end of a sentence."""
         parts = parts_of(override.key_or_group)
         whole, last = ".".join(parts), parts[-1].rpartition("/")[2]
-        there, brought, unset = _keys_in(config), self._brought(), unset_settings(node)
+        there, brought, unset = _keys_in(config), self._brought(config), unset_settings(node)
         beside = [str(key) for key in node if not str(key).startswith("_") and (depth or key != "hydra")]
         beside += unset if depth else self.groups()
         if whole in brought:
@@ -144,17 +144,23 @@ class Loader:
         has = f" It has: {listed(beside, 12)}." if depth == len(parts) - 1 > 0 else ""
         return f"{has} A new key is added with {'+' if depth else '++'}{override.input_line}"
 
-    def _brought(self) -> dict[str, str]:
-        """Each key that an option would bring, with the option: of the groups of which a run takes several options."""
+    def _brought(self, config: DictConfig) -> dict[str, str]:
+        """Each key that an option would bring, with what is to be written for it."""
+        typed = typed_lines(config)
+        parts = self._loader.compute_defaults_list(self.config_name, typed, RunMode.RUN).defaults
+        taken = [str(part.config_path).partition("/") for part in parts]
         found: dict[str, str] = {}
         for group in ("callbacks", "checkpoint", "logger"):
+            # Of callbacks and loggers a run may have several: an option is added to those that it has.
+            kept = [name for of, _, name in taken if of == group != "checkpoint" and name != "none"]
             for choice in self.choices(group) if self.is_group(group) else ():
                 with suppress(YAMLError):  # an error only if it is used
                     loaded = self._repository.load_config(f"{group}/{choice}")
                     if loaded is not None and (loaded.header.get("package") or group) == group:
                         content: Any = loaded.config
+                        value = f"[{','.join([*kept, choice])}]" if kept else choice
                         for key in _keys_in(content):
-                            found.setdefault(f"{group}.{key}", f"{group}={choice}")
+                            found.setdefault(f"{group}.{key}", f"{group}={value}")
         return found
 
 

@@ -143,7 +143,7 @@ class Job:
         ]
         if texts:
             plugins = _PLUGINS if group.startswith("hydra/") else ""
-            return f"{'; '.join(texts)} It has: {', '.join(known)}.{plugins}"
+            return f"{'; '.join(texts)} It has{': ' if known else ' none'}{', '.join(known)}.{plugins}"
         chosen = () if self.config is None else self.config.hydra.runtime.choices
         if override.is_add() and override.get_key_element()[1:] in chosen:
             return f"the group {group!r} is in the configuration already: write {_line(override)[1:]}"

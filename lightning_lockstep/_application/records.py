@@ -150,5 +150,5 @@ def show(summary: Summary) -> None:
 
 
 def _order(name: str) -> tuple[int, str]:
-    first = name.split("_", 1)[0]
+    first = name.replace("/", "_").split("_", 1)[0]
     return ({"train": 0, "val": 1, "test": 2}.get(first, 3), name)

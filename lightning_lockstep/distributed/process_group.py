@@ -234,7 +234,9 @@ def start_process_group(
                 device_id=device if device.type != "cpu" and device.type in served else None,
             )
             if connect_within is not None:
-                dist.distributed_c10d._set_pg_timeout(timeout)
+                # Torch 2.14 has a public function, and warns of the private one.
+                set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+                set_timeout(timeout)
     except dist.DistError as error:
         raise LaunchError(
             f"The ranks did not meet: rank {rank} of {world_size} waited at MASTER_ADDR={address}, MASTER_PORT={port}"

@@ -35,14 +35,6 @@ class Values:
     dtype: torch.dtype  # in which it is to be written
     parts: Sequence[Tensor]  # of one dimension; one after the other they are the flat parameter
 
-    def __post_init__(self) -> None:
-        held, needed = _count(self.parts), math.prod(self.shape)
-        if held != needed:
-            raise ConfigurationError(
-                f"The files of the checkpoint hold {held} values of a parameter that has {needed}: expected those of"
-                " one run."
-            )
-
     def whole(self) -> Tensor:
         """Return the whole tensor in its own memory."""
         vector = torch.empty(math.prod(self.shape), dtype=self.dtype)

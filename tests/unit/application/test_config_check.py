@@ -132,6 +132,8 @@ def test_a_key_of_a_choice_that_is_not_taken_names_the_choice() -> None:
     for fault in others:
         assert fault.endswith(f" Did you mean 'callbacks.early_stopping.patience'?{ending}"), fault
     assert faults_of("callbacks=early_stopping", "callbacks.early_stopping.patience=3") == []
+    beside = only(faults_of("callbacks=[overflow,lr_monitor]", "patience=3"))
+    assert beside.endswith(" Add callbacks=[overflow,lr_monitor,early_stopping], which brings it.")
 
 
 def test_a_new_key_of_a_users_own_is_added() -> None:

@@ -61,6 +61,7 @@ IN_A_PROJECT = [
         "+optimzer=adam",
         "nothing refers to it. A key that only your own code reads is added with ++optimzer=adam",
     ),
+    ("optim=adam", "group 'optim' has no option 'adam'. It has none."),
 ]
 
 
@@ -79,6 +80,7 @@ def test_the_keys_of_a_project_come_first_and_advice_is_never_about_models_of_ot
         file = own_folder / "conf" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
+    (own_folder / "conf" / "optim").mkdir()
     with (own_folder / "mine.py").open("a") as file:
         file.write(
             "\n\nclass Rated(Net):\n    def __init__(self, hidden=4, lr=0.1):\n        super().__init__(hidden)\n"
@@ -97,7 +99,7 @@ def test_what_is_wrong_with_parts_of_other_parts_is_said_of_those() -> None:
         "+callbacks.mine._target_=lightning.pytorch.callbacks.EarlyStopping",
         "+callbacks.mine.monitor=val_loss",
     )
-    text = "callbacks.early_stopping and callbacks.mine: SyncedEarlyStopping and EarlyStopping keep their"
+    text = "trainer: Found more than one stateful callback of type `EarlyStopping`."
     assert only(built("callbacks=early_stopping", *stock)).startswith(text)
 
 

@@ -43,6 +43,16 @@ def test_a_path_stands_in_one_line_however_narrow_the_terminal_is(
     assert f"best checkpoint: {path}" in capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.parametrize("mark", ["_", "/"])
+def test_metrics_of_training_come_first_and_those_of_the_test_last(
+    mark: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [f"{stage}{mark}loss" for stage in ("test", "val", "train")] + ["lr"]
+    show(replace(SUMMARY, metrics=dict.fromkeys(names, 0.5)))
+    words = capsys.readouterr().out.split()
+    assert [word for word in words if word in names] == [names[2], names[1], names[0], names[3]]
+
+
 def test_the_report_of_a_sweep_has_its_jobs_and_the_commands_of_those_that_were_not_run() -> None:
     sweep = Sweep()
     assert sweep.report() == ""

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_lockstep.deepspeed.checkpoints.consolidation import Values
+from lightning_lockstep.deepspeed.checkpoints.consolidation import put_together
 from lightning_lockstep.deepspeed.checkpoints.file_names import consolidated_name
+from lightning_lockstep.deepspeed.checkpoints.files import Checkpoint
 from lightning_lockstep.distributed.checkpoint_folder import whole_folder
 from lightning_lockstep.errors import ConfigurationError
 
@@ -143,8 +144,11 @@ def test_the_name_of_a_consolidated_file() -> None:
     assert consolidated_name(Path("checkpoints/last.ckpt")) == Path("checkpoints/last.consolidated.ckpt")
 
 
-@pytest.mark.parametrize("held", [3, 5])
-def test_a_parameter_of_which_values_lack_is_an_error_and_never_zeros(held: int) -> None:
-    text = f"The files of the checkpoint hold {held} values of a parameter that has 4"
-    with pytest.raises(ConfigurationError, match=text):
-        Values((2, 2), torch.float32, [torch.ones(2), torch.ones(held - 2)])
+@pytest.mark.parametrize("held", [3, 6])
+@pytest.mark.parametrize("state", [{}, {"fp32_flat_groups": []}], ids=["stage 2", "stage 3"])
+def test_a_parameter_of_which_values_lack_is_an_error_and_never_zeros(
+    held: int, state: dict[str, Any]
+) -> None:
+    checkpoint = Checkpoint(Path("last.ckpt"), [{"param_shapes": [{"weight": (2, 2)}]}], [state])
+    with pytest.raises(ConfigurationError, match=rf"hold {held} values of .*, expected 4\."):
+        put_together(checkpoint, [[torch.ones(held)]])
