@@ -61,9 +61,7 @@ def make(
         return hydra.utils.instantiate(kept, _partial_=True, _convert_="all")(**(given or {}))
     except Exception as error:
         cause = error.__cause__ if isinstance(error, HydraException) and error.__cause__ else error
-        # Lightning's Trainer raises a RuntimeError if two callbacks keep their state under one name.
-        of_trainer = (TypeError, RuntimeError) if key == "trainer" else ()
-        if not isinstance(cause, (*_ABOUT_SETTINGS, *of_trainer)):
+        if not isinstance(cause, (*_ABOUT_SETTINGS, TypeError) if key == "trainer" else _ABOUT_SETTINGS):
             raise
     trace(cause)
     said = cause.faults if isinstance(cause, ConfigurationError) else (first_line(cause),)
