@@ -21,6 +21,8 @@ from hydra.core.utils import _flush_loggers, configure_log, env_override, setup_
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from rich.syntax import Syntax
 
 import lightning_lockstep
 from lightning_lockstep._application.config_channel import ConfigChannel, Message
@@ -226,7 +228,11 @@ class _Application:
         try:
             loader = Loader(search_path, name, overrides)
             text = "".join(map(loader.help_of, groups))
-            sys.stdout.write(text or loader.help(program_name(), overrides))
+            if text and sys.stdout.isatty():
+                shown = Syntax(text, "yaml", theme="ansi_dark", background_color="default", word_wrap=True)
+                Console().print(shown)
+            else:
+                sys.stdout.write(text or loader.help(program_name(), overrides))
         except REFUSED as error:
             _refuse([whole_message(error)])
 
