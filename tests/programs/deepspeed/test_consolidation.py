@@ -142,21 +142,6 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], None], file: str) -> N
     path.with_name("new").replace(path)
 
 
-def test_parameters_that_were_not_saved(copy: Path, two: Path) -> None:
-    """As it happens to trained parameters that the optimizer does not have."""
-    file = "zero_pp_rank_0_mp_rank_00_model_states.pt"
-    edit(copy, lambda states: states["frozen_param_shapes"].pop("frozen.bias"), file)
-    with pytest.raises(
-        ConfigurationError, match=r"holds no values of frozen\.bias\. In stage 3 DeepSpeed saves only"
-    ):
-        consolidated(copy)
-    edit(copy, lambda states: states.update(frozen_param_shapes=None), file)
-    with pytest.warns(RuntimeWarning, match=r"frozen\.bias \(the run did not save its values\)"):
-        weights = consolidated(copy)["state_dict"]
-    expected = truth(two / "stage_3_bf16.ckpt")
-    compare(weights, {name: value for name, value in expected.items() if not name.startswith("frozen")})
-
-
 @pytest.fixture
 def small_files() -> Iterator[None]:
     """A full disk, as near as a test can come: no file can be longer than 2000 bytes."""
@@ -278,11 +263,6 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"file.ckpt: is a file, which needs no consolidation"):
         consolidated(tmp_path / "file.ckpt")
     assert not any(map(is_deepspeed_checkpoint, (tmp_path, tmp_path / "none.ckpt", tmp_path / "file.ckpt")))
-
-
-def test_a_folder_is_no_output(two: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"expected a file that can be written \(Is a directory\)"):
-        consolidate(two / "stage_2_fp32.ckpt", tmp_path)
 
 
 # -- nothing of a file is run --------------------------------------------------------------------------------------

@@ -8,11 +8,9 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_lockstep._application import config_channel
 from lightning_lockstep._application.checks import prepare_training
 from lightning_lockstep._application.config_channel import ConfigChannel, Message
 from lightning_lockstep.distributed import rendezvous
-from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.external_ranks import ExternalRanks, external_ranks
 
 JOB = {"SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "train", "SLURM_PROCID": "0", "SLURM_NODELIST": "n[1-2]"}
@@ -64,26 +62,6 @@ def test_a_step_of_slurm_has_the_devices_of_its_own_tasks(
     )
     prepare_training(config)
     assert (config.trainer.devices, config.trainer.num_nodes) == (devices, nodes)
-
-
-def test_a_store_that_is_lost_is_said_with_the_time_that_was_waited(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(keys: list[str]) -> bool:
-        raise RuntimeError("Connection reset by peer")
-
-    channel = ConfigChannel(ExternalRanks(1, 2, 1, "here", 29500))
-    monkeypatch.setattr(channel, "_store", lambda timeout: SimpleNamespace(check=check))
-    text = "received no configuration from rank 0 in 0 s, and then lost its connection, at here:29500"
-    with pytest.raises(LaunchError, match=text):
-        channel.receive()
-
-
-def test_rank_0_of_one_node_started_by_hand_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    channel = ConfigChannel(ExternalRanks(0, None, 1, "here", 29500))
-    channel.nodes = 1
-    store = SimpleNamespace(set=lambda key, value: None, add=lambda key, amount: 0)
-    monkeypatch.setattr(channel, "_store", lambda: store)
-    monkeypatch.setattr(config_channel.time, "sleep", lambda seconds: pytest.fail("it waits"))
-    channel.close(0, unusable=False)
 
 
 @pytest.mark.parametrize(
