@@ -47,46 +47,6 @@ def test_nothing_is_wrong_with_own_choices_and_a_setting_is_added_with_a_plus() 
     ]
 
 
-#: In a project with a class of its own behind each group: what is wrong, and how what is said about it ends.
-IN_A_PROJECT = [
-    ("model.hiden=3", "there is no key 'hiden' in 'model'. Did you mean 'hidden'?"),
-    ("model.learning_rate=0.1", "It has: hidden, lr. A new key is added with +model.learning_rate=0.1"),
-    ("model.context=3", "It has: hidden, lr. A new key is added with +model.context=3"),
-    (
-        "data.global_batch_size=64",
-        "Add callbacks=auto_batch_size or callbacks=effective_batch_size, which brings it.",
-    ),
-    ("+experiment=wide", "the group 'experiment' is in the configuration already: write experiment=wide"),
-    (
-        "+optimzer=adam",
-        "nothing refers to it. A key that only your own code reads is added with ++optimzer=adam",
-    ),
-]
-
-
-@pytest.mark.usefixtures("importable")
-@pytest.mark.parametrize(("argument", "end"), IN_A_PROJECT)
-def test_the_keys_of_a_project_come_first_and_advice_is_never_about_models_of_others(
-    argument: str, end: str, own_folder: Path
-) -> None:
-    for name, text in {
-        "config.yaml": "defaults: [lockstep_train, override data: mine, override model: mine, _self_]\n"
-        "hydra: {searchpath: ['pkg://lightning_lockstep.conf']}\n",
-        "model/mine.yaml": "_target_: mine.Rated\nhidden: 3\n",
-        "data/mine.yaml": "_target_: mine.Data\nsize: 16\n",
-        "experiment/wide.yaml": "# @package _global_\nmodel: {hidden: 64}\n",
-    }.items():
-        file = own_folder / "conf" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    with (own_folder / "mine.py").open("a") as file:
-        file.write(
-            "\n\nclass Rated(Net):\n    def __init__(self, hidden=4, lr=0.1):\n        super().__init__(hidden)\n"
-        )
-    fault = only(faults_of("--config-dir", "conf", "--config-name", "config", argument))
-    assert fault.startswith(f"{argument}: ") and fault.endswith(end)
-
-
 @pytest.mark.usefixtures("importable")
 def test_what_is_wrong_with_parts_of_other_parts_is_said_of_those() -> None:
     deepspeed = built("strategy=deepspeed_stage_2", "+strategy.config.zero_optimization.stag=1")

@@ -74,48 +74,6 @@ def test_a_later_attempt_finds_the_folder_of_the_former(
     assert claim(str(tmp_path / "third")) == str(tmp_path / "third"), "another job"
 
 
-JOB = {
-    "SLURM_JOB_ID": "8",
-    "SLURM_RESTART_COUNT": "0",
-    "TORCHELASTIC_RUN_ID": "8",
-    "TORCHELASTIC_RESTART_COUNT": "0",
-    "MASTER_ADDR": "n1",
-}
-
-
-@pytest.mark.parametrize(
-    ("run_id", "later"),
-    [
-        ("8", {"SLURM_RESTART_COUNT": "1"}),
-        ("8", {"SLURM_RESTART_COUNT": "1", "MASTER_ADDR": "n2"}),
-        ("a1b2", {"SLURM_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "c3d4"}),  # --standalone
-        ("8", {"TORCHELASTIC_RESTART_COUNT": "1", "MASTER_ADDR": "n2"}),
-        ("none", {"TORCHELASTIC_RESTART_COUNT": "1", "MASTER_ADDR": "n2"}),
-    ],
-)
-def test_torchrun_in_a_job_of_slurm_goes_on_after_a_requeue_and_after_a_restart(
-    run_id: str, later: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {**JOB, "TORCHELASTIC_RUN_ID": run_id}.items():
-        monkeypatch.setenv(name, value)
-    first = claim(str(tmp_path / "first"))
-    for name, value in later.items():
-        monkeypatch.setenv(name, value)
-    assert claim(str(tmp_path / "second")) == first
-
-
-@pytest.mark.parametrize(("run_id", "goes_on"), [("100", True), ("none", False)])
-def test_a_restart_that_moves_rank_0_goes_on_if_the_job_has_a_run_id(
-    run_id: str, goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
-    monkeypatch.setenv("MASTER_ADDR", "n1")
-    first = claim(str(tmp_path / "first"))
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    monkeypatch.setenv("MASTER_ADDR", "n2")
-    assert claim(str(tmp_path / "second")) == (first if goes_on else str(tmp_path / "second"))
-
-
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="no folder can be made there"):
