@@ -82,7 +82,7 @@ def test_a_configuration_that_is_too_large_for_the_environment_is_refused(
     job: DictConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    monkeypatch.setattr(sys, "argv", ["program.py", "seed=1"])
+    monkeypatch.setattr(sys, "argv", [__file__, "seed=1"])
     given = hydra_child_command()
     assert given is not None and given[1] == str(Path.cwd())
     job.trainer.default_root_dir = os.urandom(100_000).hex()
