@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from lightning_lockstep import (
     ConfigurationError,
     OverflowDetectedError,
     OverflowDetector,
 )
-from tests.models.overflow.models import Explode, Task, data, fit
+from tests.models.overflow.models import MARK, WIDTH, Explode, Task, data, fit
 
 
 @pytest.mark.parametrize(("bad", "note"), [(5, "Found 2 batches later"), (8, ""), (7, "")])
@@ -45,6 +47,39 @@ def test_hooks_see_micro_batches_whose_gradients_are_fine(tmp_path: Path) -> Non
             accumulate_grad_batches=4,
         )
     assert detector.reports[0].occasion.step == 1
+
+
+class _InPlace(nn.Module):
+    """Makes minus infinity of marked values, which the next module changes to zero in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x > MARK / 2, x * -1e38, x)
+
+
+def test_hooks_see_what_an_operation_in_place_hides(tmp_path: Path) -> None:
+    model = Task(nn.Sequential(nn.Linear(WIDTH, WIDTH), _InPlace(), nn.ReLU(inplace=True)))
+    with torch.no_grad():
+        model.suspect[0].weight.copy_(torch.eye(WIDTH))
+    detector = OverflowDetector(mode="hooks")
+    with pytest.raises(OverflowDetectedError, match="batch_number=3 ") as caught:
+        fit(model, data(batches=5, marked={3: 2}), detector, default_root_dir=tmp_path)
+    assert "suspect.1 (_InPlace) made it from good inputs" in str(caught.value)
+
+
+def test_large_finite_values_are_no_alarm(tmp_path: Path) -> None:
+    class Large(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * 0 + 3e38) * 1.0
+
+    class Aside(Task):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.metric_head(self.before(batch))
+            return self(batch).square().mean()
+
+    model = Aside()
+    model.metric_head = Large()
+    trainer = fit(model, data(batches=3), OverflowDetector(mode="hooks"), default_root_dir=tmp_path)
+    assert trainer.global_step == 3
 
 
 def test_a_report_that_cannot_be_written_does_not_part_the_ranks(
