@@ -50,41 +50,6 @@ OF_DEEPSPEED: dict[str, dict[str, Any]] = {
             "zero_quantized_gradients": True,
         }
     },
-    "cifar": {
-        "train_batch_size": 16,
-        "steps_per_print": 2000,
-        "optimizer": {
-            "type": "Adam",
-            "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
-        },
-        "scheduler": {
-            "type": "WarmupLR",
-            "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000},
-        },
-        "gradient_clipping": 1.0,
-        "prescale_gradients": False,
-        "bf16": {"enabled": False},
-        "fp16": {
-            "enabled": True,
-            "fp16_master_weights_and_grads": False,
-            "loss_scale": 0,
-            "loss_scale_window": 500,
-            "hysteresis": 2,
-            "min_loss_scale": 1,
-            "initial_scale_power": 15,
-        },
-        "wall_clock_breakdown": False,
-        "zero_optimization": {
-            "stage": 0,
-            "allgather_partitions": True,
-            "reduce_scatter": True,
-            "allgather_bucket_size": 50000000,
-            "reduce_bucket_size": 50000000,
-            "overlap_comm": True,
-            "contiguous_gradients": True,
-            "cpu_offload": False,
-        },
-    },
 }
 
 _AUTO_OPTIMIZER = {
@@ -163,8 +128,6 @@ OF_TRANSFORMERS: dict[str, dict[str, Any]] = {
         "wall_clock_breakdown": False,
     },
 }
-
-EXAMPLES = OF_DEEPSPEED | OF_TRANSFORMERS
 
 
 def zero(**keys: Any) -> dict[str, Any]:

@@ -41,13 +41,6 @@ class BadBackward(nn.Module):
         return _Backward.apply(x)
 
 
-class DictOutput(nn.Module):
-    """Gives a dict whose second entry explodes."""
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        return {"first": x.clamp(max=1), "states": (x, {"last": torch.where(x > MARK / 2, x * 1e38, x)})}
-
-
 class Task(LightningModule):
     """A stack of ``before``, the suspect and a head; the loss is the mean square of the output."""
 

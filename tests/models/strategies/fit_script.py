@@ -25,7 +25,7 @@ from lightning_lockstep.errors import BatchSizeError, LockstepError
 
 FAULT = sys.argv[1] if len(sys.argv) > 1 else "none"
 START = sys.argv[2] if len(sys.argv) > 2 else "popen"
-SIGNALS = {"kill": signal.SIGKILL, "predict": signal.SIGTERM}
+SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "predict": signal.SIGTERM}
 GRACE = 600.0 if FAULT == "raise@0" else 8.0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -105,22 +104,6 @@ def test_without_an_environment() -> None:
     package = str(Path(__file__).resolve().parents[3])
     done = doctor("kernel", env={"PATH": folder, "PYTHONPATH": package}, cwd="/")
     assert done.returncode in (0, 1) and "Linux kernel" in done.stdout, done.stderr
-
-
-def test_a_terminal_gets_a_progress_line() -> None:
-    """On a pseudo-terminal; in a file there is none."""
-    main, other = os.openpty()
-    command = [sys.executable, "-m", "lightning_lockstep.doctor", "kernel", "packages"]
-    process = subprocess.Popen(command, stdout=other, env={**os.environ, "TERM": "xterm"})
-    os.close(other)
-    shown = b""
-    with contextlib.suppress(OSError):  # the other side has closed
-        while part := os.read(main, 4096):
-            shown += part
-    os.close(main)
-    assert process.wait(60) in (0, 1)
-    assert b"waiting for " in shown and b"Linux kernel" in shown
-    assert "waiting for" not in doctor("kernel").stdout
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "its time is over"])

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 from lightning_lockstep.distributed.process_group import forget_rendezvous
 from lightning_lockstep.doctor import network
 from lightning_lockstep.doctor.checks.network import Trial, examine
-from lightning_lockstep.doctor.command import run_checks
 from lightning_lockstep.doctor.network import Ranks, backends_of, ranks_here
-from lightning_lockstep.doctor.registry import CheckOptions, Finding, Status
+from lightning_lockstep.doctor.registry import Finding, Status
 from tests.harness import run_script
 from tests.models.distributed.mpi.launch import mpi_command, mpi_environ
 
@@ -143,13 +139,6 @@ def test_errors_that_explain_others_are_blamed_first() -> None:
     assert silent.step == "start" and list(silent.blamed) == [1]
 
 
-def test_two_machines_of_one_name_are_two_hosts() -> None:
-    with two_ranks() as ranks:
-        for rank, machine in enumerate(["1", "2", "1"]):
-            ranks.facts[rank] = {"name": "localhost", "machine": machine, "outside": [f"10.0.0.{machine}"]}
-        assert ranks.hosts == {"localhost (10.0.0.1)": [0, 2], "localhost (10.0.0.2)": [1]}
-
-
 @pytest.mark.parametrize(
     ("strategy", "on_gpus", "on_cpu"),
     [
@@ -164,17 +153,6 @@ def test_two_machines_of_one_name_are_two_hosts() -> None:
 )
 def test_the_backends_of_a_strategy(strategy: str, on_gpus: tuple[str, ...], on_cpu: tuple[str, ...]) -> None:
     assert (backends_of(strategy, "auto"), backends_of(strategy, "cpu")) == (on_gpus, on_cpu)
-
-
-def test_a_run_that_begins_with_this_check_keeps_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "1")  # as if torchrun had started this process alone
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    before = {*os.environ}
-    options = CheckOptions(nproc=1, backends=())
-    assert run_checks(["network"], options, Status.OK, as_json=True, strict=False) == 0
-    gc.collect()
-    listening = [one for one in psutil.Process().net_connections() if one.status == psutil.CONN_LISTEN]
-    assert ({*os.environ} - before, listening) == (set(), [])
 
 
 @pytest.mark.mpi

@@ -144,13 +144,6 @@ def test_a_run_that_left_nothing_can_go_on_from_its_newest_whole_checkpoint(tmp_
     assert line == f'# in the script: trainer.fit(..., ckpt_path="{folder}/checkpoints/preempted.ckpt")'
 
 
-def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "last.ckpt").write_bytes(b"")
-    found = {finding.subject: finding for finding in findings(tmp_path)}
-    assert found["checkpoints"].status is Status.NOT_APPLICABLE and not found["checkpoints"].fix
-
-
 def test_a_rank_that_was_killed_is_not_said_to_be_out_of_memory(tmp_path: Path) -> None:
     record = {"rank": 1, "world_size": 2, "host": "h", "summary": "killed by SIGKILL"}
     (tmp_path / "failure.json").write_text(json.dumps(record))
@@ -181,24 +174,6 @@ def test_a_collective_that_did_not_complete_is_quoted_and_a_record_cut_short_is_
     [cut] = [finding for finding in findings(tmp_path) if finding.status is Status.PROBLEM]
     assert cut.subject == "records" and "failure.json cannot be read" in cut.evidence
     assert not any("it was killed" in finding.evidence for finding in findings(tmp_path))
-
-
-def test_reports_of_an_earlier_attempt_do_not_count_for_a_run_that_finished(tmp_path: Path) -> None:
-    (tmp_path / ".hydra").mkdir()
-    (tmp_path / "overflow").mkdir()
-    written = {
-        "overflow/batch-1.json": {"ranks": [{"rank": 0, "producer": {"module": "block.1"}}]},
-        "failure.json": {"rank": 1, "summary": "RuntimeError"},
-        ".hydra/overrides.yaml": [],
-        "summary.json": {"steps": 100, "ranks": 2, "metrics": {"loss": 1.0}},
-    }
-    for number, (name, content) in enumerate(written.items()):
-        (tmp_path / name).write_text(json.dumps(content))
-        os.utime(tmp_path / name, (number, number))
-    found = findings(tmp_path)
-    assert {(finding.status, finding.subject) for finding in found} == {(Status.OK, "run")}
-    os.utime(tmp_path / "failure.json")  # and that of a later one does
-    assert (Status.PROBLEM, "failure") in {(f.status, f.subject) for f in findings(tmp_path)}
 
 
 def test_a_report_of_overflow_is_quoted_with_its_remedy_whatever_the_folder_is_called(tmp_path: Path) -> None:

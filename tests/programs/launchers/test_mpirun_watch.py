@@ -52,22 +52,6 @@ def sent(number: signal.Signals, times: int) -> Iterator[None]:
         signal.signal(number, before)
 
 
-def test_a_signal_goes_to_mpirun_and_is_its_exit_code() -> None:
-    process, ranks = started()
-    with sent(signal.SIGTERM, times=1):
-        assert _wait(process, saves=False) == 128 + signal.SIGTERM
-    for rank in ranks:  # a shell leaves them; mpirun ends its ranks
-        rank.kill()
-
-
-def test_ranks_that_save_on_a_signal_get_sigusr1_and_end_mpirun_themselves() -> None:
-    process, ranks = started()
-    with sent(signal.SIGTERM, times=1):
-        assert _wait(process, saves=True) == 75
-    for rank in ranks:
-        rank.kill()
-
-
 def test_the_second_ctrl_c_ends_mpirun_and_its_ranks() -> None:
     process, ranks = started()
     try:
@@ -77,7 +61,3 @@ def test_the_second_ctrl_c_ends_mpirun_and_its_ranks() -> None:
         _end_with_children(process.pid)
     _, alive = psutil.wait_procs(ranks, timeout=20)
     assert len(ranks) == 2 and not alive
-
-
-def test_a_failed_start_is_mpirun_s_own_matter() -> None:
-    assert _wait(subprocess.Popen(["sh", "-c", "exit 7"]), saves=False) == 7

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 
 from lightning_lockstep import LockstepDDPStrategy
 from lightning_lockstep.distributed import c10d_operators
-from lightning_lockstep.distributed.guard import collective_call
 from lightning_lockstep.errors import CollectiveStallError
 from tests.harness import run_ranks
 from tests.models.distributed.mpi.launch import run_program
@@ -43,20 +41,6 @@ def test_a_hook_that_completes_its_futures_in_a_later_call_ends_in_an_error(
     assert hook is not None
     with pytest.raises(CollectiveStallError, match=r"deferring returned for bucket 3 .* after 0\.1 s"):
         hook(None, bucket_of(3))
-
-
-@pytest.mark.parametrize(("thread", "batch"), [("lockstep-mpi-future", "batch 5"), ("of the program", "")])
-def test_a_callback_belongs_to_the_batch_in_whichever_thread_its_future_completes(
-    thread: str, batch: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the ranks of mpi4py disagree if a future is complete when one of them asks for its callback."""
-    monkeypatch.setattr(collective_call, "_batch", lambda: "batch 5")
-    monkeypatch.setattr(collective_call, "_trains", threading.current_thread())
-    found: list[str] = []
-    calls = threading.Thread(target=lambda: found.append(collective_call.batch_of_call()), name=thread)
-    calls.start()
-    calls.join()
-    assert (found, collective_call.batch_of_call()) == ([batch], "batch 5")
 
 
 @pytest.mark.mpi

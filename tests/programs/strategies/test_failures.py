@@ -1,4 +1,4 @@
-"""Scripts as users start them: what is left when a rank fails. More failures: tests/programs/soak."""
+"""Scripts as users start them: what is left when a rank fails. Other ways of starting: test_ways_of_starting.py."""
 
 from __future__ import annotations
 

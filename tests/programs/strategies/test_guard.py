@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
-import pytest
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
-
-from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
 from tests.harness import start_script
 from tests.models.strategies.guard import (
     LIMIT,
@@ -67,26 +60,6 @@ def test_a_rank_that_works_is_a_remark_and_no_error(tmp_path: Path) -> None:
         outcome = ended(script.finish(LIMIT))
     assert outcome.returncode == 0, outcome.output
     assert not (tmp_path / "failure.json").exists()
-
-
-def test_the_report_goes_to_the_run_folder_of_hydra_where_that_is_the_current_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    logger = SimpleNamespace(save_dir=str(tmp_path / "logs"))
-    supervisor = RankSupervisor(SupervisorSettings())
-    trainer = SimpleNamespace(
-        default_root_dir=os.getcwd(), logger=logger, fast_dev_run=False, is_global_zero=True
-    )
-    supervisor._trainer = lambda: trainer
-    assert supervisor.folder() == tmp_path / "logs"
-    for folder, expected in ((tmp_path, tmp_path), (tmp_path / "other", tmp_path / "logs")):
-        hydra = {"runtime": {"output_dir": str(folder)}, "job": {"num": 0}}
-        monkeypatch.setattr(HydraConfig.instance(), "cfg", OmegaConf.create({"hydra": hydra}))
-        supervisor = RankSupervisor(SupervisorSettings())  # of a strategy that was made in this job
-        supervisor._trainer = lambda: trainer
-        monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # as in a spawned rank
-        assert supervisor.folder() == expected
 
 
 def test_a_job_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_lockstep import AutoBatchSize, EffectiveBatchSize
 from lightning_lockstep.demo.images import ConvNet, DigitsData
 from tests.harness import run_ranks
-from tests.models.batch_size.models import PassedIn, Walled, largest, trainer
+from tests.models.batch_size.models import PassedIn, Walled, trainer
 from tests.models.batch_size.same_run import strategy_for
 
 ROWS = 240
@@ -50,6 +50,7 @@ DIVIDED = {
 
 
 def kept(ranks: int, folder: str) -> dict[str, Any]:
+    """Fits one after the other, on the same ranks."""
     told: dict[str, Any] = {}
     for name, (wall, (size, accumulate), _) in DIVIDED.items():
         weights = []
@@ -90,34 +91,9 @@ def kept(ranks: int, folder: str) -> dict[str, Any]:
     return told
 
 
-def runs_digits(ranks: int, folder: str) -> list[Any]:
-    found = []
-    effective = EffectiveBatchSize(512, lr_scaling="linear", reference_batch_size=256)
-    for accumulate, others in ((3, []), (1, []), (16, [effective])):
-        data, finder = DigitsData(), (AutoBatchSize if others else largest)("binsearch", 1, 64)
-        run = trainer(
-            folder,
-            *others,
-            finder,
-            devices=ranks,
-            strategy=strategy_for(ranks),
-            max_steps=1,
-            accumulate_grad_batches=accumulate,
-        )
-        run.fit(ConvNet(width=8, learning_rate=3e-3), data)
-        rate = run.optimizers[0].param_groups[0]["lr"] / 3e-3
-        found.append((data.batch_size, run.accumulate_grad_batches, run.global_step, round(rate, 6)))
-    return found
-
-
-def cases(ranks: int, folder: str) -> dict[str, Any]:
-    """Fits one after the other, on the same ranks."""
-    return {**kept(ranks, folder), "digits": runs_digits(ranks, folder)}
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(2, cases, 2, str(tmp_path_factory.mktemp("kept")), backend=None, timeout=170)
+    return run_ranks(2, kept, 2, str(tmp_path_factory.mktemp("kept")), backend=None, timeout=170)
 
 
 @pytest.mark.parametrize("name", DIVIDED)
@@ -139,14 +115,3 @@ def test_a_global_batch_of_the_data_or_of_effective_batch_size_is_kept(found: li
     for told in found:
         assert told["data"] == (64, 64 // (2 * len(found)))
         assert told["effective"] == (8, 48)
-
-
-def test_global_batches_stay_within_the_data(found: list[dict[str, Any]]) -> None:
-    data, ranks = DigitsData(), len(found)
-    data.setup("fit")
-    samples = len(data.train_dataloader().dataset)
-    for told in found:
-        shard, whole, effective = told["digits"]
-        assert shard == (samples // (3 * ranks), 3, 1, 1.0)
-        assert whole == (samples // ranks, 1, 1, 1.0)
-        assert effective == (512 // ranks, 1, 1, 2.0), "divided and scaled once"

@@ -99,65 +99,8 @@ class Streams(PassedIn):
         return DataLoader(Endless(), batch_size=self.batch_size)
 
 
-class Everywhere(pl.LightningModule):
-    """Reads the size wherever it is; fails in ``how`` on the last rank when a batch has more than ``wall``."""
-
-    def __init__(self, wall: int, how: str) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(20, 1)
-        self.wall, self.how, self.sizes = wall, how, list[int]()
-        self.save_hyperparameters({"batch_size": 4})
-
-    @property
-    def batch_size(self) -> int:
-        return int(self.hparams["batch_size"])
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        assert sizes_of(self) == {len(batch[0])}, "a step of another size than the attributes say"
-        if len(batch[0]) > self.wall and self.global_rank == self.trainer.world_size - 1:
-            raise RuntimeError(FULL) if self.how == "memory" else KeyError("a bug")
-        return self.layer(batch[0]).pow(2).mean()
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.sizes.append(len(batch[0]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-class Data(pl.LightningDataModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.save_hyperparameters({"batch_size": 4})
-        self.batch_size = 4
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(TensorDataset(torch.randn(4000, 20)), batch_size=self.batch_size)
-
-
-def sizes_of(module: Everywhere) -> set[int]:
-    data: Any = module.trainer.datamodule
-    return {module.batch_size, module.hparams["batch_size"], data.batch_size, data.hparams["batch_size"]}
-
-
-class Survived(AutoBatchSize):
-    """Notes how a search failed, and what it left behind."""
-
-    failed: tuple[set[int], str, int | None] | None = None
-
-    def scale_batch_size(self, trainer: Any, pl_module: Any) -> None:
-        try:
-            super().scale_batch_size(trainer, pl_module)
-        except Exception as error:
-            self.failed = sizes_of(pl_module), type(error).__name__, self.optimal_batch_size
-
-
-def attributes(ranks: int, folder: str) -> dict[str, Any]:
+def other_loaders(ranks: int, folder: str) -> dict[str, Any]:
     told: dict[str, Any] = {}
-    for name, wall, how in (("fits", 300, "memory"), ("full", 0, "memory"), ("bug", 20, "bug")):
-        module, finder = Everywhere(wall, how), Survived(max_val=256, global_batch_size="largest")
-        on(ranks, folder, finder, max_steps=2 if name == "fits" else 0).fit(module, Data())
-        told[name] = finder.failed or (sizes_of(module), module.sizes, finder.optimal_batch_size)
     for name, streams in (("uneven", Uneven()), ("stream", Streams())):
         run = on(ranks, folder, largest(), use_distributed_sampler=False, max_steps=1)
         try:
@@ -274,7 +217,7 @@ def cases(ranks: int, folder: str) -> dict[str, Any]:
     return {
         **runs_out(ranks, folder),
         **(gathers(folder) if ranks == 2 else {}),
-        **attributes(ranks, folder),
+        **other_loaders(ranks, folder),
         "milestones": milestones(ranks, folder),
         "rates": finds_a_rate(ranks, folder),
         "decorator": decorated(ranks),
@@ -309,14 +252,10 @@ def test_a_step_that_gathers_is_tried_on_each_rank_alone(found: list[dict[str, A
         assert "Give the batch size yourself" in refused
 
 
-def test_attributes_follow_the_search_and_come_back_after_a_failure(found: list[dict[str, Any]]) -> None:
+def test_streams_are_refused_and_loaders_of_ranks_may_be_uneven(found: list[dict[str, Any]]) -> None:
     for told in found:
-        assert told["fits"] == ({256}, [256, 256], 256)
-        assert told["full"] == ({4}, "BatchSizeError", None)
-        assert told["bug"][0] == {4} and told["bug"][2] is None
         assert told["stream"][1] == 4 and "IterableDataset, which has no length" in told["stream"][0]
         assert told["uneven"][0] == (90 if len(found) == 1 else 30), "what every rank has"
-    assert [told["bug"][1] for told in found] == [*["BatchSizeError"] * (len(found) - 1), "KeyError"]
 
 
 def test_a_subclass_searches_again_at_epochs_of_its_own(found: list[dict[str, Any]]) -> None:

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
 
@@ -16,7 +17,6 @@ from lightning_lockstep import AutoBatchSize, BatchSizeError, LockstepDDPStrateg
 from tests.harness import run_ranks
 from tests.models.batch_size.models import FULL, Mid, Walled, _FailsInBackward, trainer
 from tests.models.batch_size.same_run import strategy_for
-from tests.models.steps.models import Hooked
 
 
 def fit_mid(
@@ -154,13 +154,23 @@ def logged(ranks: int, folder: str) -> dict[str, Any]:
     return told
 
 
-class WithGradientHooks(Hooked):
-    """Hooks on parameters that are no linear functions, and one on the module that changes gradients."""
+class WithGradientHooks(pl.LightningModule):
+    """Hooks on parameters that are no linear functions, and one on the module that changes gradients.
+
+    Memory runs out in ``where`` above ``most`` samples.
+    """
 
     def __init__(self, most: int, where: str) -> None:
-        super().__init__(most, where=where, rows=96)
-        self.batch_size = 16
-        self.hooked = [0, 0]
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.most, self.where, self.samples = most, where, 0
+        self.calls, self.hooked = list[str](), [0, 0]
+
+    def called(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self.where and self.samples > self.most:
+            raise RuntimeError(FULL)
 
     def configure_optimizers(self) -> Any:
         self.first.weight.register_hook(self.clamped)
@@ -178,17 +188,24 @@ class WithGradientHooks(Hooked):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.samples = len(batch[0])
         self.called("training_step")
-        hidden = _FailsInBackward.apply(
-            torch.relu(self.first(batch[0])), self.where == "halfway" and self.samples > self.most
-        )
+        runs_out = self.where == "halfway" and self.samples > self.most
+        hidden = _FailsInBackward.apply(torch.relu(self.first(batch[0])), runs_out)
         return (self.last(hidden) - 1).pow(2).mean()
 
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.called("backward")
+        super().backward(loss, *args, **kwargs)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.called("on_before_zero_grad")
+
     def on_after_backward(self) -> None:
-        super().on_after_backward()
+        self.called("on_after_backward")
         self.last.bias.grad = self.last.bias.grad**2
 
-    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        self.called("configure_gradient_clipping")
+    def train_dataloader(self) -> DataLoader[Any]:
+        data = torch.randn(96, 8, generator=torch.Generator().manual_seed(1))
+        return DataLoader(TensorDataset(data), batch_size=16)
 
 
 def hooked(ranks: int, folder: str) -> dict[str, Any]:

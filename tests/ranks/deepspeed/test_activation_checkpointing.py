@@ -18,8 +18,6 @@ BLOCKS, ROWS, WIDTH, HIDDEN = 3, 64, 16, 256
 # How a block is called, and the section of the configuration.
 CASES: dict[str, tuple[str, dict[str, Any] | None]] = {
     "kept": ("plain", None),
-    "torch": ("torch", None),
-    "no section": ("deepspeed", None),
     "on the host": (
         "deepspeed",
         {
@@ -38,7 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any] | None]] = {
         },
     ),
 }
-IN_STAGE_3 = ("kept", "torch", "on the host")
+IN_STAGE_3 = ("kept", "on the host")
 
 
 class Net(LightningModule):
@@ -61,8 +59,6 @@ class Net(LightningModule):
 
         if self.how == "deepspeed":
             return deepspeed.checkpointing.checkpoint(block, inputs)
-        if self.how == "torch":
-            return torch.utils.checkpoint.checkpoint(block, inputs, use_reentrant=False)
         return block(inputs)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

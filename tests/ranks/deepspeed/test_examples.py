@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import os
 from contextlib import redirect_stderr
 from typing import Any
@@ -14,38 +15,21 @@ from lightning_lockstep.deepspeed.importing import load_ops
 from lightning_lockstep.errors import LaunchError, RankFailedError
 from tests.harness import run_ranks
 from tests.models.deepspeed import run_config
-from tests.models.deepspeed.example_configs import HAS_FLOAT16, OF_DEEPSPEED, OF_TRANSFORMERS
+from tests.models.deepspeed.example_configs import OF_DEEPSPEED, OF_TRANSFORMERS
 
-BATCH_SIZES = {"zero-infinity": 4, "zero++": 4, "cifar": 8}
-if HAS_FLOAT16:
-    del BATCH_SIZES["cifar"]  # float16 in stage 0, which is refused
-
-
-def fit(config: dict[str, Any], batch_size: int) -> list[float]:
-    net = run_config.Net(has_optimizer="optimizer" not in config)
-    run_config.trainer(config).fit(net, run_config.loader(batch_size))
-    return net.losses
+#: Batch size of each.
+TUTORIALS = {"zero-infinity": 4, "zero++": 4}
 
 
-def example(name: str, folder: str) -> dict[str, Any]:
-    zero = dict(OF_DEEPSPEED[name]["zero_optimization"])
-    for section in ("offload_param", "offload_optimizer"):
-        if section in zero:
-            zero[section] = zero[section] | {"nvme_path": folder}
-    config = OF_DEEPSPEED[name] | {"zero_optimization": zero}
-    if "optimizer" in config:  # PyTorch's, since DeepSpeed would build its own for a minute
-        params = config["optimizer"]["params"] | {"torch_adam": True}
-        config["optimizer"] = config["optimizer"] | {"params": params}
-    return config
-
-
-def fit_examples(folder: str) -> dict[str, tuple[list[float], str]]:
+def fits_of_tutorials(folder: str) -> dict[str, tuple[list[float], str]]:
     found = {}
-    for name, batch_size in BATCH_SIZES.items():
-        said = io.StringIO()
+    for name, batch_size in TUTORIALS.items():
+        config = json.loads(json.dumps(OF_DEEPSPEED[name]).replace("/local_nvme", folder))
+        net, said = run_config.Net(), io.StringIO()
         with redirect_stderr(said):
-            found[name] = fit(example(name, folder), batch_size), said
-    return {name: (losses, said.getvalue()) for name, (losses, said) in found.items()}
+            run_config.trainer(config).fit(net, run_config.loader(batch_size))
+        found[name] = net.losses, said.getvalue()
+    return found
 
 
 def fits_of_transformers() -> dict[str, Any]:
@@ -82,7 +66,7 @@ def build_without_a_compiler() -> str:
 
 def all_fits(folder: str) -> dict[str, Any]:
     return {
-        "fits": fit_examples(folder),
+        "fits": fits_of_tutorials(folder),
         "of Transformers": fits_of_transformers(),
         "build": build_without_a_compiler(),
     }
@@ -101,9 +85,8 @@ def test_the_tutorials_train_with_adapt(found: list[dict[str, Any]]) -> None:
             "zero_quantized_weights=False",
             "zero_optimization.zero_quantized_gradients=False instead of",
         ),
-        "cifar": ("fp16.enabled=False and bf16.enabled=True instead of fp16.enabled=True",),
     }
-    for name, batch_size in BATCH_SIZES.items():
+    for name, batch_size in TUTORIALS.items():
         losses, said = one[name]
         assert len(losses) == 32 // batch_size
         # Each is of other samples, so the first one may be the lowest.

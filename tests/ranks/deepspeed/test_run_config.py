@@ -119,23 +119,6 @@ def test_batch_sizes_of_a_fit_do_not_bind_evaluations() -> None:
         RunConfig({**given, "bf16": {"enabled": True}}, adapt=False, say=print).of_evaluation("32-true")
 
 
-def test_an_accumulation_that_was_deduced_is_deduced_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = RunConfig({"train_batch_size": 32, "zero_optimization": {"stage": 2}}, adapt=False, say=print)
-    runner: Any = SimpleNamespace(accumulate_grad_batches=1, gradient_clip_val=None)
-
-    def of_a_loader(batch_size: int) -> tuple[int, int]:
-        monkeypatch.setattr(
-            "lightning_lockstep.deepspeed.config_per_run._batch_size", lambda trainer: batch_size
-        )
-        found = config.of_fit(runner, precision="32-true", world_size=2)
-        return found["gradient_accumulation_steps"], runner.accumulate_grad_batches
-
-    assert [of_a_loader(size) for size in (4, 8, 16)] == [(4, 4), (2, 2), (1, 1)]
-    runner.accumulate_grad_batches = 4  # as a callback does it
-    with pytest.raises(ConfigurationError, match=r"train_batch_size is not equal to .* 32 != 8 \* 4 \* 2"):
-        of_a_loader(8)
-
-
 def precision_of_program(*overrides: str) -> str:
     """The precision of the Trainer that `lockstep-train` makes for these arguments."""
     with initialize_config_module("lightning_lockstep.conf", version_base="1.3"):
@@ -182,12 +165,6 @@ def test_a_config_in_place_of_that_of_a_choice_keeps_its_stage_and_offloading(tm
     path.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
     with pytest.raises(InstantiationException, match=r"zero_optimization\.stage=2 in the config and stage=3"):
         hydra.utils.instantiate(choice.strategy, _convert_="all")
-
-
-def test_without_a_precision_lightnings_own_holds() -> None:
-    for strategy in ("ddp", "single"):
-        assert precision_of_program(f"strategy={strategy}") == "32-true"
-    assert precision_of_program("precision=64-true") == "64-true"
 
 
 # -- in runs ---------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_lockstep import check_breakpoint, set_breakpoint
-from lightning_lockstep.distributed import SideChannel, current_communicator
+from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement
 from tests.harness import run_ranks, run_ranks_raw
 
@@ -115,26 +115,6 @@ def test_a_dead_rank_does_not_keep_the_others():
     outcomes = run_ranks_raw(3, one_is_dead, timeout=60)
     steps = [o.value[0] for o in outcomes[:2]]
     assert steps[0] == steps[1] > 0
-
-
-def test_one_process_agrees_with_itself():
-    agreement = StepAgreement(SideChannel())
-    assert agreement.passed() is None
-    agreement.request("enough")
-    decision = agreement.passed()
-    assert decision is not None and decision.step == 2 and decision.reason == "rank 0: enough"
-    agreement.start_over()
-    assert agreement.passed() is None and agreement.decision is None
-
-
-def test_a_request_that_no_step_has_answered_is_asked_again():
-    agreement = StepAgreement(SideChannel())
-    agreement.request("late", kind="preempted")
-    assert agreement.unanswered("preempted") == ["late"] and agreement.unanswered("breakpoint") == []
-    agreement.start_over(keep_requests=True)
-    assert agreement.passed().asks_for("preempted")
-    agreement.start_over()
-    assert agreement.unanswered("preempted") == []
 
 
 @pytest.mark.parametrize("reset", [False, True])

@@ -14,9 +14,7 @@ from lightning_lockstep import (
     LockstepDDPStrategy,
     OverflowDetectedError,
     OverflowDetector,
-    detect_overflow,
 )
-from lightning_lockstep.numerics.statistics import any_bad, has_bad_values, tensor_statistics
 from tests.harness import run_ranks
 from tests.models.overflow.models import (
     WIDTH,
@@ -112,33 +110,9 @@ def _with_island(model: Task, batch: Tensor) -> Tensor:
         return model.head(inner).square().mean()
 
 
-def distributed_tensors() -> list[Any]:
-    """On each rank: what is said of a DTensor whose bad value is in rank 1's shard, alone and in a list."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (2,))
-    good, bad = torch.ones(4, 3), torch.ones(4, 3)
-    bad[3, 1] = float("inf")
-    shards = [distribute_tensor(whole, mesh, [Shard(0)]) for whole in (good, bad)]
-    rank = int(os.environ["RANK"])
-    if rank == 1:  # one rank alone: nothing below may talk to the other
-        figures = tensor_statistics(shards[1])
-        assert figures is not None
-        return [
-            [has_bad_values(s) for s in shards],
-            detect_overflow(shards[1], "sharded"),
-            figures.inf,
-            any_bad([torch.ones(2), shards[0]]),
-            any_bad([torch.ones(2), shards[1]]),
-            any_bad([shards[1]]),
-        ]
-    return [has_bad_values(shards[1])]
-
-
 def everything(folder: str) -> dict[str, Any]:
     """The fits, and what else needs two ranks."""
-    return {**fits(folder), "islands": islands(), "distributed tensors": distributed_tensors()}
+    return {**fits(folder), "islands": islands()}
 
 
 class InfiniteLoss(Task):
@@ -277,9 +251,3 @@ def test_gradients_of_float32_islands_under_ddp(answers: Any) -> None:
     assert zero["ddp"] == one["ddp"]
     assert zero["inside"] == [torch.float32]
     assert zero["ddp"] == pytest.approx(zero["alone"], rel=1e-5, abs=1e-7)
-
-
-def test_a_dtensor_is_checked_without_a_message_to_other_ranks(answers: Any) -> None:
-    zero, one = both(answers, "distributed tensors")
-    assert zero == [False]
-    assert one == [[False, True], True, 1, False, True, True]

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.sharded_state import ranks_of_part
@@ -45,21 +43,6 @@ class DividesItself(Net):
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
             for part in (self.middle, self):
                 fully_shard(part, mesh=mesh)
-
-
-class DividesTensors(Net):
-    """Two copies; within each one, two ranks share the work of a layer, of which both have the last bias."""
-
-    def configure_model(self) -> None:
-        if not isinstance(self, FSDPModule):
-            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-            parallelize_module(self.middle, self.device_mesh["tensor_parallel"], plan)
-            fully_shard(self, mesh=self.device_mesh["data_parallel"])
-
-    @torch.no_grad()
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.case.fault == "shared" and batch_idx == 2 and on(1):
-            held([self.middle[2].bias])[0][0] += 1
 
 
 class Late(Callback):
@@ -104,16 +87,9 @@ def of_divided_weights() -> tuple[str, int]:
     return contents.left_out, len(contents.sections()["parameters"])
 
 
-def under_tensor_parallelism(case: Case) -> dict[str, Any]:
-    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)
-    return fit(case, make=DividesTensors, plain_strategy=strategy)
-
-
 def cases() -> dict[str, Any]:
     """Fits one after the other, on the same ranks."""
     return {
-        "healthy, tensors": under_tensor_parallelism(Case(every=1)),
-        "tensors": under_tensor_parallelism(Case(every=1, fault="shared")),
         "healthy": fit(Case(hsdp=True, traits=("dropout",), trainer={"accumulate_grad_batches": 2})),
         "healthy, own": fit(Case(hsdp=True, every=1), make=DividesItself),
         "hook": fit(Case(hsdp=True), make=WritesItself),
@@ -159,7 +135,7 @@ def test_of_weights_that_fully_shard_divides_none_is_compared(of_ranks: list[Any
     assert [divided for *_, divided in of_ranks] == [(said, 0)] * 4
 
 
-@pytest.mark.parametrize("name", ["healthy", "healthy, own", "healthy, tensors"])
+@pytest.mark.parametrize("name", ["healthy", "healthy, own"])
 def test_healthy_runs_give_no_alarm(name: str, found: dict[str, Any]) -> None:
     assert found[name]["error"] is None and found[name]["lines"] == []
     assert found[name]["steps"] == 12
@@ -181,7 +157,6 @@ PAIR = "which hold the same part of the model, differ in their"
         ("late", [f"ranks 0,2, {PAIR} parameters", "first.weight"]),
         ("own", [f"ranks 0,2, {PAIR} parameters", "middle.0.weight", "Memory or arithmetic of a device"]),
         ("gradient", [f"ranks 1,3, {PAIR}", "gradients of first.weight differed", "for example by a hook."]),
-        ("tensors", [f"ranks 0-1, {PAIR} parameters", "middle.2.bias  rank 0, rank 1"]),
         ("start", [f"ranks 1,3, {PAIR} parameters, found before the first batch", "first.weight"]),
     ],
 )

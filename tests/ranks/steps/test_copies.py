@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -105,29 +104,21 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).eval()
 
 
+#: Of each callback that acts in a fit; those of Lightning copy the module themselves.
 CALLBACKS: dict[str, Callable[[], Any]] = {
     "AutoBatchSize": lambda: ours.AutoBatchSize(max_trials=1, init_val=4, max_val=4),
+    "FP32Modules": lambda: ours.FP32Modules(["net.0", "net.1"]),
     "AutoBatchSize, split": lambda: ours.AutoBatchSize("off", on_oom="split"),
     "SyncedEarlyStopping": lambda: ours.SyncedEarlyStopping("loss", check_on_train_epoch_end=True),
-    "EffectiveBatchSize": lambda: ours.EffectiveBatchSize(8),
-    "FP32Modules": lambda: ours.FP32Modules(["net.0", "net.1"]),
-    "OverflowDetector": lambda: ours.OverflowDetector(),
-    "OverflowDetector, hooks": lambda: ours.OverflowDetector(mode="hooks"),
-    "OverflowDetector, trace": lambda: ours.OverflowDetector(trace_batch_nums=[1]),
+    "EffectiveBatchSize": lambda: ours.EffectiveBatchSize(4),
+    "OverflowDetector": lambda: ours.OverflowDetector(mode="hooks"),
     "RankOrderedLogging": lambda: ours.RankOrderedLogging(),
     "ReplicaCheck": lambda: ours.ReplicaCheck(every_n_steps=1),
     "StaticShapes": lambda: ours.StaticShapes(),
     "StopTogether": lambda: ours.StopTogether(),
     "StragglerMonitor": lambda: ours.StragglerMonitor(),
-}
-
-#: What copies the module itself, beside what of ours hangs most on it.
-OF_LIGHTNING: dict[str, Callable[[], Any]] = {
-    "EMAWeightAveraging": lambda: [ours.OverflowDetector(mode="hooks"), EMAWeightAveraging()],
-    "StochasticWeightAveraging": lambda: [
-        ours.OverflowDetector(mode="hooks"),
-        StochasticWeightAveraging(1e-3, swa_epoch_start=1),
-    ],
+    "EMAWeightAveraging": EMAWeightAveraging,
+    "StochasticWeightAveraging": lambda: StochasticWeightAveraging(1e-3, swa_epoch_start=1),
 }
 
 
@@ -149,67 +140,40 @@ class Holder(pl.LightningModule):
     batch_size = 4
 
 
-def test_no_callback_is_left_out() -> None:
-    # The one that is acts after a fit under DeepSpeed.
-    assert {name.partition(",")[0] for name in CALLBACKS} | {"ConsolidateCheckpoints"} == set(ours.__all__)
-
-
-def fit(folder: str, name: str) -> str:
-    """Fit with a callback, whose module copies itself in every hook; returns what went wrong."""
-    # In float32 modules copies compute so too; a traced step has its recorder's hooks.
-    plain = not name.endswith(("FP32Modules", "trace"))
-    module = Copied(network(), full="split" in name, as_ever=plain)
-    checkpoint = ModelCheckpoint(f"{folder}/{name}", save_last=True)
+def fit(folder: str, *names: str) -> tuple[int, bool, bool]:
+    """Fit with callbacks, whose module copies itself in every hook; return how often, and what a checkpoint has."""
+    warnings.simplefilter("ignore")
+    is_wide = "FP32Modules" in names  # then copies compute in float32 too
+    module = Copied(network(), full="AutoBatchSize, split" in names, as_ever=not is_wide)
+    checkpoint = ModelCheckpoint(f"{folder}/{names[-1]}", save_last=True)
     run = trainer(
         folder,
-        *(OF_LIGHTNING[name]() if name in OF_LIGHTNING else [CALLBACKS[name]()]),
+        *(CALLBACKS[name]() for name in names),
         checkpoint,
         strategy=LockstepDDPStrategy(),
         max_steps=2,
-        precision="bf16-mixed" if name == "FP32Modules" else "32-true",
+        precision="bf16-mixed" if is_wide else "32-true",
         enable_checkpointing=True,
     )
-    try:
-        run.fit(module)
-    except Exception:
-        return traceback.format_exc()
-    if module.copies < len(HOOKS):
-        return f"{module.copies} copies"
-    loaded = Copied.load_from_checkpoint(checkpoint.last_model_path, weights_only=False)
-    if not torch.load(checkpoint.last_model_path, weights_only=False)["hyper_parameters"]["net"]:
-        return "the network is not among the hyperparameters"
+    run.fit(module)
+    path = checkpoint.last_model_path
+    loaded = Copied.load_from_checkpoint(path, weights_only=False)
     pairs = zip(loaded.net.parameters(), module.net.parameters(), strict=True)
-    if name not in OF_LIGHTNING and not all(torch.equal(parameter, own) for parameter, own in pairs):
-        return "other weights are loaded"
-    return ""
+    has_net = bool(torch.load(path, weights_only=False)["hyper_parameters"]["net"])
+    return module.copies, has_net, all(torch.equal(parameter, own) for parameter, own in pairs)
 
 
-NAMES = [*CALLBACKS, *OF_LIGHTNING]
+def fits(folder: str) -> list[tuple[int, bool, bool]]:
+    search, wide, *others, ema, swa = CALLBACKS
+    fits_of_ours = [fit(folder, search), fit(folder, wide), fit(folder, *others)]
+    return [*fits_of_ours, fit(folder, "OverflowDetector", ema), fit(folder, "OverflowDetector", swa)]
 
 
-def fits(folder: str, names: list[str]) -> dict[str, str]:
-    warnings.simplefilter("ignore")
-    return {name: fit(folder, name) for name in names}
-
-
-@pytest.fixture(scope="module")
-def wrong(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """What went wrong with a callback; a third of them is fitted when the first of it is asked for."""
-    found: dict[str, str] = {}
-
-    def of(name: str) -> str:
-        if name not in found:
-            names = NAMES[NAMES.index(name) % 3 :: 3]
-            folder = str(tmp_path_factory.mktemp("fits"))
-            found.update(run_ranks(1, fits, folder, names, backend=None, timeout=120)[0])
-        return found[name]
-
-    return of
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_module_is_copied_and_pickled_during_training(name: str, wrong: Callable[[str], str]) -> None:
-    assert not wrong(name)
+def test_a_module_is_copied_and_pickled_during_training(tmp_path: Path) -> None:
+    (found,) = run_ranks(1, fits, str(tmp_path), backend=None, timeout=120)
+    assert min(copies for copies, *_ in found) >= len(HOOKS)
+    assert all(has_net for _, has_net, _ in found), "the network is among the hyperparameters"
+    assert all(equal for *_, equal in found[:3]), "the others have averages of the weights"
 
 
 def fits_under_deepspeed(folder: str) -> list[Any]:

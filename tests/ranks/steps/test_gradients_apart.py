@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from typing import Any
 
@@ -14,72 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import AutoBatchSize, LockstepDDPStrategy, OverflowDetector
-from lightning_lockstep.steps.isolated import gradients_apart
 from tests.harness import run_ranks
 from tests.models.batch_size.models import FULL, trainer
 
 # -- On their own --
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 4)
-        self.rnn = nn.LSTM(4, 4, num_layers=2, bidirectional=True)
-        self.norm = nn.LayerNorm(8)
-        self.project = nn.Linear(8, 4)
-        self.head = nn.Linear(4, 7, bias=False)
-        self.head.weight = self.embed.weight
-        self.project.bias.requires_grad_(False)
-
-    def forward(self, x):
-        return self.head(self.project(self.norm(self.rnn(self.embed(x))[0]))).logsumexp(-1).sum()
-
-
-@pytest.mark.parametrize("hooks", [False, True])
-@pytest.mark.parametrize("autocast", [False, True])
-def test_they_come_and_go_unseen_by_the_run(hooks, autocast):
-    torch.manual_seed(0)
-    model, called, arrived = Model(), [], []
-    x = torch.arange(7)
-    twin = copy.deepcopy(model)
-    before = dict(model.named_parameters())
-    nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in before.values() if p.requires_grad]
-    for node in nodes:
-        node.register_hook(lambda *given: arrived.append(given))  # where DDP listens
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(called.append)
-            parameter.register_hook(called.append)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        twin(x).backward()
-        model(x)  # casts parameters, and autocast keeps what it has cast
-        with gradients_apart(model.parameters(), hooks=hooks):
-            assert all(now is before[name] for name, now in model.named_parameters())
-            model(x).backward()
-            gradients = {name: parameter.grad for name, parameter in before.items()}
-            with torch.no_grad():
-                model.norm.weight.mul_(2)
-    for name, parameter in twin.named_parameters():
-        assert (gradients[name] is None) == (parameter.grad is None)
-        if parameter.grad is not None:
-            torch.testing.assert_close(gradients[name], parameter.grad)
-    assert len(called) == (2 * len(nodes) if hooks else 0) and not arrived
-    assert all(parameter.grad is None for parameter in before.values())
-    assert model.norm.weight.eq(2).all(), "the values are those of the run"
-    called.clear()
-    model(x).backward()
-    assert len(called) == 2 * len(nodes) and len(arrived) == len(nodes)
-
-
-def test_they_are_as_before_after_an_error():
-    model = nn.Linear(2, 2)
-    weight, model.weight.grad = model.weight, torch.ones(2, 2)
-    gradient = weight.grad
-    with pytest.raises(KeyError), gradients_apart(model.parameters(), hooks=True):
-        weight.grad, weight.requires_grad = torch.zeros(2, 2), False
-        raise KeyError
-    assert model.weight is weight and weight.grad is gradient and weight.requires_grad
 
 
 # -- Under DDP: what runs the module beside it, times what it remembers between steps --

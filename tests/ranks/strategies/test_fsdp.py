@@ -4,11 +4,8 @@ refused before a rank starts, with its reason."""
 from __future__ import annotations
 
 import copy
-import gc
 import os
-import time
 import traceback
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -556,7 +553,7 @@ COUNTED: dict[str, tuple[type[Net], dict[str, Any], int]] = {
 
 
 def counted() -> dict[str, Any]:
-    return {"sent": fits_that_count(), "uneven": uneven_fits(), "kept": whole_parameters_kept()}
+    return {"sent": fits_that_count(), "uneven": uneven_fits()}
 
 
 @pytest.fixture(scope="module")
@@ -739,36 +736,3 @@ def uneven_fits() -> dict[str, Any]:
 
 def test_ranks_with_different_amounts_of_data(found: dict[str, Any]) -> None:
     assert found["uneven"] == {"truncate": (2, True), "join": (3, True)}
-
-
-# -- Memory --
-
-
-class Weighed(Net):
-    """Counts which of its whole parameters are still in memory when training begins."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.whole = [weakref.ref(parameter) for parameter in self.parameters()]
-
-    def on_train_start(self) -> None:
-        for _ in range(500):  # gloo lets go of what it has sent a moment later
-            self.kept = sum(parameter() is not None for parameter in self.whole)
-            if not self.kept:
-                break
-            time.sleep(0.01)
-
-
-def whole_parameters_kept() -> int:
-    fit(Net, 2, fsdp(), max_epochs=1)  # torch keeps some for a while when it divides for the first time
-    net = Weighed()
-    gc.disable()
-    try:
-        fit(lambda: net, 2, fsdp(), max_epochs=1)
-    finally:
-        gc.enable()
-    return net.kept
-
-
-def test_whole_parameters_are_freed_when_the_model_is_divided(found: dict[str, Any]) -> None:
-    assert found["kept"] == 0

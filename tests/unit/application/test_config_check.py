@@ -141,29 +141,6 @@ def test_a_new_key_of_a_users_own_is_added() -> None:
     assert faults_of("+wide.value=16", "+note=a", "model.width=${wide.value}", "hydra.job.name=${note}") == []
 
 
-def test_what_depends_on_an_option_that_is_not_there_is_no_fault_of_its_own() -> None:
-    assert only(faults_of("data=sorce_text", "model=byte_gpt")).startswith(
-        "data=sorce_text: group 'data' has no"
-    )
-    assert only(faults_of("data=source_text", "model=byte_gp")).startswith(
-        "model=byte_gp: group 'model' has no"
-    )
-    setting = "+callbacks.lr_monitor.interval=step"
-    assert only(faults_of("callbacks=[lr_monitr]", setting)).startswith("callbacks=[lr_monitr]: ")
-    fault = only(faults_of("callbacks=[lr_monitor]", setting))
-    assert "LearningRateMonitor has no setting 'interval'. Did you mean 'logging_interval'?" in fault
-
-
-def test_arguments_in_other_forms_are_refused() -> None:
-    assert faults_of("--max_epochs=1", "trainer.max_epochs", "1") == [
-        "--max_epochs=1: there is no such flag. A setting is written key=value, without dashes.",
-        "'trainer.max_epochs' cannot be read (Error parsing override 'trainer.max_epochs')."
-        " A setting is written key=value; quote special characters: \"key='a, b'\".",
-        "'1' cannot be read (LexerNoViableAltException: 1)."
-        " A setting is written key=value; quote special characters: \"key='a, b'\".",
-    ]
-
-
 def test_overrides_on_both_sides_of_a_flag_are_all_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["lockstep-train", "seed=1,2", "-m", "trainer.devices=1"])
     assert faults_of(*sys.argv[1:]) == []
@@ -240,21 +217,6 @@ def test_the_groups_of_a_users_own_folder_are_checked_too(tmp_path: Path) -> Non
         == "model.widht=8: ConvNet has no setting 'widht'. Did you mean 'width'?"
     )
     assert "there is no such folder" in only(faults_of("--config-dir", str(tmp_path / "no")))
-
-
-def test_a_file_that_is_no_yaml_is_a_fault_with_its_place_where_it_is_taken(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "broken.yaml").write_text("a: [1\nb: 2\n")
-    folder = ("--config-dir", str(tmp_path))
-    assert "model/broken.yaml" in only(faults_of(*folder, "model=broken"))
-    assert "Did you mean 'width'?" in only(faults_of(*folder, "model.widht=8"))
-
-
-def test_a_choice_that_has_to_be_taken_is_a_fault_of_its_own(tmp_path: Path) -> None:
-    (tmp_path / "open.yaml").write_text("defaults:\n  - lockstep_train\n  - override model: ???\n")
-    arguments = ("--config-dir", str(tmp_path), "--config-name", "open")
-    assert "You must specify 'model'" in only(faults_of(*arguments))
-    assert faults_of(*arguments, "model=cnn") == []
 
 
 def test_a_wrong_config_name_is_one_fault() -> None:

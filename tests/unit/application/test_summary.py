@@ -83,13 +83,3 @@ def test_the_summary_of_an_earlier_attempt_is_not_read_as_that_of_this_run(
 
 def full_disk(path: Path, data: bytes) -> int:
     raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_a_finished_run_does_not_fail_where_its_summary_cannot_be_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "summary.json").mkdir()
-    write(SUMMARY, tmp_path)
-    assert f"summary.json could not be written to {tmp_path}: Is a directory." in capsys.readouterr().err
-    assert read_metrics(tmp_path) == {}
-    assert read_metrics(tmp_path / "empty") == {}

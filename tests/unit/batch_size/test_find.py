@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lightning_lockstep import AutoBatchSize, EffectiveBatchSize
-from tests.models.batch_size.models import FULL, PassedIn, Walled, largest, trainer
+from tests.models.batch_size.models import PassedIn, Walled, largest, trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -35,27 +35,6 @@ def test_an_attribute_of_the_module_gets_the_size(tmp_path):
     written = json.loads((tmp_path / "batch_size.json").read_text())
     assert written["size"] == module.batch_size and len(written["trials"]) == len(callback.result.trials)
     assert any(t["size"] == module.batch_size and t["fits"] for t in written["trials"])
-
-
-class Remembers(Walled):
-    """Its optimizer step is full when the batch before was too large: what a trial leaves, the next would read."""
-
-    seen = 0
-
-    def training_step(self, batch, batch_idx):
-        self.seen = len(batch[0])
-        return super().training_step(batch, batch_idx)
-
-    def optimizer_step(self, *args, **kwargs):
-        if self.seen > 600:
-            raise RuntimeError(FULL)
-        super().optimizer_step(*args, **kwargs)
-
-
-def test_a_trial_finds_the_module_as_it_was_before_the_last_one(tmp_path):
-    module, callback = Remembers(), largest()
-    trainer(tmp_path, callback).fit(module)
-    assert 570 * 0.96 <= module.batch_size <= 600 and callback.result.largest >= 588
 
 
 class Several(Walled):

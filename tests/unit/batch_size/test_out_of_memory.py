@@ -5,12 +5,11 @@ from __future__ import annotations
 import errno
 import gc
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lightning_lockstep.batch_size.memory import attempt, is_out_of_memory, parse_bytes, release_memory
+from lightning_lockstep.batch_size.memory import attempt, is_out_of_memory, parse_bytes
 from lightning_lockstep.errors import ConfigurationError
 
 FULL = [
@@ -82,21 +81,3 @@ def test_amounts():
     for wrong in ("4 apples", "", 0, -1, True, None):
         with pytest.raises(ConfigurationError, match="expected a number of bytes"):
             parse_bytes(wrong)
-
-
-@pytest.mark.parametrize("begun", [True, False])
-def test_the_cache_of_any_accelerator_is_emptied_once_it_is_in_use(
-    begun: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    emptied: list[str] = []
-    npu = SimpleNamespace(is_initialized=lambda: begun, empty_cache=lambda: emptied.append("npu"))
-    monkeypatch.setattr(torch, "npu", npu, raising=False)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: SimpleNamespace(type="npu"))
-    release_memory()
-    assert emptied == (["npu"] if begun else [])
-
-
-def test_a_device_without_a_cache_of_its_own_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "hpu", SimpleNamespace(), raising=False)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: SimpleNamespace(type="hpu"))
-    release_memory()

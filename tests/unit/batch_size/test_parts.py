@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_lockstep import find_executable_batch_size
-from lightning_lockstep.batch_size.split_step import LogRecord, merged_extra, samples_in, split
+from lightning_lockstep.batch_size.split_step import merged_extra, samples_in, split
 from lightning_lockstep.callbacks.effective_batch_size import plan_effective_batch
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError
 
@@ -73,69 +73,12 @@ def test_batches_of_any_structure_are_cut():
     assert isinstance(parts[0]["user"], UserDict)
 
 
-@dataclass(frozen=True)
-class Frozen:
-    x: torch.Tensor
-    names: list[str]
-
-
-class OfTensors(dict[str, torch.Tensor]):
-    """A mapping that takes nothing but tensors."""
-
-    def __init__(self, items: dict[str, torch.Tensor]) -> None:
-        assert all(isinstance(value, torch.Tensor) for value in items.values())
-        super().__init__(items)
-
-
-def test_batches_that_may_not_be_changed_are_cut():
-    frozen = Frozen(torch.arange(5), list("abcde"))
-    assert samples_in(frozen) == 5
-    assert [part.names for part in split(frozen, 2)] == [["a", "b"], ["c", "d", "e"]]
-    assert split(frozen, 2)[1].x.tolist() == [2, 3, 4]
-    strict = OfTensors({"x": torch.arange(5)})
-    assert samples_in(strict) == 5 and split(strict, 5)[4]["x"].tolist() == [4]
-
-
 def test_outputs_of_parts_are_put_together():
     weights = [0.4, 0.6]
     extra = merged_extra(
         [{"y": torch.zeros(2), "n": 1.0, "s": "a"}, {"y": torch.ones(3), "n": 2.0, "s": "b"}], weights
     )
     assert extra["y"].tolist() == [0, 0, 1, 1, 1] and extra["n"] == pytest.approx(1.6) and extra["s"] == "a"
-
-
-#: Values of two parts, of 2 and 3 samples, options of each, what the whole batch logs: value, batch size.
-LOGGED = {
-    "none": ((1.0, 2.0), {}, {}, 1.6, "absent"),
-    "said to be none": ((1.0, 2.0), {"batch_size": None}, {"batch_size": None}, 1.6, None),
-    "samples": ((1.0, 2.0), {"batch_size": 2}, {"batch_size": 3}, 1.6, 5),
-    "tokens": ((1.0, 2.0), {"batch_size": 30}, {"batch_size": 10}, 1.25, 40),
-    "no tokens": ((1.0, 2.0), {"batch_size": 0}, {"batch_size": 0}, 1.6, 0),
-    "that of the loader": ((1.0, 2.0), {"batch_size": 5}, {"batch_size": 5}, 1.6, 5),
-    "always one": ((1.0, 2.0), {"batch_size": 1}, {"batch_size": 1}, 1.6, 1),
-    "sum": ((1, 2), {"reduce_fx": "sum"}, {"reduce_fx": "sum"}, 3, "absent"),
-    "torch.max": ((2.0, 1.0), {"reduce_fx": torch.max}, {"reduce_fx": torch.max}, 2.0, "absent"),
-    "min": ((2.0, 1.0), {"reduce_fx": "min"}, {"reduce_fx": "min"}, 1.0, "absent"),
-}
-
-
-@pytest.mark.parametrize("name", LOGGED)
-@pytest.mark.parametrize("kind", [lambda value: value, torch.tensor])
-def test_a_value_is_logged_as_by_the_whole_batch(name, kind):
-    values, *options, expected, size = LOGGED[name]
-    record, before, said = LogRecord(), LogRecord(), []
-    before.begin_part()
-    before("first", 0.0)
-    for part, (samples, value) in enumerate(zip((2, 3), values, strict=True)):
-        record.begin_part(samples / 5, samples)
-        record("first", 0.0)
-        record("loss", kind(value), **options[part])
-        if part:
-            record("rare", 7.0, True)  # a part alone has logged it
-    record.replay(lambda name, value, **kw: said.append((name, float(value), kw)), without=before)
-    (_, value, kept), rare = said
-    assert value == pytest.approx(expected) and kept.get("batch_size", "absent") == size
-    assert rare == ("rare", pytest.approx(7.0), {"prog_bar": True})
 
 
 def test_the_decorator_takes_a_reduction_and_refuses_a_batch_size():

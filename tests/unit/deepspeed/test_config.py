@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,10 @@ from omegaconf import OmegaConf
 from lightning_lockstep.deepspeed.config_parsing import (
     TrainerValues,
     completed,
-    precision_of,
     read_config,
     with_named_options,
 )
 from lightning_lockstep.errors import ConfigurationError
-from tests.models.deepspeed.example_configs import EXAMPLES
 
 ZERO = {"zero_optimization": {"stage": 2}}
 
@@ -82,17 +79,6 @@ def test_a_file_is_read_as_deepspeed_reads_it(tmp_path: Path, text: str | None, 
 
 
 # -- joined with options ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", sorted(EXAMPLES))
-def test_documented_configs_are_completed_and_parsed(name: str) -> None:
-    before = json.dumps(EXAMPLES[name])
-    config = joined(EXAMPLES[name])
-    whole = full(config, precision=precision_of(config) or "32-true")
-    assert json.dumps(EXAMPLES[name]) == before, "the given config is left alone"
-    assert whole["zero_optimization"]["stage"] == EXAMPLES[name]["zero_optimization"]["stage"]
-    sizes = [whole[key] for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
-    assert whole["train_batch_size"] == 2 * sizes[0] * sizes[1]
 
 
 @pytest.mark.parametrize("config", [{}, {"zero_optimization": {}}, {"zero_optimization": {"stage": "auto"}}])
@@ -284,20 +270,6 @@ def test_a_contradiction_shows_both_values(
 ) -> None:
     found = faults_of(full, ZERO | config, **values) if expected else full(ZERO | config, **values) and ()
     assert [text[: len(expected)] for text in found] == ([expected] if expected else [])
-
-
-@pytest.mark.parametrize(
-    ("config", "precision"),
-    [
-        ({}, None),
-        ({"fp16": {"enabled": True}}, "16-mixed"),
-        ({"bf16": {"enabled": True}, "fp16": {"enabled": False}}, "bf16-mixed"),
-        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, None),
-    ],
-    ids=str,
-)
-def test_the_precision_that_a_config_asks_for(config: dict[str, Any], precision: str | None) -> None:
-    assert precision_of(config) == precision
 
 
 def test_what_deepspeed_would_choose_otherwise_is_what_the_trainer_does() -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -17,45 +15,11 @@ import pytest
 import zmq
 
 from lightning_lockstep.distributed import SideChannel, ZeroMQSideChannel
-from lightning_lockstep.distributed.coordination.stop_agreement import stop_agreement
 from lightning_lockstep.distributed.failure.interrupt import connections
 from lightning_lockstep.distributed.rendezvous import channel_keys
 from lightning_lockstep.distributed.side_channel import zeromq
 from lightning_lockstep.errors import LaunchError
 from tests.harness.patience import wait_until
-
-
-def test_one_process_hears_itself() -> None:
-    channel = SideChannel()
-    got: list[Any] = []
-    channel.on("topic", lambda message: got.append((message.sender, message.body)))
-    channel.post("topic", ("a", 1), to=0)
-    channel.post("topic", "nobody else is there")
-    assert got == [(0, ["a", 1])]
-    assert channel.flush()
-    channel.close()
-
-
-def test_a_faulty_handler_silences_nobody_and_a_removed_one_hears_nothing() -> None:
-    channel = SideChannel()
-    channel.on("topic", lambda message: [][1])
-    got: list[Any] = []
-    remove = channel.on("topic", lambda message: got.append(message.body))
-    channel.post("topic", "one", to=0)
-    remove()
-    channel.post("topic", "two", to=0)
-    assert got == ["one"]
-
-
-def test_what_belongs_to_a_channel_is_made_once_and_goes_with_it() -> None:
-    channel = SideChannel()
-    assert stop_agreement(channel) is stop_agreement(channel)
-    assert stop_agreement(SideChannel()) is not stop_agreement(channel)
-    is_there = weakref.ref(channel)
-    del channel
-    gc.collect()
-    assert is_there() is None
-
 
 # ------------------------------------------------------------------ ranks of one process
 

@@ -31,7 +31,6 @@ from lightning_lockstep.loaders.global_order import (
     check_the_same,
     divided,
     in_global_order,
-    kind_of,
     micro_batches,
     parts_of,
 )
@@ -106,18 +105,6 @@ def global_batches(make: Callable[[int], DataLoader[Any]], ranks: int, size: int
         assert all(own)
         found.append(sorted(chain(*kept)))
     return found
-
-
-@pytest.mark.parametrize("name", LOADERS)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_what_a_loader_gives_on_one_process_is_used_once(name: str, ranks: int) -> None:
-    make = LOADERS[name]
-    alone = global_batches(make, 1)
-    if kind_of(make(8)) == "samples":
-        assert global_batches(make, ranks) == alone
-    else:  # the ranks take whole batches in turn
-        together = [sorted(chain(*alone[i : i + ranks])) for i in range(0, len(alone), ranks)]
-        assert global_batches(make, ranks) == together
 
 
 @pytest.mark.parametrize("name", ["shuffled", "own sampler", "with a generator", "items"])

@@ -55,30 +55,6 @@ def test_file_line_and_function_are_the_callers(name):
     assert {r.funcName for r in records} == {"test_file_line_and_function_are_the_callers"}
 
 
-def test_stacklevel_points_further_up(name):
-    records = kept_on(name)
-    log = get_logger(name, "INFO")
-
-    def helper():
-        log.info("for my caller", stacklevel=2)
-
-    here = sys._getframe().f_lineno + 1
-    helper()
-    assert records[0].lineno == here
-
-
-def test_extra_exc_info_and_stack_info_are_kept(name):
-    records = kept_on(name)
-    log = get_logger(name, "INFO")
-    try:
-        raise KeyError("gone")
-    except KeyError as error:
-        log.exception("caught", extra={"batch": 4})
-        log.error("again", exc_info=error, stack_info=True)
-    assert records[0].batch == 4 and records[0].exc_info[0] is KeyError
-    assert records[1].exc_info[0] is KeyError and "test_get_logger.py" in records[1].stack_info
-
-
 def test_unknown_keywords_are_an_error(name):
     with pytest.raises(TypeError, match="in_ordr"):
         get_logger(name, "INFO").info("x", in_ordr=True)

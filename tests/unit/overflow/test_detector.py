@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from tests.models.overflow.models import (
     WIDTH,
     BadBackward,
     Checkpointed,
-    DictOutput,
     Explode,
     Task,
     TwoOptimizers,
@@ -64,17 +62,6 @@ def test_the_module_the_batch_and_the_sample_are_named(tmp_path: Path, mode: str
     assert printed == (tmp_path / "overflow" / "batch-4.txt").read_text()
 
 
-def test_the_json_holds_what_the_text_does(tmp_path: Path) -> None:
-    find(Task(Explode()), data(batches=2, marked={1: 0}), tmp_path)
-    (rank,) = json.loads((tmp_path / "overflow" / "batch-1.json").read_text())["ranks"]
-    assert rank["producer"]["module"] == "suspect"
-    assert (rank["epoch"], rank["batch_number"], rank["rank"]) == (0, 1, 0)
-    bad = rank["frames"][-1]["values"][-1]
-    assert bad["abs_max"] == "inf"
-    assert bad["inf"] == 1
-    assert rank["frames"][0]["module"] == "before"
-
-
 class BadWeight(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
@@ -111,13 +98,6 @@ def test_code_between_modules_is_told_from_modules(tmp_path: Path) -> None:
 
     _, message = find(Task(Outer()), data(batches=2, marked={1: 0}), tmp_path)
     assert "suspect (Outer) made it in its own forward, before it called suspect.second: input[0]" in message
-
-
-def test_inside_a_dict_output(tmp_path: Path) -> None:
-    detector, message = find(Task(DictOutput()), data(batches=2, marked={1: 0}), tmp_path)
-    assert "output['states'][1]['last']" in message
-    labels = [value.label for value in detector.reports[0].frames[-1].values]
-    assert labels == ["input[0]", "output['first']", "output['states'][0]", "output['states'][1]['last']"]
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

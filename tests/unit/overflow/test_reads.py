@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_lockstep import (
     ConfigurationError,
@@ -60,15 +56,13 @@ class _InPlace(nn.Module):
         return torch.where(x > MARK / 2, x * -1e38, x)
 
 
-@pytest.mark.parametrize("bad", [0, 3])
-def test_hooks_see_what_an_operation_in_place_hides(tmp_path: Path, bad: int) -> None:
+def test_hooks_see_what_an_operation_in_place_hides(tmp_path: Path) -> None:
     model = Task(nn.Sequential(nn.Linear(WIDTH, WIDTH), _InPlace(), nn.ReLU(inplace=True)))
     with torch.no_grad():
         model.suspect[0].weight.copy_(torch.eye(WIDTH))
-    with pytest.raises(OverflowDetectedError, match=rf"batch_number={bad} .*") as caught:
-        fit(
-            model, data(batches=5, marked={bad: 2}), OverflowDetector(mode="hooks"), default_root_dir=tmp_path
-        )
+    detector = OverflowDetector(mode="hooks")
+    with pytest.raises(OverflowDetectedError, match="batch_number=3 ") as caught:
+        fit(model, data(batches=5, marked={3: 2}), detector, default_root_dir=tmp_path)
     assert "suspect.1 (_InPlace) made it from good inputs" in str(caught.value)
 
 
@@ -88,46 +82,6 @@ def test_large_finite_values_are_no_alarm(tmp_path: Path) -> None:
     assert trainer.global_step == 3
 
 
-def memory(folder: Path, detector: OverflowDetector | None) -> int:
-    """Return the most memory that tensors took at once in a fit, above its start [bytes]."""
-    model = Task(nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, WIDTH)))
-    batches: Any = [
-        torch.randn(20_000, WIDTH) for _ in range(4)
-    ]  # made before: of a loader each row is recorded
-    loader = DataLoader(batches, batch_size=None)
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profiler:
-        fit(model, loader, *([] if detector is None else [detector]), default_root_dir=folder)
-    path = folder / "trace.json"
-    profiler.export_chrome_trace(str(path))
-    events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("name") == "[memory]"]
-    taken = itertools.accumulate(e["args"]["Bytes"] for e in sorted(events, key=lambda e: e["ts"]))
-    return max(taken)
-
-
-def test_replay_keeps_less_than_one_batch(tmp_path: Path) -> None:
-    batch = 20_000 * WIDTH * 4
-    memory(tmp_path, None)  # what is made once
-    plain = memory(tmp_path, None)
-    assert memory(tmp_path, OverflowDetector()) - plain < batch / 4
-    # And this way of measuring sees a batch that is kept.
-    assert memory(tmp_path, _Also()) - plain > batch / 2
-
-
-class _Also(OverflowDetector):
-    """Keeps a copy of each batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[Tensor] = []
-
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        assert self._detection is not None and self._detection.record is not None
-        self.kept.append(self._detection.record.args[0].clone())
-        super().on_before_backward(trainer, pl_module, loss)
-
-
 def test_a_report_that_cannot_be_written_does_not_part_the_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,17 +90,3 @@ def test_a_report_that_cannot_be_written_does_not_part_the_ranks(
     trainer = fit(Task(Explode()), data(batches=3, marked={1: 0}), detector, default_root_dir=tmp_path)
     assert (trainer.global_step, detector.skipped_steps) == (3, 1)
     assert f"batch-1.txt could not be written to {tmp_path / 'file' / 'below'}:" in capsys.readouterr().err
-
-
-def test_hooks_take_outputs_of_inference_mode(tmp_path: Path) -> None:
-    class Probe(Task):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            assert self.metric_head is not None
-            with torch.inference_mode():
-                self.metric_head(batch)
-            return self(batch.clamp(max=1.0)).square().mean()
-
-    model = Probe()
-    model.metric_head = Explode()
-    with pytest.raises(OverflowDetectedError, match="batch_number=2 "):
-        fit(model, data(batches=4, marked={2: 0}), OverflowDetector(mode="hooks"), default_root_dir=tmp_path)

@@ -61,35 +61,12 @@ def test_a_replay_leaves_the_attributes_of_the_module_alone(tmp_path: Path) -> N
     assert len(model.losses) == 4, "a list that training_step appends to has nothing of the replay"
 
 
-class Whole(SingleDeviceStrategy):
-    """A strategy of which one rank cannot step alone."""
-
-    @property
-    def step_capabilities(self) -> Capabilities:
-        return Capabilities(step_alone=False)
-
-
 class InParts(SingleDeviceStrategy):
     """A strategy without whole gradients."""
 
     @property
     def step_capabilities(self) -> Capabilities:
         return Capabilities(whole_gradients=False)
-
-
-def test_a_strategy_that_cannot_step_alone_gets_a_report_without_a_replay(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    detector = OverflowDetector()
-    model = Task(Explode())
-    with pytest.raises(OverflowDetectedError, match="the batch was not replayed here"):
-        fit(model, data(batches=4, marked={2: 0}), detector, strategy=Whole("cpu"), default_root_dir=tmp_path)
-    assert len(model.losses) == 3
-    (report,) = detector.reports
-    assert report.clean is None and report.gradients
-    printed = capsys.readouterr().err
-    assert "Note: Not replayed: on Whole, it divides the model" in printed
-    assert "Clean:" not in printed
 
 
 def test_a_strategy_without_whole_gradients_is_refused(tmp_path: Path) -> None:

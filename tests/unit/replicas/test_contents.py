@@ -9,12 +9,11 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep.replicas.checksums import Checksums
 from lightning_lockstep.replicas.contents import Contents, facts
-from lightning_lockstep.replicas.data import BatchRecorder, batch_sums, row_of
+from lightning_lockstep.replicas.data import batch_sums, row_of
 
 # Given once in a process, by whichever test is the first.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
@@ -63,14 +62,6 @@ def test_tensors_without_plain_values_are_left_alone() -> None:
     assert "lazy.weight of unknown shape" in facts(trainer(), module)["parameter 2"]
 
 
-def test_of_weights_that_fsdp_divides_none_is_compared() -> None:
-    wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
-    given = trainer(strategy=SimpleNamespace(model=wrapper))
-    module = nn.Linear(2, 2)
-    assert Contents(given, module, optimizer_state=True, buffers="auto").sections()["parameters"] == {}
-    assert not any(what.startswith("parameter") for what in facts(given, module))
-
-
 def test_batches_that_a_run_never_reaches_may_differ() -> None:
     def batches(number: int, steps: int) -> str:
         return facts(trainer(num_training_batches=number, max_steps=steps), Odd())["batches an epoch"]
@@ -98,13 +89,3 @@ def test_the_loaders_of_a_batch() -> None:
     assert row_of([batch_sums([one, two], 2)]) == row_of([batch_sums({"a": one, "b": two}, 2)])
     assert batch_sums([one, {"a": one, "b": two}], 3) is None, "loaders in loaders"
     assert batch_sums((one, "text", None, 1.0), 1) is not None
-
-
-def test_ranks_that_share_one_model_share_their_batches() -> None:
-    def is_active(strategy: Any) -> bool:
-        loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[[]], _mode="max_size"))
-        return BatchRecorder(trainer(strategy=strategy, fit_loop=loop, overfit_batches=0.0), 10).active
-
-    assert is_active(SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 2, "rank": 0}))
-    assert is_active(SimpleNamespace())
-    assert not is_active(SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 1, "rank": 0}))

@@ -66,12 +66,6 @@ def test_an_environment_variable_turns_watch_into_verify(monkeypatch: pytest.Mon
     assert LockstepDDPStrategy(guard="off").settings.supervisor.guard == "off"
 
 
-def test_all_faults_of_a_group_come_together() -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        LockstepDDPStrategy(start_method="x", uneven_inputs="y", timeout=-1, grace_period=0)  # type: ignore[arg-type]
-    assert len(caught.value.faults) == 4
-
-
 def test_a_precision_that_the_device_lacks_is_refused_by_name() -> None:
     plugin = Trainer(accelerator="cpu", devices=1, logger=False).precision_plugin
     with pytest.raises(ConfigurationError) as caught:

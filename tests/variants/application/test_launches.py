@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.harness import run_script, start_script
+from tests.harness import run_script
 from tests.models.application.command_lines import MINE, TORCHRUN, TRAIN
 from tests.models.distributed.mpi.launch import mpi_environ
 from tests.programs.application.test_lockstep_train import QUICK
@@ -39,20 +38,6 @@ def test_one_rank_needs_no_shared_memory(tmp_path: Path) -> None:
     )
     assert outcome.returncode == 0, outcome.output
     assert "run finished" in outcome.stdout
-
-
-def test_ctrl_c_on_one_rank(tmp_path: Path) -> None:
-    arguments = [*QUICK, "trainer.devices=1", "trainer.max_epochs=1000", "hydra.run.dir=out"]
-    with start_script([*TRAIN, *arguments], cwd=tmp_path) as script:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "out" / "checkpoints" / "last.ckpt").exists():
-            assert time.monotonic() < deadline, script.stderr
-            time.sleep(0.1)
-        script.interrupt()
-        outcome = script.finish(60)
-    assert outcome.returncode == 130, outcome.output
-    assert "Traceback" not in outcome.output
-    assert "interrupted after optimizer step" in outcome.stderr
 
 
 @pytest.mark.mpi

@@ -11,6 +11,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_lockstep._application.entry import hydra_main
+from lightning_lockstep.launchers.hydra import RANK_CONFIG
 
 PLAIN = os.environ.get("ECHO_MAIN") == "hydra"
 decorate = hydra.main("echo_conf", "echo", version_base="1.3") if PLAIN else hydra_main("echo_conf", "echo")
@@ -25,6 +26,7 @@ def rank() -> int:
 
 @decorate
 def main(config: DictConfig) -> None:
+    assert RANK_CONFIG not in os.environ, "the configuration came in it, and a program does not see it"
     if os.environ.get("ECHO_FIT") == "1":
         fit()
     logging.getLogger(__name__).info("rank %d was here", rank())

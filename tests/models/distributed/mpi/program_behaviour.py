@@ -93,18 +93,6 @@ def messages(rank, size):
     return None
 
 
-def batch(rank, size):
-    left, right = (rank - 1) % size, (rank + 1) % size
-    got = torch.zeros(2)
-    operations = [
-        dist.P2POp(dist.isend, torch.full((2,), float(rank)), right),
-        dist.P2POp(dist.irecv, got, left),
-    ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    return got.tolist()
-
-
 def wrong_message(rank, size):
     """Another dtype of one size is not seen; less or more than there is room for is."""
     if rank == 0:
@@ -117,30 +105,6 @@ def wrong_message(rank, size):
         dist.recv(again, 0)
         return [*errors, again.tolist()]
     return None
-
-
-def functional(rank, size):
-    import torch.distributed._functional_collectives as functions
-
-    world = dist.group.WORLD
-    reduced = functions.all_reduce(torch.full((2,), float(rank)), "sum", world)
-    gathered = functions.all_gather_tensor(torch.full((2,), float(rank)), 0, world)
-    scattered = functions.reduce_scatter_tensor(torch.ones(2 * size), "sum", 0, world)
-    return [(reduced + 0).tolist(), (gathered + 0).tolist(), (scattered + 0).tolist()]
-
-
-def objects(rank, size):
-    everyone = [None] * size
-    dist.all_gather_object(everyone, {"rank": rank, "pad": "x" * rank * 100})
-    box = [rank]
-    dist.broadcast_object_list(box, 1)
-    return [[one["rank"] for one in everyone], box]
-
-
-def uneven_gather(rank, size):
-    places = [torch.zeros(i + 1) for i in range(size)]
-    dist.all_gather(places, torch.full((rank + 1,), float(rank)))
-    return [place.tolist() for place in places]
 
 
 def wrong_shape(rank, size):
@@ -332,11 +296,7 @@ ASKED = [
     callbacks,
     overlap,
     messages,
-    batch,
     wrong_message,
-    functional,
-    objects,
-    uneven_gather,
     wrong_shape,
     wrong_dtype,
     wrong_operation,

@@ -74,7 +74,6 @@ BEHAVIOUR: dict[str, Holds] = {
     "crosswise": all_are([[2.0, 4.0]]),
     "many_groups": all_are(True),
     "messages": lambda zero, one: zero == [1, [1.0] * 4] and one == [[1.0, 2.0], [3.0], sum(range(300_000))],
-    "batch": lambda zero, one: (zero, one) == ([1.0, 1.0], [0.0, 0.0]),
     "wrong_message": lambda zero, one: (
         one[0] is None  # as many bytes, of another dtype
         and is_error(
@@ -83,9 +82,6 @@ BEHAVIOUR: dict[str, Holds] = {
         and is_error(one[2], "DistBackendError", "receive from 0 of group 'world'", "has sent more")
         and one[3] == [1.0] * 3
     ),
-    "functional": all_are([[1.0, 1.0], [0.0, 0.0, 1.0, 1.0], [2.0, 2.0]]),
-    "objects": all_are([[0, 1], [1]]),
-    "uneven_gather": all_are([[0.0], [1.0, 1.0]]),
     "wrong_dtype": same_mismatch,
     "wrong_operation": same_mismatch,
     "wrong_splits": lambda zero, one: is_error(

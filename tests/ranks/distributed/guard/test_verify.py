@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,8 +161,8 @@ def all_cases() -> dict[str, tuple[str, float]]:
     return found
 
 
-def on_two_ranks() -> tuple[dict[str, tuple[str, float]], Any, tuple[str, str]]:
-    return all_cases(), seen_by_another_thread(), parameters_in_another_order()
+def on_two_ranks() -> tuple[dict[str, tuple[str, float]], tuple[str, str]]:
+    return all_cases(), parameters_in_another_order()
 
 
 @pytest.fixture(scope="module")
@@ -225,41 +224,6 @@ def test_a_sub_group_is_compared_by_itself() -> None:
     assert sorted(number for _, number in four[1][3]) == [1, 4], "the last call of each group"
 
 
-def seen_by_another_thread() -> Any:
-    """Rank 1 comes only once a thread of rank 0 has seen what rank 0 waits in; so at the first collective, too."""
-    verifier, rank, seen = CallVerifier(), dist.get_rank(), []
-    store = dist.distributed_c10d._get_default_store()
-    verifier.start()
-
-    def look(key: str) -> None:
-        while not (waiting := verifier.outstanding()):
-            pass
-        seen.append((waiting, [call.done for call in verifier.calls()]))
-        store.set(key, "")
-
-    for number in range(3):
-        if rank == 1:
-            store.wait([f"seen {number}"])
-            dist.all_reduce(torch.ones(1))
-        else:
-            thread = threading.Thread(target=look, args=(f"seen {number}",))
-            thread.start()
-            dist.all_reduce(torch.ones(1))
-            thread.join()
-    seen.append((verifier.outstanding(), [(call.call.number, call.done) for call in verifier.calls()]))
-    verifier.stop()
-    return seen
-
-
-def test_a_collective_that_waits_for_the_others_is_outstanding(two: list[Any]) -> None:
-    assert two[0][1] == [
-        ([("world", 1)], [False]),
-        ([("world", 2)], [False]),
-        ([("world", 3)], [False]),
-        ([], [(3, True)]),
-    ]
-
-
 def parameters_in_another_order() -> tuple[str, str]:
     """What is said where rank 1 has two layers of one shape in another order, and where it has frozen one."""
     communicator, found = current_communicator(), []
@@ -278,7 +242,7 @@ def parameters_in_another_order() -> tuple[str, str]:
 def test_parameters_of_the_same_shapes_in_another_order_are_named_before_ddp_reduces_them(
     two: list[Any],
 ) -> None:
-    (_, _, found), (_, _, other) = two
+    (_, found), (_, other) = two
     assert found == other
     rows = [re.split(r"  +", line.strip()) for line in found[0].splitlines()[2:]]
     assert ["0", "rank 0", "one.weight (2, 2) float32 trained"] in rows

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
-
-import lightning
-import torch
 
 from lightning_lockstep.distributed.guard.collective_call import (
     BACKWARD,
     CollectiveCall,
-    call_site,
     mismatch_report,
-    nearest_site,
 )
 
 
@@ -68,39 +62,3 @@ def test_the_advice_to_ranks_that_called_from_different_places() -> None:
     assert text.startswith("DDP averages gradients in backward, but the ranks have brought different ones")
     assert at(line, "").startswith("Make the shapes equal")  # where one came from is not known
     assert at(line, line).startswith("Make the shapes equal")
-
-
-def test_the_report_says_where_each_rank_is() -> None:
-    places = [
-        {"epoch": 0, "step": 8, "batch": 3 - rank, "stage": ("validate", "train")[rank]} for rank in (0, 1)
-    ]
-    assert report({"where": places[0]}, {"where": places[1], "dtypes": ("int64",)})[6] == (
-        "Rank 0 is at epoch 0, step 8, batch 3, stage validate; rank 1 is at epoch 0, step 8, batch 2, stage train."
-    )
-
-
-def test_the_site_is_the_nearest_place_in_the_users_program() -> None:
-    folder, torch_file = os.path.dirname(lightning.__file__), torch.distributed.__file__
-    inside = (f"{folder}/pytorch/trainer/connectors/result.py", 3, "compute")
-    trainer, own = (f"{folder}/pytorch/trainer/trainer.py", 5, "fit"), ("/home/me/train.py", 9, "main")
-    engine = (torch.autograd.graph.__file__, 7, "_engine_run_backward")
-    function = (torch.autograd.function.__file__, 8, "apply")
-    collective = (torch_file, 1, "all_reduce")
-    divides = (
-        f"{os.path.dirname(torch_file)}/fsdp/_fully_shard/_fsdp_collectives.py",
-        6,
-        "foreach_all_gather",
-    )
-    for places, expected in (
-        ([collective, own], "train.py:9 in main"),
-        ([collective, function, own], "train.py:9 in main"),  # as LightningModule.all_gather calls it
-        ([collective, (os.__file__, 2, "walk"), own], "train.py:9 in main"),
-        ([collective, engine, own], "backward"),
-        ([collective, divides, own], "train.py:9 in main (FSDP)"),
-        ([collective, divides, engine, own], "backward"),
-        ([collective, inside, trainer, own], "result.py:3 in compute"),  # not where trainer.fit is called
-        ([collective, inside], "result.py:3 in compute"),
-        ([collective], "unknown"),
-    ):
-        assert nearest_site(places, "unknown") == expected
-    assert call_site().startswith("test_call_report.py:")

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from benchmarks.soak.outcome import differences
+from benchmarks.soak.plan import FAULTS, LAUNCHES, Plan, draw
+from benchmarks.soak.rules import expect, known
+from benchmarks.soak.run import LIMIT, launches_here, perform
+from benchmarks.soak.table import Result, stock_table, table
 from tests.harness.children import put_on_path
-from tests.soak.outcome import differences
-from tests.soak.plan import FAULTS, LAUNCHES, Plan, draw
-from tests.soak.rules import expect, known
-from tests.soak.run import LIMIT, launches_here, perform
-from tests.soak.table import Result, stock_table, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,7 +37,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.soak", description="Random runs, each with one fault."
+        prog="python -m benchmarks.soak", description="Random runs, each with one fault."
     )
     parser.add_argument("--runs", type=int, default=200, help="number of runs (default: 200)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the first run; the others follow it")
@@ -80,7 +80,7 @@ def _run(plan: Plan, given: argparse.Namespace) -> Result:
         given.keep.mkdir(parents=True, exist_ok=True)
         kept = given.keep / f"{plan.seed}.txt"
         kept.write_text("\n".join([*lines, output]))
-        lines.append(f"    again: python -m tests.soak --run {plan.seed}    output: {kept}")
+        lines.append(f"    again: python -m benchmarks.soak --run {plan.seed}    output: {kept}")
     print("\n".join([*lines, output] if given.run is not None else lines), flush=True)
     return result
 

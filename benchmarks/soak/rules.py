@@ -11,7 +11,7 @@ import re
 import signal
 from collections.abc import Mapping
 
-from tests.soak.plan import MULTIPROCESSING, OF_USER, WITH_MPI, Plan
+from benchmarks.soak.plan import MULTIPROCESSING, OF_USER, WITH_MPI, Plan
 
 __all__ = ["Expected", "expect", "known"]
 

@@ -1,8 +1,8 @@
 """A soak test: random runs, each with one fault; what must come of it is decided before it starts.
 
-    python -m tests.soak --runs 200 --seed 1    # or scripts/soak
-    python -m tests.soak --run 17               # this one run again, with all that it printed
-    python -m tests.soak --runs 40 --stock      # the same faults under Lightning's own ddp: what happens, no judgement
+    python -m benchmarks.soak --runs 200 --seed 1    # or scripts/soak
+    python -m benchmarks.soak --run 17               # this one run again, with all that it printed
+    python -m benchmarks.soak --runs 40 --stock      # the same faults under Lightning's own ddp: no judgement
 
 =============== ============================================================================================
 ``plan``        draws a run from one integer: how the ranks are started, callbacks, fault

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import psutil
 import zmq
 
+from benchmarks.soak.plan import Plan
 from tests.harness import Script
-from tests.soak.plan import Plan
 
 __all__ = ["OUTSIDE", "act"]
 

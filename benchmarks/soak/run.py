@@ -9,14 +9,13 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.soak.outcome import MemoryWatch, Observed, observe
+from benchmarks.soak.outside import act
+from benchmarks.soak.plan import LAUNCHES, OF_USER, WITH_MPI, Plan
 from tests.harness import start_script
 from tests.models.distributed.mpi.launch import mpi_command, mpi_environ, why_no
-from tests.soak.outcome import MemoryWatch, Observed, differences, observe
-from tests.soak.outside import act
-from tests.soak.plan import LAUNCHES, OF_USER, WITH_MPI, Plan
-from tests.soak.rules import expect
 
-__all__ = ["LIMIT", "check", "launches_here", "perform"]
+__all__ = ["LIMIT", "launches_here", "perform"]
 
 # In tables, since the tests that call such a function by name are put one after the other; most runs are not under MPI.
 _MPI_COMMANDS = {launch: functools.partial(mpi_command, launch) for launch in OF_USER}
@@ -50,13 +49,6 @@ def perform(plan: Plan, limit: float = LIMIT) -> Observed:
         return observe(folder, outcome, started, memory.end(), trouble)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def check(plan: Plan) -> None:
-    """Fail where what comes of a run is not what must."""
-    seen = perform(plan)
-    found = differences(expect(plan), seen)
-    assert not found, f"{plan}: {found}\n{seen.script.output}"
 
 
 def _prepare(plan: Plan, folder: Path) -> None:

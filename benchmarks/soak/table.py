@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tests.soak.outcome import Observed
-from tests.soak.plan import FAULTS, Plan
-from tests.soak.rules import known
+from benchmarks.soak.outcome import Observed
+from benchmarks.soak.plan import FAULTS, Plan
+from benchmarks.soak.rules import known
 
 __all__ = ["Result", "stock_table", "table"]
 

@@ -21,7 +21,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import lightning as L
+import lightning as L  # noqa: N812  (as in most programs)
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -44,7 +44,7 @@ GOES_ON = ("term_parent", "usr1_parent", "ctrl_c", "ctrl_c_twice")
 tempfile.tempdir = None  # of this run, also where the interpreter is a fork
 
 
-class Pruned(Exception):
+class PrunedError(Exception):
     """What a sweep's pruning callback raises on every rank."""
 
 
@@ -130,7 +130,7 @@ def raise_ours() -> None:
 
 def prune() -> None:
     torch.distributed.barrier()  # the ranks of a sweep agree on it
-    raise Pruned("on every rank")
+    raise PrunedError("on every rank")
 
 
 def run_out_of_memory() -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.soak.rules import Expected
 from lightning_lockstep._text import SAVED
 from tests.harness import Script, ScriptOutcome
 from tests.harness.patience import patience
-from tests.soak.rules import Expected
 
 __all__ = ["MemoryWatch", "Observed", "differences", "observe"]
 
