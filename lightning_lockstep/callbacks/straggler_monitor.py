@@ -80,7 +80,7 @@ class StragglerMonitor(EndsWithRun):
             )
             self.at_end.callback(self._exchange.close)
             self._timer = StepTimer(trainer.strategy.root_device)
-            self._steps, self._global_step = 0, trainer.global_step
+            self._global_step = trainer.global_step
             self._watch_actions(trainer, self._timer)
             self.at_end.callback(watch_waits(self._timer.wait_begins, self._timer.wait_ends))
 
@@ -108,8 +108,7 @@ class StragglerMonitor(EndsWithRun):
         if self._exchange is None or self._timer is None or trainer.global_step == self._global_step:
             return
         self._global_step = trainer.global_step
-        self._exchange.step_done(self._steps, self._timer.end())
-        self._steps += 1
+        self._exchange.step_done(self._timer.end())
         if self._exchange.collection is not None:
             self._tell(trainer, self._exchange.collection)
 
