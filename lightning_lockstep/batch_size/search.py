@@ -1,4 +1,4 @@
-"""The search for the largest batch size that fits: it takes numbers, gives a frozen proposal and needs no Trainer.
+"""The search for the largest batch size that fits, and the division of a global batch: numbers alone, no Trainer.
 
 A search proposes what to try (:meth:`SizeSearch.propose`) and is given the outcome (:meth:`SizeSearch.record`). With
 the same outcomes all ranks propose the same.
@@ -9,6 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from lightning_lockstep._text import counted
+from lightning_lockstep.loaders.global_order import micro_batches
+
+# -- The largest batch size that fits --
 
 
 @dataclass(frozen=True)
@@ -84,3 +89,66 @@ class SizeSearch:
         """Propose ``size``, kept between what fitted and what did not, and never twice."""
         upper = self.max_val if self.high is None else min(self.max_val, self.high - 1)
         return Proposal(False, min(max(int(size), self.low + 1), upper), reason)
+
+
+# -- Micro-batch x accumulation x ranks = the global batch that was asked for --
+
+
+@dataclass(frozen=True)
+class EffectiveBatch:
+    """How a global batch is divided."""
+
+    requested: int  # samples of all ranks in one optimizer step
+    sizes: tuple[int, ...]  # samples of all ranks in each of its micro-batches
+    ranks: int
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples per rank in the largest micro-batch."""
+        return -(-max(self.sizes) // self.ranks)
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches per optimizer step."""
+        return len(self.sizes)
+
+    @property
+    def total(self) -> int:
+        """Samples of all ranks in one optimizer step."""
+        return sum(self.sizes)
+
+    @property
+    def exact(self) -> bool:
+        """Whether that is what was asked for."""
+        return self.total == self.requested
+
+    def __str__(self) -> str:
+        least = min(self.sizes) // self.ranks
+        each = f"{least} or {self.micro_batch}" if least < self.micro_batch else f"{least}"
+        return (
+            f"{each} per rank x {self.accumulate} accumulated x {counted(self.ranks, 'rank')} = {self.total}"
+        )
+
+
+def plan_effective_batch(requested: int, *, ranks: int, largest: int, any_size: bool) -> EffectiveBatch:
+    """Divide a global batch of ``requested`` samples so that a micro-batch has ``largest`` per rank at most."""
+    # With `any_size` the micro-batches of ranks may differ by one sample, so that every global batch is possible.
+    # Otherwise an exact division is taken, unless it needs more than twice as many micro-batches as the memory requires
+    # (a prime number of samples would be trained one by one). Then the nearest total is taken.
+    if any_size:
+        count = -(-requested // (ranks * largest))
+        return EffectiveBatch(requested, micro_batches(requested, count), ranks)
+    share = max(1, requested // ranks)
+    least = math.ceil(share / largest)
+    if requested % ranks == 0:
+        for accumulate in range(least, 2 * least + 1):
+            if share % accumulate == 0:
+                return EffectiveBatch(requested, (requested // accumulate,) * accumulate, ranks)
+    candidates = [
+        EffectiveBatch(requested, (micro * ranks,) * accumulate, ranks)
+        for accumulate in range(least, 2 * least + 1)
+        for micro in (requested // (accumulate * ranks), math.ceil(requested / (accumulate * ranks)))
+        if 1 <= micro <= largest
+    ]
+    candidates = candidates or [EffectiveBatch(requested, (min(share, largest) * ranks,) * least, ranks)]
+    return min(candidates, key=lambda plan: (abs(plan.total - requested), plan.accumulate, plan.total))

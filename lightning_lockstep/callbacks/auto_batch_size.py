@@ -28,10 +28,7 @@ from lightning_lockstep.batch_size.search_run import (
     run_search,
     say_once,
 )
-from lightning_lockstep.callbacks.effective_batch_size import (
-    EffectiveBatchSize,
-    keeper_of_global_batch,
-)
+from lightning_lockstep.callbacks.effective_batch_size import EffectiveBatchSize
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.rank_supervisor import current_job, folder_of_run
@@ -140,9 +137,8 @@ class AutoBatchSize(BatchSizeFinder):
         self.on_oom, self.loss_reduction = on_oom, loss_reduction
         self.result: SearchResult | None = None
         self.batches_split = 0
+        # What divides the global batch of a fit: a callback of the Trainer, or one of its own.
         self._keeper: EffectiveBatchSize | None = None
-        if isinstance(global_batch_size, int):
-            self._keeper = EffectiveBatchSize(global_batch_size, batch_arg_name=batch_arg_name)
         # Restores, when a run ends, the settings that the user did not ask to change.
         self._as_configured: ExitStack | None = None
         self._recovery: Recovery | None = None
@@ -154,22 +150,31 @@ class AutoBatchSize(BatchSizeFinder):
         searches = self.mode != "off" and not getattr(trainer, "fast_dev_run", False)
         if searches:
             refuse_strategy(trainer)
-        if stage == "fit" and (
-            self._keeper is not None or (searches and self.global_batch_size != "largest")
-        ):
-            what = f"AutoBatchSize(global_batch_size={self.global_batch_size}) sets the accumulation"
+        self._keeper, given = None, self.global_batch_size
+        if stage != "fit":
+            return
+        if isinstance(given, int) or (searches and given is None):
+            what = f"AutoBatchSize(global_batch_size={given}) sets the accumulation"
             refuse_fixed_sizes(trainer, what, accumulates=True)
-        if stage == "fit" and self._keeper is not None:
-            self._keeper.plan = None  # of an earlier fit
-            self._keeper.divide_before_optimizers(trainer, pl_module)
+        asking = [one for one in getattr(trainer, "callbacks", ()) if isinstance(one, EffectiveBatchSize)]
+        sizes = {str(one.global_batch_size) for one in asking} | (
+            {str(given)} if given is not None else set()
+        )
+        if len(sizes) > 1:
+            raise SearchRefusedError(
+                f"AutoBatchSize(global_batch_size={given!r}) and EffectiveBatchSize ask for global batches of"
+                f" {' and '.join(sorted(sizes))}: expected one size. Give it to one of them."
+            )
+        self._keeper = asking[0] if asking else None
+        if self._keeper is None and isinstance(given, int):
+            self._keeper = EffectiveBatchSize(given, batch_arg_name=self.batch_arg_name)
+            self._keeper.setup(trainer, pl_module, stage)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search, and guard the steps to come. Ranks: all, together."""
         super().on_fit_start(trainer, pl_module)
         if self.mode == "off" and self._keeper is not None:
-            keeper = keeper_of_global_batch(trainer, self._keeper, self.global_batch_size)
-            assert keeper is not None
-            keeper.on_fit_start(trainer, pl_module)
+            self._keeper.on_fit_start(trainer, pl_module)
         if self.on_oom != "raise":
             refuse_strategy(trainer)
             self.batches_split = 0
@@ -193,7 +198,7 @@ class AutoBatchSize(BatchSizeFinder):
             say_once("AutoBatchSize: no search under fast_dev_run")
             return
         refuse_strategy(trainer)
-        place, keeper = self._place_and_keeper(trainer, pl_module)
+        place, keeper = self._place(trainer, pl_module), self._keeper
         began = time.perf_counter()
         with place.former_size(on_error_only=True):
             global_batch = None if keeper is None else keeper.global_batch_size
@@ -243,7 +248,6 @@ class AutoBatchSize(BatchSizeFinder):
         if self._as_configured is not None:
             self._as_configured.close()
             self._as_configured = None
-            self._keeper = None
         if self._recovery is not None:
             self._recovery.close()
             self._recovery = None
@@ -252,13 +256,10 @@ class AutoBatchSize(BatchSizeFinder):
         """Do the same after an error, because Lightning calls no teardown then. Ranks: any, alone."""
         self.teardown(trainer, pl_module, "fit")
 
-    def _place_and_keeper(
-        self, trainer: Trainer, module: LightningModule
-    ) -> tuple[BatchLoaders, EffectiveBatchSize | None]:
-        """Return where the batch size is kept, and what divides the global batch of a fit, if anything does."""
-        keeper = keeper_of_global_batch(trainer, self._keeper, self.global_batch_size)
+    def _place(self, trainer: Trainer, module: LightningModule) -> BatchLoaders:
+        """Return where the batch size is kept; if none is asked for, a fit keeps its global batch as configured."""
         # A hook that makes a loader may read the accumulation. A keeper sets its own later, from the size found.
-        accumulate = trainer.accumulate_grad_batches if keeper is None else 1
+        accumulate = trainer.accumulate_grad_batches if self._keeper is None else 1
         with Snapshot(RandomState.capture()), replaced(trainer, accumulate_grad_batches=accumulate):
             place = BatchLoaders(trainer, module, self.batch_arg_name)
         if len(place.loaders) > 1 and not in_fit(trainer):
@@ -266,16 +267,15 @@ class AutoBatchSize(BatchSizeFinder):
                 f"there are {len(place.loaders)} loaders; one size for all of them would fit the largest batch"
                 " only. Pass one loader at a time."
             )
-        if keeper is not None or self.global_batch_size is not None:
-            return place, keeper
-        # The user has not asked for another size, so it is restored after the run and does not affect the next one.
-        self._as_configured = ExitStack()
-        self._as_configured.enter_context(place.former_size())
-        if in_fit(trainer):
-            total = min(place.size * trainer.world_size, place.samples_of_all) * accumulate
-            keeper = self._keeper = EffectiveBatchSize(total, batch_arg_name=self.batch_arg_name)
-            self._as_configured.enter_context(replaced(trainer, accumulate_grad_batches=accumulate))
-        return place, keeper
+        if self._keeper is None and self.global_batch_size is None:
+            # The user has not asked for another size, so it is restored after the run and does not affect the next one.
+            self._as_configured = ExitStack()
+            self._as_configured.enter_context(place.former_size())
+            if in_fit(trainer):
+                total = min(place.size * trainer.world_size, place.samples_of_all) * accumulate
+                self._keeper = EffectiveBatchSize(total, batch_arg_name=self.batch_arg_name)
+                self._as_configured.enter_context(replaced(trainer, accumulate_grad_batches=accumulate))
+        return place
 
 
 def _warn_of_fewer_steps(trainer: Trainer, place: BatchLoaders, size: int) -> None:

@@ -4,85 +4,18 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 from lightning_lockstep._settings import Faults
-from lightning_lockstep._text import counted
-from lightning_lockstep.batch_size.loaders import BatchLoaders, SearchRefusedError, in_fit
+from lightning_lockstep.batch_size.loaders import BatchLoaders
+from lightning_lockstep.batch_size.search import EffectiveBatch, plan_effective_batch
 from lightning_lockstep.batch_size.search_run import refuse_fixed_sizes, say_once
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import BatchSizeError
-from lightning_lockstep.loaders.global_order import micro_batches
 from lightning_lockstep.steps.patching import put_in_place, replaced
 
-# -- Micro-batch x accumulation x ranks = the global batch that was asked for --
-
 LearningRateScaling = Literal["linear", "sqrt"]
-
-
-@dataclass(frozen=True)
-class EffectiveBatch:
-    """How a global batch is divided."""
-
-    requested: int  # samples of all ranks in one optimizer step
-    sizes: tuple[int, ...]  # samples of all ranks in each of its micro-batches
-    ranks: int
-
-    @property
-    def micro_batch(self) -> int:
-        """Samples per rank in the largest micro-batch."""
-        return -(-max(self.sizes) // self.ranks)
-
-    @property
-    def accumulate(self) -> int:
-        """Micro-batches per optimizer step."""
-        return len(self.sizes)
-
-    @property
-    def total(self) -> int:
-        """Samples of all ranks in one optimizer step."""
-        return sum(self.sizes)
-
-    @property
-    def exact(self) -> bool:
-        """Whether that is what was asked for."""
-        return self.total == self.requested
-
-    def __str__(self) -> str:
-        least = min(self.sizes) // self.ranks
-        each = f"{least} or {self.micro_batch}" if least < self.micro_batch else f"{least}"
-        return (
-            f"{each} per rank x {self.accumulate} accumulated x {counted(self.ranks, 'rank')} = {self.total}"
-        )
-
-
-def plan_effective_batch(requested: int, *, ranks: int, largest: int, any_size: bool) -> EffectiveBatch:
-    """Divide a global batch of ``requested`` samples so that a micro-batch has ``largest`` per rank at most."""
-    # With `any_size` the micro-batches of ranks may differ by one sample, so that every global batch is possible.
-    # Otherwise an exact division is taken, unless it needs more than twice as many micro-batches as the memory requires
-    # (a prime number of samples would be trained one by one). Then the nearest total is taken.
-    if any_size:
-        count = -(-requested // (ranks * largest))
-        return EffectiveBatch(requested, micro_batches(requested, count), ranks)
-    share = max(1, requested // ranks)
-    least = math.ceil(share / largest)
-    if requested % ranks == 0:
-        for accumulate in range(least, 2 * least + 1):
-            if share % accumulate == 0:
-                return EffectiveBatch(requested, (requested // accumulate,) * accumulate, ranks)
-    candidates = [
-        EffectiveBatch(requested, (micro * ranks,) * accumulate, ranks)
-        for accumulate in range(least, 2 * least + 1)
-        for micro in (requested // (accumulate * ranks), math.ceil(requested / (accumulate * ranks)))
-        if 1 <= micro <= largest
-    ]
-    candidates = candidates or [EffectiveBatch(requested, (min(share, largest) * ranks,) * least, ranks)]
-    return min(candidates, key=lambda plan: (abs(plan.total - requested), plan.accumulate, plan.total))
-
-
-# -- EffectiveBatchSize: the same global batch on any number of ranks --
 
 
 class EffectiveBatchSize(Callback):
@@ -136,34 +69,27 @@ class EffectiveBatchSize(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget an earlier fit's plan, and divide before the optimizers are made. Ranks: all; nothing is sent."""
-        if stage == "fit":
-            self.plan = None
-            refuse_fixed_sizes(trainer, f"EffectiveBatchSize({self.global_batch_size})", accumulates=True)
-            self.divide_before_optimizers(trainer, pl_module)
-
-    def divide_before_optimizers(self, trainer: Trainer, module: LightningModule) -> None:
-        """Divide when the strategy is set up, before optimizers, whose schedules count steps. Ranks: all ranks."""
-        # The module's own setup hook, which may make what its loaders read, has not been called yet.
+        if stage != "fit":
+            return
+        self.plan = None
+        refuse_fixed_sizes(trainer, f"EffectiveBatchSize({self.global_batch_size})", accumulates=True)
         set_up = trainer.strategy.setup
 
+        # Not now: the module's own setup hook, which may make what its loaders read, has not been called yet. And not
+        # later: the schedules of optimizers count steps.
         def setup(trainer: Trainer) -> None:
             put_back()
-            self._divide_as_configured(trainer, module)
+            with replaced(trainer, accumulate_grad_batches=1):  # a hook that makes a loader may read it
+                place = BatchLoaders(trainer, pl_module, self.batch_arg_name)
+            self.divide(trainer, place, largest=place.size)
             set_up(trainer)
 
         put_back = put_in_place(trainer.strategy, "setup", setup)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Scale the learning rates, unless a search has just done that. Ranks: all ranks; nothing is sent."""
-        if self.plan is None:
-            self._divide_as_configured(trainer, pl_module)
-        elif not self._scaled:
+        if self.plan is not None and not self._scaled:
             self._scale_learning_rates(trainer, self.plan.total, self.reference_batch_size)
-
-    def _divide_as_configured(self, trainer: Trainer, module: LightningModule) -> None:
-        with replaced(trainer, accumulate_grad_batches=1):  # a hook that makes a loader may read it
-            place = BatchLoaders(trainer, module, self.batch_arg_name)
-        self.divide(trainer, place, largest=place.size)
 
     def divide(self, trainer: Trainer, place: BatchLoaders, *, largest: int) -> None:
         """Divide the global batch, or divide it again after a search for the largest micro-batch. Ranks: all ranks."""
@@ -226,19 +152,3 @@ class EffectiveBatchSize(Callback):
             scheduler: Any = config.scheduler
             if hasattr(scheduler, "base_lrs"):
                 scheduler.base_lrs = [float(rate) * factor for rate in scheduler.base_lrs]
-
-
-def keeper_of_global_batch(
-    trainer: Any, own: EffectiveBatchSize | None, given: int | Literal["largest"] | None
-) -> EffectiveBatchSize | None:
-    """Return what divides the global batch of a fit: a callback of the Trainer, or an ``AutoBatchSize``'s own."""
-    if not in_fit(trainer):
-        return None
-    asking = [each for each in trainer.callbacks if isinstance(each, EffectiveBatchSize)]
-    sizes = {str(each.global_batch_size) for each in asking} | ({str(given)} if given is not None else set())
-    if len(sizes) > 1:
-        raise SearchRefusedError(
-            f"AutoBatchSize(global_batch_size={given!r}) and EffectiveBatchSize ask for global batches of"
-            f" {' and '.join(sorted(sizes))}: expected one size. Give it to one of them."
-        )
-    return asking[0] if asking else own

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from lightning_lockstep._lightning import Callback, LightningModule, Trainer
+from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep._settings import Faults, did_you_mean
+from lightning_lockstep.callbacks.ends_with_run import EndsWithRun
 from lightning_lockstep.numerics.precision import run_in_fp32, runs_in_fp32, undo_run_in_fp32
 from lightning_lockstep.numerics.statistics import NamePatterns, module_names
 
 
-class FP32Modules(Callback):
+class FP32Modules(EndsWithRun):
     """Runs chosen modules in float32: autocast off, inputs cast to float32, outputs cast back.
 
     This is the remedy that :class:`~lightning_lockstep.OverflowDetector` prints. Weights keep their dtype and
@@ -36,13 +37,12 @@ class FP32Modules(Callback):
         faults.check(are_names, "modules", modules, expected)
         faults.raise_all()
         self.modules = tuple(modules)
-        self._changed: list[nn.Module] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Change the modules, unless they are changed already."""
-        if not self._changed:
-            chosen = self.chosen(pl_module)
-            self._changed = [run_in_fp32(module) for module in chosen if not runs_in_fp32(module)]
+        """Change the modules, unless they are changed already, until the run ends."""
+        for module in self.chosen(pl_module):
+            if not runs_in_fp32(module):
+                self.at_end.callback(undo_run_in_fp32, run_in_fp32(module))
 
     def chosen(self, pl_module: LightningModule) -> list[nn.Module]:
         """Return the modules to run in float32; of one and another inside it, the outer one. Ranks: any, alone."""
@@ -67,13 +67,3 @@ class FP32Modules(Callback):
         ]
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Change the modules back."""
-        for module in self._changed:
-            undo_run_in_fp32(module)
-        self._changed.clear()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Change the modules back: Lightning does not call ``teardown`` after an error."""
-        self.teardown(trainer, pl_module, "")

@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_lockstep._lightning import Callback, LightningModule, Trainer
+from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep._settings import settings_of
+from lightning_lockstep.callbacks.ends_with_run import EndsWithRun
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.failure.process_exit import outcome
 from lightning_lockstep.errors import LockstepError, OverflowDetectedError
@@ -24,7 +25,7 @@ from lightning_lockstep.overflow.settings import Action, Mode, OverflowSettings,
 _log = logging.getLogger(__name__)
 
 
-class OverflowDetector(Callback):
+class OverflowDetector(EndsWithRun):
     """Finds the module, rank and batch that produced the first nan or infinity.
 
     Each step checks the loss and the reduced gradients. If they hold a bad value, and before weights change,
@@ -87,51 +88,48 @@ class OverflowDetector(Callback):
         self.reports: list[RankReport] = []
         self._bad_in_a_row = 0  # optimizer steps with a bad value since the last one without
         self._has_skipped = False  # an optimizer step of the current batch
-        self._detection: Detection | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a strategy that cannot work, and open the side channel while all ranks are here."""
         if stage == "fit":
+            self.at_end.close()
             refuse_strategy(trainer)
             _ = current_communicator().side_channel
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the detection in place."""
-        self._remove()
         folder = Path(
             self.settings.report_dir or Path(trainer.log_dir or trainer.default_root_dir, "overflow")
         )
         self._publisher = ReportPublisher(current_communicator(), folder, self.settings)
+        self.at_end.callback(self._publisher.close)
         self._detection = Detection(trainer, pl_module, self._publisher)
+        self.at_end.callback(delattr, self, "_detection")  # it keeps batches
+        self.at_end.callback(self._detection.remove)
         self._diagnosis = Diagnosis(trainer, pl_module, self._publisher, self._detection.engine)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Keep the loss, and let a bad one reach every rank."""
-        if self._detection is not None:
-            self._detection.before_backward(loss)
+        self._detection.before_backward(loss)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Watch activations again."""
-        if self._detection is not None:
-            self._detection.after_backward()
+        self._detection.after_backward()
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         """Check, and act on a hit before the weights change."""
-        if self._detection is not None:
-            has_looked, origin = self._detection.before_optimizer_step(optimizer)
-            if origin is not None:
-                self._respond(trainer, optimizer, origin)
-            elif has_looked:
-                self._bad_in_a_row = 0
+        has_looked, origin = self._detection.before_optimizer_step(optimizer)
+        if origin is not None:
+            self._respond(trainer, optimizer, origin)
+        elif has_looked:
+            self._bad_in_a_row = 0
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Release the batch; end the run if it was the last one that was asked for."""
-        if self._detection is None:
-            return
         self._detection.batch_end()
         if self._has_skipped:
             self._has_skipped = False
@@ -145,18 +143,8 @@ class OverflowDetector(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the values that have not been read yet, and remove everything."""
-        try:
+        with self.at_end:
             self._look_at_the_rest(trainer)
-        finally:
-            self._remove()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Remove everything."""
-        self._remove()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Remove everything."""
-        self._remove()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters."""
@@ -168,12 +156,11 @@ class OverflowDetector(Callback):
         self.scaler_skips = state_dict["scaler_skips"]
 
     def _look_at_the_rest(self, trainer: Trainer) -> None:
-        if self._detection is not None and (origin := self._detection.end()) is not None:
+        if (origin := self._detection.end()) is not None:
             self._respond(trainer, trainer.optimizers[0], origin)
 
     def _respond(self, trainer: Trainer, optimizer: Optimizer, origin: StepRecord) -> None:
         """Report a bad value that all ranks know of, at the same optimizer step; then raise, warn or skip."""
-        assert self._detection is not None
         text = ""
         with self._detection.paused():
             why = self._diagnosis.why_alarm(origin)
@@ -196,7 +183,6 @@ class OverflowDetector(Callback):
 
     def _skip(self, trainer: Trainer, optimizer: Optimizer) -> None:
         """Skip this optimizer step: without gradients an optimizer changes nothing."""
-        assert self._detection is not None
         if self._detection.engine is not None:
             self._detection.engine.skip_step(optimizer)
         else:
@@ -215,9 +201,3 @@ class OverflowDetector(Callback):
                 f"{self._bad_in_a_row} optimizer steps in a row were skipped because of nan or inf, as many as"
                 f" max_skips={self.settings.max_skips} allows. Reports are in {self._publisher.folder}."
             )
-
-    def _remove(self) -> None:
-        detection, self._detection = self._detection, None
-        if detection is not None:
-            detection.remove()
-            self._publisher.close()

@@ -7,8 +7,8 @@ import warnings
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_lockstep._lightning import Callback
 from lightning_lockstep._settings import LEVELS, Faults
+from lightning_lockstep.callbacks.ends_with_run import EndsWithRun
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.logs import logger
@@ -19,7 +19,7 @@ from lightning_lockstep.logs.logger import LineSender, sender_on
 _AT_THE_END = 1.0
 
 
-class RankOrderedLogging(Callback):
+class RankOrderedLogging(EndsWithRun):
     """Makes the logs of a run with many ranks readable.
 
     The console shows ``host:rank`` on every line, and prints rank 0's own lines, the lines that any rank logs with
@@ -49,6 +49,7 @@ class RankOrderedLogging(Callback):
         folder: str | Path | None = None,
         order_timeout: float = 5.0,
     ) -> None:
+        super().__init__()
         faults = Faults()
         is_level = isinstance(level, str) and level.upper() in LEVELS
         faults.check(is_level, "level", level, f"one of {', '.join(LEVELS)}")
@@ -57,16 +58,13 @@ class RankOrderedLogging(Callback):
         faults.raise_all()
         self.level, self.files, self.folder = level.upper(), files, folder
         self.order_timeout = order_timeout
-        self._takeover: ConsoleTakeover | None = None
-        self._file: RankFile | None = None
-        self._sender: LineSender | None = None
-        self._captured = False
+        self._sender: LineSender | None = None  # there is one if there are several ranks
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take over the console and open this rank's file. Ranks: all, together; with files, two small collectives."""
         global _active
         if _active is not None:
-            _active._end()  # a fit before this one ended with an exception, perhaps in a notebook
+            _active.at_end.close()  # a fit before this one ended with an exception, perhaps in a notebook
         _active = self
         communicator = current_communicator()
         if communicator.world_size > 1:
@@ -83,18 +81,16 @@ class RankOrderedLogging(Callback):
         if self.files is not None:
             run_folder = trainer.log_dir or trainer.default_root_dir
             folder = communicator.broadcast(str(self.folder or Path(run_folder, "logs")))
-            self._file = self._open_file(communicator, Path(folder), self.files)
-            handlers.append(self._file)
-            logger.local_handlers.append(self._file)
-        self._takeover = ConsoleTakeover(handlers)
+            file = self._open_file(communicator, Path(folder), self.files)
+            handlers.append(file)
+            logger.local_handlers.append(file)
+            self.at_end.callback(logger.local_handlers.remove, file)
+        self.at_end.callback(ConsoleTakeover(handlers).end)
         # Under pytest, which collects warnings itself, this does nothing with them.
         if warnings.showwarning.__module__ == "warnings":
             logging.captureWarnings(True)
-            self._captured = True
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Print what is held back and restore the console. Ranks: every rank; does not wait."""
-        self._end()
+            self.at_end.callback(logging.captureWarnings, False)
+        self.at_end.callback(self._print_the_rest)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Send what is queued; the files stay open for what is logged until the process ends."""
@@ -115,22 +111,13 @@ class RankOrderedLogging(Callback):
             )
         return file
 
-    def _end(self) -> None:
+    def _print_the_rest(self) -> None:
+        """Print what is held back, before the former handlers are back: those may not print INFO."""
         if self._sender is not None:
             self._sender.flush()
             if self._sender.collector is not None:
-                # This comes before the former handlers are back, because those may not print INFO.
                 self._sender.collector.settle(min(self.order_timeout, _AT_THE_END))
-        if self._file is not None and self._file in logger.local_handlers:
-            logger.local_handlers.remove(self._file)
-        if self._takeover is not None:
-            self._takeover.end()
-        if self._captured:
-            logging.captureWarnings(False)
-        self._takeover = self._file = self._sender = None
-        self._captured = False
-        global _active
-        _active = None
+            self._sender = None
 
 
 _active: RankOrderedLogging | None = None

@@ -7,14 +7,16 @@ from typing import Any, Literal
 
 from torch.optim import Optimizer
 
-from lightning_lockstep._lightning import Callback, LightningModule, Trainer
+from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep._settings import Faults
 from lightning_lockstep._text import say
+from lightning_lockstep.callbacks.ends_with_run import EndsWithRun
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import ReplicaMismatchError
 from lightning_lockstep.replicas.audit import Audit, refuse_audit
+from lightning_lockstep.replicas.checksums import folded
 from lightning_lockstep.replicas.contents import Buffers, Contents, facts
-from lightning_lockstep.replicas.exchange import RankChecks, differing_facts
+from lightning_lockstep.replicas.exchange import RankChecks
 from lightning_lockstep.replicas.report import start_table
 
 _log = logging.getLogger(__name__)
@@ -23,7 +25,7 @@ _log = logging.getLogger(__name__)
 _AT_THE_END = 30.0
 
 
-class ReplicaCheck(Callback):
+class ReplicaCheck(EndsWithRun):
     """Checks that all ranks hold the same weights, optimizer state and settings, and work on different data.
 
     Before the first step the ranks compare how the run was made. Then, after the first batch, the fourth, every
@@ -81,7 +83,7 @@ class ReplicaCheck(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse an audit that cannot work, and open the side channel. Ranks: all, together."""
         if stage == "fit":
-            self._stop()
+            self.teardown(trainer, pl_module, stage)
             if self.audit_every_n_steps:
                 refuse_audit(trainer)
             if current_communicator().world_size == 1:
@@ -94,26 +96,26 @@ class ReplicaCheck(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compare how the run was made on each rank. Ranks: all, together; a gather of a number each."""
-        self._stop()
         communicator = current_communicator()
         if communicator.world_size == 1:
             return
+        own = facts(trainer, pl_module)
+        if len({*communicator.gather(folded(own.items()))}) > 1:
+            table, is_fault = start_table(dict(enumerate(communicator.gather(own))))
+            self._act(
+                f"the run is not set up the same on all ranks, found before the first step\n\n{table}",
+                is_fault=is_fault,
+            )
         contents = Contents(trainer, pl_module, optimizer_state=self.optimizer_state, buffers=self.buffers)
-        differing = differing_facts(communicator, facts(trainer, pl_module))
         self._checks = RankChecks(
             communicator, trainer, pl_module, contents, every_n_steps=self.every_n_steps, data=self.data
         )
+        self.at_end.callback(self._checks.close)
         # All ranks take rank 0's setting, because they must audit together.
         self._audit_every = communicator.broadcast(self.audit_every_n_steps)
         self._audit = Audit(trainer, pl_module, communicator) if self._audit_every else None
         if contents.left_out and communicator.is_main:
             say(f"ReplicaCheck: {contents.left_out}.")
-        if differing:
-            table, is_fault = start_table(differing)
-            self._act(
-                f"the run is not set up the same on all ranks, found before the first step\n\n{table}",
-                is_fault=is_fault,
-            )
         self._checks.check()
 
     def on_train_batch_start(
@@ -153,19 +155,11 @@ class ReplicaCheck(Callback):
         if self._checks is not None:
             for text in self._checks.finish(_AT_THE_END):
                 self._act(text)
-        self._stop()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Remove everything. Ranks: any, alone."""
-        self._stop()
+        self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove everything. Ranks: any, alone."""
-        self._stop()
-
-    def _stop(self) -> None:
-        if self._checks is not None:
-            self._checks.close()
+        super().teardown(trainer, pl_module, stage)
         self._checks = self._audit = None
 
     def _act(self, text: str, *, is_fault: bool = True) -> None:

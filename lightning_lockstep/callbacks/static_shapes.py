@@ -7,75 +7,48 @@ import logging
 import sys
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from lightning_utilities import apply_to_collection
 from torch import Tensor
 from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm
 
-from lightning_lockstep._lightning import Callback, LightningModule, Trainer
+from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep._settings import Faults, is_number, is_whole
 from lightning_lockstep._text import counted
 from lightning_lockstep.batch_size.split_step import samples_in, tensors_in
 from lightning_lockstep.callbacks.auto_batch_size import AutoBatchSize
+from lightning_lockstep.callbacks.ends_with_run import EndsWithRun
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.patching import batch_size_of, put_in_place
 from lightning_lockstep.xla.runtime import compilations_so_far
 
 _log = logging.getLogger(__name__)
 
-# -- Batches with more samples, or longer sequences, than they came with --
-
 Key = str | int
 
+# -- Batches with more samples, or longer sequences, than they came with --
 
-def with_samples(batch: Any, size: int, ignored: Mapping[Key, float]) -> Any:
-    """Return a batch of ``size`` samples: those of ``batch``, then copies of its last, with ``ignored`` values."""
+
+def padded(batch: Any, shapes: StaticShapes, size: int = 0) -> Any:
+    """Return a batch with padded sequences and ``size`` samples at least; the given batch does not change."""
     samples = samples_in(batch)
 
-    def padded(key: Key | None, tensor: Tensor) -> Tensor:
-        if not tensor.dim() or tensor.size(0) != samples:
-            return tensor
-        return _padded(tensor, 0, size, None if key is None else ignored.get(key))
+    def of_tensor(key: Any, tensor: Tensor) -> Tensor:
+        if key in shapes.padding and tensor.dim() > shapes.dim:
+            place = bisect_left(shapes.lengths, tensor.size(shapes.dim))
+            if place < len(shapes.lengths):
+                tensor = _longer(tensor, shapes.dim, shapes.lengths[place], shapes.padding[key])
+        if tensor.dim() and tensor.size(0) == samples < size:
+            tensor = _longer(tensor, 0, size, shapes.ignored.get(key))
+        return tensor
 
-    return batch if samples >= size else _with_tensors(batch, padded)
-
-
-def with_lengths(batch: Any, lengths: Sequence[int], values: Mapping[Key, float], dim: int) -> Any:
-    """Return a batch whose sequences are padded to the smallest of the growing ``lengths`` that holds them."""
-
-    def padded(key: Key | None, tensor: Tensor) -> Tensor:
-        if key is None or key not in values or tensor.dim() <= dim:
-            return tensor
-        place = bisect_left(lengths, tensor.size(dim))
-        return tensor if place == len(lengths) else _padded(tensor, dim, lengths[place], values[key])
-
-    return _with_tensors(batch, padded)
-
-
-def _padded(tensor: Tensor, dim: int, size: int, value: float | None) -> Tensor:
-    """Return a tensor that is longer along a dimension: by a value, or by copies of its last entry."""
-    shape = [*tensor.shape[:dim], size - tensor.size(dim), *tensor.shape[dim + 1 :]]
-    if value is None:
-        return torch.cat([tensor, tensor.narrow(dim, tensor.size(dim) - 1, 1).expand(shape)], dim)
-    return torch.cat([tensor, tensor.new_full(shape, value)], dim)
-
-
-def parts(batch: Any) -> dict[Any, Any]:
-    """Return the parts of a batch by key, or by position if it is a list; by ``None`` if it is neither."""
-    if isinstance(batch, MutableMapping):
-        return dict(batch)
-    return dict(enumerate(batch)) if isinstance(batch, (list, tuple)) else {None: batch}
-
-
-def _with_tensors(batch: Any, function: Callable[[Key | None, Tensor], Tensor]) -> Any:
-    """Return a batch with ``function(key, tensor)`` in place of each tensor; the given batch does not change."""
     made = {
-        key: apply_to_collection(value, Tensor, partial(function, key)) for key, value in parts(batch).items()
+        key: apply_to_collection(value, Tensor, partial(of_tensor, key))
+        for key, value in parts(batch).items()
     }
     if isinstance(batch, MutableMapping):
         changed = copy.copy(batch)
@@ -87,53 +60,19 @@ def _with_tensors(batch: Any, function: Callable[[Key | None, Tensor], Tensor]) 
     return made[None]
 
 
-# -- Which samples of the current batch are real, for the current step --
+def parts(batch: Any) -> dict[Any, Any]:
+    """Return the parts of a batch by key, or by position if it is a list; by ``None`` if it is neither."""
+    if isinstance(batch, MutableMapping):
+        return dict(batch)
+    return dict(enumerate(batch)) if isinstance(batch, (list, tuple)) else {None: batch}
 
 
-@dataclass
-class _CurrentBatch:
-    """What is known of the batch that a step computes now."""
-
-    # (samples,) bool on the CPU, True for the real samples; None: no batch of the loader is padded.
-    mask: Tensor | None = None
-    was_asked: bool = False  # whether the step has asked for the mask
-
-
-# Only one step at a time runs in a process. The mask is kept here, because a batch may have no place for it.
-_current = _CurrentBatch()
-
-
-def real_samples(batch: Any) -> Tensor:
-    """Return which samples of the current batch are real: ``(samples,)`` bool, on the device of the batch."""
-    samples, tensors = samples_in(batch), tensors_in(batch)
-    if not any(tensor.dim() for tensor in tensors):
-        raise ConfigurationError(
-            f"StaticShapes.real_samples({type(batch).__name__}): expected the batch of the step, with a tensor whose"
-            " first dimension is the samples."
-        )
-    mask, _current.was_asked = _current.mask, True
-    device = tensors[0].device
-    if mask is None:
-        return torch.ones(samples, dtype=torch.bool, device=device)
-    if mask.size(0) != samples:
-        raise ConfigurationError(
-            f"StaticShapes.real_samples of a batch of {samples} samples: expected the whole batch of the step, of"
-            f" {mask.size(0)}. Take the mask of the whole batch, and divide it like the batch."
-        )
-    return mask.to(device, non_blocking=True)
-
-
-def mean_of_real(values: Tensor, batch: Any) -> Tensor:
-    """Return the mean of ``values``, ``(samples, ...)``, over the real samples of the current batch."""
-    mask = real_samples(batch)
-    if not values.dim() or values.size(0) != mask.size(0):
-        raise ConfigurationError(
-            f"StaticShapes.mean of values of shape {tuple(values.shape)}: expected {mask.size(0)} rows, one for each"
-            ' sample. A loss function gives them with reduction="none".'
-        )
-    shaped = mask.view(-1, *[1] * (values.dim() - 1))
-    # The mean over all is scaled, because a sum of 16-bit values would overflow.
-    return torch.where(shaped, values, 0).mean() * (mask.size(0) / mask.sum())
+def _longer(tensor: Tensor, dim: int, size: int, value: float | None) -> Tensor:
+    """Return a tensor that is longer along a dimension: by a value, or by copies of its last entry."""
+    shape = [*tensor.shape[:dim], size - tensor.size(dim), *tensor.shape[dim + 1 :]]
+    if value is None:
+        return torch.cat([tensor, tensor.narrow(dim, tensor.size(dim) - 1, 1).expand(shape)], dim)
+    return torch.cat([tensor, tensor.new_full(shape, value)], dim)
 
 
 # -- What was compiled --
@@ -146,10 +85,8 @@ def _compiled_so_far(trainer: Trainer) -> tuple[int, float]:
     strategy: Any = trainer.strategy
     graphs, seconds = 0, 0.0
     if strategy.root_device.type == "xla":
-        if hasattr(
-            strategy, "sync"
-        ):  # start what is pending, so that it belongs to the batch that has called it
-            strategy.sync()
+        if hasattr(strategy, "sync"):
+            strategy.sync()  # starts what is pending, so that it belongs to the batch that has called it
         graphs, seconds = compilations_so_far()
     utils = sys.modules.get("torch._dynamo.utils")  # which torch.compile imports when it is first used
     if utils is not None:
@@ -191,7 +128,7 @@ _BATCH_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm)
 _EXPECTED = 2
 
 
-class StaticShapes(Callback):
+class StaticShapes(EndsWithRun):
     """Pads batches to the same shapes, and names each batch whose shapes were compiled after the first ones.
 
     ``torch.compile`` and torch-xla compile a step again for a last batch that is smaller, for another batch size in
@@ -223,8 +160,10 @@ class StaticShapes(Callback):
         operations are started at both ends of a batch, so that a compilation belongs to a known one.
     """
 
-    real_samples = staticmethod(real_samples)
-    mean = staticmethod(mean_of_real)
+    # Only one step at a time runs in a process. The mask of its batch is kept here, because a batch may have no place
+    # for it: (samples,) bool on the CPU, True for the real samples. None: no batch of the loader is padded.
+    _mask: ClassVar[Tensor | None] = None
+    _was_asked: ClassVar[bool] = False  # whether the step has asked for it
 
     def __init__(
         self,
@@ -258,22 +197,66 @@ class StaticShapes(Callback):
         faults.raise_all()
         self.lengths, self.dim, self.batch_size = list(lengths), dim, batch_size
         self.pad_values, self.ignored = dict(pad_values or {}), dict(ignored or {})
-        self._values = {**self.pad_values, **self.ignored}  # of padded sequences
+        self.padding = {**self.pad_values, **self.ignored}  # of padded sequences
         self.late: list[LateBatch] = []
         self._training_size: int | None = None
-        self._undo: Callable[[], None] | None = None
-        self._is_on = False  # whether batches are those of the run, and not of a trial of another size
+        self._pads = False  # whether batches are padded now
+
+    @staticmethod
+    def real_samples(batch: Any) -> Tensor:
+        """Return which samples of the current batch are real: ``(samples,)`` bool, on the device of the batch."""
+        samples, tensors = samples_in(batch), tensors_in(batch)
+        if not any(tensor.dim() for tensor in tensors):
+            raise ConfigurationError(
+                f"StaticShapes.real_samples({type(batch).__name__}): expected the batch of the step, with a tensor"
+                " whose first dimension is the samples."
+            )
+        mask, StaticShapes._was_asked = StaticShapes._mask, True
+        device = tensors[0].device
+        if mask is None:
+            return torch.ones(samples, dtype=torch.bool, device=device)
+        if mask.size(0) != samples:
+            raise ConfigurationError(
+                f"StaticShapes.real_samples of a batch of {samples} samples: expected the whole batch of the step, of"
+                f" {mask.size(0)}. Take the mask of the whole batch, and divide it like the batch."
+            )
+        return mask.to(device, non_blocking=True)
+
+    @staticmethod
+    def mean(values: Tensor, batch: Any) -> Tensor:
+        """Return the mean of ``values``, ``(samples, ...)``, over the real samples of the current batch."""
+        mask = StaticShapes.real_samples(batch)
+        if not values.dim() or values.size(0) != mask.size(0):
+            raise ConfigurationError(
+                f"StaticShapes.mean of values of shape {tuple(values.shape)}: expected {mask.size(0)} rows, one for"
+                ' each sample. A loss function gives them with reduction="none".'
+            )
+        shaped = mask.view(-1, *[1] * (values.dim() - 1))
+        # The mean over all is scaled, because a sum of 16-bit values would overflow.
+        return torch.where(shaped, values, 0).mean() * (mask.size(0) / mask.sum())
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Replace a method of the strategy, and start a new record. Ranks: any, alone."""
-        self._take_away()
+        """Start a new record; refuse what splits batches. Ranks: any, alone."""
+        self.teardown(trainer, pl_module, stage)
         self.late = []
         self._sizes: Counter[tuple[str, int]] = Counter()  # largest batch of each loader, by stage
         self._batches: Counter[str] = Counter()  # by stage
         self._before: dict[str, Shapes] = {}  # of the last batch, by stage
-        if stage == "fit":  # otherwise the size of the fit before is kept, for a test after it
-            self._training_size = None
-            self._refuse_splits(trainer)
+        if stage != "fit":
+            return  # a test after a fit keeps the size of its batches
+        self._training_size = None
+        callbacks = getattr(trainer, "callbacks", [])
+        splits = any(isinstance(one, AutoBatchSize) and one.on_oom == "split" for one in callbacks)
+        if splits and self.batch_size is not None:
+            raise ConfigurationError(
+                f"StaticShapes(batch_size={self.batch_size!r}) with AutoBatchSize(on_oom='split'): expected one of"
+                " them, because a batch that is split is not the one that was filled up."
+            )
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Pad batches from here on, but not those of a search for a batch size before. Ranks: any, alone."""
+        if self._pads:
+            return
         strategy: Any = trainer.strategy
         move = strategy.batch_to_device
 
@@ -281,12 +264,15 @@ class StaticShapes(Callback):
             shaped = self._shaped(trainer, batch, dataloader_idx)
             return move(shaped, device=device, dataloader_idx=dataloader_idx)
 
-        self._undo = put_in_place(strategy, "batch_to_device", batch_to_device)
+        self._pads = True
+        self.at_end.callback(put_in_place(strategy, "batch_to_device", batch_to_device))
+
+    on_sanity_check_start = on_test_start = on_validation_start
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Pad batches from here on; raise if samples cannot be added. Ranks: all."""
         # The start of an epoch would be too late: Lightning calls no hook there if a run resumes in the middle of one.
-        self._is_on = True
+        self.on_validation_start(trainer, pl_module)
         loaders = self._loaders(trainer, "training")
         self._training_size = batch_size_of(loaders[0])
         norms = [
@@ -310,8 +296,10 @@ class StaticShapes(Callback):
         """Leave out what was compiled before the batch, and weight what is logged by the real samples."""
         self._compiled = _compiled_so_far(trainer)
         results: Any = trainer._results
-        if _current.mask is not None and results is not None:
-            results.batch_size = int(_current.mask.sum())  # the weight of what is logged without a batch_size
+        if StaticShapes._mask is not None and results is not None:
+            results.batch_size = int(
+                StaticShapes._mask.sum()
+            )  # the weight of what is logged without a batch_size
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Refuse a training step that does not ask which samples are real. Ranks: all, at their first batch."""
@@ -345,25 +333,10 @@ class StaticShapes(Callback):
     on_validation_batch_start = on_test_batch_start = on_predict_batch_start = on_train_batch_start
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Pad batches from here on; the same in a test and in the sanity check."""
-        self._is_on = True
-
-    on_sanity_check_start = on_test_start = on_validation_start
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Restore the strategy. Ranks: any, alone."""
-        self._take_away()
-
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restore the strategy. Ranks: any, alone."""
-        self._take_away()
-
-    def _take_away(self) -> None:
-        if self._undo is not None:
-            self._undo()
-        self._undo, self._is_on = None, False
-        _current.mask = None
+        super().teardown(trainer, pl_module, stage)
+        self._pads, StaticShapes._mask = False, None
 
     def _loaders(self, trainer: Trainer, stage: str) -> list[Any]:
         loop: Any = trainer._active_loop
@@ -375,17 +348,8 @@ class StaticShapes(Callback):
             )
         return list(combined.flattened)
 
-    def _refuse_splits(self, trainer: Trainer) -> None:
-        callbacks = getattr(trainer, "callbacks", [])
-        splits = any(isinstance(one, AutoBatchSize) and one.on_oom == "split" for one in callbacks)
-        if splits and self.batch_size is not None:
-            raise ConfigurationError(
-                f"StaticShapes(batch_size={self.batch_size!r}) with AutoBatchSize(on_oom='split'): expected one of"
-                " them, because a batch that is split is not the one that was filled up."
-            )
-
     def _refuse_if_not_asked(self, stage: str) -> None:
-        if _current.mask is None or _current.was_asked or self.ignored:
+        if StaticShapes._mask is None or StaticShapes._was_asked or self.ignored:
             return
         drop = ", or drop_last=True in its DataLoader" if stage == "training" else ""
         raise ConfigurationError(
@@ -398,27 +362,23 @@ class StaticShapes(Callback):
     def _shaped(self, trainer: Trainer, batch: Any, dataloader_idx: int) -> Any:
         """Return a batch padded to the shapes of its stage, and record how many of its samples are real."""
         stage = _stage_of(trainer)
-        _current.mask, _current.was_asked = None, False
-        if not self._is_on or stage == "predict":
-            return batch
-        missing = [key for key in self._values if key not in parts(batch)]
+        StaticShapes._mask, StaticShapes._was_asked = None, False
+        missing = [key for key in self.padding if key not in parts(batch)]
         if missing and stage == "training":  # evaluation may have no labels
             raise ConfigurationError(
                 f"StaticShapes has values for {', '.join(map(repr, missing))}: expected keys of the batches"
                 f" (positions, if a batch is a list). A training batch is a {type(batch).__name__} with"
                 f" {', '.join(map(repr, parts(batch)))}."
             )
-        if self.lengths:
-            batch = with_lengths(batch, self.lengths, self._values, self.dim)
         real = samples_in(batch)
         if self.batch_size is None or not real or not any(one.dim() for one in tensors_in(batch)):
-            return batch
+            return padded(batch, self) if self.lengths else batch
         loader, place = self._loaders(trainer, stage)[dataloader_idx], (stage, dataloader_idx)
         wanted = self._training_size if self.batch_size == "train" else self.batch_size
         self._sizes[place] = size = max(wanted or 0, batch_size_of(loader) or 0, real, self._sizes[place])
         if size > real or not getattr(loader, "drop_last", False):
-            _current.mask = torch.arange(size) < real
-        return with_samples(batch, size, self.ignored)
+            StaticShapes._mask = torch.arange(size) < real
+        return padded(batch, self, size) if self.lengths or size > real else batch
 
 
 def _stage_of(trainer: Trainer) -> str:

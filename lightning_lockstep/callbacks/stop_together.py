@@ -12,7 +12,7 @@ from typing import Any
 from lightning_lockstep._lightning import Callback
 from lightning_lockstep._settings import Faults
 from lightning_lockstep._system import write_report
-from lightning_lockstep.distributed import Communicator, current_communicator
+from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.checkpoint_folder import PREEMPTED_FILE
 from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement, StopDecision
 from lightning_lockstep.distributed.failure.process_exit import outcome
@@ -80,7 +80,6 @@ class StopTogether(Callback):
 
     def _reset(self) -> None:
         self._agreement: StepAgreement | None = None
-        self._communicator: Communicator | None = None
         self._signal_watch = SignalWatch((), self._preempt)
         self._file: StopFile | None = None
         self._minimum: tuple[Any, Any] | None = None
@@ -92,7 +91,6 @@ class StopTogether(Callback):
         self._signal_watch.restore()
         self._reset()
         self.decision = None
-        self._communicator = current_communicator()
         self._agreement = connect()
         self._agreement.start_over(keep_requests=True)
         count_in_fit(True)
@@ -127,14 +125,14 @@ class StopTogether(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Put signal handlers back, and act on a signal after the last batch. Ranks: all, together; one reduction."""
-        if self._agreement is None or self._communicator is None:
+        if self._agreement is None:
             return
         self._signal_watch.restore()
         if self._minimum is not None:
             trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps = self._minimum
             self._minimum = None
         unanswered = self._agreement.unanswered(PREEMPTED)
-        agreed = self._communicator.agree(bool(unanswered), "; ".join(unanswered))
+        agreed = current_communicator().agree(bool(unanswered), "; ".join(unanswered))
         if agreed:
             self._agreement.start_over()  # the requests are answered, and must not stop the next fit
             self._save_and_end(trainer, "; ".join(f"rank {rank}: {why}" for rank, why in agreed.items()))
@@ -191,13 +189,12 @@ class StopTogether(Callback):
         raise Preempted(reason, self.exit_code, path)
 
     def _save(self, trainer: Any, asks_slurm: bool) -> str:
-        assert self._communicator is not None
         folder = self.dirpath or getattr(trainer.checkpoint_callback, "dirpath", None)
         folder = folder or Path(trainer.default_root_dir, "checkpoints")
         chosen = str(Path(folder, f"{self.filename}.ckpt"))
         if asks_slurm:  # Lightning resumes from this path once Slurm has requeued the job
             chosen = str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
-        path: str = self._communicator.broadcast(chosen)
+        path: str = current_communicator().broadcast(chosen)
         if asks_slurm:  # because Slurm may end this process while it requeues the job
             for logger in trainer.loggers:
                 logger.finalize("finished")

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from lightning_lockstep._lightning import Callback, LightningModule, Trainer
+from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep._settings import Faults
 from lightning_lockstep._text import say
+from lightning_lockstep.callbacks.ends_with_run import EndsWithRun
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.c10d_operators import watch_waits
 from lightning_lockstep.errors import Preempted
-from lightning_lockstep.steps.patching import put_in_place
+from lightning_lockstep.steps.patching import replaced
 from lightning_lockstep.stragglers.exchange import Collection, StragglerExchange
 from lightning_lockstep.stragglers.verdict import NOBODY, Verdict, change_line, figures, report
 from lightning_lockstep.stragglers.waiting import Part, StepTimer, part_of_action
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 _AT_THE_END = 2.0
 
 
-class StragglerMonitor(Callback):
+class StragglerMonitor(EndsWithRun):
     """Reports which rank the others wait for, since when, by how much, and in which part of its step.
 
     Each rank measures, by its own clock, how long it waits for others in the collectives of its steps: the rank that
@@ -56,18 +56,13 @@ class StragglerMonitor(Callback):
         faults.raise_all()
         self.every_n_steps, self.min_share = every_n_steps, min_share
         self.verdict: Verdict = NOBODY
-        self._reset()
-
-    def _reset(self) -> None:
         self._timer: StepTimer | None = None  # there is one if there is an exchange
         self._exchange: StragglerExchange | None = None
-        self._steps = self._global_step = 0
-        self._undo: list[Callable[[], None]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Open the side channel while all ranks are here. Ranks: all, together."""
         if stage == "fit":
-            self._stop()
+            self.teardown(trainer, pl_module, stage)
             self.verdict = NOBODY
             if current_communicator().world_size == 1:
                 say(
@@ -78,15 +73,16 @@ class StragglerMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to measure. Ranks: all ranks; nothing is sent."""
-        self._stop()
         communicator = current_communicator()
         if communicator.world_size > 1:
             self._exchange = StragglerExchange(
                 communicator, every_n_steps=self.every_n_steps, min_share=self.min_share
             )
-            self._timer, self._global_step = StepTimer(trainer.strategy.root_device), trainer.global_step
+            self.at_end.callback(self._exchange.close)
+            self._timer = StepTimer(trainer.strategy.root_device)
+            self._global_step = trainer.global_step
             self._watch_actions(trainer, self._timer)
-            self._undo.append(watch_waits(self._timer.wait_begins, self._timer.wait_ends))
+            self.at_end.callback(watch_waits(self._timer.wait_begins, self._timer.wait_ends))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave out the first step of an epoch, in which loaders start, a validation and the step after it."""
@@ -112,22 +108,22 @@ class StragglerMonitor(Callback):
         if self._exchange is None or self._timer is None or trainer.global_step == self._global_step:
             return
         self._global_step = trainer.global_step
-        self._exchange.step_done(self._steps, self._timer.end())
-        self._steps += 1
+        self._exchange.step_done(self._timer.end())
         if self._exchange.collection is not None:
             self._tell(trainer, self._exchange.collection)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the table. Ranks: all; rank 0 waits for the others' last figures, 2 s at most."""
-        self._end(trainer, timeout=_AT_THE_END)
+        self._end(trainer, pl_module, timeout=_AT_THE_END)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Print the table of what is known. Ranks: any; waits only if all ranks leave together."""
-        self._end(trainer, timeout=_AT_THE_END if isinstance(exception, Preempted) else 0.0)
+        self._end(trainer, pl_module, timeout=_AT_THE_END if isinstance(exception, Preempted) else 0.0)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop measuring. Ranks: any, alone."""
-        self._stop()
+        super().teardown(trainer, pl_module, stage)
+        self._timer = self._exchange = None
 
     def _watch_actions(self, trainer: Trainer, timer: StepTimer) -> None:
         """Time loading and the other callbacks through the calls to Lightning's profiler."""
@@ -149,7 +145,7 @@ class StragglerMonitor(Callback):
                 timer.leave(action)
             stop(action)
 
-        self._undo = [put_in_place(profiler, "start", started), put_in_place(profiler, "stop", stopped)]
+        self.at_end.enter_context(replaced(profiler, start=started, stop=stopped))
 
     def _tell(self, trainer: Trainer, collection: Collection) -> None:
         while collection.windows:
@@ -160,7 +156,7 @@ class StragglerMonitor(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(figures(window), step=trainer.global_step)
 
-    def _end(self, trainer: Trainer, *, timeout: float) -> None:
+    def _end(self, trainer: Trainer, pl_module: LightningModule, *, timeout: float) -> None:
         if self._exchange is None:
             return
         self._exchange.finish(timeout)
@@ -171,11 +167,4 @@ class StragglerMonitor(Callback):
             # After a failure rank 0 does not wait for the last figures, so it does not report them as missing.
             missing = collection.missing if timeout > 0 else ()
             say(report(collection.tracker, collection.hosts, missing))
-        self._stop()
-
-    def _stop(self) -> None:
-        for undo in reversed(self._undo):
-            undo()
-        if self._exchange is not None:
-            self._exchange.close()
-        self._reset()
+        self.teardown(trainer, pl_module, "fit")

@@ -18,10 +18,9 @@ _MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685
 
 
 class Checksums:
-    """Checksums of tensors by name, on their way from the devices.
+    """Checksums of the bits of tensors by name, on their way from the devices."""
 
-    Equal bits give equal numbers, whatever they mean as values: a nan equals itself, and zero differs from minus zero.
-    """
+    # Whatever the bits mean as values: a nan equals itself, and zero differs from minus zero.
 
     def __init__(self, named: Mapping[str, Tensor]) -> None:
         self._names = list(named)

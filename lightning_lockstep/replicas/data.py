@@ -45,10 +45,8 @@ def row_of(sums: Iterable[Iterable[BatchSum]]) -> Row:
 
 
 def batch_sums(batch: Any, loaders: int) -> list[BatchSum] | None:
-    """Return a checksum of the batch of each loader, or nothing if some of it is unknown.
-
-    Without the unknown part, the rest of a batch, such as its labels, may be equal by chance.
-    """
+    """Return a checksum of the batch of each loader, or nothing if some of it is unknown."""
+    # Without the unknown part, the rest of a batch, such as its labels, may be equal by chance.
     parts = [batch]
     if loaders > 1:
         parts = list(batch.values() if isinstance(batch, Mapping) else batch)
@@ -129,16 +127,13 @@ class BatchComparison:
 
 
 def same_batches_text(trainer: Any, number: int, ranks: Sequence[int]) -> str:
-    """Return what is wrong with a loader that gives several ranks the same batches, and what to write.
-
-    Returns nothing if the data set has fewer samples than there are ranks, because samplers then repeat some.
-    """
+    """Return what is wrong with a loader that gives several ranks the same batches, and what to write."""
     loaders = trainer.fit_loop._combined_loader.flattened
     dataset = getattr(loaders[number], "dataset", None)
     streams = isinstance(dataset, IterableDataset)
     with contextlib.suppress(TypeError, NotImplementedError):
         if not streams and len(dataset) < trainer.world_size:  # type: ignore[arg-type]
-            return ""
+            return ""  # samplers repeat some samples then
     advice = "has an index: let the Trainer add the sampler (no use_distributed_sampler=False, a DataLoader of torch),"
     advice += " or let your own sampler depend on the rank"
     if streams:

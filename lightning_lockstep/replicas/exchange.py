@@ -329,10 +329,3 @@ class Comparison:
             if not self._questions:
                 self._agreement.request("replicas differ", kind="replica")
             self._questions[1:] = [wrong]
-
-
-def differing_facts(communicator: Communicator, facts: Mapping[str, str]) -> dict[int, dict[str, str]]:
-    """Return the facts of each rank if they differ. Ranks: all, together."""
-    if len({*communicator.gather(folded(facts.items()))}) == 1:
-        return {}
-    return dict(enumerate(communicator.gather(dict(facts))))

@@ -35,11 +35,8 @@ def judge(
     statistics: set[str],
     held: Sequence[int] = (),  # the ranks that are compared, if they are not all
 ) -> Finding | None:
-    """Return what differs between ranks.
-
-    Adds to ``statistics`` the buffers in which each rank has its own values, because they may not change between two
-    checks, such as those of a validation.
-    """
+    """Return what differs between ranks; add to ``statistics`` the buffers in which each rank has its own values."""
+    # They are remembered, because they may not change between two checks, such as those of a validation.
     tensors: dict[str, dict[str, Parts]] = {}
     for section in SECTIONS:
         found = _differing({rank: answer["sums"][section] for rank, answer in answers.items()})

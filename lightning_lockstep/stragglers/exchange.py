@@ -76,12 +76,12 @@ class StragglerExchange:
         self._steps: deque[tuple[int, OwnStep]] = deque()  # not sent yet
         self._reached = -1
 
-    def step_done(self, number: int, own: OwnStep | None) -> None:  # own None: not measured
-        """Note a step, and send the last ones if it is time to; from the main thread."""
-        self._reached = number
+    def step_done(self, own: OwnStep | None) -> None:  # None: not measured
+        """Note the next step, and send the last ones if it is time to; from the main thread."""
+        self._reached += 1
         if own is not None:
-            self._steps.append((number, own))
-        if (number + 1) % self._every == 0:
+            self._steps.append((self._reached, own))
+        if (self._reached + 1) % self._every == 0:
             self._send(final=False)
 
     def finish(self, timeout: float) -> None:  # of rank 0 [s]; 0 after a failure

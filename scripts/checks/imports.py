@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "loaders": TALK | {"steps"},
     "stopping": TALK | {"steps", "loaders"},
     "overflow": TALK | {"numerics", "steps"},
-    "batch_size": TALK | {"numerics", "steps"},
+    "batch_size": TALK | {"loaders", "numerics", "steps"},
     "stragglers": TALK,
     "replicas": TALK | {"numerics", "steps"},
     "deepspeed": TALK | {"numerics", "steps"},
