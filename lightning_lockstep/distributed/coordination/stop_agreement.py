@@ -67,20 +67,18 @@ class StepAgreement:
     """
 
     def __init__(self, channel: SideChannel, *, name: str = "stop", timeout: float = 60.0) -> None:
-        self.channel, self.timeout = channel, timeout
+        self.channel, self.timeout, self._name = channel, timeout, name
         self.decision: StopDecision | None = None
         self._passed = 0
         self._attention = False
-        self._round = [0, 0]  # the number of the attempt, and how often this was started over in it
         self._promise: int | None = None
         self._committed: StopDecision | None = None
         self._news = threading.Condition(threading.RLock())
-        self._later: list[Message] = []
         self._own: list[tuple[str, str]] = []
         # Of rank 0: what was requested in this round, and who has promised what.
         self._requests: list[Request] = []
         self._promises: dict[int, int] = {}
-        self._topic = f"agree/{name}"
+        self._topic = f"agree/{name}"  # then another one whenever this is started over
         self._remove = channel.on(self._topic, self._take)
 
     def request(self, reason: str, *, kind: str = "breakpoint") -> None:
@@ -93,7 +91,7 @@ class StepAgreement:
         Ranks: any rank, alone, from any thread or signal handler; one message to rank 0, no waiting.
         """
         self._own.append((kind, reason))
-        self.channel.post(self._topic, ["request", self._round, kind, reason], to=0)
+        self.channel.post(self._topic, ["request", kind, reason], to=0)
 
     def unanswered(self, kind: str) -> list[str]:
         """Return the reasons of this rank's own requests of a kind that no decision has answered yet."""
@@ -122,16 +120,16 @@ class StepAgreement:
         """
         with self._news:
             again = self._unanswered() if keep_requests else []
-            attempt = propagation_on(self.channel).number
-            self._round = [attempt, self._round[1] + 1 if attempt == self._round[0] else 0]
             self._passed, self._attention = 0, False
             self._promise = self._committed = self.decision = None
             self._own.clear()
             self._requests.clear()
             self._promises.clear()
-            later, self._later = self._later, []
-        for message in later:
-            self._take(message)
+        self._remove()
+        self._topic = propagation_on(self.channel).topic(f"agree/{self._name}")
+        self._remove = self.channel.on(
+            self._topic, self._take
+        )  # also what ranks that are there already have posted
         for kind, reason in again:
             self.request(reason, kind=kind)
 
@@ -164,19 +162,16 @@ class StepAgreement:
         return self._committed is not None or self._promise is None or self._passed < self._promise
 
     def _take(self, message: Message) -> None:
-        what, number, *rest = message.body
+        what, *rest = message.body
         with self._news:
-            if number > self._round:
-                self._later.append(message)
-                return
-            if number < self._round:
-                return
+            if message.topic != self._topic:
+                return  # of an earlier round
             if what == "request":
                 self._requested(Request(message.sender, *rest))
             elif what == "promise?":
                 self._attention = True
                 self._promise = self._passed + 1
-                self.channel.post(self._topic, ["promise", self._round, self._promise], to=0)
+                self.channel.post(self._topic, ["promise", self._promise], to=0)
             elif what == "promise":
                 self._promises[message.sender] = rest[0]
                 if len(self._promises) == self.channel.world_size and self._committed is None:
@@ -191,14 +186,14 @@ class StepAgreement:
         self._requests.append(request)
         if len(self._requests) == 1:
             everyone = range(self.channel.world_size)
-            self.channel.post(self._topic, ["promise?", self._round], to=everyone)
+            self.channel.post(self._topic, ["promise?"], to=everyone)
             if self._committed is not None:
                 return  # a process without others has answered at once
-            clock.after(self.timeout / 2, self._no_answer, self._round)
+            clock.after(self.timeout / 2, self._no_answer, self._topic)
 
-    def _no_answer(self, number: list[int]) -> None:
+    def _no_answer(self, topic: str) -> None:
         with self._news:
-            if number != self._round or self._committed is not None or not self._promises:
+            if topic != self._topic or self._committed is not None or not self._promises:
                 return
             missing = sorted(set(range(self.channel.world_size)) - set(self._promises))
             _log.warning(
@@ -211,7 +206,7 @@ class StepAgreement:
     def _commit(self) -> None:
         # Once in a round: a rank may have left already when a second decision arrives.
         decision = StopDecision(max(self._promises.values()), tuple(self._requests))
-        self.channel.post(self._topic, ["commit", self._round, decision.step, decision.requests])
+        self.channel.post(self._topic, ["commit", decision.step, decision.requests])
         self._leave_after(decision)
 
     def _leave_after(self, decision: StopDecision) -> None:

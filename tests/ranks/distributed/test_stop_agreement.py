@@ -40,9 +40,7 @@ def several_cases() -> dict[str, tuple[int, str | None]]:
     def asks(agreement_name: str, who: tuple[int, ...], at: int):
         def act(step: int) -> None:
             if rank in who and step == at:
-                channel.post(
-                    f"agree/{agreement_name}", ["request", [0, 0], "breakpoint", f"asked by {rank}"], to=0
-                )
+                channel.post(f"agree/{agreement_name}", ["request", "breakpoint", f"asked by {rank}"], to=0)
 
         return act
 
