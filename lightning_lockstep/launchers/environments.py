@@ -17,7 +17,7 @@ from lightning_lockstep._settings import HAS_MET, launcher_pid
 from lightning_lockstep._system import run_program
 from lightning_lockstep._text import counted
 from lightning_lockstep.distributed.failure.process_exit import end_now
-from lightning_lockstep.distributed.mpi.rendezvous import MPIRendezvous, agree_on_rendezvous
+from lightning_lockstep.distributed.mpi.backend import MPIRendezvous, agree_on_rendezvous
 from lightning_lockstep.distributed.process_group import RankGroup
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.rank_variables import StartedRank, find_mpi_rank, find_slurm_step, slurm_job

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -33,11 +34,14 @@ from lightning_lockstep.errors import (
 
 # -- Tracebacks that show the user's own frames, and how many frames of libraries were left out --
 
+LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 # Whose frames are folded, by the folder that a package is installed in.
 _FOLDED = (
-    *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"),
+    *("torch", *LIGHTNING, "lightning_utilities"),
     *("hydra", "omegaconf", "deepspeed", "lightning_lockstep"),
 )
+# These are not the user's program either; decorators of the last add a frame between a user's call and torch.
+_LIBRARIES = (*_FOLDED, "torchmetrics", "typing_extensions")
 _OWN = f"{Path(__file__).parents[2]}{os.sep}"
 _INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\](\w+)")
 _STANDARD = os.__file__.rpartition(os.sep)[0] + os.sep
@@ -72,11 +76,10 @@ def user_function(error: BaseException) -> str | None:
     """Return the name of the user's function that Lightning called and that raised, such as ``training_step``."""
     inside = False
     for frame in traceback.extract_tb(error.__traceback__):
-        package = _package_of(frame.filename)
-        is_standard = frame.filename.startswith(_STANDARD) and "-packages" not in frame.filename
-        if inside and package is None and not is_standard:
+        package = package_of(frame.filename)
+        if inside and package is None:
             return frame.name
-        inside = inside or package in ("lightning", "pytorch_lightning")
+        inside = inside or package in LIGHTNING
     return None
 
 
@@ -97,23 +100,25 @@ def _fold(error: traceback.TracebackException) -> None:
 def _frames(stack: Iterable[traceback.FrameSummary]) -> Iterator[str]:
     *frames, last = stack
     hint = "; LOCKSTEP_FULL_TRACEBACK=1 shows them"
-    for folded, group in itertools.groupby(frames, key=lambda frame: _package_of(frame.filename) is not None):
+    for folded, group in itertools.groupby(frames, key=lambda frame: package_of(frame.filename) in _FOLDED):
         found = list(group)
         if not folded or len(found) == 1:
             yield from traceback.StackSummary.from_list(found).format()
             continue
-        names = {_package_of(frame.filename) or "" for frame in found}
+        names = {package_of(frame.filename) or "" for frame in found}
         yield f"  ... {len(found)} frames of {', '.join(sorted(names))}{hint}\n"
         hint = ""
     yield from traceback.StackSummary.from_list([last]).format()
 
 
-def _package_of(filename: str) -> str | None:
-    """Return the name of the package that a file belongs to, if frames of it are folded."""
+@functools.lru_cache(10_000)  # because the guard asks for each frame of a call
+def package_of(filename: str) -> str | None:
+    """Return the library that a file belongs to, ``python`` for Python's own; ``None``: it is of the user's program."""
     if filename.startswith(_OWN):
         return "lightning_lockstep"
-    found = _INSTALLED.match(filename)
-    return found[1] if found and found[1] in _FOLDED else None
+    if found := _INSTALLED.match(filename):
+        return found[1] if found[1] in _LIBRARIES else None
+    return "python" if filename.startswith((_STANDARD, "<frozen")) else None
 
 
 # -- What is known of the rank that failed first, and the text that reports it --

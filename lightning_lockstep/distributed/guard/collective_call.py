@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from lightning_lockstep._text import plain_table
-from lightning_lockstep.distributed.failure.record import places_in_words
+from lightning_lockstep.distributed.failure.record import LIGHTNING, package_of, places_in_words
 
 # -- What one rank called --
 # Nothing in this file depends on a backend. The code that compares the ranks describes each call as a
@@ -211,12 +211,6 @@ def batch_number(batch: str) -> int:
 
 # -- The call site: the nearest place in the user's own program --
 
-_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
-_OF_LIBRARIES = (
-    *("torch", *_LIGHTNING, "lightning_utilities", "torchmetrics", "hydra", "deepspeed"),
-    __name__.partition(".")[0],
-)
-_STANDARD = os.__file__.rpartition(os.sep)[0] + os.sep
 # The files from which Python starts a backward; `Function.apply`, which a forward calls, is in another one.
 _ENGINE = tuple(f"{os.sep}torch{os.sep}autograd{os.sep}{name}.py" for name in ("graph", "__init__"))
 _TRAINER = f"{os.sep}pytorch{os.sep}trainer{os.sep}trainer.py"
@@ -242,16 +236,16 @@ def nearest_site(places: Iterable[tuple[str, int, str]], otherwise: str) -> str:
     # A call that the Trainer makes by itself gets the innermost place in Lightning, because the user's
     # `trainer.fit()` would be the same place for all such calls.
     inside = by = ""
-    libraries, lightning = _library_folders(_OF_LIBRARIES), _library_folders(_LIGHTNING)
     for file, line, function in places:
         if file.endswith(_ENGINE):
             return BACKWARD
         if file.endswith(_TRAINER) and inside:
             break
-        if not _is_library_file(file, libraries):
+        package = package_of(file)
+        if package is None:
             return site_text(file, line, function) + by
         by = _FSDP if _FSDP_FILES in file else by
-        if not inside and file.startswith(lightning):
+        if not inside and package in LIGHTNING:
             inside = site_text(file, line, function)
     return inside + by if inside else otherwise
 
@@ -259,23 +253,3 @@ def nearest_site(places: Iterable[tuple[str, int, str]], otherwise: str) -> str:
 def site_text(file: str, line: int, function: str) -> str:
     """Return a place in a program as messages show it, such as ``train.py:88 in training_step``."""
     return f"{file.rpartition(os.sep)[2]}:{line} in {function}"
-
-
-@functools.lru_cache(10_000)  # because it is called for each frame of a call
-def _is_library_file(path: str, folders: tuple[str, ...]) -> bool:
-    """Return whether a file belongs to Python or to a library, rather than to the user."""
-    is_standard = path.startswith(_STANDARD) and "-packages" not in path
-    # Decorators of `typing_extensions` add a frame between a user's call and torch.
-    is_wrapper = path.endswith(f"{os.sep}typing_extensions.py")
-    return is_standard or is_wrapper or path.startswith((*folders, "<frozen"))
-
-
-def _library_folders(packages: Collection[str]) -> tuple[str, ...]:
-    """Return the folders of those of the packages that are imported."""
-    return _folders(tuple(name for name in packages if name in sys.modules))  # more may be imported later
-
-
-@functools.cache
-def _folders(loaded: tuple[str, ...]) -> tuple[str, ...]:
-    files = [getattr(sys.modules[name], "__file__", None) for name in loaded]
-    return tuple(file.rpartition(os.sep)[0] + os.sep for file in files if file)
