@@ -65,9 +65,10 @@ class Notes(Callback):
     noted = 0
 
     def on_train_batch_end(self, trainer, *_) -> None:
-        if trainer.is_global_zero and trainer.global_step > self.noted:  # it may have been a micro-batch
+        if trainer.global_step > self.noted:  # it may have been a micro-batch
             self.noted = trainer.global_step
-            note(trainer.global_step)
+            if trainer.is_global_zero:
+                note(trainer.global_step)
 
 
 def with_lightning() -> bool:
