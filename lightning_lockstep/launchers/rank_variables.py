@@ -1,4 +1,4 @@
-"""Which rank this process is, told from environment variables: of MPI, of Slurm, or of whoever else started it."""
+"""Which rank this process is, told from the environment variables of MPI and Slurm alone."""
 
 from __future__ import annotations
 
@@ -88,6 +88,23 @@ def counts_in(listed: str) -> tuple[int, ...]:
 # A shell that was started inside a job, or an `export` left behind, has such variables without being a rank; the last
 # column tells it from a rank. mpi4py is not imported here, because that would start MPI.
 
+#: Each rank that another program has started has one of these: from torchrun, srun, jsrun, a user by hand, or an MPI.
+_FROM_OUTSIDE = (
+    "TORCHELASTIC_RUN_ID",
+    "LOCAL_RANK",
+    "NODE_RANK",
+    "SLURM_PROCID",
+    "LSB_JOBID",
+    "OMPI_COMM_WORLD_RANK",
+    "MV2_COMM_WORLD_RANK",
+    "PMI_RANK",
+)
+
+
+def started_from_outside() -> bool:
+    """Return whether this process may be one of several that another program has started."""
+    return any(name in os.environ for name in _FROM_OUTSIDE)
+
 
 def find_mpi_rank(environ: Mapping[str, str] | None = None) -> StartedRank | None:
     """Return the rank that this process is in an MPI job, or ``None`` when it is not part of one."""
@@ -132,61 +149,3 @@ def _numbered(
     each = max(local_size, 1)
     per_node = tuple(min(each, size - first) for first in range(0, size, each))
     return StartedRank(started_by, rank, size, local_rank, local_size, rank // each, per_node)
-
-
-# -- Ranks that any other program has started together: torchrun, srun, mpirun, or a user by hand --
-
-#: Each rank that another program has started has one of these: from torchrun, srun, jsrun, a user by hand, or an MPI.
-_FROM_OUTSIDE = (
-    "TORCHELASTIC_RUN_ID",
-    "LOCAL_RANK",
-    "NODE_RANK",
-    "SLURM_PROCID",
-    "LSB_JOBID",
-    "OMPI_COMM_WORLD_RANK",
-    "MV2_COMM_WORLD_RANK",
-    "PMI_RANK",
-)
-
-
-def started_from_outside() -> bool:
-    """Return whether this process may be one of several that another program has started."""
-    return any(name in os.environ for name in _FROM_OUTSIDE)
-
-
-@dataclass(frozen=True)
-class ExternalRanks:
-    """Processes of one job that somebody else has started."""
-
-    rank: int
-    count: int | None  # None where each is the first of its node and will start others
-    per_node: int | None  # on this node, as far as is known
-    address: str  # of rank 0
-    port: int
-    name: str | None = None  # what all of them have in common, and those of no other job
-
-
-def external_ranks() -> ExternalRanks | None:
-    """Return who this process is among those that were started together, or `None` if it is alone."""
-    if not started_from_outside():
-        return None
-    # Not above: these import torch and Lightning, which a program that looks at its command line does without.
-    from lightning_lockstep.launchers.environments import detect_environment
-
-    environment = detect_environment()
-    if environment.creates_processes_externally:
-        count = environment.world_size()
-        if count < 2:
-            return None
-        here, given = getattr(environment, "here", None), os.environ.get("LOCAL_WORLD_SIZE", "")
-        per_node = here.local_size if here is not None else int(given) if given.isdigit() else None
-        # Under mpirun all ranks meet when they first ask for the address, which all of them do here.
-        name = getattr(environment, "rendezvous_name", None)
-        address, port = environment.main_address, environment.main_port
-        return ExternalRanks(environment.global_rank(), count, per_node, address, port, name)
-    if {"NODE_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        # Started by hand on each node; each starts the other ranks of its node itself.
-        return ExternalRanks(
-            environment.node_rank(), None, None, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        )
-    return None
