@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from lightning_lockstep.replicas.data import BatchComparison
 from lightning_lockstep.replicas.report import Finding, judge, start_table
 
@@ -43,6 +45,39 @@ def found(*answers: dict[str, Any]) -> Finding:
 OTHER = {"sums": {"parameters": {"w": 9, "b": 2}}}
 
 
+def test_the_minority_is_named_with_the_tensor() -> None:
+    finding = found(answer(), answer(sums={"parameters": {"w": 9, "b": 2}}))
+    text = finding.text
+    assert finding.names == {"w"} and "In the minority: rank 1." in text
+    assert "differ in their parameters, found after batch 10" in text and "equal after batch 5" in text
+    assert "ranks 0,3, rank 1 <- differs" in text
+    assert "equal after batch 5." in text
+    assert text.index("a callback wrote other weights") < text.index("Memory or arithmetic")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"gradients": {"w": 8, "b": 8}}, "a forward past DDP"),
+        ({"gradients": {"w": 8, "b": 8}, "automatic": False}, "self.manual_backward(loss)"),
+        ({"gradients": {"w": 8, "b": 8}, "synchronizes": False}, "no_sync()"),
+        ({"gradients": {"w": 8, "b": 8}, "wrapped": False}, "no DistributedDataParallel"),
+        ({"gradients": {"w": 8}}, "a hook, or DDP does not know"),
+        ({"steps": [3]}, "[3] on rank 1"),
+        ({"settings": {"optimizer 0, group 0, lr": "0.2"}}, "lr is 0.1 on ranks 0,3, 0.2 on rank 1"),
+    ],
+)
+def test_the_first_reason_is_the_one_with_evidence(changes: dict[str, Any], reason: str) -> None:
+    text = found(answer(), answer(sums=OTHER["sums"], **changes)).text
+    assert reason in text.partition("  1. ")[2].splitlines()[0]
+    assert "Memory" not in text
+
+
+def test_a_parameter_that_ddp_does_not_know_is_named() -> None:
+    finding = found(answer(outside=["w"]), answer(sums=OTHER["sums"], gradients={"w": 8}, outside=["w"]))
+    assert "  1. The gradients of w differed" in finding.text and "DDP does not know w" in finding.text
+
+
 def test_of_two_ranks_the_one_that_changed_alone_is_named_else_none() -> None:
     finding = judge(10, 5, {0: answer(changed=[]), 1: answer(sums=OTHER["sums"])}, PLACES, set())
     assert finding is not None and "In the minority: rank 1." in finding.text
@@ -75,6 +110,11 @@ def test_buffers_may_differ_after_a_padding_batch() -> None:
     assert "differ in their buffers, found" in found(answer(sums={"buffers": {"batches": 5}}), behind).text
     padded = {0: answer(sums={"buffers": {"batches": 5}}), 1: {**behind, "padding": True}}
     assert judge(10, 5, padded, PLACES, set()) is None
+
+
+def test_a_tensor_that_a_rank_lacks_differs() -> None:
+    finding = found(answer(), answer(sums={"optimizer state": {}}))
+    assert finding.names == {"exp_avg of w"} and "differ in their optimizer state, found" in finding.text
 
 
 def test_the_table_of_the_start_marks_the_minority() -> None:
