@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from benchmarks.soak.rules import expect, known
 from benchmarks.soak.run import LIMIT, launches_here, perform
 from benchmarks.soak.table import Result, stock_table, table
 from tests.harness.children import put_on_path
+from tests.harness.slurm import Slurm
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,8 +30,11 @@ def main() -> int:
     ):  # in the background of a shell; runs would inherit that
         signal.signal(signal.SIGINT, signal.default_int_handler)
     plans = list(_plans(given))
-    with ThreadPoolExecutor(given.jobs) as pool:
-        results = list(pool.map(lambda plan: _run(plan, given), plans))
+    with contextlib.ExitStack() as stack:
+        has_srun = any(plan.launch == "srun" for plan in plans)
+        slurm = stack.enter_context(Slurm()) if has_srun else None
+        pool = stack.enter_context(ThreadPoolExecutor(given.jobs))
+        results = list(pool.map(lambda plan: _run(plan, given, slurm), plans))
     print(f"\n{stock_table(results) if given.stock else table(results)}")
     bad = [result for result in results if result.verdict == "not as expected"]
     return 0 if given.stock or not bad else 1
@@ -66,8 +71,8 @@ def _plans(given: argparse.Namespace) -> Iterator[Plan]:
             yield plan
 
 
-def _run(plan: Plan, given: argparse.Namespace) -> Result:
-    seen = perform(plan, 30.0 if plan.stock else LIMIT)
+def _run(plan: Plan, given: argparse.Namespace, slurm: Slurm | None) -> Result:
+    seen = perform(plan, 30.0 if plan.stock else LIMIT, slurm)
     result = Result(plan, seen, [] if plan.stock else differences(expect(plan), seen))
     parts = {"stdout": seen.script.stdout, "stderr": seen.script.stderr}
     parts |= {f"rank {rank}: what ended its fit": error for rank, error in seen.errors.items()}

@@ -8,10 +8,10 @@ import random
 from pathlib import Path
 
 #: How the ranks are started: by the program (``popen``, ``spawn``, ``fork``, and ``mpirun``, where the program runs
-#: Open MPI's mpirun), or by a launcher that the user calls (``torchrun``, Open MPI's mpirun, MPICH's mpiexec).
-LAUNCHES = ("popen", "spawn", "fork", "torchrun", "mpirun", "open_mpi", "mpich")
-OF_USER = ("open_mpi", "mpich")
-WITH_MPI = ("mpirun", *OF_USER)
+#: Open MPI's mpirun), or by a launcher that the user calls (``torchrun``, Open MPI's mpirun, MPICH's mpiexec, Slurm's srun).
+LAUNCHES = ("popen", "spawn", "fork", "torchrun", "mpirun", "open_mpi", "mpich", "srun")
+OF_USER = ("open_mpi", "mpich", "srun")
+WITH_MPI = ("mpirun", "open_mpi", "mpich")
 #: Under these the process that the user starts is no rank, and makes the Trainer.
 MULTIPROCESSING = ("spawn", "fork")
 
@@ -66,7 +66,7 @@ _NOT_WITH = {
     "stdout": OF_USER,
     "stderr": OF_USER,
     "stderr_raise": OF_USER,
-    "term_parent": WITH_MPI,  # mpirun ends its ranks on that
+    "term_parent": (*WITH_MPI, "srun"),  # they end their ranks on that
     "usr1_parent": ("torchrun", *OF_USER),
 }
 

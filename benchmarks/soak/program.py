@@ -229,7 +229,8 @@ def strategy() -> Any:
 def make_trainer() -> L.Trainer:
     return L.Trainer(
         accelerator="cpu",
-        devices=PLAN["ranks"],
+        devices=1 if PLAN["launch"] == "srun" else PLAN["ranks"],
+        num_nodes=PLAN["ranks"] if PLAN["launch"] == "srun" else 1,
         strategy=strategy(),
         max_epochs=2,
         logger=CSVLogger(FOLDER, name="", version="full") if FAULT == "disk" else False,
@@ -258,7 +259,7 @@ def fit_and_catch(net: Net) -> None:
 def name_of_this() -> str:
     if PLAN["launch"] in ("spawn", "fork"):
         return "parent"
-    names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "LOCAL_RANK")
+    names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "LOCAL_RANK", "SLURM_PROCID")
     of_parent = "parent" if PLAN["launch"] == "mpirun" else "0"
     return next((os.environ[name] for name in names if name in os.environ), of_parent)
 

@@ -100,7 +100,9 @@ def _expected(plan: Plan) -> Expected:
     fault = plan.fault
     if fault in ("ctrl_c", "ctrl_c_twice"):
         return _interrupted(plan)
-    if "stop" in plan.callbacks and fault in ("term_rank", "usr1_rank", "term_parent", "usr1_parent"):
+    # SIGUSR1 is Slurm's notice before the time limit: every strategy stops the ranks together.
+    stops = "stop" in plan.callbacks or (plan.launch == "srun" and fault == "usr1_rank")
+    if stops and fault in ("term_rank", "usr1_rank", "term_parent", "usr1_parent"):
         return _preempted(plan)
     if fault not in _FAILURES or _does_not_hurt(plan):
         return _fitted(plan)
@@ -137,7 +139,8 @@ def _preempted(plan: Plan) -> Expected:
         dict.fromkeys(_programs(plan), ("Preempted",)),
         printed=("All ranks end here with exit code 75",),
         silent=plan.launch != "torchrun",
-        checkpoint=r"preempted\.ckpt",
+        # Without StopTogether it lies in the Trainer's folder, as Lightning's own for Slurm does.
+        checkpoint=r"preempted\.ckpt" if "stop" in plan.callbacks else r"step=4\.ckpt",
     )
 
 
@@ -158,7 +161,7 @@ def _failed(plan: Plan, failure: _Failure) -> Expected:
     report = failure.last if failure.error and plan.fault != "disk" else ""
     if report and plan.launch == "torchrun":
         report = f"(  )?{report}"  # the traceback is in torchrun's own summary, indented
-    at_the_end = plan.launch not in ("torchrun", *WITH_MPI)  # whose own remarks stand below
+    at_the_end = plan.launch not in ("torchrun", "srun", *WITH_MPI)  # whose own remarks stand below
     return Expected(
         _codes(plan, failure.code),
         _raised(plan, failure),
@@ -201,8 +204,9 @@ def _raised(plan: Plan, failure: _Failure) -> Mapping[str, tuple[str, ...]]:
         own = (failure.error, "")
     if _is_continued(plan):
         own = ("", "RankFailedError")
-    if plan.fault in ("term_parent", "usr1_parent") and plan.launch != "popen":
-        own = others = (failure.error, *others)  # every rank gets the signal
+    every = plan.fault in ("term_parent", "usr1_parent") and plan.launch != "popen"  # gets the signal
+    if every or plan.fault == "raise_all":  # of which one may hear of another before it comes as far
+        own = others = (failure.error, *others)
     return {str(rank): own if failure.alike or rank == plan.target else others for rank in range(plan.ranks)}
 
 
@@ -226,6 +230,7 @@ def _codes(plan: Plan, code: int) -> tuple[int, ...]:
 
 
 _SESSION = "a second Ctrl-C kills Open MPI's daemon, which leaves its session folder and shared memory"
+_THREAD = "the C library ends a process that has no memory left for the data of a new thread"
 _MEMORY = "libzmq ends a process that has no memory left for a new connection"
 
 #: What is known not to be as it must: faults, ways of starting ranks, a pattern of the difference ("": all), and why.
@@ -233,6 +238,7 @@ _KNOWN = (
     (("ctrl_c_twice",), ("mpirun",), "left behind: (ompi|prte|/dev/shm/sm_segment)", _SESSION),
     (("memory",), ("popen", "torchrun"), ": no error, expected RuntimeError", _MEMORY),
     (("memory",), MULTIPROCESSING, "not printed: 'rank ", _MEMORY),
+    (("memory",), ("popen",), "exit code 127|thread-local data", _THREAD),
 )
 
 
