@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 
 #: How the ranks are started: by the program (``popen``, ``spawn``, ``fork``, and ``mpirun``, where the program runs
-#: Open MPI's mpirun), or by a launcher that the user calls (``torchrun``, Open MPI's mpirun, MPICH's mpiexec, Slurm's srun).
+#: Open MPI's mpirun), or by a launcher that the user calls (``torchrun``, Open MPI's mpirun, MPICH's mpiexec, srun).
 LAUNCHES = ("popen", "spawn", "fork", "torchrun", "mpirun", "open_mpi", "mpich", "srun")
 OF_USER = ("open_mpi", "mpich", "srun")
 WITH_MPI = ("mpirun", "open_mpi", "mpich")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.soak.outcome import MemoryWatch, Observed, observe
 from benchmarks.soak.outside import act
-from benchmarks.soak.plan import LAUNCHES, OF_USER, WITH_MPI, Plan
+from benchmarks.soak.plan import LAUNCHES, WITH_MPI, Plan
 from tests.harness import start_script
 from tests.harness.slurm import Slurm, why_no_slurm
 from tests.models.distributed.mpi.launch import mpi_command, mpi_environ, why_no
