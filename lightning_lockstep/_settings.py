@@ -36,7 +36,7 @@ HAS_MET = "LOCKSTEP_RANK_HAS_MET"
 NOTES_FOLDER = "LOCKSTEP_RANK_NOTES_FOLDER"
 #: Set by our launchers for ranks of a Hydra job: its configuration. Gone once a rank has it.
 RANK_CONFIG = "LOCKSTEP_RANK_CONFIG"
-#: Set for ranks that others may outlive.
+#: Set for ranks that others may outlive: the number of the rank, or of the spare process, at the start.
 MEMBER = "LOCKSTEP_RANK_MEMBER"
 
 

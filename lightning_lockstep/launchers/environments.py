@@ -13,7 +13,7 @@ from lightning_lockstep._lightning import (
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
-from lightning_lockstep._settings import HAS_MET, launcher_pid
+from lightning_lockstep._settings import HAS_MET, MEMBER, launcher_pid
 from lightning_lockstep._system import run_program
 from lightning_lockstep._text import counted
 from lightning_lockstep.distributed.failure.process_exit import end_now
@@ -152,6 +152,33 @@ class LockstepEnvironment(LightningEnvironment):
         """Leave the environment variables alone; the launcher that set them puts them back."""
 
 
+class SlurmNodeEnvironment(LockstepEnvironment):
+    """The cluster environment of the one task that srun has started on each node, to start the ranks there."""
+
+    def __init__(self, step: SlurmStepEnvironment) -> None:
+        super().__init__()
+        self._step = step
+
+    @property
+    def main_address(self) -> str:
+        return self._step.main_address
+
+    @property
+    def main_port(self) -> int:
+        return self._step.main_port
+
+    def node_rank(self) -> int:
+        return self._step.here.node
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Raise if the Trainer expects other nodes than were started."""
+        if num_nodes != self._step.here.size:
+            raise LaunchError(
+                f"num_nodes={num_nodes}, but srun has started one task on each of {self._step.here.size} nodes:"
+                f" expected num_nodes={self._step.here.size} and, in devices, the number of ranks on each node."
+            )
+
+
 def detect_environment(*, mpi: bool = False) -> ClusterEnvironment:
     """Return the cluster environment of this process, without starting or importing MPI.
 
@@ -168,7 +195,7 @@ def detect_environment(*, mpi: bool = False) -> ClusterEnvironment:
         return MPIEnvironment(rank)
     if rank is not None and mpi:
         return SrunMPIEnvironment(rank)
-    if step is not None and step.size > 1:
+    if step is not None and step.size > 1 and MEMBER not in os.environ:  # a member is started by a task
         return SlurmStepEnvironment(step)
     if LSFEnvironment.detect():
         return LSFEnvironment()

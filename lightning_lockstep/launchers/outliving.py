@@ -1,12 +1,14 @@
-"""A run that outlives its ranks: the first process, which is none, and the loop of each rank over its attempts.
+"""A run that outlives its ranks: the first process of each host, which is none, and the loop of a rank over attempts.
 
 ::
 
-    first process                              rank, a process that the first one has started
-    starts the ranks, hosts their store        meets the other members, connects, takes the state of the most
-    a process ends by a signal: publishes        advanced one, calls the function of the Trainer
-      which members are left                   a member is lost: its waits end, it drops the group, and begins
-    ends as they end                             again with the members that are left
+    first process of a host                    rank, or spare: a process that the first one has started
+    starts the ranks of this host, and tells   meets the other members, connects, takes the state of the most
+      the first host which ends                  advanced one, calls the function of the Trainer
+    on the first host: hosts the store         a member is lost: its waits end, it drops the group, and begins
+      a rank ends by a signal, or a host does    again with the members that are left; if it is a spare, it
+      not answer: publishes who is left          takes the place of one
+    ends as they end
 
 Only the end of a process by a signal is outlived. An exception, or an exit by the program's own will, ends all ranks as
 in any other run.
@@ -15,11 +17,13 @@ in any other run.
 from __future__ import annotations
 
 import inspect
+import queue
 import signal
+import socket
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_lockstep._lightning import _TunerExitException
@@ -36,12 +40,14 @@ from lightning_lockstep.distributed.failure.process_exit import (
 )
 from lightning_lockstep.distributed.failure.record import FailureRecord, describe_exit
 from lightning_lockstep.distributed.process_group import (
+    RankGroup,
     forget_rendezvous,
     process_group_exists,
     rendezvous_store,
 )
-from lightning_lockstep.distributed.side_channel.opening import side_channel_if_open
-from lightning_lockstep.errors import RankFailedError
+from lightning_lockstep.distributed.side_channel.channel import Message, SideChannel
+from lightning_lockstep.distributed.side_channel.opening import open_on, side_channel_if_open
+from lightning_lockstep.errors import LaunchError, RankFailedError
 from lightning_lockstep.launchers.rank_processes import ASKS_TO_END, RankProcesses, SignalForwarding
 from lightning_lockstep.launchers.rank_supervisor import (
     RankSupervisor,
@@ -53,53 +59,146 @@ from lightning_lockstep.launchers.subprocess_script import ScriptLauncher, rank_
 
 # How much longer than the grace period the ranks of a run that ends may take [s].
 _ENDS_WITHIN = 20.0
+# How often the first process looks who has come, or ended [s].
+_LOOK_EVERY = 0.02
+# How long a host may be silent [s]; the channel gives it two seconds more to connect again.
+_HOST_SILENCE = 4.0
 
 
-class _Members(RankProcesses):
-    """The processes that are the ranks of a run, and who is left of them."""
+@dataclass(frozen=True)
+class _Layout:
+    """The processes of a run, numbered: first the ranks of each host in turn, then the spare ones."""
 
-    look_every = 0.02
+    hosts: int
+    ranks: int  # of each host
+    spares: int  # on each host
 
-    def __init__(self, hosted: HostedMembers, ranks: int, least: int, grace_period: float) -> None:
+    def of_host(self, host: int) -> tuple[int, ...]:
+        first_spare = self.hosts * self.ranks + host * self.spares
+        of_ranks = range(host * self.ranks, (host + 1) * self.ranks)
+        return (*of_ranks, *range(first_spare, first_spare + self.spares))
+
+    def host_of(self, number: int) -> int:
+        return next(host for host in range(self.hosts) if number in self.of_host(host))
+
+    def variables(self, host: int) -> dict[int, dict[str, str]]:
+        """Return what tells each process of a host which one it is."""
+        last = self.ranks - 1  # a device of this number exists, and Lightning takes the process for no rank 0
+        numbers = enumerate(self.of_host(host))
+        return {one: {MEMBER: str(one), "LOCAL_RANK": str(min(local, last))} for local, one in numbers}
+
+
+class _HostProcesses(RankProcesses):
+    """The ranks and spare processes of this host; the first process of the first host hears how they end."""
+
+    look_every = _LOOK_EVERY
+
+    def __init__(self, channel: SideChannel) -> None:
         super().__init__()
-        self.code = 0  # with which the run ends
-        self._hosted, self._ranks, self._least = hosted, ranks, least
-        self._lost: list[FailureRecord] = []
-        # Of the last generation that has met: rank 0, and how many were lost before.
-        self._main = self._answered = 0
-        self._patience, self._deadline = grace_period + _ENDS_WITHIN, float("inf")  # of a run that ends
+        self._channel, self._code = channel, None  # type: SideChannel, int | None
+        channel.on("over", self._over)
+        if channel.rank:
+            channel.watch_peers(self._cut_off)
 
-    def follow(self) -> None:
-        """Publish who is left until all have ended; signals that would end this process go to them."""
-        self._hosted.publish(self.processes)
+    def follow(self, run: _Run | None) -> int:
+        """Report who ends, and return with which code the run has; signals that ask this process to end go to them."""
         with SignalForwarding(self.send, self.kill, asks=(*ASKS_TO_END, signal.SIGINT)) as signals:
-            for _ in self.looks():
-                self._look(is_stopping=signals.asked is not None)
-            if signals.asked == signal.SIGINT:
-                self.code = 128 + signal.SIGINT
+            while self._code is None:
+                self._report(is_stopping=self.stopping or signals.asked is not None)
+                time.sleep(self.look_every)
+                if run is not None:
+                    self._code = run.look()
+        self.kill()  # spare processes, and ranks whose time is over
+        return 128 + signal.SIGINT if signals.asked == signal.SIGINT else self._code
 
-    def _look(self, *, is_stopping: bool) -> None:
+    def _report(self, *, is_stopping: bool) -> None:
+        for number in [one for one, process in self.processes.items() if process.poll() is not None]:
+            process = self.processes.pop(number)
+            # What was asked to end is not lost.
+            code = (
+                abs(process.returncode) + 128
+                if process.returncode < 0 and is_stopping
+                else process.returncode
+            )
+            self._channel.post("ended", [number, process.pid, code], to=0)
+
+    def _over(self, message: Message) -> None:
+        self._code = int(message.body)
+
+    def _cut_off(self, _: int) -> None:
+        text = (
+            f"host {socket.gethostname()} has lost the first host of the run (the network is cut, or the process there"
+            " that started the run was killed): its ranks are stopped."
+        )
+        end_now(1, f"\nlightning-lockstep: {text}\n")
+
+
+class _Run:
+    """Who is left of a run; the first process of the first host publishes it."""
+
+    def __init__(
+        self, hosted: HostedMembers, channel: SideChannel, layout: _Layout, least: int, grace_period: float
+    ) -> None:
+        self._hosted, self._channel, self._layout, self._least = hosted, channel, layout, least
+        self._ends: queue.SimpleQueue[tuple[int, int, int | None]] = queue.SimpleQueue()
+        ranks = range(layout.hosts * layout.ranks)
+        self._spares = list(range(len(ranks), layout.hosts * (layout.ranks + layout.spares)))
+        self._left = {*ranks, *self._spares}
+        # A rank is named by its number at the start, a spare process by that of the rank whose place it takes.
+        self._names = {rank: rank for rank in ranks}
+        self._world_size, self._lost = len(ranks), list[FailureRecord]()
+        # Of the last generation that has met: rank 0, and how many were lost before.
+        self._main = self._answered = self._code = 0
+        self._patience, self._deadline = grace_period + _ENDS_WITHIN, float("inf")  # of a run that ends
+        hosted.publish(ranks)
+        channel.on("ended", lambda message: self._ends.put(message.body))
+        channel.watch_peers(self._host_ends)
+
+    def _host_ends(self, host: int) -> None:
+        for number in self._layout.of_host(host):
+            self._ends.put((number, 0, None))
+
+    def look(self) -> int | None:
+        """Publish who is left if others have ended; return, and tell other hosts, with which code the run has."""
         lost = []
-        for member in [one for one, process in self.processes.items() if process.poll() is not None]:
-            process = self.processes.pop(member)
-            code = process.returncode
-            if code < 0 and not is_stopping and self._deadline == float("inf"):
-                # A rank is named by its number at the start.
-                lost.append(describe_exit(member, self._ranks, process.pid, code))
+        while not self._ends.empty():
+            number, pid, code = self._ends.get()
+            if number in self._spares:
+                self._spares.remove(number)
+            elif number not in self._left:  # its host was lost before
+                continue
+            elif (code is None or code < 0) and self._deadline == float("inf"):
+                lost.append(self._describe(number, pid, code))
             elif code:
-                self._end(code if code > 0 else 128 - code)
+                self._end(abs(code) + 128 if code < 0 else code)
+            self._left.discard(number)
         asked = self._hosted.asked()
         if lost or asked is not None:
             self._publish(lost, asked or "")
-        if time.monotonic() > self._deadline:
-            self.kill()
+        if not self._left.isdisjoint(self._hosted.current.members) and time.monotonic() < self._deadline:
+            return None
+        self._say_what_was_lost()
+        self._channel.post("over", self._code)
+        return self._code
+
+    def _describe(self, number: int, pid: int, code: int | None) -> FailureRecord:
+        host = self._layout.host_of(number)
+        record = describe_exit(self._names[number], self._world_size, pid, code or -signal.SIGKILL)
+        record = replace(record, host=self._channel.process_of(host)[0] if host else record.host)
+        why = "its host is cut off, or the process that started it was killed"
+        return record if code else replace(record, kind="vanished", summary=why)
 
     def _publish(self, lost: list[FailureRecord], why_it_ends: str) -> None:
         """Let those that are left go on, or end because of the member that was lost last."""
         if self._hosted.has_met():
-            self._main, self._answered = self._hosted.current.members[0], len(self._lost)
+            self._main, self._answered = self._names[self._hosted.current.members[0]], len(self._lost)
         self._lost += lost
-        left = [member for member in self._hosted.current.members if member in self.processes]
+        left = [member for member in self._hosted.current.members if member in self._left]
+        if self._hosted.first_call_is_over(left):  # or nobody is left who has a state to give
+            self._spares = []
+        taking, self._spares = self._spares[: len(lost)], self._spares[len(lost) :]
+        self._names.update(zip(taking, (record.rank for record in lost), strict=False))
+        left += taking
         if self._lost and len(left) < self._least:
             why_it_ends = f"{counted(len(left), 'rank')} left, and least_ranks={self._least}"
         if why_it_ends:
@@ -109,15 +208,15 @@ class _Members(RankProcesses):
             self._end(last.exit_code)
         self._hosted.publish(left, lost, ends=bool(why_it_ends))
 
-    def report(self) -> None:
-        """Say at the end what was lost, unless a failure was reported."""
-        for event in () if self.code else self._hosted.told():
+    def _say_what_was_lost(self) -> None:
+        """Say what was lost, unless a failure was reported."""
+        for event in () if self._code else self._hosted.told():
             say(f"lightning-lockstep: {event['text']}.")
         if not self._hosted.current.members:  # nobody is left to say it
             say(self._lost[-1].printed())
         main = next((one for one in self._lost[self._answered :] if one.rank == self._main), None)
-        if main is not None and not self.code and not self._hosted.has_met():
-            self.code = main.exit_code
+        if main is not None and not self._code and not self._hosted.has_met():
+            self._code = main.exit_code
             say(
                 f"lightning-lockstep: rank 0 (process {main.pid}) was {main.summary} after the last call of a Trainer:"
                 " what the program does then was not made again."
@@ -125,22 +224,17 @@ class _Members(RankProcesses):
 
     def _end(self, code: int) -> None:
         """Expect all processes to end, with the code of the first that has."""
-        self.code = self.code or code
+        self._code = self._code or code
         self._deadline = min(self._deadline, time.monotonic() + self._patience)
-
-    def kill(self) -> None:
-        """End all processes that still run, at once."""
-        self._end(1)
-        super().kill()
 
 
 class OutlivingLauncher(ScriptLauncher):
     """Runs this program once more for every rank, and lets a rank go on without those that are lost."""
 
-    def __init__(self, strategy: Any, least_ranks: int) -> None:
-        given = {"num_processes": strategy.num_processes, "num_nodes": 1}
+    def __init__(self, strategy: Any) -> None:
+        given = {"num_processes": strategy.num_processes, "num_nodes": strategy.num_nodes}
         super().__init__(strategy.supervisor, strategy.cluster_environment, **given)
-        self._strategy, self._least = strategy, least_ranks
+        self._strategy = strategy
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """In the first process start the ranks and end as they do; in a rank call ``function``, again if need be."""
@@ -154,20 +248,46 @@ class OutlivingLauncher(ScriptLauncher):
         if ran_elsewhere():
             return None
         flush_everything()  # what this process has printed comes first
-        environ = {**self._rank_environment(), MEMBER: "1"}
-        place = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-        hosted = HostedMembers(rendezvous_store(0, 1, address=place[0], port=place[1]))
-        members = _Members(hosted, self.num_processes, self._least, self._supervisor.settings.grace_period)
-        # Signals of a terminal reach the ranks from here alone.
-        members.start(range(self.num_processes), rank_command(), environ, start_new_session=True)
-        members.follow()
-        members.report()
+        code = self._run_ranks()
         forget_rendezvous()
         outcome.on_force = None
-        if current_job() is None or members.code:
-            end_now(members.code, by_force=False)
+        if current_job() is None or code:
+            end_now(code, by_force=False)
         note_ran_elsewhere()
         return None
+
+    def _run_ranks(self) -> int:
+        """Start the ranks of this host, follow them to the end of the run, and return its exit code."""
+        environ, settings = self._rank_environment(), self._strategy.settings
+        host, address, port = int(environ["NODE_RANK"]), environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+        limit = settings.duration.total_seconds()
+        store = rendezvous_store(host, self.num_nodes, address=address, port=port, timeout=limit)
+        channel = SideChannel()
+        if self.num_nodes > 1:
+            silence = min(_HOST_SILENCE, settings.silence_limit)
+            channel = open_on(RankGroup(host, self.num_nodes, store, options=(limit, silence)))
+        layout = _Layout(self.num_nodes, self.num_processes, settings.spares)
+        processes = _HostProcesses(channel)
+        # Signals of a terminal reach the ranks from here alone.
+        processes.start(layout.variables(host), rank_command(), environ, start_new_session=True)
+        run = None
+        if host == 0:
+            self._wait_for_hosts(channel, limit)
+            run = _Run(HostedMembers(store), channel, layout, settings.least_ranks, settings.grace_period)
+        code = processes.follow(run)
+        channel.close()
+        return code
+
+    def _wait_for_hosts(self, channel: SideChannel, limit: float) -> None:
+        deadline = time.monotonic() + limit
+        while missing := [host for host in range(1, self.num_nodes) if not channel.answers(host)]:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"Of {self.num_nodes} hosts (num_nodes) {missing} did not come within {limit:.0f} s (timeout):"
+                    " start this program once on each, with the same MASTER_ADDR and MASTER_PORT and a NODE_RANK of its"
+                    " own, or let `srun --ntasks-per-node=1` do so."
+                )
+            time.sleep(_LOOK_EVERY)
 
 
 def run_with_members(

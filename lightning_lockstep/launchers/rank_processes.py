@@ -6,7 +6,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -29,23 +29,23 @@ class RankProcesses:
     look_every = 0.1  # how often this process looks for ranks that have ended [s]
 
     def __init__(self) -> None:
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}  # by the number of the rank on this node
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}  # by the number of the rank
         self.stopping = False  # True: a rank that ends badly from then on was stopped
         outcome.on_force = self.kill  # they end before a forced end of this process
 
     def start(
         self,
-        numbers: Iterable[int],
+        variables: Mapping[int, Mapping[str, str]],  # of each rank alone, by its number
         command: tuple[list[str], str | None, Mapping[str, str]],  # see `rank_command`
         environ: Mapping[str, str],
         **options: Any,
     ) -> None:
-        """Start ranks with these numbers on this node; ``options`` are those of ``Popen``."""
-        program, folder, variables = command
+        """Start ranks on this node; ``options`` are those of ``Popen``."""
+        program, folder, of_program = command
         try:
-            for number in numbers:
-                own = {**environ, **variables, "LOCAL_RANK": str(number)}
-                self.processes[number] = subprocess.Popen(program, env=own, cwd=folder, **options)
+            for number, own in variables.items():
+                whole = {**environ, **of_program, **own}
+                self.processes[number] = subprocess.Popen(program, env=whole, cwd=folder, **options)
         except OSError:  # memory or processes have run out
             self.kill()
             raise

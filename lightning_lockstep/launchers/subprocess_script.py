@@ -170,7 +170,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         ranks = _StartedRanks(job, first_rank)
         environ = self._rank_environment()
         if self.num_processes > 1:
-            ranks.start(range(1, self.num_processes), rank_command(), environ)
+            numbers = range(1, self.num_processes)
+            ranks.start({one: {"LOCAL_RANK": str(one)} for one in numbers}, rank_command(), environ)
         _started, self.procs = ranks, list(ranks.processes.values())
         threading.Thread(target=self._watch, args=(ranks,), name="lockstep-watch", daemon=True).start()
 

@@ -24,8 +24,7 @@ _STARTERS = {
     LSFEnvironment: "jsrun",
 }
 _EXPECTED = {
-    "starter": "one process on one host, which starts the ranks itself and sees which of them ends",
-    "hosts": "1, because nobody sees who is lost elsewhere",
+    "starter": "one process on each host (`srun --ntasks-per-node=1`), which starts its ranks and sees which ends",
     "start_method": "'popen', because only a script can begin anew",
     "device": "accelerator='cpu', because a step that a GPU has queued behind a broken reduction may run",
     "sampler": "True, because what your own division has given to a lost rank is not known",
@@ -52,15 +51,16 @@ def _refuse(**found: str | Literal[False]) -> None:
 
 def check_start(strategy: Any) -> None:
     """Raise if the ranks are started in a way that ends all with the first, or an option needs all of them."""
-    environment, settings, nodes = strategy.cluster_environment, strategy.settings, strategy.num_nodes
+    environment, settings = strategy.cluster_environment, strategy.settings
     method, device = settings.start_method, strategy.root_device.type
     own = f"a {type(environment).__name__}"
     starter = next((name for kind, name in _STARTERS.items() if isinstance(environment, kind)), own)
     is_ours = isinstance(environment, LockstepEnvironment)
+    if is_ours:
+        environment.validate_settings(strategy.num_processes, strategy.num_nodes)
     divides = given_to_trainer("use_distributed_sampler")
     _refuse(
         starter=not is_ours and starter,
-        hosts=nodes > 1 and f"num_nodes={nodes}",
         device=is_ours and device != "cpu" and f"devices of type {device}",
         sampler=divides is False and "use_distributed_sampler=False",
         averaging=bool(strategy._model_averaging_period) and "model_averaging_period",

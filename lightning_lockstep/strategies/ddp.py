@@ -58,8 +58,9 @@ class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
         ddp_comm_state: State for a hook given as a function.
         gradient_as_bucket_view: Whether gradients live in the buckets that are reduced, which saves a copy.
         on_lost_rank: What the death of a rank's process does: ``end`` ends all ranks; with ``continue`` the others go
-            on, with the same numbers. On one host, on CPUs, for ranks that this package starts.
+            on, with the same numbers. On CPUs, for ranks that this package starts.
         least_ranks: With ``continue``, the run ends if fewer are left.
+        spares: With ``continue``, how many more processes wait on each host to take the places of lost ranks.
         cluster_environment: Tells which rank this process is; by default the environment variables do. (One among the
             Trainer's plugins is used only if the strategy is given by its name.)
         options: Further options of :class:`torch.nn.parallel.DistributedDataParallel`, such as
@@ -99,6 +100,7 @@ class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
         gradient_as_bucket_view: bool = True,
         on_lost_rank: Literal["end", "continue"] = "end",
         least_ranks: int = 1,
+        spares: int = 0,
         cluster_environment: ClusterEnvironment | None = None,
         **options: Unpack[OptionsOfDDP],
     ) -> None:
@@ -118,7 +120,7 @@ class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
         if self.settings.on_lost_rank == "continue":
             from lightning_lockstep.strategies.outliving import OutlivingStartup
 
-            return OutlivingStartup(self.settings.least_ranks, self.settings.process_group_backend)
+            return OutlivingStartup(self.settings.process_group_backend)
         return RankStartup(self.settings.start_method, self.settings.process_group_backend)
 
     def configure_ddp(self) -> None:

@@ -40,7 +40,6 @@ from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.environments import (
     LockstepEnvironment,
     belongs_to_slurm,
-    detect_environment,
 )
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 from lightning_lockstep.launchers.subprocess_script import check_ranks, have_met
@@ -151,7 +150,7 @@ class RankLifecycle(BySample, LockstepStrategy, ParallelStrategy):
             plugins = given_to_trainer("plugins")
             several = plugins if isinstance(plugins, Sequence) and not isinstance(plugins, str) else [plugins]
             given = (one for one in several if isinstance(one, ClusterEnvironment))
-            self.cluster_environment = next(given, None) or detect_environment(mpi=self.trains_over_mpi)
+            self.cluster_environment = next(given, None) or startup.environment(mpi=self.trains_over_mpi)
 
     # -- which ranks there are, and whether one has failed ---------------------------------------------
 
@@ -195,7 +194,7 @@ class RankLifecycle(BySample, LockstepStrategy, ParallelStrategy):
         outcome.install_excepthook()
         self.startup.adopt_ranks(self)
         membership = current_membership()
-        if membership is None or self.num_processes == 1:
+        if membership is None or self.num_processes * self.num_nodes == 1:
             check_ranks(self.supervisor, self)
         elif not self.startup.outlives:
             raise ConfigurationError(
@@ -230,8 +229,10 @@ class RankLifecycle(BySample, LockstepStrategy, ParallelStrategy):
         environment, membership = self.cluster_environment, current_membership()
         rank = self.node_rank * self.num_processes + self.local_rank
         ranks = self.num_nodes * self.num_processes
-        if membership is not None and (members := membership.current.members):  # others may be lost
-            rank, ranks = members.index(membership.me), len(members)
+        if membership is not None:
+            rank = membership.me  # until it takes a place, a spare process has a number that no rank has
+            if members := membership.current.members:  # others may be lost
+                rank, ranks = members.index(membership.me), len(members)
         environment.set_global_rank(rank)
         environment.set_world_size(ranks)
         rank_zero_only.rank = environment.global_rank()  # type: ignore[attr-defined]

@@ -76,12 +76,16 @@ class DDPSettings(LifecycleSettings):
     gradient_as_bucket_view: bool = True
     on_lost_rank: Literal["end", "continue"] = "end"
     least_ranks: int = 1
+    spares: int = 0
 
     def check(self, faults: Faults) -> None:
         super().check(faults)
         if isinstance(self.ddp_comm_hook, str):
             faults.choice("ddp_comm_hook", self.ddp_comm_hook, HOOKS, more="or a function")
         faults.whole("least_ranks", self.least_ranks, what="a whole number of ranks")
+        if faults.whole("spares", self.spares, least=0, what="a whole number of processes"):
+            is_used = not self.spares or self.on_lost_rank == "continue"
+            faults.check(is_used, "spares", self.spares, "0 unless on_lost_rank='continue'")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_lockstep._lightning import (
     Callback,
+    ClusterEnvironment,
     CSVLogger,
     EarlyStopping,
     ExperimentWriter,
@@ -51,6 +52,7 @@ from lightning_lockstep._text import counted, ranks_in_words
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.failure.members import Membership
 from lightning_lockstep.distributed.failure.record import place_in_words
+from lightning_lockstep.launchers.environments import SlurmNodeEnvironment, SlurmStepEnvironment
 from lightning_lockstep.launchers.outliving import OutlivingLauncher
 from lightning_lockstep.loaders.weights import StepWeights
 from lightning_lockstep.steps.patching import put_in_place
@@ -311,12 +313,17 @@ class Recovery:
         if self.memory and told and told[-1]["at"] == at:
             membership.ask(f"it was not the first one there: {told[-1]['text']}")
             raise membership.error()
-        signals = (record.summary.removeprefix("killed by ").partition(" ")[0] for _, record in lost)
+        reasons = (
+            f"host {record.host}"
+            if record.kind == "vanished"
+            else record.summary.removeprefix("killed by ").partition(" ")[0]
+            for _, record in lost
+        )
         self._loss = {
             "generation": membership.current.number,
             "ranks": sorted(record.rank for _, record in lost),
             "pids": [record.pid for _, record in lost],
-            "why": ", ".join(dict.fromkeys(signals)),
+            "why": ", ".join(dict.fromkeys(reasons)),
             "at": at,
             "went_on_with": len(membership.current.members),
             "seen": lost[0][0].since,
@@ -388,17 +395,23 @@ class OutlivingStartup(RankStartup):
     # They connect when all have said that they are ready, and a rank that is lost just then is waited for.
     connect_within = timedelta(seconds=5)
 
-    def __init__(self, least_ranks: int, backend: str | None) -> None:
+    def __init__(self, backend: str | None) -> None:
         super().__init__("popen", backend)
-        self.least_ranks = least_ranks
         self._recovery: Recovery | None = None
+
+    def environment(self, *, mpi: bool) -> ClusterEnvironment:
+        """See :meth:`RankStartup.environment`; the one task that srun has started on each node is no rank."""
+        found = super().environment(mpi=mpi)
+        if isinstance(found, SlurmStepEnvironment) and set(found.here.per_node) == {1}:
+            return SlurmNodeEnvironment(found)
+        return found
 
     def launcher(self, strategy: Any) -> Any:
         """See :meth:`RankStartup.launcher`."""
-        if strategy.num_processes == 1:
+        if strategy.num_processes * strategy.num_nodes == 1:
             return super().launcher(strategy)
         check_start(strategy)
-        return OutlivingLauncher(strategy, self.least_ranks)
+        return OutlivingLauncher(strategy)
 
     def check_call(self, trainer: Any) -> None:
         """Raise if the model or a callback outlives no rank; in the first process, before it starts any."""

@@ -26,7 +26,7 @@ class GlobalBatch:
             return process(loader)
         check_loader(loader)
         strategy, accumulated = self.strategy, self.trainer.accumulate_grad_batches
-        started, ranks = strategy.num_processes, strategy.world_size
+        started, ranks = strategy.num_processes * strategy.num_nodes, strategy.world_size
         if ranks == started or strategy.micro_batches is not None:
             return process(loader)
         unit = asked_sampler(loader.batch_sampler).batch_size if kind_of(loader) == "samples" else 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_lockstep._lightning import _destroy_dist_connection
+from lightning_lockstep._lightning import ClusterEnvironment, _destroy_dist_connection
 from lightning_lockstep._text import install_command
 from lightning_lockstep._trainer import given_to_trainer
 from lightning_lockstep.distributed.failure.exit_notes import note_orderly_end
@@ -20,7 +20,7 @@ from lightning_lockstep.distributed.process_group import (
     start_process_group,
 )
 from lightning_lockstep.errors import ConfigurationError, LaunchError, MissingExtraError
-from lightning_lockstep.launchers.environments import LockstepEnvironment, MPIEnvironment
+from lightning_lockstep.launchers.environments import LockstepEnvironment, MPIEnvironment, detect_environment
 from lightning_lockstep.launchers.mpirun import MPIRunLauncher
 from lightning_lockstep.launchers.mpirun_command import MPIRunSettings, find_mpirun
 from lightning_lockstep.launchers.multiprocessing import SpawnedLauncher
@@ -39,6 +39,10 @@ class RankStartup:
     def __init__(self, start_method: str = "popen", backend: str | None = None) -> None:
         # Start method: popen, spawn, fork or forkserver. Without a backend, the default one of the device is used.
         self.start_method, self.backend = start_method, backend
+
+    def environment(self, *, mpi: bool) -> ClusterEnvironment:
+        """Return what tells which rank this process is; see :func:`detect_environment`."""
+        return detect_environment(mpi=mpi)
 
     def adopt_ranks(self, strategy: Any) -> None:
         """Before the launch, take the number of ranks from the program that has started them."""

@@ -24,6 +24,7 @@ LEFT_OUT: dict[tuple[str, str], str] = {
     ("LockstepMPIStrategy", "start_method"): "mpirun starts the ranks",
     ("LockstepMPIStrategy", "least_ranks"): "mpirun ends all ranks with one",
     ("LockstepMPIStrategy", "on_lost_rank"): "mpirun ends all ranks with one",
+    ("LockstepMPIStrategy", "spares"): "mpirun ends all ranks with one",
     ("LockstepXLASPMDStrategy", "checkpoint_io"): OBJECT,
     ("LockstepXLASPMDStrategy", "precision_plugin"): OBJECT,
     ("LockstepMPIStrategy", "process_group_backend"): "it is called `backend` there",

@@ -1,11 +1,11 @@
 """Who the ranks of a run are while processes of it are lost: the first process publishes it, each rank follows.
 
-A generation is a list of members, in the order of their ranks; the end of a process by a signal makes the next one. The
-first process, which is no rank, hosts the store in which this stands:
+A generation is a list of members, in the order of their ranks; the end of a process by a signal makes the next one, in
+which a spare process may take a place. The first process, which is no rank, hosts the store in which this stands:
 
 ======================= ===========================================================================================
 ``members/<n>``         generation n: its members, and whose end made it; or that this ends the run
-``ready/<n>/<member>``  this member connects next; its process id
+``ready/<n>/<member>``  this member connects next; its host, process id and addresses
 ``done/<n>/<call>/...`` this member has come to the end of a call of a Trainer
 ``asks/<n>``            why the run is to end; empty if the members could not connect, though all of them live
 ``lost/<n>``            what the members of generation n, which have gone on, say of the losses before it
@@ -43,6 +43,7 @@ from lightning_lockstep.distributed.failure.process_exit import end_now
 from lightning_lockstep.distributed.failure.propagation import FailurePropagation
 from lightning_lockstep.distributed.failure.record import FailureRecord, is_broken_collective
 from lightning_lockstep.distributed.process_group import use_store
+from lightning_lockstep.distributed.rendezvous import addresses_here
 from lightning_lockstep.distributed.side_channel.channel import SideChannel
 from lightning_lockstep.distributed.side_channel.gather import Gather
 from lightning_lockstep.errors import CollectiveError, LaunchError, RankFailedError
@@ -89,9 +90,17 @@ class HostedMembers:
         """Return whether the members of this generation have come together."""
         return all(self._store.check([f"ready/{self.current.number}/{one}"]) for one in self.current.members)
 
+    def first_call_is_over(self, left: Collection[int]) -> bool:
+        """Return whether all members that are left have come to the end of the first call of a Trainer."""
+        return self._store.check([f"done/{self.current.number}/0/{one}" for one in left])
+
     def told(self) -> list[dict[str, Any]]:
         """Return what the members have said of losses."""
         return _told(self._store, self.current.number)
+
+
+def _end(why: str) -> None:
+    end_now(1, f"\nlightning-lockstep: {why}\n")
 
 
 def _ends_of_calls(channel: SideChannel) -> Gather:
@@ -169,19 +178,27 @@ class Membership:
 
     def _meet(self) -> None:
         self._interrupt.install()
-        self._wait_for_news(_FOREVER.total_seconds())
+        with self._news:  # a spare process is no member until it takes a place
+            self._news.wait_for(
+                lambda: self.outdated and (self.newest.ends or self.me in self.newest.members)
+            )
         newest = self.newest
         if newest.ends:
             raise self.error()
         with self._ending:
             self.current = newest
         number, members = newest.number, newest.members
-        self._store.set(f"ready/{number}/{self.me}", str(os.getpid()))
+        here = socket.gethostname()
+        self._store.set(f"ready/{number}/{self.me}", json.dumps([here, os.getpid(), *addresses_here()]))
         keys = [f"ready/{number}/{member}" for member in members]
         while not self._store.check(keys):
             self.check()
             time.sleep(_LOOK_EVERY)
-        self._processes = [(socket.gethostname(), int(self._store.get(key))) for key in keys]
+        # Those on other hosts by their addresses, because not every host knows the names of the others.
+        ready = [json.loads(self._store.get(key)) for key in keys]
+        self._processes = [
+            (place, pid) for host, pid, *others in ready for place in ([here] if host == here else others)
+        ]
         # A connection of its own, which can be ended with all that waits for it.
         use_store(self.address, self.port, PrefixStore(f"group/{number}", self._client()))
 
@@ -244,13 +261,22 @@ class Membership:
         self._thread.join()
 
     def _follow(self) -> None:
+        parent = launcher_pid()
         while not self._leaves:
             try:
                 is_new = self._store.check([key := f"members/{self.newest.number + 1}"])
                 told = json.loads(self._store.get(key)) if is_new else {}
+                is_alone = parent is not None and os.getppid() != parent
             except RuntimeError:
-                text = "the process that started this rank has exited; this rank exits too."
-                end_now(1, f"\nlightning-lockstep: {text}\n")
+                is_alone = True
+            if is_alone:
+                _end("the process that started this rank has exited; this rank exits too.")
+            if (
+                is_new
+                and not told["ends"]
+                and self.me in set(self.current.members).difference(told["members"])
+            ):
+                _end("the others go on without this host, which did not answer; this rank exits.")
             if is_new:
                 records = tuple(FailureRecord(**one) for one in told.pop("lost"))
                 with self._news:
@@ -289,5 +315,5 @@ def current_membership() -> Membership | None:
     is_member = MEMBER in os.environ and parent and (parent == os.getppid() or not psutil.pid_exists(parent))
     if _membership is None and is_member:
         place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        _membership = Membership(int(os.environ["LOCAL_RANK"]), *place)
+        _membership = Membership(int(os.environ[MEMBER]), *place)
     return _membership

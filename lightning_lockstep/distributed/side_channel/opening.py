@@ -21,6 +21,7 @@ from lightning_lockstep._text import first_line
 from lightning_lockstep.distributed.process_group import RankGroup, current_group
 from lightning_lockstep.distributed.rendezvous import (
     ANY,
+    address_towards,
     channel_keys,
     fingerprint,
     known_job_token,
@@ -64,7 +65,7 @@ def open_side_channel() -> SideChannel:
             if _open[0] is group:
                 return _open[1]
             _open[1].close(0.0)  # of a group that is no more
-        channel = _open_on(group)
+        channel = open_on(group)
         _open = (group, channel)
         if multiprocessing.parent_process() is not None:
             # A process of multiprocessing runs no functions of atexit up to Python 3.12, but its finalizers.
@@ -80,13 +81,16 @@ def close_side_channel(timeout: float = 2.0) -> None:
     _open = None
 
 
-def _open_on(group: RankGroup) -> ZeroMQSideChannel:
+def open_on(group: RankGroup) -> ZeroMQSideChannel:
+    """Return a side channel of a group, whichever the current one is. Ranks: each waits for rank 0."""
     token = known_job_token()
     limit = _SILENCE_LIMIT if group.options is None else group.options[1]
     opened = partial(ZeroMQSideChannel, group.rank, group.world_size, silence_limit=limit)
     if group.rank == 0:
         made = token or new_job_token()
         name = os.environ.get("MASTER_ADDR") or socket.gethostname()
+        if int(os.environ.get("NODE_RANK", 0)):  # all ranks on the host of the store are lost
+            name = address_towards(name)
         host = own_address(name)
         channel = opened(host=host, known_as=name if host == ANY else None, keys=channel_keys(made))
         # A token that came with the environment is known to all ranks and stays out of the store.

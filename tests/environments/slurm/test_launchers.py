@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import sys
@@ -17,6 +18,7 @@ from tests.harness.ports import reserve_port
 from tests.harness.scripts import ScriptOutcome
 from tests.harness.slurm import Slurm, why_no_pmix, why_no_slurm
 from tests.models.distributed.mpi.launch import _mpich_prefix, mpi_environ, why_no
+from tests.models.strategies import outliving
 
 PROGRAM = Path(__file__).with_name("program.py")
 REASON = why_no_slurm()
@@ -56,6 +58,24 @@ def test_deepspeed_on_two_nodes(slurm: Slurm, tmp_path: Path) -> None:
     assert outcome.returncode == 0, outcome.output
     expected = [f"rank {rank} of 4: SlurmStepEnvironment 6" for rank in range(4)]
     assert sorted(re.findall(r"rank \d of .*", outcome.stdout)) == expected
+
+
+def test_a_task_on_each_node_starts_the_ranks_there_and_they_outlive_one(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    undisturbed = outliving.fit(tmp_path / "whole", "end", max_epochs=2)
+    folder, options = tmp_path / "lost", json.dumps({"num_nodes": 2, "max_epochs": 2})
+    folder.mkdir()
+    command = [sys.executable, str(outliving.SCRIPT), str(folder), "continue", "2:backward:4", "0:save:10"]
+    outcome = slurm.run(
+        ["srun", "-N2", "--ntasks-per-node=1", *command],
+        timeout=outliving.LIMIT,
+        cwd=tmp_path,
+        env={"OPTIONS": options},
+    )
+    outliving.check_same(outliving.Fit(folder, outcome), undisturbed)
+    assert "rank 2 was lost at epoch 0, step 4 (SIGKILL); went on with 3 ranks" in outcome.stderr
+    assert "rank 0 was lost at epoch 0, step 10 (SIGKILL); went on with 2 ranks" in outcome.stderr
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from lightning_lockstep.strategies.startup import RankStartup
 
 FOLDER = Path(sys.argv[1])
 # The number of this process among those that were started, which stays if others are lost.
-MEMBER = os.environ.get("LOCAL_RANK", "0")
+MEMBER = os.environ.get("LOCKSTEP_RANK_MEMBER", os.environ.get("LOCAL_RANK", "0"))
 ORDERS = [order.split(":") for order in sys.argv[3:]]
 RANKS, SAMPLES = 4, 203
 
@@ -76,6 +76,7 @@ class Net(L.LightningModule):
         return torch.nn.functional.cross_entropy(scores, batch[1])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        time.sleep(float(os.environ.get("PAUSE", "0")))
         begins = batch_idx % self.trainer.accumulate_grad_batches == 0
         self.seen = batch[2].tolist() if begins else self.seen + batch[2].tolist()
         self.batches += begins
@@ -150,7 +151,7 @@ class Dying(LockstepDDPStrategy):
 
     def make_startup(self) -> RankStartup:
         is_outlived = isinstance(super().make_startup(), OutlivingStartup)
-        return DyingStartup(self.settings.least_ranks, None) if is_outlived else super().make_startup()
+        return DyingStartup(None) if is_outlived else super().make_startup()
 
     def setup_environment(self) -> None:
         die("connect", generation())
@@ -168,10 +169,11 @@ def main() -> None:
         EarlyStopping("val_loss", patience=50),
     ]
     options: dict[str, Any] = json.loads(os.environ.get("OPTIONS", "{}"))
+    of_strategy = {name: options.pop(name) for name in ("least_ranks", "spares") if name in options}
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=RANKS,
-        strategy=Dying(on_lost_rank=sys.argv[2], least_ranks=options.pop("least_ranks", 1)),
+        devices=RANKS // options.get("num_nodes", 1),
+        strategy=Dying(on_lost_rank=sys.argv[2], **of_strategy),
         logger=CSVLogger(FOLDER, name="csv"),
         callbacks=callbacks,
         default_root_dir=FOLDER,

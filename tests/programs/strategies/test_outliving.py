@@ -46,6 +46,15 @@ def test_the_last_lines_and_a_file_say_who_was_lost_where(disturbed: Fit) -> Non
     assert [(one["ranks"], one["went_on_with"]) for one in kept] == [([2], 3), ([0], 2), ([3], 1)]
 
 
+def test_spare_processes_take_the_places_of_lost_ranks(undisturbed: Fit, tmp_path: Path) -> None:
+    replaced = fit(tmp_path / "run", "continue", "2:backward:4", "0:save:10", spares=2, max_epochs=2)
+    check_same(replaced, undisturbed)
+    assert [line.partition(" after ")[0].rpartition("; ")[2] for line in replaced.lost()] == [
+        "went on with 4 ranks"
+    ] * 2
+    assert len(replaced.weights()) == 4
+
+
 def test_a_loss_that_comes_again_at_the_same_step_ends_the_run(tmp_path: Path) -> None:
     ended = fit(tmp_path / "run", "continue", "2:forward:4", "3:forward:4", "1:again:4")
     assert ended.outcome.returncode == 137, ended.outcome.output

@@ -18,9 +18,9 @@ from lightning_lockstep.distributed.failure.members import HostedMembers, Member
 from lightning_lockstep.distributed.failure.process_exit import Outcome
 from lightning_lockstep.distributed.failure.record import FailureRecord, describe_error, describe_exit
 from lightning_lockstep.distributed.process_group import forget_rendezvous
+from lightning_lockstep.distributed.side_channel.channel import Message
 from lightning_lockstep.errors import RankFailedError
-from lightning_lockstep.launchers import outliving
-from lightning_lockstep.launchers.outliving import _Members
+from lightning_lockstep.launchers.outliving import _Layout, _Run
 
 KILLED = describe_exit(2, 3, 1234, -9)
 
@@ -46,7 +46,10 @@ class Run:
         return made
 
     def is_ready(self, generation: int, member: int) -> None:
-        self._store.set(f"ready/{generation}/{member}", "1")
+        self._store.set(f"ready/{generation}/{member}", '["another host", 1]')
+
+    def is_done(self, generation: int, member: int) -> None:
+        self._store.set(f"done/{generation}/0/{member}", "1")
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -125,9 +128,10 @@ def test_members_that_cannot_connect_though_all_live_ask_for_another_try(
 ) -> None:
     monkeypatch.setattr("lightning_lockstep.distributed.failure.members._NEWS_WITHIN", 0.1)
     first = first_process(run, 3)
-    first._hosted.publish(range(3))
     member = run.member(0)
-    looks = threading.Thread(target=lambda: until(lambda: look(first) and run.hosted.current.number == 1))
+    looks = threading.Thread(
+        target=lambda: until(lambda: look(first) is None and run.hosted.current.number == 1)
+    )
     looks.start()
     assert member.ends_attempt(RuntimeError("gloo: connect timeout"))
     looks.join()
@@ -137,20 +141,16 @@ def test_members_that_cannot_connect_though_all_live_ask_for_another_try(
 # -- the first process --
 
 
-def first_process(run: Run, ranks: int) -> _Members:
-    first = _Members(run.hosted, ranks, 1, 10.0)
-    outliving.outcome.on_force = None
-    for number in range(ranks):
-        first.processes[number] = SimpleNamespace(pid=100 + number, returncode=None)  # type: ignore[assignment]
-        first.processes[number].poll = lambda process=first.processes[number]: process.returncode  # type: ignore
-    return first
+def first_process(run: Run, ranks: int, *, hosts: int = 1, spares: int = 0, least: int = 1) -> _Run:
+    """Return what publishes who is left of a run, once it has published the first generation."""
+    return _Run(run.hosted, SideChannel(0, hosts), _Layout(hosts, ranks, spares), least, 10.0)
 
 
-def look(first: _Members, **codes: int) -> bool:
+def look(first: _Run, **codes: int) -> int | None:
+    """Let processes end with these codes; return that of the run if it is over."""
     for name, code in codes.items():
-        first.processes[int(name.removeprefix("rank"))].returncode = code
-    first._look(is_stopping=False)
-    return True
+        first._channel._deliver(Message("ended", 0, [int(name.removeprefix("rank")), 100, code]))
+    return first.look()
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -158,27 +158,45 @@ def test_the_exit_code_says_that_rank_0_was_killed_after_the_last_call_unless_ot
     again: bool, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = first_process(run, 2)
-    run.publish(0, 1)
     run.is_ready(0, 0), run.is_ready(0, 1)
-    look(first, rank0=-9)
+    assert look(first, rank0=-9) is None
     assert run.hosted.current.members == (1,)
     if again:
         run.is_ready(1, 1)
-    look(first, rank1=0)
-    first.report()
-    assert first.code == (0 if again else 137)
+    assert look(first, rank1=0) == (0 if again else 137)
     assert ("after the last call of a Trainer" in capsys.readouterr().err) is not again
 
 
 def test_the_first_process_says_who_was_lost_if_nobody_is_left_to_say_it(
     run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = first_process(run, 2)
-    run.publish(0, 1)
-    look(first, rank0=-9, rank1=-9)
-    first.report()
-    assert first.code == 137
+    assert look(first_process(run, 2), rank0=-9, rank1=-9) == 137
     assert "rank 1 of 2" in (said := capsys.readouterr().err) and "0 ranks left, and least_ranks=1" in said
+
+
+def test_a_host_that_does_not_answer_is_lost_with_its_ranks_and_spares_and_what_it_says_later_is_ignored(
+    run: Run,
+) -> None:
+    first = first_process(run, 2, hosts=2, spares=1)  # ranks 0-1 and 2-3, spares 4 and 5
+    first._host_ends(1)
+    assert look(first) is None
+    assert run.hosted.current.members == (0, 1, 4)
+    assert [(one.rank, one.kind) for one in run.hosted.current.lost] == [(2, "vanished"), (3, "vanished")]
+    assert look(first, rank3=1) is None  # it has ended because it was cut off
+    assert look(first, rank0=0, rank1=0, rank4=0) == 0
+
+
+def test_a_spare_takes_a_place_and_the_name_of_the_lost_rank_but_not_after_the_first_call(run: Run) -> None:
+    first = first_process(run, 3, spares=3)
+    look(first, rank0=-9)
+    assert run.hosted.current.members == (1, 2, 3)
+    look(first, rank3=-9, rank4=-9)  # the other one was waiting
+    assert run.hosted.current.members == (1, 2, 5)
+    assert [one.rank for one in run.hosted.current.lost] == [0]
+    run.is_done(2, 1), run.is_done(2, 5)
+    first._spares = [6]
+    look(first, rank2=-9)
+    assert run.hosted.current.members == (1, 5)
 
 
 # -- an attempt of which a member is lost --

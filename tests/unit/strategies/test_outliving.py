@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from lightning_lockstep import (
     AutoBatchSize,
     ConfigurationError,
+    LaunchError,
     LockstepDDPStrategy,
     LockstepFSDPStrategy,
     LockstepMPIStrategy,
@@ -73,9 +74,12 @@ def optimizer(kind: str, *bases: type) -> Any:
 
 
 REFUSED: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str]] = {
-    "torchrun": (start(TORCHRUN), "torchrun with on_lost_rank='continue': expected one process on one host"),
+    "torchrun": (start(TORCHRUN), "torchrun with on_lost_rank='continue': expected one process on each host"),
     "srun": (start(SRUN), "several tasks of srun with on_lost_rank='continue': expected one process"),
-    "hosts": (start(num_nodes=2), "num_nodes=2 with on_lost_rank='continue': expected 1, because"),
+    "srun on nodes": (
+        start({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, num_nodes=3),
+        "num_nodes=3, but srun has started one task on each of 2 nodes: expected num_nodes=2",
+    ),
     "spawn": (
         start(start_method="spawn"),
         "start_method='spawn' with .* expected 'popen', because only a script",
@@ -121,7 +125,7 @@ REFUSED: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_outlives_no_rank_is_refused_with_the_reason(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call, text = REFUSED[case]
-    with pytest.raises(ConfigurationError, match=text):
+    with pytest.raises((ConfigurationError, LaunchError), match=text):
         call(monkeypatch)
 
 
@@ -149,6 +153,7 @@ def test_the_global_batch_is_that_of_the_start(
     )
     strategy = SimpleNamespace(
         num_processes=4,
+        num_nodes=1,
         world_size=ranks,
         micro_batches=None,
         settings=SimpleNamespace(batch_norm=batch_norm),

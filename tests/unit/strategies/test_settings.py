@@ -52,6 +52,7 @@ def test_unknown_options_are_named_with_their_nearest_of_all_that_a_strategy_tak
         ({"stall_timeout": 0}, "stall_timeout=0: expected seconds, more than 0"),
         ({"on_lost_rank": "go"}, "on_lost_rank='go': expected one of 'end', 'continue'"),
         ({"least_ranks": 0}, "least_ranks=0: expected a whole number of ranks from 1"),
+        ({"spares": 1}, "spares=1: expected 0 unless on_lost_rank='continue'"),
     ],
 )
 def test_values_out_of_range_say_what_was_expected(options: dict[str, object], text: str) -> None:
