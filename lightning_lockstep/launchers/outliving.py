@@ -114,12 +114,9 @@ class _HostProcesses(RankProcesses):
     def _report(self, *, is_stopping: bool) -> None:
         for number in [one for one, process in self.processes.items() if process.poll() is not None]:
             process = self.processes.pop(number)
-            # What was asked to end is not lost.
-            code = (
-                abs(process.returncode) + 128
-                if process.returncode < 0 and is_stopping
-                else process.returncode
-            )
+            code = process.returncode
+            if code < 0 and is_stopping:  # what was asked to end is not lost
+                code = 128 - code
             self._channel.post("ended", [number, process.pid, code], to=0)
 
     def _over(self, message: Message) -> None:
@@ -170,7 +167,7 @@ class _Run:
             elif (code is None or code < 0) and self._deadline == float("inf"):
                 lost.append(self._describe(number, pid, code))
             elif code:
-                self._end(abs(code) + 128 if code < 0 else code)
+                self._end(code if code > 0 else 128 - code)
             self._left.discard(number)
         asked = self._hosted.asked()
         if lost or asked is not None:
@@ -249,7 +246,8 @@ class OutlivingLauncher(ScriptLauncher):
             return None
         flush_everything()  # what this process has printed comes first
         code = self._run_ranks()
-        forget_rendezvous()
+        if self.num_nodes == 1:  # else the hosts have their configuration from this store
+            forget_rendezvous()
         outcome.on_force = None
         if current_job() is None or code:
             end_now(code, by_force=False)
@@ -262,25 +260,30 @@ class OutlivingLauncher(ScriptLauncher):
         host, address, port = int(environ["NODE_RANK"]), environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
         limit = settings.duration.total_seconds()
         store = rendezvous_store(host, self.num_nodes, address=address, port=port, timeout=limit)
-        channel = SideChannel()
+        channel, hosted = SideChannel(), HostedMembers(store)
+        if hosted.has_begun():
+            raise LaunchError(
+                "A further job of this program on several hosts, with on_lost_rank='continue': expected one job, so"
+                " that each of a sweep has a program of its own, as with hydra/launcher=submitit_slurm."
+            )
         if self.num_nodes > 1:
             silence = min(_HOST_SILENCE, settings.silence_limit)
             channel = open_on(RankGroup(host, self.num_nodes, store, options=(limit, silence)))
+            self._wait_for_hosts(channel, limit)
         layout = _Layout(self.num_nodes, self.num_processes, settings.spares)
         processes = _HostProcesses(channel)
         # Signals of a terminal reach the ranks from here alone.
         processes.start(layout.variables(host), rank_command(), environ, start_new_session=True)
         run = None
         if host == 0:
-            self._wait_for_hosts(channel, limit)
-            run = _Run(HostedMembers(store), channel, layout, settings.least_ranks, settings.grace_period)
+            run = _Run(hosted, channel, layout, settings.least_ranks, settings.grace_period)
         code = processes.follow(run)
         channel.close()
         return code
 
     def _wait_for_hosts(self, channel: SideChannel, limit: float) -> None:
-        deadline = time.monotonic() + limit
-        while missing := [host for host in range(1, self.num_nodes) if not channel.answers(host)]:
+        deadline, others = time.monotonic() + limit, range(1, self.num_nodes) if channel.rank == 0 else ()
+        while missing := [host for host in others if not channel.answers(host)]:
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"Of {self.num_nodes} hosts (num_nodes) {missing} did not come within {limit:.0f} s (timeout):"

@@ -49,6 +49,7 @@ from lightning_lockstep.distributed.side_channel.gather import Gather
 from lightning_lockstep.errors import CollectiveError, LaunchError, RankFailedError
 
 _FOREVER = timedelta(days=3650)
+_CONNECT_WITHIN = timedelta(minutes=5)
 # How often a rank looks whether others have come, or are lost [s].
 _LOOK_EVERY = 0.02
 # How long a rank whose collective has broken waits for the news that a member is lost [s].
@@ -80,6 +81,10 @@ class HostedMembers:
             self.current.number + 1, tuple(members), tuple(lost), ends=ends, since=time.time()
         )
         self._store.set(f"members/{self.current.number}", json.dumps(asdict(self.current), default=str))
+
+    def has_begun(self) -> bool:
+        """Return whether a generation has been published."""
+        return self._store.check(["members/0"])
 
     def asked(self) -> str | None:
         """Return what a member of this generation asks for, if one does."""
@@ -136,7 +141,9 @@ class Membership:
         atexit.register(self._leave)
 
     def _client(self) -> TCPStore:
-        return TCPStore(self.address, self.port, is_master=False, timeout=_FOREVER, wait_for_workers=False)
+        store = TCPStore(self.address, self.port, timeout=_CONNECT_WITHIN, wait_for_workers=False)
+        store.set_timeout(_FOREVER)
+        return store
 
     @property
     def outdated(self) -> bool:
