@@ -12,6 +12,7 @@
 ``run``         starts one run, lets the fault happen and notes what came of it
 ``outcome``     what came of a run, and where that differs from what must
 ``table``       the result by fault
+``lost_ranks``  a program of its own: fits that go on when ranks are killed
 =============== ============================================================================================
 
 Time is injected: grace period, silence limit and heartbeats are a few seconds, so that no run takes long.

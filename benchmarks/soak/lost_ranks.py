@@ -1,0 +1,81 @@
+"""Random fits whose ranks kill themselves while the others go on, each compared with an undisturbed one.
+
+python -m benchmarks.soak.lost_ranks --runs 50 --seed 1     # --run SEED: one of them
+
+One to three of four ranks, or of the spare processes that have taken their places, die in drawn phases of drawn steps.
+The exit code must be 0; weights, samples of each step, validations, logs and checkpoints those of the undisturbed fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.harness.children import put_on_path
+from tests.models.strategies.outliving import Fit, check_same, fit
+
+ROOT = Path(__file__).parents[2]
+EPOCHS, STEPS = 2, 13  # of an epoch
+ENDS = [STEPS * number for number in range(1, EPOCHS + 1)]
+# Phases of the fit of `outliving_script.py`, each with the steps in which it comes.
+PHASES = {
+    **dict.fromkeys(("forward", "backward", "optimizer"), range(EPOCHS * STEPS)),
+    "save": [*range(5, EPOCHS * STEPS, 5), *ENDS],
+    **dict.fromkeys(("validation", "validation_end", "epoch_end"), ENDS),
+    "sanity": [0],
+}
+IN_RECOVERY = ("connect", "recovery")
+
+
+def draw(seed: int) -> tuple[int, list[str]]:
+    """Return the number of spare processes, and who dies where, for a seed."""
+    draws = random.Random(seed)
+    spares = draws.choice((0, 0, 1, 2))
+    orders: dict[int, str] = {}  # by step, because a loss that comes again at one step ends the run
+    for member in draws.sample(range(4 + spares), draws.randint(1, 3)):
+        phase = draws.choice([*PHASES, *(IN_RECOVERY if orders else ())])
+        step = 1 if phase in IN_RECOVERY else draws.choice(PHASES[phase])
+        orders.setdefault(-1 if phase in IN_RECOVERY else step, f"{member}:{phase}:{step}")
+    return spares, list(orders.values())
+
+
+def differs(seed: int, undisturbed: Fit, folder: Path) -> str:
+    """Do one run; return what is not as it must be."""
+    spares, orders = draw(seed)
+    found = fit(folder / str(seed), "continue", *orders, spares=spares, max_epochs=EPOCHS)
+    try:
+        check_same(found, undisturbed)
+    except AssertionError as error:
+        return f"{error}\n{found.outcome.output}"
+    finally:
+        after = [line.partition(" after ")[2].partition(" s;")[0] for line in found.lost()]
+        print(f"{seed}: {spares} spares, {' '.join(orders)}: next step after {after} s", flush=True)
+    return ""
+
+
+def main() -> int:
+    """Do the runs that the command line asks for; the exit code is 1 if one is not as expected."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak.lost_ranks")
+    parser.add_argument("--runs", type=int, default=50, help="number of runs (default: 50)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the first run; the others follow it")
+    parser.add_argument("--run", type=int, metavar="SEED", help="this one run alone")
+    given = parser.parse_args()
+    put_on_path(ROOT)  # so that ranks find this source tree, whatever is installed
+    seeds = [given.run] if given.run is not None else range(given.seed, given.seed + given.runs)
+    bad = 0
+    with tempfile.TemporaryDirectory(prefix="lost-ranks-") as name:
+        folder = Path(name)
+        undisturbed = fit(folder / "undisturbed", "end", max_epochs=EPOCHS)
+        for seed in seeds:
+            if text := differs(seed, undisturbed, folder):
+                bad += 1
+                print(f"    NOT AS EXPECTED: {text}\n    again: --run {seed}", flush=True)
+    print(f"{len(seeds)} runs, {bad} not as expected")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
