@@ -49,7 +49,7 @@ from lightning_lockstep.distributed.side_channel.gather import Gather
 from lightning_lockstep.errors import CollectiveError, LaunchError, RankFailedError
 
 _FOREVER = timedelta(days=3650)
-_CONNECT_WITHIN = timedelta(minutes=5)
+_CONNECT_WITHIN = timedelta(minutes=5)  # with the store
 # How often a rank looks whether others have come, or are lost [s].
 _LOOK_EVERY = 0.02
 # How long a rank whose collective has broken waits for the news that a member is lost [s].
@@ -278,11 +278,8 @@ class Membership:
                 is_alone = True
             if is_alone:
                 _end("the process that started this rank has exited; this rank exits too.")
-            if (
-                is_new
-                and not told["ends"]
-                and self.me in set(self.current.members).difference(told["members"])
-            ):
+            left_out = is_new and not told["ends"] and self.me not in told["members"]
+            if left_out and self.me in self.newest.members:
                 _end("the others go on without this host, which did not answer; this rank exits.")
             if is_new:
                 records = tuple(FailureRecord(**one) for one in told.pop("lost"))
