@@ -32,7 +32,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Fit:
 
 
 def fit_on(
-    hosts: Cluster, folder: Path, *orders: str, event: Callable[[int], object] | None = None
+    hosts: Cluster, folder: Path, *orders: str, spares: int = 0, event: Callable[[int], object] | None = None
 ) -> tuple[Fit, ScriptOutcome]:
     """Fit on two hosts; with the process id of host 1 call ``event`` in the middle; return what each host has left."""
     environ = {
@@ -40,7 +40,7 @@ def fit_on(
         "PYTHONPATH": os.pathsep.join(sys.path),
         "MASTER_ADDR": hosts.addresses[0],
         "MASTER_PORT": "29500",
-        "OPTIONS": json.dumps({"num_nodes": 2, "max_epochs": 2}),
+        "OPTIONS": json.dumps({"num_nodes": 2, "max_epochs": 2, "spares": spares}),
         "PAUSE": "0.05" if event else "0",
     }
     folder.mkdir()
@@ -74,16 +74,21 @@ def test_killed_ranks_on_both_hosts_until_the_other_host_alone_has_one(
     disturbed, other = fit_on(hosts, tmp_path / "run", *orders)
     check_same(disturbed, undisturbed)
     assert other.returncode == 0, other.output
+    lost = [line.partition(" was ")[0] for line in disturbed.lost()]
+    assert lost == [f"lightning-lockstep: rank {rank}" for rank in (2, 0, 1)]
 
 
-def test_the_process_that_has_started_the_ranks_of_a_host_is_killed(
+def test_the_process_that_has_started_the_ranks_of_a_host_is_killed_and_a_spare_takes_one_place(
     hosts: Cluster, undisturbed: Fit, tmp_path: Path
 ) -> None:
-    disturbed, other = fit_on(hosts, tmp_path / "run", event=lambda pid: os.kill(pid, signal.SIGKILL))
+    """Of the two spare processes the other one is on that host."""
+    disturbed, other = fit_on(
+        hosts, tmp_path / "run", spares=1, event=lambda pid: os.kill(pid, signal.SIGKILL)
+    )
     check_same(disturbed, undisturbed)
     assert other.returncode == -signal.SIGKILL
     (line,) = disturbed.lost()
-    assert "ranks 2-3 were lost at epoch 0" in line and "(host beta); went on with 2 ranks" in line
+    assert "ranks 2-3 were lost at epoch 0" in line and "(host beta); went on with 3 ranks" in line
 
 
 def test_a_host_that_is_cut_off_for_good_is_lost_and_ends_its_ranks(
