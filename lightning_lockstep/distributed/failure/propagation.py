@@ -105,7 +105,6 @@ class FailurePropagation:
         self.number = 0  # of the attempt: how many this rank has entered
         self.state: Literal["running", "failed", "raised", "over"] = "over"
         self.record: FailureRecord | None = None  # of the rank that failed first in this attempt
-        self.news = threading.Condition()
         self._known: dict[int, FailureRecord] = {}  # the first failure of each attempt that has one
         self._ended: FailureRecord | None = None  # of a process that has ended
         self._since = 0.0  # when that was known here, of a monotonic clock [s]
@@ -134,7 +133,7 @@ class FailurePropagation:
         """Enter the next attempt; the program has caught what this rank has raised before. Ranks: any, alone."""
         self._listen()
         self._interrupt.install()
-        with self.news:
+        with self.channel.news:
             if self.record is not None:
                 self._broken = True
                 outcome.cancel_forced_exit()
@@ -152,7 +151,7 @@ class FailurePropagation:
         self.check()
         self._meeting.timeout = timeout
         gathered = self._meeting.collect(self.number, self._broken or renews)
-        with self.news:
+        with self.channel.news:
             for number in [number for number in self._known if number < self.number]:
                 del self._known[number]
         return any(gathered.complete("The begin of a run"))
@@ -165,7 +164,7 @@ class FailurePropagation:
 
     def leave(self) -> None:
         """Be over with this attempt: nothing ends this rank any more until it enters another one."""
-        with self.news:
+        with self.channel.news:
             self.state = "over"
 
     def leave_if_raised(self) -> None:
@@ -213,10 +212,9 @@ class FailurePropagation:
         if self.record is None and (is_broken or is_told):
             if is_broken and self.explain is not None:
                 self.explain(error)
-            with self.news:
-                # A rank that was killed counts as lost only after the time in which it could connect again.
-                seconds = max(self.grace_period / 3, BACK_WITHIN + _ON_ITS_WAY)
-                self.channel.wait_for(self.news, lambda: self.failed, seconds, stops=False)
+            # A rank that was killed counts as lost only after the time in which it could connect again.
+            seconds = max(self.grace_period / 3, BACK_WITHIN + _ON_ITS_WAY)
+            self.channel.wait_for(lambda: self.failed, seconds, stops=False)
         if isinstance(error, RankFailedError):
             if self.record is not None and self.state == "failed":
                 return self._stopped(self.record)
@@ -252,10 +250,10 @@ class FailurePropagation:
 
     def lose(self, record: FailureRecord) -> None:
         """End all attempts over this group, but no rank, because the others outlive one. Ranks: any, alone."""
-        with self.news:
+        with self.channel.news:
             self._outlived, self._ended = True, self._ended or record
             self._apply()
-            self.news.notify_all()
+            self.channel.news.notify_all()
 
     def report_lost_parent(self) -> None:
         """Note, on a rank that rank 0 has started, that its process has ended."""
@@ -297,11 +295,11 @@ class FailurePropagation:
         if self.state == "raised" and self.record is not None:
             return self.record  # this rank has failed before: saving after a failure may fail too
         own = self.describe(error)
-        with self.news:
+        with self.channel.news:
             was_running, self.state = self.state == "running", "raised"
         if self._first() is None:
             self._report(self.number, own)
-        with self.news:
+        with self.channel.news:
             first = self._first() or own
             if was_running:
                 self._stops(first)
@@ -309,7 +307,7 @@ class FailurePropagation:
 
     def _raises(self, record: FailureRecord) -> None:
         """Note that this rank raises its own error or another one's."""
-        with self.news:
+        with self.channel.news:
             self.state, self.record = "raised", self.record or record
 
     def _first(self) -> FailureRecord | None:
@@ -330,17 +328,15 @@ class FailurePropagation:
         def is_answered() -> bool:
             return self._ended is not None if number == _EVER else self._first() is not None
 
-        with self.news:
-            seconds = self.grace_period / 3
-            if not (waits and self.channel.wait_for(self.news, is_answered, seconds, stops=False)):
-                self._decide(number, record)
+        if not (waits and self.channel.wait_for(is_answered, self.grace_period / 3, stops=False)):
+            self._decide(number, record)
 
     def _decide(self, number: int, record: FailureRecord) -> bool:
         """Settle on the first failure of an attempt: on rank 0 for all, on one that it does not answer for itself."""
         record = record.in_folder(self.folder())
         if record.ended and not record.where:  # it cannot say where it was; the other ranks are near
             record = replace(record, where=own_place())
-        with self.news:
+        with self.channel.news:
             if number == _EVER:
                 if self._ended is not None:
                     return False
@@ -366,7 +362,7 @@ class FailurePropagation:
 
     def _take(self, number: int, record: FailureRecord) -> None:
         """Take over what rank 0 has decided."""
-        with self.news:
+        with self.channel.news:
             if record.kind == "collective" and self.state == "running":
                 number = self.number  # it may be the one that others wait for at the begin of the next
             is_new = (
@@ -379,7 +375,7 @@ class FailurePropagation:
             if self.state == "over" and is_new and number in (_EVER, self.number):
                 self._say(record)
             self._apply()
-            self.news.notify_all()
+            self.channel.news.notify_all()
 
     def _apply(self) -> None:
         """Let a failure of this attempt stop this rank."""
@@ -440,7 +436,7 @@ class FailurePropagation:
         if rank != 0:  # on another thread, because this one must not wait
             clock.after(0.0, self._report, _EVER, record)
             return
-        with self.news:
+        with self.channel.news:
             # Every rank notices this by itself and decides alone; another rank must print, because rank 0 is gone.
             if self._first() is None:
                 speaks = self.channel.rank == 1 or os.environ.get("LOCAL_RANK") == "0"

@@ -264,6 +264,6 @@ class StallDiagnosis:
             self._note_answer()
 
     def _note_answer(self) -> None:
-        with self._propagation.news:
+        with self._channel.news:
             self.answers += 1
-            self._propagation.news.notify_all()
+            self._channel.news.notify_all()

@@ -89,15 +89,15 @@ class ZeroMQSideChannel(SideChannel):
     ) -> None:
         super().__init__(rank, world_size)
         self._process = os.getpid()
-        self._numbers = itertools.count()
-        self._unconfirmed: dict[int, set[int]] = {}  # ranks that each flush waits for
+        self._flushes = itertools.count(1)
+        self._flushed: dict[int, int] = {}  # the last flush that each rank has answered
         self._outbox: deque[_Work] = deque()  # for the thread that owns the sockets
         self._arrived: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()  # for the one of the handlers
         self._ended = False
         # Of the thread that owns the sockets; others only look.
         self._unsent: dict[int, deque[tuple[Any, ...]]] = defaultdict(lambda: deque(maxlen=_KEPT_UNSENT))
         self._descriptors: dict[int, int] = {}  # of rank 0's connection with each rank
-        self._absent: dict[int, float] = {}  # ranks whose connection has ended -> until when they may be back
+        self._back_until: dict[int, float] = {}  # of ranks whose connection has ended
 
         reads, writes = os.pipe()  # wakes the thread that polls; cheap for the thread that posts
         os.set_blocking(writes, False)
@@ -154,36 +154,35 @@ class ZeroMQSideChannel(SideChannel):
         """See :meth:`SideChannel.flush`."""
         if not self._sockets.is_alive() or self._process != os.getpid():
             return False
-        number, asked = next(self._numbers), {0}
-        if self.rank == 0:
-            asked = self._standing.union(self._absent)
-        with self._news:
-            self._unconfirmed[number] = asked - self._ended_ranks
-            self.post(_FLUSH, number, to=asked - self._ended_ranks)
-            arrived = self._news.wait_for(lambda: self._unconfirmed[number] <= self._ended_ranks, timeout)
-            del self._unconfirmed[number]
-            return arrived
+        with self.news:
+            number = next(self._flushes)
+            asked = self._peers_that("stands", "absent") if self.rank == 0 else [0]
+            self.post(_FLUSH, number, to=asked)
+            return self.news.wait_for(
+                lambda: all(self._flushed.get(one, 0) >= number or self._has_ended(one) for one in asked),
+                timeout,
+            )
 
     def _note_arrival(self, message: Message) -> None:
-        with self._news:
-            self._unconfirmed.get(message.body, set()).discard(message.sender)
-            self._news.notify_all()
+        self._flushed[message.sender] = message.body
+
+    def _peers_that(self, *are: str) -> list[int]:
+        return [rank for rank, is_now in self._peers.items() if is_now in are]
 
     def wait_for_main(self, timeout: float) -> bool:
         """Wait until the connection to rank 0 stands; return whether it does. Ranks: any but rank 0, alone."""
-        with self._news:
-            return self._news.wait_for(lambda: self.answers(0), timeout)
+        with self.news:
+            return self.news.wait_for(lambda: self.answers(0), timeout)
 
     def close(self, timeout: float = 2.0) -> None:
         """See :meth:`SideChannel.close`."""
         if self._closing or self._process != os.getpid():
             return
         if self.rank == 0 and timeout:
-            with self._news:
+            with self.news:
                 # Do not wait for a rank whose connection has ended, though it might come back.
-                self._news.wait_for(
-                    lambda: len(self._ended_ranks.union(self._absent)) >= self.world_size - 1, timeout
-                )
+                gone = ("absent", "closed", "lost")
+                self.news.wait_for(lambda: len(self._peers_that(*gone)) >= self.world_size - 1, timeout)
         self._closing = True
         self._put(self._say_goodbye)
         self.flush(timeout)
@@ -208,7 +207,7 @@ class ZeroMQSideChannel(SideChannel):
             poller.register(one, zmq.POLLIN)
         try:
             while not self._ended:
-                ready = dict(poller.poll(int(1000 * _LOOK_AT_ABSENT) if self._absent else None))
+                ready = dict(poller.poll(int(1000 * _LOOK_AT_ABSENT) if self._back_until else None))
                 if self._woken.fileno() in ready:
                     self._woken.read(4096)
                 for _ in range(len(self._outbox)):
@@ -251,11 +250,11 @@ class ZeroMQSideChannel(SideChannel):
                 if error.errno != errno.EHOSTUNREACH:
                     raise
                 self._drop(to)  # if it ended before its hello was read, no event names it
-                if to not in self._ended_ranks:
+                if not self._has_ended(to):
                     self._unsent[to].append((kind, content))
 
     def _say_goodbye(self) -> None:
-        for rank in {0} if self.rank != 0 else self._standing - self._ended_ranks:
+        for rank in self._peers_that("stands") if self.rank == 0 else [0]:
             self._send(rank, CLOSING)
 
     def _end(self) -> None:
@@ -300,8 +299,8 @@ class ZeroMQSideChannel(SideChannel):
                     self._send(sender, *message)
         elif kind == CLOSING:
             # The connection does not stand any more, so that its end is no loss.
-            self._standing.discard(sender)
-            self._absent.pop(sender, None)
+            self._back_until.pop(sender, None)
+            self._note(sender, "leaves")
             self._arrived.put(partial(self._close_of, sender))
         else:
             raise ValueError(f"its kind is {kind[:20]!r}")
@@ -324,41 +323,30 @@ class ZeroMQSideChannel(SideChannel):
                         self._drop(rank)
 
     def _stands(self, rank: int) -> None:
-        with self._news:
-            self._absent.pop(rank, None)
-            self._standing.add(rank)
-            self._news.notify_all()
+        self._back_until.pop(rank, None)
+        self._note(rank, "stands")
 
     def _drop(self, rank: int) -> None:
         """Note that the connection of a rank has ended, which stood."""
-        if rank in self._standing:
-            with self._news:
-                self._standing.discard(rank)
-                self._absent[rank] = time.monotonic() + BACK_WITHIN
-                self._news.notify_all()
+        if self.answers(rank):
+            self._back_until[rank] = time.monotonic() + BACK_WITHIN
+            self._note(rank, "absent")
 
     def _look_at_absent(self) -> None:
         now = time.monotonic()
-        for rank in [rank for rank, until in self._absent.items() if now >= until]:
-            with self._news:
-                del self._absent[rank]
+        for rank in [rank for rank, until in self._back_until.items() if now >= until]:
+            del self._back_until[rank]
             # What it has sent before it ended is handled first.
             self._arrived.put(partial(self._lose, rank))
 
     def _lose(self, rank: int) -> None:
-        if rank not in self._standing and not self._closing:  # else it is back
+        if self._peers[rank] == "absent" and not self._closing:  # else it is back
             self._on_lost(rank)  # first, so that who waits for this rank ends with a failure that names it
             self.lose(rank)
 
     def _close_of(self, rank: int) -> None:
-        with self._news:
-            self._closed_ranks.add(rank)
-            self._news.notify_all()
+        self._note(rank, "closed")
         self._on_closed(rank)
-
-    @property
-    def _ended_ranks(self) -> set[int]:
-        return self._closed_ranks | self._lost_ranks
 
     # ---------------------------------------------------------------- the thread of the handlers
 
