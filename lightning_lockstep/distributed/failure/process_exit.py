@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_lockstep._text import SAVED, say
@@ -148,6 +149,8 @@ class Outcome:
 
     def __init__(self) -> None:
         self.expected_exit_code: int | None = None  # on which all ranks have agreed, so that it is no failure
+        # Of a failure, for the process that has started this rank, which then prints the report.
+        self.note: Path | None = None
         # To the process that this one works for: nothing ends this one by force.
         self.failure_returned = False
         # Called before an end by force, to end the ranks that this one has started.

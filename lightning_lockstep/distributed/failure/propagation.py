@@ -42,7 +42,6 @@ from lightning_lockstep.distributed.failure.exit_notes import (
     forget_failure,
     keep_failure,
     note_failure,
-    parent_reads_notes,
 )
 from lightning_lockstep.distributed.failure.interrupt import (
     Interrupt,
@@ -86,7 +85,9 @@ _VANISHED = (
 )
 _GONE = "its process has ended without a report: it was killed, or it has ended itself"
 _LEFT = "its program has come to its end while other ranks wait for it"
-_EVER = -1  # the number in a message about the end of a process, after which no attempt has all its members
+_EVER = (
+    -1
+)  # the number in a message about the end of a process: it is a failure of every attempt from then on
 
 
 class FailurePropagation:
@@ -106,10 +107,8 @@ class FailurePropagation:
         self.state: Literal["running", "failed", "raised", "over"] = "over"
         self.record: FailureRecord | None = None  # of the rank that failed first in this attempt
         self._known: dict[int, FailureRecord] = {}  # the first failure of each attempt that has one
-        self._ended: FailureRecord | None = None  # of a process that has ended
-        self._since = 0.0  # when that was known here, of a monotonic clock [s]
+        self._since = 0.0  # when the record was known here, of a monotonic clock [s]
         self._outlived = False  # a member is lost: that ends all attempts over this group, and no rank
-        self._broken = False  # whether an attempt over this group has failed
         self._alone = False  # rank 0 does not answer
         self._keeps_own = False  # it ends in time by an error of its own
         self._topics: Counter[str] = Counter()
@@ -135,7 +134,6 @@ class FailurePropagation:
         self._interrupt.install()
         with self.channel.news:
             if self.record is not None:
-                self._broken = True
                 outcome.cancel_forced_exit()
                 forget_failure()
             self.number, self.state, self.record = self.number + 1, "running", None
@@ -150,11 +148,8 @@ class FailurePropagation:
             return False
         self.check()
         self._meeting.timeout = timeout
-        gathered = self._meeting.collect(self.number, self._broken or renews)
-        with self.channel.news:
-            for number in [number for number in self._known if number < self.number]:
-                del self._known[number]
-        return any(gathered.complete("The begin of a run"))
+        has_failed = any(number < self.number for number in self._known)
+        return any(self._meeting.collect(self.number, has_failed or renews).complete("The begin of a run"))
 
     def have_met(self, processes: Sequence[Process], store_port: int) -> None:
         """Note where the ranks are that have met; processes that this one forks have no connections with them."""
@@ -183,9 +178,9 @@ class FailurePropagation:
         """Raise what ends a wait for others, or return whether this rank has raised that and must wait for nobody."""
         if self.state in ("running", "over") and self.channel.has_closed(0):
             self._note_left(0)
-        record = self.record
-        if self.state == "over" and self._ended is not None:
-            raise RankFailedError(self._ended.report(), self._ended)
+        record, ended = self.record, self._known.get(_EVER)
+        if self.state == "over" and ended is not None:
+            raise RankFailedError(ended.report(), ended)
         if self.state == "running":
             self.check_told_to_end()
         elif self.state == "failed" and record is not None:
@@ -237,7 +232,7 @@ class FailurePropagation:
         """Inform all ranks that one that this rank has started has ended; return what is known of who failed first."""
         ended = describe_exit(rank, self.channel.world_size, pid, returncode)
         self._report(_EVER, ended)
-        return self.record or self._ended or ended
+        return self.record or self._known.get(_EVER) or ended
 
     def report_diagnosis(self, error: CollectiveError) -> bool:
         """On rank 0: let all ranks raise an error of the guard, unless one has failed."""
@@ -251,7 +246,8 @@ class FailurePropagation:
     def lose(self, record: FailureRecord) -> None:
         """End all attempts over this group, but no rank, because the others outlive one. Ranks: any, alone."""
         with self.channel.news:
-            self._outlived, self._ended = True, self._ended or record
+            self._outlived = True
+            self._known.setdefault(_EVER, record)
             self._apply()
             self.channel.news.notify_all()
 
@@ -312,7 +308,7 @@ class FailurePropagation:
 
     def _first(self) -> FailureRecord | None:
         """Return the first failure of this attempt, as far as is known."""
-        return self._known.get(self.number) or self._ended
+        return self._known.get(self.number) or self._known.get(_EVER)
 
     def _report(self, number: int, record: FailureRecord) -> None:
         """Have rank 0 decide about a failure, and wait for its answer; without one this rank stands on its own."""
@@ -326,7 +322,7 @@ class FailurePropagation:
             self.channel.flush(1.0)
 
         def is_answered() -> bool:
-            return self._ended is not None if number == _EVER else self._first() is not None
+            return number in self._known or _EVER in self._known
 
         if not (waits and self.channel.wait_for(is_answered, self.grace_period / 3, stops=False)):
             self._decide(number, record)
@@ -337,14 +333,10 @@ class FailurePropagation:
         if record.ended and not record.where:  # it cannot say where it was; the other ranks are near
             record = replace(record, where=own_place())
         with self.channel.news:
-            if number == _EVER:
-                if self._ended is not None:
-                    return False
-                # What a rank has said explains more than that its process has ended.
-                said = [one for one in self._known.values() if one.rank == record.rank]
-                record = said[-1] if said else record
-            elif number in self._known:
+            if number in self._known:
                 return False  # what a rank has said explains more than a diagnosis
+            if number == _EVER:  # or than that its process has ended
+                record = next((one for one in self._known.values() if one.rank == record.rank), record)
             if self.channel.rank != 0:
                 self._alone = True
             else:
@@ -365,13 +357,9 @@ class FailurePropagation:
         with self.channel.news:
             if record.kind == "collective" and self.state == "running":
                 number = self.number  # it may be the one that others wait for at the begin of the next
-            is_new = (
-                record not in self._known.values()
-            )  # the end of a process is often that of a rank that has raised
-            if number == _EVER:
-                self._ended = self._ended or record
-            else:
-                self._known[number] = record
+            # The end of a process is often that of a rank that has raised.
+            is_new = record not in self._known.values()
+            self._known.setdefault(number, record)
             if self.state == "over" and is_new and number in (_EVER, self.number):
                 self._say(record)
             self._apply()
@@ -451,7 +439,7 @@ class FailurePropagation:
             return error  # by sys.exit(0): it is a failure for those that do not leave
         # An error of this package is one of all ranks: each keeps its own, and all end in good order.
         is_first, is_ours = first.rank == self.channel.rank, isinstance(error, LockstepError)
-        self._keeps_own = is_first or is_ours or not parent_reads_notes()
+        self._keeps_own = is_first or is_ours or outcome.note is None
         record = self._keep(first)
         headline, saved = record.headline(), record.saved_to()
         ending = Ending(saved, headline=headline)
@@ -467,13 +455,13 @@ class FailurePropagation:
             outcome.force_exit_at_shutdown(record.exit_code, unless_caught=True)
             return error
         if is_ours:
-            self.record, self._broken = None, True  # they may still meet, as to save a checkpoint
+            self.record = None  # they may still meet, as to save a checkpoint
             return error
         ending.deadline, ending.exit_code = self.grace_period + _CHILDREN_END, record.exit_code
         if is_first:
             # Of a SystemExit Python prints nothing, and nobody can see later whether the program has caught it.
             exits = isinstance(error, SystemExit)
-            report = record.printed() if exits and self.prints_report and not parent_reads_notes() else ""
+            report = record.printed() if exits and self.prints_report and outcome.note is None else ""
             outcome.force_exit_at_shutdown(record.exit_code, report, unless_caught=not exits)
             if threading.current_thread() is not threading.main_thread() and hasattr(error, "add_note"):
                 # Not in Python 3.10. Whoever runs this thread prints the error: Ray Train, on the driver.
@@ -539,7 +527,7 @@ class FailurePropagation:
 
         def report() -> str:  # a file system that hangs holds it for a while only
             kept = self._keep(record)
-            return kept.printed() if self.prints_report and not parent_reads_notes() else ""
+            return kept.printed() if self.prints_report and outcome.note is None else ""
 
         end_now(record.exit_code, report)
 

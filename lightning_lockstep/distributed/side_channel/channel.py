@@ -21,8 +21,8 @@ _LOOK_EVERY = 0.1
 
 Handler = Callable[["Message"], None]
 _Kept = TypeVar("_Kept")
-# What is known of another rank. "absent": its connection has ended, and it may be back within `BACK_WITHIN`. "leaves": it has
-# said goodbye; handlers still get what came before that. "closed" and "lost" are for good.
+# What is known of another rank. "absent": its connection has ended, and it may be back within `BACK_WITHIN`. "leaves":
+# it has said goodbye; handlers still get what came before that. "closed" and "lost" are for good.
 _Peer = Literal["stands", "absent", "leaves", "closed", "lost"]
 
 
