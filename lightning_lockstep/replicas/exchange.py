@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 from lightning_lockstep._lightning import LightningModule
 from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed import Communicator
-from lightning_lockstep.distributed.c10d_operators import ddp_of
 from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement
+from lightning_lockstep.distributed.ddp_reducer import ddp_of
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.side_channel.channel import Message, SideChannel
 from lightning_lockstep.replicas.checksums import Checksums, folded
