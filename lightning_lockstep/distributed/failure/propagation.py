@@ -184,9 +184,9 @@ class FailurePropagation:
         if self.state == "running":
             self.check_told_to_end()
         elif self.state == "failed" and record is not None:
-            # All ranks may raise the same, one a moment before another, which may still write its report.
+            # All ranks may raise the same, one a moment before another.
             may_be_of_all = record.kind == "exception" and self.channel.usable
-            is_new = outcome.writes_report.locked() or time.monotonic() - self._since < _MAY_RAISE_THE_SAME
+            is_new = time.monotonic() - self._since < _MAY_RAISE_THE_SAME
             if not (may_be_of_all and is_new):
                 self.check()
         return self.state == "raised" and record is not None
@@ -401,10 +401,6 @@ class FailurePropagation:
 
     def _end_waits(self, record: FailureRecord) -> None:
         """Have the thread that trains raise, and end what it waits in."""
-        if outcome.writes_report.locked():  # then this rank may raise the same a moment later
-            outcome.wait_for_report()
-            interrupt_clock.after(_MAY_RAISE_THE_SAME, self._end_waits, record)
-            return
         if self.record is not record or self._pending() is None:
             return
         self.channel.flush(0.5)  # before this rank ends the connections by which others would notice
@@ -510,7 +506,6 @@ class FailurePropagation:
 
     def _grace_ends(self, record: FailureRecord) -> None:
         """End this process by force, unless it deals with the failure."""
-        outcome.wait_for_report()
         # Not if it is over with the attempt, or ends by its own error. A forked or spawned rank does not: Python calls
         # no excepthook there, so nothing would end it.
         if (
