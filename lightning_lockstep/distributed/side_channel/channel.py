@@ -21,9 +21,9 @@ _LOOK_EVERY = 0.1
 
 Handler = Callable[["Message"], None]
 _Kept = TypeVar("_Kept")
-# What is known of another rank. "absent": its connection has ended, and it may be back within `BACK_WITHIN`. "leaves":
-# it has said goodbye; handlers still get what came before that. "closed" and "lost" are for good.
-_Peer = Literal["stands", "absent", "leaves", "closed", "lost"]
+# What is known of another rank. "absent": its connection has ended, and it may be back within `BACK_WITHIN`. The last
+# two are for good.
+_Peer = Literal["stands", "absent", "closed", "lost"]
 
 
 class Message(NamedTuple):
@@ -122,10 +122,10 @@ class SideChannel:
 
     def on(self, topic: str, handler: Handler) -> Callable[[], None]:
         """Call ``handler`` with every message of a topic, in order of arrival; returns what removes it again."""
-        # The handler runs on the receiving thread and must not block it. It also gets the messages that came before it.
+        # The handler runs on the thread of the channel and must not block it. It also gets what came before it.
         with self._lock:
             for message in self._unread.pop(topic, ()):
-                self._call(handler, message)
+                self._call(topic, handler, message)
             # Only now: a message that arrives meanwhile waits for the lock in `_deliver`.
             self._handlers[topic] = (*self._handlers.get(topic, ()), handler)
 
@@ -181,13 +181,13 @@ class SideChannel:
                 self._unread[message.topic].append(message)
                 return
         for handler in handlers:
-            self._call(handler, message)
+            self._call(message.topic, handler, message)
         with self.news:
             self.news.notify_all()
 
-    def _call(self, handler: Handler, message: Message) -> None:
+    def _call(self, topic: str, handler: Callable[[Any], None], argument: Any) -> None:
         try:
-            handler(message)
+            handler(argument)
         except Exception:
             # One faulty handler must not silence the channel for all others.
-            _log.exception("a handler of the side channel topic %r failed", message.topic)
+            _log.exception("a handler of the side channel topic %r failed", topic)

@@ -11,10 +11,9 @@ frame 1     frame 2          what it says
 Frame 2 is JSON. Who has sent a message to rank 0 is told by its connection, not by a frame. Messages from one rank to
 another keep their order: an answer to a post says that the handlers have had all that came before.
 
-Two threads do everything. One owns the sockets: it turns what was posted into JSON, sends and receives. The other one
-calls the handlers, so that one that blocks (rank 0 prints log lines in one) keeps nothing from being sent. A post
-returns at once. Heartbeats, reconnection, authentication and encryption are ZeroMQ's (ZMTP 3.1 with CURVE), on a thread
-in C that needs no GIL: a rank that holds the GIL for minutes, or stands in ``pdb``, keeps answering.
+One thread does everything: it turns what was posted into JSON, sends, receives and calls the handlers, none of which
+blocks. A post returns at once. Heartbeats, reconnection, authentication and encryption are ZeroMQ's (ZMTP 3.1 with
+CURVE), on a thread in C that needs no GIL: a rank that holds the GIL for minutes, or stands in ``pdb``, still answers.
 
 A rank is lost if its connection has ended (its process did, or no heartbeat came for the silence limit) and it neither
 says goodbye nor connects again within two seconds. ZeroMQ tells which descriptor a connection had that has ended, and
@@ -29,7 +28,6 @@ import itertools
 import json
 import logging
 import os
-import queue
 import resource
 import socket
 import sys
@@ -92,7 +90,6 @@ class ZeroMQSideChannel(SideChannel):
         self._flushes = itertools.count(1)
         self._flushed: dict[int, int] = {}  # the last flush that each rank has answered
         self._outbox: deque[_Work] = deque()  # for the thread that owns the sockets
-        self._arrived: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()  # for the one of the handlers
         self._ended = False
         # Of the thread that owns the sockets; others only look.
         self._unsent: dict[int, deque[tuple[Any, ...]]] = defaultdict(lambda: deque(maxlen=_KEPT_UNSENT))
@@ -120,9 +117,7 @@ class ZeroMQSideChannel(SideChannel):
         self.on(_FLUSH, lambda message: self.post(_ARRIVED, message.body, to=message.sender))
         self.on(_ARRIVED, self._note_arrival)
         self._sockets = threading.Thread(target=self._run_sockets, name="lockstep-channel", daemon=True)
-        self._calls = threading.Thread(target=self._call_handlers, name="lockstep-handlers", daemon=True)
         self._sockets.start()
-        self._calls.start()
 
     def _listen(self, host: str, known_as: str, keys: tuple[bytes, bytes]) -> None:
         # A rank that connects again takes the place of its former connection; to send to one that is not there fails.
@@ -190,8 +185,6 @@ class ZeroMQSideChannel(SideChannel):
         # At its end this thread waits until what was sent last has left. No new thread can do that: Python 3.12 and
         # later start none at exit.
         self._sockets.join(max(timeout, 0.5) + max(timeout, 1.0))
-        self._arrived.put(None)
-        self._calls.join(max(timeout, 0.5))
         if not self._context.closed:
             _unfinished.append(self._context)
         super().close()
@@ -234,7 +227,7 @@ class ZeroMQSideChannel(SideChannel):
         frame = zmq.Frame(content, copy=True)  # copied once, however many get it
         for rank in to:
             if rank == self.rank:
-                self._arrived.put(partial(self._read, rank, content))
+                self._read(rank, content)
             else:
                 self._send(rank, POST, frame)
 
@@ -272,9 +265,7 @@ class ZeroMQSideChannel(SideChannel):
             try:
                 self._take(*frames)
             except (ValueError, TypeError) as error:
-                self._arrived.put(
-                    partial(_log.warning, "ignored a malformed message on the side channel: %s", error)
-                )
+                _log.warning("ignored a malformed message on the side channel: %s", error)
 
     def _take(self, *frames: Any) -> None:
         """Take a message that has come; raise ValueError or TypeError if it makes no sense."""
@@ -286,7 +277,7 @@ class ZeroMQSideChannel(SideChannel):
         first, content = frames
         kind = first.bytes
         if kind == POST:
-            self._arrived.put(partial(self._read, sender, content.bytes))
+            self._read(sender, content.bytes)
         elif kind == HELLO:
             host, pid = json.loads(content.bytes)
             self.processes[sender] = str(host), int(pid)
@@ -300,8 +291,8 @@ class ZeroMQSideChannel(SideChannel):
         elif kind == CLOSING:
             # The connection does not stand any more, so that its end is no loss.
             self._back_until.pop(sender, None)
-            self._note(sender, "leaves")
-            self._arrived.put(partial(self._close_of, sender))
+            self._note(sender, "closed")
+            self._call("closed", self._on_closed, sender)
         else:
             raise ValueError(f"its kind is {kind[:20]!r}")
 
@@ -336,26 +327,10 @@ class ZeroMQSideChannel(SideChannel):
         now = time.monotonic()
         for rank in [rank for rank, until in self._back_until.items() if now >= until]:
             del self._back_until[rank]
-            # What it has sent before it ended is handled first.
-            self._arrived.put(partial(self._lose, rank))
-
-    def _lose(self, rank: int) -> None:
-        if self._peers[rank] == "absent" and not self._closing:  # else it is back
-            self._on_lost(rank)  # first, so that who waits for this rank ends with a failure that names it
-            self.lose(rank)
-
-    def _close_of(self, rank: int) -> None:
-        self._note(rank, "closed")
-        self._on_closed(rank)
-
-    # ---------------------------------------------------------------- the thread of the handlers
-
-    def _call_handlers(self) -> None:
-        while (work := self._arrived.get()) is not None:
-            try:
-                work()
-            except Exception:  # noqa: PERF203 - each by itself
-                _log.exception("what has come over the side channel could not be handled")
+            if not self._closing:
+                # First, so that who waits for this rank ends with a failure that names it.
+                self._call("lost", self._on_lost, rank)
+                self.lose(rank)
 
     def _read(self, sender: int, content: bytes) -> None:
         topic, body = json.loads(content)

@@ -47,8 +47,6 @@ def vanish(channel: ZeroMQSideChannel) -> None:
     channel._closing = True
     channel._put(channel._end)
     channel._sockets.join(20)
-    channel._arrived.put(None)
-    channel._calls.join(20)
     channel._context.term()
 
 
@@ -116,12 +114,12 @@ def test_the_end_of_a_process_is_noticed_by_those_who_watch_it(gone: int) -> Non
 
 def test_what_a_rank_has_sent_before_it_ended_is_told_before_its_end() -> None:
     with channels(2) as (main, other):
-        order: list[str] = []
+        order, begun = list[str](), threading.Event()
         main.watch_peers(on_lost=lambda rank: order.append("lost"))
-        main.on("slow", lambda message: (time.sleep(0.7), order.append(message.body))[0])
+        main.on("slow", lambda message: (begun.set(), time.sleep(0.7), order.append(message.body))[0])
         assert wait_until(lambda: main.answers(1))
         other.post("slow", "the reason", to=0)
-        assert wait_until(lambda: main._arrived.qsize() == 0)
+        assert begun.wait(20)
         vanish(other)
         assert wait_until(lambda: "lost" in order)
         assert order == ["the reason", "lost"]
@@ -176,7 +174,7 @@ def test_a_goodbye_of_rank_zero_is_no_loss_and_threads_end() -> None:
             for one in others:
                 one.close()
         assert lost == []
-        assert not any(one._sockets.is_alive() or one._calls.is_alive() for one in (main, *others))
+        assert not any(one._sockets.is_alive() for one in (main, *others))
 
 
 def test_a_rank_whose_connection_broke_comes_back_and_is_watched_again() -> None:
@@ -236,8 +234,7 @@ def test_a_message_that_makes_no_sense_is_ignored(caplog: pytest.LogCaptureFixtu
             peer.send_multipart(frames)
         peer.send_multipart((b"post", b'["news", "well-formed"]'))
         assert wait_until(lambda: got == [(1, "well-formed")])
-        told = ("ignored a malformed message", "could not be handled")  # no such message, no such content
-        assert sum(map(caplog.text.count, told)) == len(MALFORMED)
+        assert caplog.text.count("ignored a malformed message") == len(MALFORMED)
 
 
 def test_who_is_no_other_rank_is_not_listened_to(caplog: pytest.LogCaptureFixture) -> None:
