@@ -38,11 +38,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from lightning_lockstep.distributed.failure.exit_notes import (
-    forget_failure,
-    keep_failure,
-    note_failure,
-)
+from lightning_lockstep.distributed.failure.exit_notes import forget_failure, keep_failure, note_failure
 from lightning_lockstep.distributed.failure.interrupt import (
     Interrupt,
     Process,
@@ -85,9 +81,8 @@ _VANISHED = (
 )
 _GONE = "its process has ended without a report: it was killed, or it has ended itself"
 _LEFT = "its program has come to its end while other ranks wait for it"
-_EVER = (
-    -1
-)  # the number in a message about the end of a process: it is a failure of every attempt from then on
+# The number of the attempt in a message about the end of a process: it is a failure of every attempt from then on.
+_EVER = -1
 
 
 class FailurePropagation:

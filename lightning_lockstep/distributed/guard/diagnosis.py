@@ -29,11 +29,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
 from lightning_lockstep.distributed.failure.propagation import FailurePropagation
-from lightning_lockstep.distributed.guard.observer import (
-    Activity,
-    RankObserver,
-    probe_unresponsive,
-)
+from lightning_lockstep.distributed.guard.observer import Activity, RankObserver, probe_unresponsive
 from lightning_lockstep.distributed.guard.rank_state import (
     DiagnosisRequest,
     Outstanding,

@@ -155,12 +155,13 @@ class SideChannel:
         # Every wait for messages of other ranks is here. Once rank 0 has left nothing can arrive any more. `stops`: end
         # with what is to stop this rank.
         deadline = time.monotonic() + timeout
-        with self.news:
-            while not arrived():
-                left = deadline - time.monotonic()
-                if left <= 0 or (stops and self.ends_wait()) or not self.usable:
-                    return False
-                self.news.wait(min(left, _LOOK_EVERY))
+        while not arrived():
+            left = deadline - time.monotonic()
+            if left <= 0 or (stops and self.ends_wait()) or not self.usable:
+                return False
+            with self.news:
+                if not arrived():
+                    self.news.wait(min(left, _LOOK_EVERY))
         return True
 
     def flush(self, timeout: float = 5.0) -> bool:

@@ -90,8 +90,10 @@ class Gather:
         if own and not for_all:
             return Gathered({own: entry})
         patience = self.timeout + (_RESULT_DELAY if own else 0.0)
-        with self.channel.news, self.waiting(key):
-            if not self.channel.wait_for(lambda: key in self._complete, patience):
+        with self.waiting(key):
+            self.channel.wait_for(lambda: key in self._complete, patience)
+        with self.channel.news:
+            if key not in self._complete:
                 self._overdue.add(key)
                 if own == 0:
                     self._coming.setdefault(key, {})[own] = entry
