@@ -53,7 +53,6 @@ class SideChannel:
         self._peers: dict[int, _Peer] = {}
         self._handlers: dict[str, tuple[Handler, ...]] = {}
         self._unread: dict[str, deque[Message]] = defaultdict(lambda: deque(maxlen=_KEPT_UNREAD))
-        self._lock = threading.RLock()
         self.watched: list[Any] = []  # gathers of which the guard finds out why they do not end
         self._at_close: list[Callable[[], None]] = []
         self._kept: dict[object, Any] = {}
@@ -96,7 +95,7 @@ class SideChannel:
 
     def get_or_create(self, factory: Callable[[SideChannel], _Kept]) -> _Kept:
         """Return what ``factory`` returns for this channel, the same object every time."""
-        with self._lock:
+        with self.news:
             if factory not in self._kept:
                 self._kept[factory] = factory(self)
             kept: _Kept = self._kept[factory]
@@ -123,14 +122,14 @@ class SideChannel:
     def on(self, topic: str, handler: Handler) -> Callable[[], None]:
         """Call ``handler`` with every message of a topic, in order of arrival; returns what removes it again."""
         # The handler runs on the thread of the channel and must not block it. It also gets what came before it.
-        with self._lock:
+        with self.news:
             for message in self._unread.pop(topic, ()):
                 self._call(topic, handler, message)
-            # Only now: a message that arrives meanwhile waits for the lock in `_deliver`.
+            # Only now: a message that arrives meanwhile waits in `_deliver`.
             self._handlers[topic] = (*self._handlers.get(topic, ()), handler)
 
         def remove() -> None:
-            with self._lock:
+            with self.news:
                 self._handlers[topic] = tuple(h for h in self._handlers[topic] if h is not handler)
 
         return remove
@@ -176,7 +175,7 @@ class SideChannel:
         self._at_close.clear()
 
     def _deliver(self, message: Message) -> None:
-        with self._lock:
+        with self.news:
             handlers = self._handlers.get(message.topic)
             if not handlers:
                 self._unread[message.topic].append(message)
