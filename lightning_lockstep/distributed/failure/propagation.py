@@ -411,16 +411,12 @@ class FailurePropagation:
     # -- processes that have ended -----------------------------------------------------------------------
 
     def _lost(self, rank: int, why: str = _VANISHED) -> None:
-        record = self._end_of(rank, "vanished", why)
-        if rank != 0:  # on another thread, because this one must not wait
-            clock.after(0.0, self._report, _EVER, record)
-            return
         with self.channel.news:
-            # Every rank notices this by itself and decides alone; another rank must print, because rank 0 is gone.
-            if self._first() is None:
+            # Every rank notices the end of rank 0 by itself and decides alone; then another rank must print.
+            if rank == 0 and self._first() is None:
                 speaks = self.channel.rank == 1 or os.environ.get("LOCAL_RANK") == "0"
                 self.prints_report = self.prints_report or speaks
-            self._decide(_EVER, record)
+            self._decide(_EVER, self._end_of(rank, "vanished", why))
 
     # -- the error that this rank raises ----------------------------------------------------------------
 
