@@ -1,15 +1,9 @@
 """The side channel over ZeroMQ: a star. Rank 0 listens, every other rank has one connection, to rank 0.
 
-=========== ================ ========================================================================================
-frame 1     frame 2          what it says
-=========== ================ ========================================================================================
-``hello``   host, process id first message of a connection, in both directions
-``post``    topic and body   of any rank to rank 0, or of rank 0 to any rank
-``closing``                  its sender has closed its channel
-=========== ================ ========================================================================================
-
-Frame 2 is JSON. Who has sent a message to rank 0 is told by its connection, not by a frame. Messages from one rank to
-another keep their order: an answer to a post says that the handlers have had all that came before.
+A message is one frame, topic and body as JSON, of any rank to rank 0 or of rank 0 to any rank. The first one of a
+connection is a hello, in both directions, with host and process id; the last one of a channel that is closed says so.
+Who has sent a message to rank 0 is told by its connection. Messages from one rank to another keep their order: an
+answer to a post says that the handlers have had all that came before.
 
 One thread does everything: it turns what was posted into JSON, sends, receives and calls the handlers, none of which
 blocks. A post returns at once. Heartbeats, reconnection, authentication and encryption are ZeroMQ's (ZMTP 3.1 with
@@ -46,7 +40,7 @@ from zmq.utils.monitor import recv_monitor_message
 from lightning_lockstep.distributed.side_channel.channel import BACK_WITHIN, Message, SideChannel
 from lightning_lockstep.errors import LaunchError
 
-HELLO, POST, CLOSING = b"hello", b"post", b"closing"
+_HELLO, _CLOSING = "channel/hello", "channel/closing"
 _FLUSH, _ARRIVED = "channel/flush", "channel/arrived"
 # Messages for a rank that is not connected yet, or not at the moment; older ones are dropped beyond this number.
 _KEPT_UNSENT = 10_000
@@ -92,7 +86,7 @@ class ZeroMQSideChannel(SideChannel):
         self._outbox: deque[_Work] = deque()  # for the thread that owns the sockets
         self._ended = False
         # Of the thread that owns the sockets; others only look.
-        self._unsent: dict[int, deque[tuple[Any, ...]]] = defaultdict(lambda: deque(maxlen=_KEPT_UNSENT))
+        self._unsent: dict[int, deque[Any]] = defaultdict(lambda: deque(maxlen=_KEPT_UNSENT))
         self._descriptors: dict[int, int] = {}  # of rank 0's connection with each rank
         self._back_until: dict[int, float] = {}  # of ranks whose connection has ended
 
@@ -104,7 +98,7 @@ class ZeroMQSideChannel(SideChannel):
         self._socket.linger, self._socket.sndhwm, self._socket.rcvhwm, self._socket.ipv6 = 0, 0, 0, True
         self._socket.heartbeat_ivl = int(1000 * min(_HEARTBEAT_EVERY, silence_limit / 4))
         self._socket.heartbeat_timeout = min(int(1000 * silence_limit), 2**31 - 1)
-        self._hello = _encode([socket.gethostname(), os.getpid()]).encode()
+        self._hello = _encode([_HELLO, [socket.gethostname(), os.getpid()]]).encode()
         self._monitor = self._context.socket(zmq.PAIR)
         # Without a limit: at one, ZeroMQ's own thread would wait for the reader, and keep no heartbeat.
         self._monitor.linger = self._monitor.rcvhwm = 0
@@ -114,6 +108,8 @@ class ZeroMQSideChannel(SideChannel):
             self._listen(host, known_as or host, keys)
         else:
             self._connect(main_address, keys)
+        self.on(_HELLO, self._take_hello)
+        self.on(_CLOSING, self._take_closing)
         self.on(_FLUSH, lambda message: self.post(_ARRIVED, message.body, to=message.sender))
         self.on(_ARRIVED, self._note_arrival)
         self._sockets = threading.Thread(target=self._run_sockets, name="lockstep-channel", daemon=True)
@@ -162,7 +158,7 @@ class ZeroMQSideChannel(SideChannel):
         self._flushed[message.sender] = message.body
 
     def _peers_that(self, *are: str) -> list[int]:
-        return [rank for rank, is_now in self._peers.items() if is_now in are]
+        return [rank for rank, is_now in list(self._peers.items()) if is_now in are]
 
     def wait_for_main(self, timeout: float) -> bool:
         """Wait until the connection to rank 0 stands; return whether it does. Ranks: any but rank 0, alone."""
@@ -179,7 +175,7 @@ class ZeroMQSideChannel(SideChannel):
                 gone = ("absent", "closed", "lost")
                 self.news.wait_for(lambda: len(self._peers_that(*gone)) >= self.world_size - 1, timeout)
         self._closing = True
-        self._put(self._say_goodbye)
+        self.post(_CLOSING, to=self._peers_that("stands") if self.rank == 0 else [0])
         self.flush(timeout)
         self._put(self._end)
         # At its end this thread waits until what was sent last has left. No new thread can do that: Python 3.12 and
@@ -227,28 +223,24 @@ class ZeroMQSideChannel(SideChannel):
         frame = zmq.Frame(content, copy=True)  # copied once, however many get it
         for rank in to:
             if rank == self.rank:
-                self._read(rank, content)
+                self._deliver(Message(topic, rank, json.loads(content)[1]))
             else:
-                self._send(rank, POST, frame)
+                self._send(rank, frame)
 
-    def _send(self, to: int, kind: bytes, content: Any = b"") -> None:
+    def _send(self, to: int, content: Any) -> None:
         if self.rank != 0:
-            self._socket.send_multipart((kind, content), copy=False)
+            self._socket.send(content, copy=False)
         elif to in self._unsent:
-            self._unsent[to].append((kind, content))  # behind what waits already
+            self._unsent[to].append(content)  # behind what waits already
         else:
             try:
-                self._socket.send_multipart((str(to).encode(), kind, content), copy=False)
+                self._socket.send_multipart((str(to).encode(), content), copy=False)
             except zmq.ZMQError as error:
                 if error.errno != errno.EHOSTUNREACH:
                     raise
                 self._drop(to)  # if it ended before its hello was read, no event names it
                 if not self._has_ended(to):
-                    self._unsent[to].append((kind, content))
-
-    def _say_goodbye(self) -> None:
-        for rank in self._peers_that("stands") if self.rank == 0 else [0]:
-            self._send(rank, CLOSING)
+                    self._unsent[to].append(content)
 
     def _end(self) -> None:
         self._ended = True
@@ -274,27 +266,26 @@ class ZeroMQSideChannel(SideChannel):
             sender, frames = int(frames[0].bytes), frames[1:]
             if not 0 < sender < self.world_size:
                 raise ValueError("no other rank is its sender")
-        first, content = frames
-        kind = first.bytes
-        if kind == POST:
-            self._read(sender, content.bytes)
-        elif kind == HELLO:
-            host, pid = json.loads(content.bytes)
-            self.processes[sender] = str(host), int(pid)
-            if self.rank == 0:  # the first time or once more
-                self._note_events()  # of an earlier connection, which may have had the same descriptor
-                self._descriptors[sender] = content.get(zmq.SRCFD)
-                self._stands(sender)
-                unsent = self._unsent.pop(sender, ())
-                for message in ((HELLO, self._hello), *unsent):
-                    self._send(sender, *message)
-        elif kind == CLOSING:
-            # The connection does not stand any more, so that its end is no loss.
-            self._back_until.pop(sender, None)
-            self._note(sender, "closed")
-            self._call("closed", self._on_closed, sender)
-        else:
-            raise ValueError(f"its kind is {kind[:20]!r}")
+        (content,) = frames
+        topic, body = json.loads(content.bytes)
+        if self.rank == 0 and topic == _HELLO:  # the first time or once more
+            self._note_events()  # of an earlier connection, which may have had the same descriptor
+            self._descriptors[sender] = content.get(zmq.SRCFD)
+        self._deliver(Message(topic, sender, body))
+
+    def _take_hello(self, message: Message) -> None:
+        host, pid = message.body
+        self.processes[message.sender] = str(host), int(pid)
+        if self.rank == 0:
+            self._stands(message.sender)
+            for content in (self._hello, *self._unsent.pop(message.sender, ())):
+                self._send(message.sender, content)
+
+    def _take_closing(self, message: Message) -> None:
+        # The connection does not stand any more, so that its end is no loss.
+        self._back_until.pop(message.sender, None)
+        self._note(message.sender, "closed")
+        self._on_closed(message.sender)
 
     # ---------------------------------------------------------------- connections that stand, and those that have ended
 
@@ -306,7 +297,7 @@ class ZeroMQSideChannel(SideChannel):
                 if self.rank != 0 and has_ended:
                     self._drop(0)
                 elif self.rank != 0:
-                    self._send(0, HELLO, self._hello)
+                    self._send(0, self._hello)
                     self._stands(0)
                 elif has_ended:
                     for rank in [rank for rank, one in self._descriptors.items() if one == event["value"]]:
@@ -331,10 +322,6 @@ class ZeroMQSideChannel(SideChannel):
                 # First, so that who waits for this rank ends with a failure that names it.
                 self._call("lost", self._on_lost, rank)
                 self.lose(rank)
-
-    def _read(self, sender: int, content: bytes) -> None:
-        topic, body = json.loads(content)
-        self._deliver(Message(topic, sender, body))
 
 
 def need_descriptors(world_size: int) -> None:
