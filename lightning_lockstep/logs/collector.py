@@ -220,18 +220,13 @@ class Collector:
         with suppress(RuntimeError):  # raised if Python is exiting; lines that wait are printed at the end
             threading.Thread(target=self._run, name="lockstep-log-order", daemon=True).start()
 
-    def add(self, topic: str, call: LogCall) -> None:
-        """Take a line of rank 0; returns at once."""
-        self._queued.append((topic, 0, call, time.monotonic()))
-        # If no window is open, this line can only wait, and no thread is woken. A thread that opens a window later
-        # takes this line along, because it was queued before the check here.
-        if self.windows:
-            self._wake.put(None)
-
     def take(self, topic: str, rank: int, call: LogCall) -> None:
-        """Take a line of another rank; returns at once."""
+        """Take a line of a rank; returns at once."""
         self._queued.append((topic, rank, call, time.monotonic()))
-        self._wake.put(None)
+        # If no window is open, a line of rank 0 can only wait, and no thread is woken. That which opens a window later
+        # takes this line along, because it was queued before the check here.
+        if rank or self.windows:
+            self._wake.put(None)
 
     def settle(self, timeout: float) -> None:
         """Wait up to ``timeout`` [s] for lines on their way, then print all that wait."""
