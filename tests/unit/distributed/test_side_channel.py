@@ -125,6 +125,20 @@ def test_what_a_rank_has_sent_before_it_ended_is_told_before_its_end() -> None:
         assert order == ["the reason", "lost"]
 
 
+def test_a_handler_that_fails_does_not_end_the_channel(caplog: pytest.LogCaptureFixture) -> None:
+    with channels(3) as (main, other, ends):
+        main.watch_peers(on_lost=lambda rank: [][rank])
+        main.on("wrong", lambda message: 1 / 0)  # type: ignore[arg-type,return-value]
+        got = listen(main)
+        assert wait_until(lambda: main.answers(2))
+        other.post("wrong", to=0)
+        vanish(ends)
+        told = ("topic 'wrong' failed", "topic 'lost' failed")
+        assert wait_until(lambda: all(text in caplog.text for text in told))
+        other.post("news", "still there", to=0)
+        assert wait_until(lambda: got == [(1, "still there")])
+
+
 @pytest.mark.parametrize("hard", [5000, 1000])
 def test_rank_0_may_have_a_connection_to_every_rank(monkeypatch: pytest.MonkeyPatch, hard: int) -> None:
     limits = [64, hard]
