@@ -352,8 +352,8 @@ class FailurePropagation:
         with self.channel.news:
             if record.kind == "collective" and self.state == "running":
                 number = self.number  # it may be the one that others wait for at the begin of the next
-            # The end of a process is often that of a rank that has raised.
-            is_new = record not in self._known.values()
+            # The end of a process often comes of a failure that is known, or is that of a rank that has raised.
+            is_new = self._first() is None and record not in self._known.values()
             self._known.setdefault(number, record)
             if self.state == "over" and is_new and number in (_EVER, self.number):
                 self._say(record)
