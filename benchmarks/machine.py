@@ -36,7 +36,7 @@ MEASURED = {
     "same_run": ("loaders", "strategies"),
     "scale": ("distributed/side_channel", "distributed/failure"),
     "soak": ("distributed/failure", "distributed/guard", "distributed/side_channel", "launchers"),
-    "step": ("strategies", "distributed/c10d_operators.py"),
+    "step": ("strategies", "distributed/ddp_reducer.py"),
     "stopping": ("callbacks/stop_together.py", "distributed/coordination", "stopping"),
     "stragglers": ("stragglers",),
     "verify": ("distributed/guard",),

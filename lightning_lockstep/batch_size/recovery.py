@@ -1,7 +1,7 @@
 """A batch that does not fit during a run is run again in micro-batches under the same optimizer step.
 
 Only the rank that ran out of memory does this, and DDP does not see its micro-batches. Then DDP is made to send the
-gradients that the other ranks still wait for (see :mod:`lightning_lockstep.distributed.c10d_operators`). They see an
+gradients that the other ranks still wait for (see :mod:`lightning_lockstep.distributed.ddp_reducer`). They see an
 ordinary, slower step. If single samples do not fit either, the rank raises, as it would without this. Nothing more is
 sent for a step that fits.
 """
@@ -21,7 +21,7 @@ from lightning_lockstep._text import say
 from lightning_lockstep.batch_size.memory import Failure, attempt, is_out_of_memory, release_memory
 from lightning_lockstep.batch_size.split_step import LogRecord, merged_extra, samples_in, split
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.distributed.c10d_operators import (
+from lightning_lockstep.distributed.ddp_reducer import (
     GradientMarks,
     ddp_of,
     deliver_gradients,

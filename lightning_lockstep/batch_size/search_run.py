@@ -26,7 +26,7 @@ from lightning_lockstep.batch_size.memory import (
 )
 from lightning_lockstep.batch_size.search import SizeSearch, Trial
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.distributed.c10d_operators import untouched_buckets
+from lightning_lockstep.distributed.ddp_reducer import untouched_buckets
 from lightning_lockstep.distributed.local_collectives import UnansweredCollectiveError
 from lightning_lockstep.errors import BatchSizeError
 from lightning_lockstep.steps.capabilities import missing_capabilities

@@ -14,7 +14,6 @@ from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep._settings import settings_of
 from lightning_lockstep.callbacks.ends_with_run import EndsWithRun
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.distributed.failure.process_exit import outcome
 from lightning_lockstep.errors import LockstepError, OverflowDetectedError
 from lightning_lockstep.overflow.detect import Detection
 from lightning_lockstep.overflow.diagnose import Diagnosis
@@ -171,8 +170,7 @@ class OverflowDetector(EndsWithRun):
             if self._bad_in_a_row == 1:
                 report = self._diagnosis.report(origin)
                 self.reports.append(report)
-                with outcome.writes_report:
-                    text = self._publisher.publish(report, why)
+                text = self._publisher.publish(report, why)
         times = self._bad_in_a_row
         if self.settings.action == "raise":
             raise OverflowDetectedError(text)

@@ -12,7 +12,7 @@ from lightning_lockstep._settings import Faults
 from lightning_lockstep._text import say
 from lightning_lockstep.callbacks.ends_with_run import EndsWithRun
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.distributed.c10d_operators import watch_waits
+from lightning_lockstep.distributed.local_collectives import watch_waits
 from lightning_lockstep.errors import Preempted
 from lightning_lockstep.steps.patching import replaced
 from lightning_lockstep.stragglers.exchange import Collection, StragglerExchange

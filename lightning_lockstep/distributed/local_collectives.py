@@ -1,4 +1,4 @@
-"""Collectives answered on one rank alone, for a step that is run apart from the others.
+"""Collectives as torch's dispatcher sees them, and answered on one rank alone, for a step apart from the others.
 
 Each rank is assumed to hold what this one holds: a gather gives copies of this rank's tensor, a sum gives it times the
 number of ranks, a broadcast leaves the tensor of a receiving rank as it is. What steps and their backwards call is
@@ -7,6 +7,7 @@ answered. Anything else, objects of another rank and sizes that differ raise :cl
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,9 +21,66 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lockstep.distributed.c10d_operators import OPERATIONS, Operator, local_answers, reduction_kind
 from lightning_lockstep.distributed.process_group import process_group_exists
 from lightning_lockstep.errors import CollectiveError
+
+# -- The operators of torch's `c10d`, by which torch.distributed calls its process groups through the dispatcher --
+
+#: What torch.distributed calls the operation of each operator.
+OPERATIONS = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce_coalesced",
+    "reduce_": "reduce",
+    "broadcast_": "broadcast",
+    "allgather_": "all_gather",
+    "allgather_coalesced_": "all_gather_coalesced",
+    "_allgather_base_": "all_gather_into_tensor",
+    "allgather_into_tensor_coalesced_": "all_gather_into_tensor_coalesced",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter_tensor_coalesced",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all_single",
+    "barrier": "barrier",
+    "monitored_barrier_": "monitored_barrier",
+    "send": "send",
+    "recv_": "recv",
+    "recv_any_source_": "recv",
+}
+
+
+class Operator:
+    """One operator, as its schema describes it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name  # in ``c10d``, such as ``allreduce_``
+        self.overload: Any = getattr(torch.ops.c10d, name).default
+        schema = self.overload._schema  # the names and the number of what it is given and returns
+        # Of each argument, by its name in the schema; those before the process group are tensors.
+        self.positions = {argument.name: i for i, argument in enumerate(schema.arguments)}
+        self.returned = len(schema.returns)  # the last value is the work handle
+
+    def argument(self, args: Sequence[Any], name: str, default: Any = None) -> Any:
+        """Return an argument by its name, or ``default`` if it was left out or the operator does not have it."""
+        position = self.positions.get(name)
+        return default if position is None or position >= len(args) else args[position]
+
+
+_Kind: Any = dist.ReduceOp.RedOpType
+
+
+def reduction_kind(given: Any) -> str | None:
+    """Return how a collective reduces, such as ``sum``; ``None`` in a kernel of torch 2.9, where Python cannot ask."""
+    op = given if isinstance(given, _Kind) else getattr(given, "op", None)
+    if op is None:  # the dispatcher's class has no methods in torch 2.9
+        return None
+    kind = op if isinstance(op, _Kind) else _Kind(op())
+    return str(kind.name).lower()
+
+
+# -- Collectives that this rank answers alone --
 
 # Torch calls its process groups through the dispatcher: from Python, from autograd, from compiled code and for
 # functional collectives. So the kernels of the ``c10d`` operators are replaced, and whatever does not communicate runs
@@ -50,18 +108,26 @@ class LocalAnswers:
     count: int = 0  # of collectives so far
 
 
+_answers: list[LocalAnswers] = []  # of all threads; the innermost is last
+
+
+def answered_locally() -> bool:
+    """Return whether collectives are answered on this rank now, so that no other rank takes part in them."""
+    return bool(_answers)
+
+
 @contextmanager
 def local_collectives() -> Iterator[LocalAnswers]:
     """Answer every collective of ``torch.distributed`` on this rank, in all threads of the process."""
     answers = LocalAnswers()
-    local_answers.append(answers)
+    _answers.append(answers)
     try:
         with torch.library._scoped_library("c10d", "IMPL") as library:
             if process_group_exists() and dist.get_world_size() > 1:
                 _replace_kernels(library)
             yield answers
     finally:
-        local_answers.pop()
+        _answers.pop()
 
 
 def _replace_kernels(library: Any) -> None:
@@ -105,7 +171,7 @@ def answer(
     splits: Sequence[Any] = (None, None),  # rows for and of each rank; none or empty: equal ones
 ) -> Any:
     """Answer one collective in place, and return a work handle that is complete."""
-    local_answers[-1].count += 1
+    _answers[-1].count += 1
     for places, source in _copies(name, group.rank(), group.size(), tensors, root, splits):
         for place in places:
             if place.numel() != source.numel():
@@ -178,3 +244,34 @@ def _parts(given: Any, size: int, rows: Sequence[int] | None = None) -> Sequence
 def _sends_objects() -> bool:
     """Return whether this is part of torch's own broadcast or scatter of objects."""
     return any(frame.f_code in _OBJECT_FUNCTIONS for frame, _ in walk_stack(None))
+
+
+# -- Who waits for a collective, and how long --
+
+
+def watch_waits(begins: Callable[[], None], ends: Callable[[], None]) -> Callable[[], None]:
+    """Call ``begins`` and ``ends`` around each wait of this thread for a collective; return what stops this."""
+    # Only DDP's reducer, in C++, waits without this method.
+    classes: list[Any] = [cls for cls in (dist.Work, *dist.Work.__subclasses__()) if "wait" in vars(cls)]
+    changed, own = [(cls, cls.wait) for cls in classes], threading.current_thread()
+
+    def timed(wait: Callable[..., Any], work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+        # Other threads of Python wait for something else. Torch's own, which run a backward on a GPU, have no name in
+        # Python, which calls them Dummy-1 and so on.
+        thread = threading.current_thread()
+        if thread is not own and not thread.name.startswith("Dummy"):
+            return wait(work, *args, **kwargs)
+        begins()
+        try:
+            return wait(work, *args, **kwargs)
+        finally:
+            ends()
+
+    for cls, wait in changed:
+        cls.wait = lambda work, *args, _wait=wait, **kwargs: timed(_wait, work, *args, **kwargs)
+
+    def end() -> None:
+        for cls, wait in changed:
+            cls.wait = wait
+
+    return end

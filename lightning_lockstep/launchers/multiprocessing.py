@@ -42,7 +42,6 @@ from lightning_lockstep.distributed.failure.exit_notes import (
     failure_note,
     first_failure,
     keep_failure,
-    keep_failure_in,
     note_failure,
 )
 from lightning_lockstep.distributed.failure.process_exit import (
@@ -229,8 +228,7 @@ def _be_rank(
     assert parent is not None
     end_with_parent(parent.is_alive)
     os.environ.update(token)
-    note = failure_note(folder, local_rank)
-    keep_failure_in(note)
+    note = outcome.note = failure_note(folder, local_rank)
     try:
         try:
             answer: tuple[Any, Preempted | None] = function(local_rank, *args), None

@@ -200,8 +200,7 @@ _LOOK_EVERY = 0.25
 class Collector:
     """Prints the lines of all ranks in rank order; lives on rank 0."""
 
-    # The thread of the channel's handlers takes and prints lines of other ranks. The main thread only queues its own
-    # lines. The thread that is the next to take lines takes these too: that of the handlers, or that of this object.
+    # Lines are queued, and the thread of this object prints them: neither the caller nor the channel waits for that.
 
     def __init__(
         self, channel: SideChannel, *, emit: Callable[[logging.LogRecord], None] | None = None
@@ -209,7 +208,7 @@ class Collector:
         self._emit = emit or (lambda record: logging.getLogger(record.name).handle(record))
         self._channel, self._host = channel, socket.gethostname()
         self.windows = Windows(channel.world_size)
-        self._own: deque[tuple[str, LogCall, float]] = deque()
+        self._queued: deque[tuple[str, int, LogCall, float]] = deque()
         self._lock = threading.RLock()  # a signal handler that prints may interrupt the thread that holds it
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._ended = False
@@ -221,32 +220,25 @@ class Collector:
         with suppress(RuntimeError):  # raised if Python is exiting; lines that wait are printed at the end
             threading.Thread(target=self._run, name="lockstep-log-order", daemon=True).start()
 
-    def add(self, topic: str, call: LogCall) -> None:
-        """Take a line of rank 0; returns at once."""
-        self._own.append((topic, call, time.monotonic()))
-        # If no window is open, this line can only wait, and no thread is woken. A thread that opens a window later
-        # takes this line along, because it was queued before the check here.
-        if self.windows:
-            self._wake.put(None)
-
     def take(self, topic: str, rank: int, call: LogCall) -> None:
-        """Take a line of another rank, and print what is ready on this thread."""
-        with self._lock:
-            self._take_own()
-            self._add(topic, rank, call, time.monotonic())
-            self._take_own()  # lines queued before this one opened a window; see `add`
+        """Take a line of a rank; returns at once."""
+        self._queued.append((topic, rank, call, time.monotonic()))
+        # If no window is open, a line of rank 0 can only wait, and no thread is woken. That which opens a window later
+        # takes this line along, because it was queued before the check here.
+        if rank or self.windows:
+            self._wake.put(None)
 
     def settle(self, timeout: float) -> None:
         """Wait up to ``timeout`` [s] for lines on their way, then print all that wait."""
         deadline = time.monotonic() + timeout
-        while (self._own or self.windows) and time.monotonic() < deadline:
+        while (self._queued or self.windows) and time.monotonic() < deadline:
             time.sleep(0.01)
         self.flush()
 
     def flush(self) -> None:
         """Print all lines that wait."""
         with self._lock:
-            self._take_own()
+            self._take_queued()
             self._print(self.windows.flush(time.monotonic()))
 
     def close(self) -> None:
@@ -260,23 +252,20 @@ class Collector:
     def _run(self) -> None:
         while not self._ended:
             with self._lock:
-                self._take_own()
+                self._take_queued()
                 self._print(self.windows.due(time.monotonic()))
                 due = self.windows.next_due()
             with suppress(queue.Empty):
                 self._wake.get(timeout=min(max(0.0, due - time.monotonic()), _LOOK_EVERY))
 
-    def _take_own(self) -> None:
-        while self._own:
-            topic, call, now = self._own.popleft()
-            self._add(topic, 0, with_real_path(call), now)
-
-    def _add(self, topic: str, rank: int, call: LogCall, now: float) -> None:
-        host = self._channel.process_of(rank)[0] if rank else self._host
-        line = Line(*call, (rank,), (host,))
-        # Warnings with the same text are printed once, even if they come from different lines.
-        site = (topic, *line[:4]) if topic == LINE else (topic, *line[:2], line.text)
-        self._print(self.windows.add(site, line, now))
+    def _take_queued(self) -> None:
+        while self._queued:
+            topic, rank, call, now = self._queued.popleft()
+            host = self._channel.process_of(rank)[0] if rank else self._host
+            line = Line(*(call if rank else with_real_path(call)), (rank,), (host,))
+            # Warnings with the same text are printed once, even if they come from different lines.
+            site = (topic, *line[:4]) if topic == LINE else (topic, *line[:2], line.text)
+            self._print(self.windows.add(site, line, now))
 
     def _print(self, batches: list[Batch]) -> None:
         for site, lines, missing, waited in batches:

@@ -223,7 +223,7 @@ class LineSender:
     def send(self, call: LogCall, topic: str = LINE) -> None:
         """Send a line and return at once; other threads do all that can wait."""
         if self.collector is not None:
-            self.collector.add(topic, call)
+            self.collector.take(topic, 0, call)
             return
         self._kept.append(call)
         self.channel.post(topic, with_real_path(call), to=0)

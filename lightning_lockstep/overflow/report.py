@@ -239,6 +239,9 @@ class ReportPublisher:
             as_json = [entry["json"] for entry in reports.values()]
             self._write(stem, f"\n{combined(occasion, texts, why)}\n", as_json)
             self._draw(stem, as_json)
+        # What the other ranks raise then would end rank 0 too, so they wait until it has written all this.
+        if not gathered.missing:
+            self.collect({})
         return f"{head}\nFull report: {self.folder / f'{stem}.txt'}"
 
     def publish_trace(self, occasion: Occasion, frames: Iterable[Frame]) -> None:

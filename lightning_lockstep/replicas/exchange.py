@@ -17,7 +17,6 @@ one that is gone ends the run by other means. If rank 0 is frozen, nothing is co
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,8 +26,8 @@ from torch.optim import Optimizer
 from lightning_lockstep._lightning import LightningModule
 from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed import Communicator
-from lightning_lockstep.distributed.c10d_operators import ddp_of
 from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement
+from lightning_lockstep.distributed.ddp_reducer import ddp_of
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.side_channel.channel import Message, SideChannel
 from lightning_lockstep.replicas.checksums import Checksums, folded
@@ -231,14 +230,12 @@ class RankChecks:
             self._send(self._pending.popleft())
         if (comparison := self._comparison) is not None:
             last = self._done[-1].count
-            with comparison.news:
-                if not self._channel.wait_for(comparison.news, lambda: comparison.compared >= last, timeout):
-                    _log.warning(
-                        "ReplicaCheck: the check after the last batch was not compared: nothing came from %s within"
-                        " %.0f s",
-                        ranks_in_words(comparison.missing(last)),
-                        timeout,
-                    )
+            if not self._channel.wait_for(lambda: comparison.compared >= last, timeout):
+                _log.warning(
+                    "ReplicaCheck: the check after the last batch was not compared: nothing came from %s within %.0f s",
+                    ranks_in_words(comparison.missing(last)),
+                    timeout,
+                )
         return self._meet()
 
     def _meet(self) -> list[str]:
@@ -272,7 +269,7 @@ class Comparison:
     """On rank 0: takes the checks of all ranks, in whatever order they come, and compares each once."""
 
     def __init__(self, channel: SideChannel, topic: str, agreement: StepAgreement, trainer: Any) -> None:
-        self.news = threading.Condition(threading.RLock())  # notified of each check that is compared
+        self._news = channel.news
         self.compared = -1  # batches before the last check that all ranks have sent
         # Why the ranks are to meet: what the first check that differed asks, and the last one since.
         self._questions: list[list[Question]] = []
@@ -284,13 +281,13 @@ class Comparison:
 
     def take_questions(self) -> list[Question]:
         """Return what all ranks, which have met, are to find out."""
-        with self.news:
+        with self._news:
             asked, self._questions = self._questions, []
             return [question for of_check in asked for question in of_check]
 
     def note_equal(self, count: int) -> None:
         """Note that a check has found no difference after all."""
-        with self.news:
+        with self._news:
             self._good = max(count, self._good or 0)
 
     def missing(self, count: int) -> list[int]:
@@ -299,12 +296,11 @@ class Comparison:
 
     def _take(self, message: Message) -> None:
         check = message.body
-        with self.news:
+        with self._news:
             of_count = self._checks.setdefault(check["count"], {})
             of_count[message.sender] = check
             if len(of_count) == self._world_size:
                 self._compare(check["count"], self._checks.pop(check["count"]))
-                self.news.notify_all()
 
     def _compare(self, count: int, checks: Mapping[int, Any]) -> None:
         self.compared = count

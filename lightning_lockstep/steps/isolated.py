@@ -28,7 +28,7 @@ from lightning_lockstep._lightning import (
     _AutomaticOptimization,
     _ManualOptimization,
 )
-from lightning_lockstep.distributed.c10d_operators import ddp_of
+from lightning_lockstep.distributed.ddp_reducer import ddp_of
 from lightning_lockstep.distributed.local_collectives import LocalAnswers, local_collectives
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.patching import replaced

@@ -20,7 +20,7 @@ class Collection:
         self.tracker, self.windows = tracker, deque[Window]()  # completed, and not taken yet
         self.hosts: dict[int, str] = {}
         self.missing: frozenset[int] = frozenset()  # ranks whose last steps had not come at the end
-        self.news = threading.Condition(threading.RLock())  # notified of each message
+        self._lock = threading.Lock()
         self._ranks = range(world_size)
         self._steps: dict[int, dict[int, RankTimes]] = defaultdict(dict)  # by step and rank
         self._reached = dict.fromkeys(self._ranks, -1)
@@ -34,7 +34,7 @@ class Collection:
     def take(self, message: Message) -> None:
         """Take a message of :class:`StragglerExchange`."""
         rank, body = message.sender, message.body
-        with self.news:
+        with self._lock:
             if self.missing:
                 return  # the comparison is over
             self.hosts[rank] = body["host"]
@@ -44,11 +44,10 @@ class Collection:
             if body["final"]:
                 self._finished.add(rank)
             self._compare(self._ranks)
-            self.news.notify_all()
 
     def finish(self) -> None:
         """Compare what has come, without the ranks whose last steps have not."""
-        with self.news:
+        with self._lock:
             self.missing = frozenset(self._ranks) - self._finished
             self._compare(self._finished)
             self.windows.extend(filter(None, [self.tracker.decide_now()]))
@@ -89,10 +88,9 @@ class StragglerExchange:
         self._send(final=True)
         collection = self.collection
         if collection is not None:
-            with collection.news:
-                if timeout > 0:
-                    self._channel.wait_for(collection.news, lambda: collection.complete, timeout)
-                collection.finish()
+            if timeout > 0:
+                self._channel.wait_for(lambda: collection.complete, timeout)
+            collection.finish()
 
     def _send(self, *, final: bool) -> None:
         known = []

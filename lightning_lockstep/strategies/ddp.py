@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from lightning_lockstep._lightning import ClusterEnvironment, DDPStrategy
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.distributed.c10d_operators import compression_hook, sparse_weights
+from lightning_lockstep.distributed.ddp_reducer import compression_hook, sparse_weights
 from lightning_lockstep.distributed.guard.verify import verify_parameters
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.lifecycle import RankLifecycle

@@ -29,7 +29,7 @@ from lightning_lockstep._settings import Faults, debug, is_number, is_whole, set
 from lightning_lockstep._system import usable_cores
 from lightning_lockstep._text import ranges, say, size_in_words
 from lightning_lockstep.distributed import Communicator
-from lightning_lockstep.distributed.c10d_operators import HOOKS
+from lightning_lockstep.distributed.ddp_reducer import HOOKS
 from lightning_lockstep.launchers.rank_supervisor import SupervisorSettings
 
 _log = logging.getLogger(__name__)

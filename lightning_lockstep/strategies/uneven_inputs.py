@@ -23,8 +23,8 @@ from torch.utils.data import IterableDataset
 
 from lightning_lockstep._trainer import limited_batches
 from lightning_lockstep.distributed import Communicator
-from lightning_lockstep.distributed.c10d_operators import ddp_of, sum_of_nothing
 from lightning_lockstep.distributed.coordination.gather_uneven import gathered_entries
+from lightning_lockstep.distributed.ddp_reducer import ddp_of, sum_of_nothing
 from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
 from lightning_lockstep.steps.patching import LoaderAround, length_of, replaced
 

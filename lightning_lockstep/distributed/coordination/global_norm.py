@@ -15,10 +15,7 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_lockstep.distributed.coordination.gather_uneven import (
-    all_gather_rows,
-    carrying_device,
-)
+from lightning_lockstep.distributed.coordination.gather_uneven import all_gather_rows, carrying_device
 from lightning_lockstep.distributed.process_group import process_group_exists
 
 _HALF = (torch.bfloat16, torch.float16)

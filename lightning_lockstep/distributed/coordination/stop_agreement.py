@@ -19,7 +19,6 @@ count the same ones.
 from __future__ import annotations
 
 import logging
-import threading
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -73,7 +72,6 @@ class StepAgreement:
         self._attention = False
         self._promise: int | None = None
         self._committed: StopDecision | None = None
-        self._news = threading.Condition(threading.RLock())
         self._own: list[tuple[str, str]] = []
         # Of rank 0: what was requested in this round, and who has promised what.
         self._requests: list[Request] = []
@@ -118,7 +116,7 @@ class StepAgreement:
 
         Ranks: every rank, at the same step, or before the first one.
         """
-        with self._news:
+        with self.channel.news:
             again = self._unanswered() if keep_requests else []
             self._passed, self._attention = 0, False
             self._promise = self._committed = self.decision = None
@@ -143,9 +141,9 @@ class StepAgreement:
         return [own for own in self._own if own not in answered]
 
     def _consider(self) -> StopDecision | None:
-        with self._news:
+        with self.channel.news:
             must_wait = self._promise is not None and self._passed >= self._promise
-            if must_wait and not self.channel.wait_for(self._news, self._may_go_on, self.timeout):
+            if must_wait and not self.channel.wait_for(self._may_go_on, self.timeout):
                 _log.warning(
                     "rank %d received no stop decision from rank 0 within %.0f s; it continues without one",
                     self.channel.rank,
@@ -163,7 +161,7 @@ class StepAgreement:
 
     def _take(self, message: Message) -> None:
         what, *rest = message.body
-        with self._news:
+        with self.channel.news:
             if message.topic != self._topic:
                 return  # of an earlier round
             if what == "request":
@@ -192,7 +190,7 @@ class StepAgreement:
             clock.after(self.timeout / 2, self._no_answer, self._topic)
 
     def _no_answer(self, topic: str) -> None:
-        with self._news:
+        with self.channel.news:
             if topic != self._topic or self._committed is not None or not self._promises:
                 return
             missing = sorted(set(range(self.channel.world_size)) - set(self._promises))
@@ -211,7 +209,7 @@ class StepAgreement:
 
     def _leave_after(self, decision: StopDecision) -> None:
         self._committed, self._attention = decision, True
-        self._news.notify_all()
+        self.channel.news.notify_all()
 
 
 def stop_agreement(channel: SideChannel) -> StepAgreement:

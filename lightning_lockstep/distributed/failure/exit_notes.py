@@ -27,24 +27,11 @@ from lightning_lockstep._system import write_report, write_whole
 from lightning_lockstep.distributed.failure.process_exit import outcome
 from lightning_lockstep.distributed.failure.record import FAILURE_FILE, FailureRecord
 
-_note: Path | None = None
-
 
 def failure_note(folder: Path, local_rank: int) -> Path:
     """Return the file in which a rank of this host notes which rank failed first."""
     # Not named by the process id: if the interpreter is a script, the started process has another id than the rank.
     return folder / f"{local_rank}.failed"
-
-
-def keep_failure_in(note: Path) -> None:
-    """Leave the note of a failure of this rank there."""
-    global _note
-    _note = note
-
-
-def parent_reads_notes() -> bool:
-    """Return whether the process that started this rank reads its note, and prints the report of a failure."""
-    return _note is not None
 
 
 def keep_failure(record: FailureRecord) -> FailureRecord:
@@ -63,8 +50,8 @@ def remove_earlier_report(folder: Path) -> None:
 
 def note_failure(record: FailureRecord) -> None:
     """Note which rank failed first, for the process that has started this one: one of ours, or ``torchrun``."""
-    if _note is not None:
-        write_whole(_note, record.to_json())
+    if outcome.note is not None:
+        write_whole(outcome.note, record.to_json())
     given = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if given:
         # torchrun takes the earliest error for the root cause, which it shows last.
@@ -78,7 +65,7 @@ def note_failure(record: FailureRecord) -> None:
 def forget_failure() -> None:
     """Take the note of a failure back: the program has caught it."""
     of_torchrun = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    for path in (of_torchrun, _note):
+    for path in (of_torchrun, outcome.note):
         if path:
             with suppress(OSError):
                 Path(path).unlink()

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_lockstep._text import SAVED, say
@@ -35,8 +36,6 @@ from lightning_lockstep._text import SAVED, say
 _log = logging.getLogger(__name__)
 # How long what is held back may take to be written before an end by force [s].
 _LAST_WRITES = 10.0
-# How long a report that is being written holds an end because of another rank's failure [s].
-_REPORT_LIMIT = 60.0
 _LATE = "\nlightning-lockstep: ended by force: its exit handlers and threads did not finish in time.\n"
 
 # ------------------------------------------------------------------ before the end
@@ -148,6 +147,8 @@ class Outcome:
 
     def __init__(self) -> None:
         self.expected_exit_code: int | None = None  # on which all ranks have agreed, so that it is no failure
+        # Of a failure, for the process that has started this rank, which then prints the report.
+        self.note: Path | None = None
         # To the process that this one works for: nothing ends this one by force.
         self.failure_returned = False
         # Called before an end by force, to end the ranks that this one has started.
@@ -155,8 +156,6 @@ class Outcome:
         # How this process is to end because of a failure, once Python begins to exit, without waiting for other ranks.
         self.forced_exit: Ending | None = None
         self._unless_caught = False  # not if the program has caught the failure
-        # Held while a report is written, for which an end because of another rank's failure waits.
-        self.writes_report = threading.Lock()
         self._last_said = ""  # the report that is to be the last of the run's output
         self.lines_followed = False  # whether other lines of the run were printed after it
 
@@ -200,11 +199,6 @@ class Outcome:
         else:  # end_now() calls the functions of atexit that were registered before this one
             self.say_last(ending.text)
             end_now(ending.exit_code or 0, by_force=False)
-
-    def wait_for_report(self) -> None:
-        """Wait until no report is being written."""
-        if self.writes_report.acquire(timeout=_REPORT_LIMIT):
-            self.writes_report.release()
 
     # -- the last line
 

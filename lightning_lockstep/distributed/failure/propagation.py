@@ -38,12 +38,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from lightning_lockstep.distributed.failure.exit_notes import (
-    forget_failure,
-    keep_failure,
-    note_failure,
-    parent_reads_notes,
-)
+from lightning_lockstep.distributed.failure.exit_notes import forget_failure, keep_failure, note_failure
 from lightning_lockstep.distributed.failure.interrupt import (
     Interrupt,
     Process,
@@ -86,7 +81,8 @@ _VANISHED = (
 )
 _GONE = "its process has ended without a report: it was killed, or it has ended itself"
 _LEFT = "its program has come to its end while other ranks wait for it"
-_EVER = -1  # the number in a message about the end of a process, after which no attempt has all its members
+# The number of the attempt in a message about the end of a process: it is a failure of every attempt from then on.
+_EVER = -1
 
 
 class FailurePropagation:
@@ -105,12 +101,9 @@ class FailurePropagation:
         self.number = 0  # of the attempt: how many this rank has entered
         self.state: Literal["running", "failed", "raised", "over"] = "over"
         self.record: FailureRecord | None = None  # of the rank that failed first in this attempt
-        self.news = threading.Condition()
         self._known: dict[int, FailureRecord] = {}  # the first failure of each attempt that has one
-        self._ended: FailureRecord | None = None  # of a process that has ended
-        self._since = 0.0  # when that was known here, of a monotonic clock [s]
+        self._since = 0.0  # when the record was known here, of a monotonic clock [s]
         self._outlived = False  # a member is lost: that ends all attempts over this group, and no rank
-        self._broken = False  # whether an attempt over this group has failed
         self._alone = False  # rank 0 does not answer
         self._keeps_own = False  # it ends in time by an error of its own
         self._topics: Counter[str] = Counter()
@@ -134,9 +127,8 @@ class FailurePropagation:
         """Enter the next attempt; the program has caught what this rank has raised before. Ranks: any, alone."""
         self._listen()
         self._interrupt.install()
-        with self.news:
+        with self.channel.news:
             if self.record is not None:
-                self._broken = True
                 outcome.cancel_forced_exit()
                 forget_failure()
             self.number, self.state, self.record = self.number + 1, "running", None
@@ -151,11 +143,8 @@ class FailurePropagation:
             return False
         self.check()
         self._meeting.timeout = timeout
-        gathered = self._meeting.collect(self.number, self._broken or renews)
-        with self.news:
-            for number in [number for number in self._known if number < self.number]:
-                del self._known[number]
-        return any(gathered.complete("The begin of a run"))
+        has_failed = any(number < self.number for number in self._known)
+        return any(self._meeting.collect(self.number, has_failed or renews).complete("The begin of a run"))
 
     def have_met(self, processes: Sequence[Process], store_port: int) -> None:
         """Note where the ranks are that have met; processes that this one forks have no connections with them."""
@@ -165,7 +154,7 @@ class FailurePropagation:
 
     def leave(self) -> None:
         """Be over with this attempt: nothing ends this rank any more until it enters another one."""
-        with self.news:
+        with self.channel.news:
             self.state = "over"
 
     def leave_if_raised(self) -> None:
@@ -184,15 +173,15 @@ class FailurePropagation:
         """Raise what ends a wait for others, or return whether this rank has raised that and must wait for nobody."""
         if self.state in ("running", "over") and self.channel.has_closed(0):
             self._note_left(0)
-        record = self.record
-        if self.state == "over" and self._ended is not None:
-            raise RankFailedError(self._ended.report(), self._ended)
+        record, ended = self.record, self._known.get(_EVER)
+        if self.state == "over" and ended is not None:
+            raise RankFailedError(ended.report(), ended)
         if self.state == "running":
             self.check_told_to_end()
         elif self.state == "failed" and record is not None:
-            # All ranks may raise the same, one a moment before another, which may still write its report.
+            # All ranks may raise the same, one a moment before another.
             may_be_of_all = record.kind == "exception" and self.channel.usable
-            is_new = outcome.writes_report.locked() or time.monotonic() - self._since < _MAY_RAISE_THE_SAME
+            is_new = time.monotonic() - self._since < _MAY_RAISE_THE_SAME
             if not (may_be_of_all and is_new):
                 self.check()
         return self.state == "raised" and record is not None
@@ -213,10 +202,9 @@ class FailurePropagation:
         if self.record is None and (is_broken or is_told):
             if is_broken and self.explain is not None:
                 self.explain(error)
-            with self.news:
-                # A rank that was killed counts as lost only after the time in which it could connect again.
-                seconds = max(self.grace_period / 3, BACK_WITHIN + _ON_ITS_WAY)
-                self.channel.wait_for(self.news, lambda: self.failed, seconds, stops=False)
+            # A rank that was killed counts as lost only after the time in which it could connect again.
+            seconds = max(self.grace_period / 3, BACK_WITHIN + _ON_ITS_WAY)
+            self.channel.wait_for(lambda: self.failed, seconds, stops=False)
         if isinstance(error, RankFailedError):
             if self.record is not None and self.state == "failed":
                 return self._stopped(self.record)
@@ -239,7 +227,7 @@ class FailurePropagation:
         """Inform all ranks that one that this rank has started has ended; return what is known of who failed first."""
         ended = describe_exit(rank, self.channel.world_size, pid, returncode)
         self._report(_EVER, ended)
-        return self.record or self._ended or ended
+        return self.record or self._known.get(_EVER) or ended
 
     def report_diagnosis(self, error: CollectiveError) -> bool:
         """On rank 0: let all ranks raise an error of the guard, unless one has failed."""
@@ -252,10 +240,11 @@ class FailurePropagation:
 
     def lose(self, record: FailureRecord) -> None:
         """End all attempts over this group, but no rank, because the others outlive one. Ranks: any, alone."""
-        with self.news:
-            self._outlived, self._ended = True, self._ended or record
+        with self.channel.news:
+            self._outlived = True
+            self._known.setdefault(_EVER, record)
             self._apply()
-            self.news.notify_all()
+            self.channel.news.notify_all()
 
     def report_lost_parent(self) -> None:
         """Note, on a rank that rank 0 has started, that its process has ended."""
@@ -297,11 +286,11 @@ class FailurePropagation:
         if self.state == "raised" and self.record is not None:
             return self.record  # this rank has failed before: saving after a failure may fail too
         own = self.describe(error)
-        with self.news:
+        with self.channel.news:
             was_running, self.state = self.state == "running", "raised"
         if self._first() is None:
             self._report(self.number, own)
-        with self.news:
+        with self.channel.news:
             first = self._first() or own
             if was_running:
                 self._stops(first)
@@ -309,12 +298,12 @@ class FailurePropagation:
 
     def _raises(self, record: FailureRecord) -> None:
         """Note that this rank raises its own error or another one's."""
-        with self.news:
+        with self.channel.news:
             self.state, self.record = "raised", self.record or record
 
     def _first(self) -> FailureRecord | None:
         """Return the first failure of this attempt, as far as is known."""
-        return self._known.get(self.number) or self._ended
+        return self._known.get(self.number) or self._known.get(_EVER)
 
     def _report(self, number: int, record: FailureRecord) -> None:
         """Have rank 0 decide about a failure, and wait for its answer; without one this rank stands on its own."""
@@ -328,27 +317,21 @@ class FailurePropagation:
             self.channel.flush(1.0)
 
         def is_answered() -> bool:
-            return self._ended is not None if number == _EVER else self._first() is not None
+            return number in self._known or _EVER in self._known
 
-        with self.news:
-            seconds = self.grace_period / 3
-            if not (waits and self.channel.wait_for(self.news, is_answered, seconds, stops=False)):
-                self._decide(number, record)
+        if not (waits and self.channel.wait_for(is_answered, self.grace_period / 3, stops=False)):
+            self._decide(number, record)
 
     def _decide(self, number: int, record: FailureRecord) -> bool:
         """Settle on the first failure of an attempt: on rank 0 for all, on one that it does not answer for itself."""
         record = record.in_folder(self.folder())
         if record.ended and not record.where:  # it cannot say where it was; the other ranks are near
             record = replace(record, where=own_place())
-        with self.news:
-            if number == _EVER:
-                if self._ended is not None:
-                    return False
-                # What a rank has said explains more than that its process has ended.
-                said = [one for one in self._known.values() if one.rank == record.rank]
-                record = said[-1] if said else record
-            elif number in self._known:
+        with self.channel.news:
+            if number in self._known:
                 return False  # what a rank has said explains more than a diagnosis
+            if number == _EVER:  # or than that its process has ended
+                record = next((one for one in self._known.values() if one.rank == record.rank), record)
             if self.channel.rank != 0:
                 self._alone = True
             else:
@@ -366,20 +349,16 @@ class FailurePropagation:
 
     def _take(self, number: int, record: FailureRecord) -> None:
         """Take over what rank 0 has decided."""
-        with self.news:
+        with self.channel.news:
             if record.kind == "collective" and self.state == "running":
                 number = self.number  # it may be the one that others wait for at the begin of the next
-            is_new = (
-                record not in self._known.values()
-            )  # the end of a process is often that of a rank that has raised
-            if number == _EVER:
-                self._ended = self._ended or record
-            else:
-                self._known[number] = record
+            # The end of a process often comes of a failure that is known, or is that of a rank that has raised.
+            is_new = self._first() is None and record not in self._known.values()
+            self._known.setdefault(number, record)
             if self.state == "over" and is_new and number in (_EVER, self.number):
                 self._say(record)
             self._apply()
-            self.news.notify_all()
+            self.channel.news.notify_all()
 
     def _apply(self) -> None:
         """Let a failure of this attempt stop this rank."""
@@ -417,10 +396,6 @@ class FailurePropagation:
 
     def _end_waits(self, record: FailureRecord) -> None:
         """Have the thread that trains raise, and end what it waits in."""
-        if outcome.writes_report.locked():  # then this rank may raise the same a moment later
-            outcome.wait_for_report()
-            interrupt_clock.after(_MAY_RAISE_THE_SAME, self._end_waits, record)
-            return
         if self.record is not record or self._pending() is None:
             return
         self.channel.flush(0.5)  # before this rank ends the connections by which others would notice
@@ -436,16 +411,12 @@ class FailurePropagation:
     # -- processes that have ended -----------------------------------------------------------------------
 
     def _lost(self, rank: int, why: str = _VANISHED) -> None:
-        record = self._end_of(rank, "vanished", why)
-        if rank != 0:  # on another thread, because this one must not wait
-            clock.after(0.0, self._report, _EVER, record)
-            return
-        with self.news:
-            # Every rank notices this by itself and decides alone; another rank must print, because rank 0 is gone.
-            if self._first() is None:
+        with self.channel.news:
+            # Every rank notices the end of rank 0 by itself and decides alone; then another rank must print.
+            if rank == 0 and self._first() is None:
                 speaks = self.channel.rank == 1 or os.environ.get("LOCAL_RANK") == "0"
                 self.prints_report = self.prints_report or speaks
-            self._decide(_EVER, record)
+            self._decide(_EVER, self._end_of(rank, "vanished", why))
 
     # -- the error that this rank raises ----------------------------------------------------------------
 
@@ -455,7 +426,7 @@ class FailurePropagation:
             return error  # by sys.exit(0): it is a failure for those that do not leave
         # An error of this package is one of all ranks: each keeps its own, and all end in good order.
         is_first, is_ours = first.rank == self.channel.rank, isinstance(error, LockstepError)
-        self._keeps_own = is_first or is_ours or not parent_reads_notes()
+        self._keeps_own = is_first or is_ours or outcome.note is None
         record = self._keep(first)
         headline, saved = record.headline(), record.saved_to()
         ending = Ending(saved, headline=headline)
@@ -471,13 +442,13 @@ class FailurePropagation:
             outcome.force_exit_at_shutdown(record.exit_code, unless_caught=True)
             return error
         if is_ours:
-            self.record, self._broken = None, True  # they may still meet, as to save a checkpoint
+            self.record = None  # they may still meet, as to save a checkpoint
             return error
         ending.deadline, ending.exit_code = self.grace_period + _CHILDREN_END, record.exit_code
         if is_first:
             # Of a SystemExit Python prints nothing, and nobody can see later whether the program has caught it.
             exits = isinstance(error, SystemExit)
-            report = record.printed() if exits and self.prints_report and not parent_reads_notes() else ""
+            report = record.printed() if exits and self.prints_report and outcome.note is None else ""
             outcome.force_exit_at_shutdown(record.exit_code, report, unless_caught=not exits)
             if threading.current_thread() is not threading.main_thread() and hasattr(error, "add_note"):
                 # Not in Python 3.10. Whoever runs this thread prints the error: Ray Train, on the driver.
@@ -526,7 +497,6 @@ class FailurePropagation:
 
     def _grace_ends(self, record: FailureRecord) -> None:
         """End this process by force, unless it deals with the failure."""
-        outcome.wait_for_report()
         # Not if it is over with the attempt, or ends by its own error. A forked or spawned rank does not: Python calls
         # no excepthook there, so nothing would end it.
         if (
@@ -543,7 +513,7 @@ class FailurePropagation:
 
         def report() -> str:  # a file system that hangs holds it for a while only
             kept = self._keep(record)
-            return kept.printed() if self.prints_report and not parent_reads_notes() else ""
+            return kept.printed() if self.prints_report and outcome.note is None else ""
 
         end_now(record.exit_code, report)
 

@@ -29,11 +29,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
 from lightning_lockstep.distributed.failure.propagation import FailurePropagation
-from lightning_lockstep.distributed.guard.observer import (
-    Activity,
-    RankObserver,
-    probe_unresponsive,
-)
+from lightning_lockstep.distributed.guard.observer import Activity, RankObserver, probe_unresponsive
 from lightning_lockstep.distributed.guard.rank_state import (
     DiagnosisRequest,
     Outstanding,
@@ -264,6 +260,6 @@ class StallDiagnosis:
             self._note_answer()
 
     def _note_answer(self) -> None:
-        with self._propagation.news:
+        with self._channel.news:
             self.answers += 1
-            self._propagation.news.notify_all()
+            self._channel.news.notify_all()

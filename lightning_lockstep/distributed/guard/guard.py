@@ -148,11 +148,10 @@ class CollectiveGuard:
             outstanding = next(iter(self.rank.outstanding()), None)
             self._request(outstanding, 0.0, raised)
 
-        with self._propagation.news:
+        with self._channel.news:
             before, self.rank.raised_at = self._stall.answers, at
             self._to_do.put(ask)
             self._channel.wait_for(
-                self._propagation.news,
                 lambda: self._stall.answers > before or self._propagation.failed,
                 _EXPLAIN_FOR,
                 stops=False,

@@ -18,13 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_lockstep._text import plain_table, ranks_in_words
-from lightning_lockstep.distributed.c10d_operators import (
-    OPERATIONS,
-    Operator,
-    answered_locally,
-    parameters_in_words,
-    reduction_kind,
-)
+from lightning_lockstep.distributed.ddp_reducer import parameters_in_words
 from lightning_lockstep.distributed.failure.record import own_place
 from lightning_lockstep.distributed.guard.collective_call import (
     CollectiveCall,
@@ -35,6 +29,12 @@ from lightning_lockstep.distributed.guard.collective_call import (
     mismatch_report,
 )
 from lightning_lockstep.distributed.guard.rank_state import Outstanding, RecordedCall, group_titles
+from lightning_lockstep.distributed.local_collectives import (
+    OPERATIONS,
+    Operator,
+    answered_locally,
+    reduction_kind,
+)
 from lightning_lockstep.errors import CollectiveMismatchError
 
 # -- One operation at torch's dispatcher --

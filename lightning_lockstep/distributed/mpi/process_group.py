@@ -22,7 +22,6 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-from lightning_lockstep.distributed.c10d_operators import OPERATIONS, answered_locally, reduction_kind
 from lightning_lockstep.distributed.failure.record import own_place
 from lightning_lockstep.distributed.guard.collective_call import (
     CollectiveCall,
@@ -33,7 +32,12 @@ from lightning_lockstep.distributed.guard.collective_call import (
     mismatch_report,
 )
 from lightning_lockstep.distributed.guard.rank_state import Outstanding, RecordedCall
-from lightning_lockstep.distributed.local_collectives import answer
+from lightning_lockstep.distributed.local_collectives import (
+    OPERATIONS,
+    answer,
+    answered_locally,
+    reduction_kind,
+)
 from lightning_lockstep.distributed.mpi.operations import (
     COLLECTIVES,
     Arguments,

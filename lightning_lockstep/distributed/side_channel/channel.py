@@ -8,7 +8,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 _log = logging.getLogger(__name__)
 
@@ -21,6 +21,9 @@ _LOOK_EVERY = 0.1
 
 Handler = Callable[["Message"], None]
 _Kept = TypeVar("_Kept")
+# What is known of another rank. "absent": its connection has ended, and it may be back within `BACK_WITHIN`. The last
+# two are for good.
+_Peer = Literal["stands", "absent", "closed", "lost"]
 
 
 class Message(NamedTuple):
@@ -42,19 +45,17 @@ class SideChannel:
         # Host name and process id of ranks: of all once they have met; until then of those that have a connection with
         # this one.
         self.processes: dict[int, tuple[str, int]] = {}
-        self._closing = False
         self.lingers = True  # what was posted last may still take a while to leave when this is closed
-        self._standing: set[int] = set()  # ranks whose connection stands
-        self._closed_ranks: set[int] = set()
-        self._lost_ranks: set[int] = set()
+        #: Held while what ranks have said or done is noted; notified of each message that was handled, too.
+        self.news = threading.Condition()
+        self._closing = False
+        # Rank 0 knows about all ranks that have connected, every rank about rank 0.
+        self._peers: dict[int, _Peer] = {}
         self._handlers: dict[str, tuple[Handler, ...]] = {}
         self._unread: dict[str, deque[Message]] = defaultdict(lambda: deque(maxlen=_KEPT_UNREAD))
-        self._lock = threading.RLock()
         self.watched: list[Any] = []  # gathers of which the guard finds out why they do not end
         self._at_close: list[Callable[[], None]] = []
         self._kept: dict[object, Any] = {}
-        # Held while what ranks have said or done is noted, and notified of it.
-        self._news = threading.Condition()
         self._on_lost: Callable[[int], None] = lambda rank: None
         self._on_closed: Callable[[int], None] = lambda rank: None
         # Raises in a wait if this rank is to stop, or returns whether it is to wait for nobody.
@@ -67,14 +68,22 @@ class SideChannel:
         # A rank is lost if its connection has ended, it has not closed its channel and has not come back. Rank 0
         # watches all others, every rank watches rank 0.
         self._on_lost, self._on_closed = on_lost, on_closed
-        for rank in sorted(self._lost_ranks):
-            on_lost(rank)
+        for rank in sorted(self._peers):
+            if self._peers[rank] == "lost":
+                on_lost(rank)
 
     def lose(self, rank: int) -> None:
         """Note that a rank is lost, so that nothing waits for it."""
-        with self._news:
-            self._lost_ranks.add(rank)
-            self._news.notify_all()
+        self._note(rank, "lost")
+
+    def _note(self, rank: int, is_now: _Peer) -> None:
+        with self.news:
+            if not self._has_ended(rank):
+                self._peers[rank] = is_now
+            self.news.notify_all()
+
+    def _has_ended(self, rank: int) -> bool:
+        return self._peers.get(rank) in ("closed", "lost")
 
     def process_of(self, rank: int) -> tuple[str, int]:
         """Return host name and process id of a rank; ``("", 0)`` if they are not known here."""
@@ -82,12 +91,11 @@ class SideChannel:
 
     def has_closed(self, rank: int) -> bool:
         """Return whether another rank has closed its channel, as at the end of its program."""
-        # In this method and the next ones: rank 0 knows about all ranks that have connected, every rank about rank 0.
-        return rank in self._closed_ranks
+        return self._peers.get(rank) == "closed"
 
     def get_or_create(self, factory: Callable[[SideChannel], _Kept]) -> _Kept:
         """Return what ``factory`` returns for this channel, the same object every time."""
-        with self._lock:
+        with self.news:
             if factory not in self._kept:
                 self._kept[factory] = factory(self)
             kept: _Kept = self._kept[factory]
@@ -95,17 +103,17 @@ class SideChannel:
 
     def answers(self, rank: int) -> bool:
         """Return whether the connection to a rank stands; that of a stopped rank does until the silence limit."""
-        return rank in self._standing
+        return self._peers.get(rank) == "stands"
 
     @property
     def usable(self) -> bool:
         """Whether a message that is posted now can still arrive: each comes from rank 0 or goes there."""
-        return not (self._closing or 0 in self._closed_ranks or 0 in self._lost_ranks)
+        return not (self._closing or self._has_ended(0))
 
     @property
     def lost(self) -> bool:
         """Whether rank 0 is gone though it has not closed its channel."""
-        return 0 in self._lost_ranks and not self._closing
+        return self._peers.get(0) == "lost" and not self._closing
 
     def at_close(self, function: Callable[[], None]) -> None:
         """Call ``function`` once when the channel is closed, after the last message has arrived."""
@@ -113,15 +121,15 @@ class SideChannel:
 
     def on(self, topic: str, handler: Handler) -> Callable[[], None]:
         """Call ``handler`` with every message of a topic, in order of arrival; returns what removes it again."""
-        # The handler runs on the receiving thread and must not block it. It also gets the messages that came before it.
-        with self._lock:
+        # The handler runs on the thread of the channel and must not block it. It also gets what came before it.
+        with self.news:
             for message in self._unread.pop(topic, ()):
-                self._call(handler, message)
-            # Only now: a message that arrives meanwhile waits for the lock in `_deliver`.
+                self._call(topic, handler, message)
+            # Only now: a message that arrives meanwhile waits in `_deliver`.
             self._handlers[topic] = (*self._handlers.get(topic, ()), handler)
 
         def remove() -> None:
-            with self._lock:
+            with self.news:
                 self._handlers[topic] = tuple(h for h in self._handlers[topic] if h is not handler)
 
         return remove
@@ -141,23 +149,18 @@ class SideChannel:
         if 0 in to:
             self._deliver(Message(topic, 0, json.loads(json.dumps(body, default=str))))
 
-    def wait_for(
-        self,
-        news: threading.Condition,
-        arrived: Callable[[], bool],
-        timeout: float,
-        *,
-        stops: bool = True,
-    ) -> bool:
+    def wait_for(self, arrived: Callable[[], bool], timeout: float, *, stops: bool = True) -> bool:
         """Wait until messages of other ranks have made ``arrived`` true; return whether they have."""
-        # Every wait for messages of other ranks is here. The caller holds `news`, which a handler notifies. Once rank 0
-        # has left nothing can arrive any more. `stops`: end with what is to stop this rank.
+        # Every wait for messages of other ranks is here. Once rank 0 has left nothing can arrive any more. `stops`: end
+        # with what is to stop this rank.
         deadline = time.monotonic() + timeout
         while not arrived():
             left = deadline - time.monotonic()
             if left <= 0 or (stops and self.ends_wait()) or not self.usable:
                 return False
-            news.wait(min(left, _LOOK_EVERY))
+            with self.news:
+                if not arrived():
+                    self.news.wait(min(left, _LOOK_EVERY))
         return True
 
     def flush(self, timeout: float = 5.0) -> bool:
@@ -172,17 +175,19 @@ class SideChannel:
         self._at_close.clear()
 
     def _deliver(self, message: Message) -> None:
-        with self._lock:
+        with self.news:
             handlers = self._handlers.get(message.topic)
             if not handlers:
                 self._unread[message.topic].append(message)
                 return
         for handler in handlers:
-            self._call(handler, message)
+            self._call(message.topic, handler, message)
+        with self.news:
+            self.news.notify_all()
 
-    def _call(self, handler: Handler, message: Message) -> None:
+    def _call(self, topic: str, handler: Callable[[Any], None], argument: Any) -> None:
         try:
-            handler(message)
+            handler(argument)
         except Exception:
             # One faulty handler must not silence the channel for all others.
-            _log.exception("a handler of the side channel topic %r failed", message.topic)
+            _log.exception("a handler of the side channel topic %r failed", topic)

@@ -6,7 +6,6 @@ entries, or rank 0 alone has them.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -72,7 +71,6 @@ class Gather:
         self._coming: dict[Key, dict[int, Any]] = {}
         self._complete: dict[Key, Mapping[int, Any]] = {}
         self._overdue: set[Key] = set()  # given up: what still comes is not kept
-        self._news = threading.Condition()
         self.on_entry: Callable[[], None] = lambda: None  # called on rank 0 when an entry has come
         self._remove = [
             channel.on(self._topic, self._take_entry),
@@ -91,11 +89,11 @@ class Gather:
         self.post(key, entry, for_all=for_all)
         if own and not for_all:
             return Gathered({own: entry})
-        with self._news:
-            patience = self.timeout + (_RESULT_DELAY if own else 0.0)
-            with self.waiting(key):
-                has_come = self.channel.wait_for(self._news, lambda: key in self._complete, patience)
-            if not has_come:
+        patience = self.timeout + (_RESULT_DELAY if own else 0.0)
+        with self.waiting(key):
+            self.channel.wait_for(lambda: key in self._complete, patience)
+        with self.channel.news:
+            if key not in self._complete:
                 self._overdue.add(key)
                 if own == 0:
                     self._coming.setdefault(key, {})[own] = entry
@@ -128,7 +126,7 @@ class Gather:
     def _take_entry(self, message: Message) -> None:
         """On rank 0: keep an entry; the last one completes a collection."""
         key, for_all, entry = message.body
-        with self._news:
+        with self.channel.news:
             if key in self._overdue:
                 return
             entries = self._coming.setdefault(key, {})
@@ -142,11 +140,9 @@ class Gather:
         self._complete[key] = entries = self._coming.pop(key)
         if for_all:
             self.channel.post(f"{self._topic}/result", [key, list(entries), list(entries.values())])
-        self._news.notify_all()
 
     def _take_result(self, message: Message) -> None:
         key, ranks, entries = message.body
-        with self._news:
+        with self.channel.news:
             if key not in self._overdue:
                 self._complete[key] = dict(zip(ranks, entries, strict=True))
-                self._news.notify_all()

@@ -1,20 +1,13 @@
 """The side channel over ZeroMQ: a star. Rank 0 listens, every other rank has one connection, to rank 0.
 
-=========== ================ ========================================================================================
-frame 1     frame 2          what it says
-=========== ================ ========================================================================================
-``hello``   host, process id first message of a connection, in both directions
-``post``    topic and body   of any rank to rank 0, or of rank 0 to any rank
-``closing``                  its sender has closed its channel
-=========== ================ ========================================================================================
+A message is one frame, topic and body as JSON, of any rank to rank 0 or of rank 0 to any rank. The first one of a
+connection is a hello, in both directions, with host and process id; the last one of a channel that is closed says so.
+Who has sent a message to rank 0 is told by its connection. Messages from one rank to another keep their order: an
+answer to a post says that the handlers have had all that came before.
 
-Frame 2 is JSON. Who has sent a message to rank 0 is told by its connection, not by a frame. Messages from one rank to
-another keep their order: an answer to a post says that the handlers have had all that came before.
-
-Two threads do everything. One owns the sockets: it turns what was posted into JSON, sends and receives. The other one
-calls the handlers, so that one that blocks (rank 0 prints log lines in one) keeps nothing from being sent. A post
-returns at once. Heartbeats, reconnection, authentication and encryption are ZeroMQ's (ZMTP 3.1 with CURVE), on a thread
-in C that needs no GIL: a rank that holds the GIL for minutes, or stands in ``pdb``, keeps answering.
+One thread does everything: it turns what was posted into JSON, sends, receives and calls the handlers, none of which
+blocks. A post returns at once. Heartbeats, reconnection, authentication and encryption are ZeroMQ's (ZMTP 3.1 with
+CURVE), on a thread in C that needs no GIL: a rank that holds the GIL for minutes, or stands in ``pdb``, still answers.
 
 A rank is lost if its connection has ended (its process did, or no heartbeat came for the silence limit) and it neither
 says goodbye nor connects again within two seconds. ZeroMQ tells which descriptor a connection had that has ended, and
@@ -29,7 +22,6 @@ import itertools
 import json
 import logging
 import os
-import queue
 import resource
 import socket
 import sys
@@ -48,7 +40,7 @@ from zmq.utils.monitor import recv_monitor_message
 from lightning_lockstep.distributed.side_channel.channel import BACK_WITHIN, Message, SideChannel
 from lightning_lockstep.errors import LaunchError
 
-HELLO, POST, CLOSING = b"hello", b"post", b"closing"
+_HELLO, _CLOSING = "channel/hello", "channel/closing"
 _FLUSH, _ARRIVED = "channel/flush", "channel/arrived"
 # Messages for a rank that is not connected yet, or not at the moment; older ones are dropped beyond this number.
 _KEPT_UNSENT = 10_000
@@ -89,15 +81,14 @@ class ZeroMQSideChannel(SideChannel):
     ) -> None:
         super().__init__(rank, world_size)
         self._process = os.getpid()
-        self._numbers = itertools.count()
-        self._unconfirmed: dict[int, set[int]] = {}  # ranks that each flush waits for
+        self._flushes = itertools.count(1)
+        self._flushed: dict[int, int] = {}  # the last flush that each rank has answered
         self._outbox: deque[_Work] = deque()  # for the thread that owns the sockets
-        self._arrived: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()  # for the one of the handlers
         self._ended = False
         # Of the thread that owns the sockets; others only look.
-        self._unsent: dict[int, deque[tuple[Any, ...]]] = defaultdict(lambda: deque(maxlen=_KEPT_UNSENT))
+        self._unsent: dict[int, deque[Any]] = defaultdict(lambda: deque(maxlen=_KEPT_UNSENT))
         self._descriptors: dict[int, int] = {}  # of rank 0's connection with each rank
-        self._absent: dict[int, float] = {}  # ranks whose connection has ended -> until when they may be back
+        self._back_until: dict[int, float] = {}  # of ranks whose connection has ended
 
         reads, writes = os.pipe()  # wakes the thread that polls; cheap for the thread that posts
         os.set_blocking(writes, False)
@@ -107,7 +98,7 @@ class ZeroMQSideChannel(SideChannel):
         self._socket.linger, self._socket.sndhwm, self._socket.rcvhwm, self._socket.ipv6 = 0, 0, 0, True
         self._socket.heartbeat_ivl = int(1000 * min(_HEARTBEAT_EVERY, silence_limit / 4))
         self._socket.heartbeat_timeout = min(int(1000 * silence_limit), 2**31 - 1)
-        self._hello = _encode([socket.gethostname(), os.getpid()]).encode()
+        self._hello = _encode([_HELLO, [socket.gethostname(), os.getpid()]]).encode()
         self._monitor = self._context.socket(zmq.PAIR)
         # Without a limit: at one, ZeroMQ's own thread would wait for the reader, and keep no heartbeat.
         self._monitor.linger = self._monitor.rcvhwm = 0
@@ -117,12 +108,12 @@ class ZeroMQSideChannel(SideChannel):
             self._listen(host, known_as or host, keys)
         else:
             self._connect(main_address, keys)
+        self.on(_HELLO, self._take_hello)
+        self.on(_CLOSING, self._take_closing)
         self.on(_FLUSH, lambda message: self.post(_ARRIVED, message.body, to=message.sender))
         self.on(_ARRIVED, self._note_arrival)
         self._sockets = threading.Thread(target=self._run_sockets, name="lockstep-channel", daemon=True)
-        self._calls = threading.Thread(target=self._call_handlers, name="lockstep-handlers", daemon=True)
         self._sockets.start()
-        self._calls.start()
 
     def _listen(self, host: str, known_as: str, keys: tuple[bytes, bytes]) -> None:
         # A rank that connects again takes the place of its former connection; to send to one that is not there fails.
@@ -154,45 +145,42 @@ class ZeroMQSideChannel(SideChannel):
         """See :meth:`SideChannel.flush`."""
         if not self._sockets.is_alive() or self._process != os.getpid():
             return False
-        number, asked = next(self._numbers), {0}
-        if self.rank == 0:
-            asked = self._standing.union(self._absent)
-        with self._news:
-            self._unconfirmed[number] = asked - self._ended_ranks
-            self.post(_FLUSH, number, to=asked - self._ended_ranks)
-            arrived = self._news.wait_for(lambda: self._unconfirmed[number] <= self._ended_ranks, timeout)
-            del self._unconfirmed[number]
-            return arrived
+        with self.news:
+            number = next(self._flushes)
+            asked = self._peers_that("stands", "absent") if self.rank == 0 else [0]
+            self.post(_FLUSH, number, to=asked)
+            return self.news.wait_for(
+                lambda: all(self._flushed.get(one, 0) >= number or self._has_ended(one) for one in asked),
+                timeout,
+            )
 
     def _note_arrival(self, message: Message) -> None:
-        with self._news:
-            self._unconfirmed.get(message.body, set()).discard(message.sender)
-            self._news.notify_all()
+        self._flushed[message.sender] = message.body
+
+    def _peers_that(self, *are: str) -> list[int]:
+        return [rank for rank, is_now in list(self._peers.items()) if is_now in are]
 
     def wait_for_main(self, timeout: float) -> bool:
         """Wait until the connection to rank 0 stands; return whether it does. Ranks: any but rank 0, alone."""
-        with self._news:
-            return self._news.wait_for(lambda: self.answers(0), timeout)
+        with self.news:
+            return self.news.wait_for(lambda: self.answers(0), timeout)
 
     def close(self, timeout: float = 2.0) -> None:
         """See :meth:`SideChannel.close`."""
         if self._closing or self._process != os.getpid():
             return
         if self.rank == 0 and timeout:
-            with self._news:
+            with self.news:
                 # Do not wait for a rank whose connection has ended, though it might come back.
-                self._news.wait_for(
-                    lambda: len(self._ended_ranks.union(self._absent)) >= self.world_size - 1, timeout
-                )
+                gone = ("absent", "closed", "lost")
+                self.news.wait_for(lambda: len(self._peers_that(*gone)) >= self.world_size - 1, timeout)
         self._closing = True
-        self._put(self._say_goodbye)
+        self.post(_CLOSING, to=self._peers_that("stands") if self.rank == 0 else [0])
         self.flush(timeout)
         self._put(self._end)
         # At its end this thread waits until what was sent last has left. No new thread can do that: Python 3.12 and
         # later start none at exit.
         self._sockets.join(max(timeout, 0.5) + max(timeout, 1.0))
-        self._arrived.put(None)
-        self._calls.join(max(timeout, 0.5))
         if not self._context.closed:
             _unfinished.append(self._context)
         super().close()
@@ -208,7 +196,7 @@ class ZeroMQSideChannel(SideChannel):
             poller.register(one, zmq.POLLIN)
         try:
             while not self._ended:
-                ready = dict(poller.poll(int(1000 * _LOOK_AT_ABSENT) if self._absent else None))
+                ready = dict(poller.poll(int(1000 * _LOOK_AT_ABSENT) if self._back_until else None))
                 if self._woken.fileno() in ready:
                     self._woken.read(4096)
                 for _ in range(len(self._outbox)):
@@ -235,28 +223,24 @@ class ZeroMQSideChannel(SideChannel):
         frame = zmq.Frame(content, copy=True)  # copied once, however many get it
         for rank in to:
             if rank == self.rank:
-                self._arrived.put(partial(self._read, rank, content))
+                self._deliver(Message(topic, rank, json.loads(content)[1]))
             else:
-                self._send(rank, POST, frame)
+                self._send(rank, frame)
 
-    def _send(self, to: int, kind: bytes, content: Any = b"") -> None:
+    def _send(self, to: int, content: Any) -> None:
         if self.rank != 0:
-            self._socket.send_multipart((kind, content), copy=False)
+            self._socket.send(content, copy=False)
         elif to in self._unsent:
-            self._unsent[to].append((kind, content))  # behind what waits already
+            self._unsent[to].append(content)  # behind what waits already
         else:
             try:
-                self._socket.send_multipart((str(to).encode(), kind, content), copy=False)
+                self._socket.send_multipart((str(to).encode(), content), copy=False)
             except zmq.ZMQError as error:
                 if error.errno != errno.EHOSTUNREACH:
                     raise
                 self._drop(to)  # if it ended before its hello was read, no event names it
-                if to not in self._ended_ranks:
-                    self._unsent[to].append((kind, content))
-
-    def _say_goodbye(self) -> None:
-        for rank in {0} if self.rank != 0 else self._standing - self._ended_ranks:
-            self._send(rank, CLOSING)
+                if not self._has_ended(to):
+                    self._unsent[to].append(content)
 
     def _end(self) -> None:
         self._ended = True
@@ -273,9 +257,7 @@ class ZeroMQSideChannel(SideChannel):
             try:
                 self._take(*frames)
             except (ValueError, TypeError) as error:
-                self._arrived.put(
-                    partial(_log.warning, "ignored a malformed message on the side channel: %s", error)
-                )
+                _log.warning("ignored a malformed message on the side channel: %s", error)
 
     def _take(self, *frames: Any) -> None:
         """Take a message that has come; raise ValueError or TypeError if it makes no sense."""
@@ -284,27 +266,26 @@ class ZeroMQSideChannel(SideChannel):
             sender, frames = int(frames[0].bytes), frames[1:]
             if not 0 < sender < self.world_size:
                 raise ValueError("no other rank is its sender")
-        first, content = frames
-        kind = first.bytes
-        if kind == POST:
-            self._arrived.put(partial(self._read, sender, content.bytes))
-        elif kind == HELLO:
-            host, pid = json.loads(content.bytes)
-            self.processes[sender] = str(host), int(pid)
-            if self.rank == 0:  # the first time or once more
-                self._note_events()  # of an earlier connection, which may have had the same descriptor
-                self._descriptors[sender] = content.get(zmq.SRCFD)
-                self._stands(sender)
-                unsent = self._unsent.pop(sender, ())
-                for message in ((HELLO, self._hello), *unsent):
-                    self._send(sender, *message)
-        elif kind == CLOSING:
-            # The connection does not stand any more, so that its end is no loss.
-            self._standing.discard(sender)
-            self._absent.pop(sender, None)
-            self._arrived.put(partial(self._close_of, sender))
-        else:
-            raise ValueError(f"its kind is {kind[:20]!r}")
+        (content,) = frames
+        topic, body = json.loads(content.bytes)
+        if self.rank == 0 and topic == _HELLO:  # the first time or once more
+            self._note_events()  # of an earlier connection, which may have had the same descriptor
+            self._descriptors[sender] = content.get(zmq.SRCFD)
+        self._deliver(Message(topic, sender, body))
+
+    def _take_hello(self, message: Message) -> None:
+        host, pid = message.body
+        self.processes[message.sender] = str(host), int(pid)
+        if self.rank == 0:
+            self._stands(message.sender)
+            for content in (self._hello, *self._unsent.pop(message.sender, ())):
+                self._send(message.sender, content)
+
+    def _take_closing(self, message: Message) -> None:
+        # The connection does not stand any more, so that its end is no loss.
+        self._back_until.pop(message.sender, None)
+        self._note(message.sender, "closed")
+        self._on_closed(message.sender)
 
     # ---------------------------------------------------------------- connections that stand, and those that have ended
 
@@ -316,7 +297,7 @@ class ZeroMQSideChannel(SideChannel):
                 if self.rank != 0 and has_ended:
                     self._drop(0)
                 elif self.rank != 0:
-                    self._send(0, HELLO, self._hello)
+                    self._send(0, self._hello)
                     self._stands(0)
                 elif has_ended:
                     for rank in [rank for rank, one in self._descriptors.items() if one == event["value"]]:
@@ -324,54 +305,23 @@ class ZeroMQSideChannel(SideChannel):
                         self._drop(rank)
 
     def _stands(self, rank: int) -> None:
-        with self._news:
-            self._absent.pop(rank, None)
-            self._standing.add(rank)
-            self._news.notify_all()
+        self._back_until.pop(rank, None)
+        self._note(rank, "stands")
 
     def _drop(self, rank: int) -> None:
         """Note that the connection of a rank has ended, which stood."""
-        if rank in self._standing:
-            with self._news:
-                self._standing.discard(rank)
-                self._absent[rank] = time.monotonic() + BACK_WITHIN
-                self._news.notify_all()
+        if self.answers(rank):
+            self._back_until[rank] = time.monotonic() + BACK_WITHIN
+            self._note(rank, "absent")
 
     def _look_at_absent(self) -> None:
         now = time.monotonic()
-        for rank in [rank for rank, until in self._absent.items() if now >= until]:
-            with self._news:
-                del self._absent[rank]
-            # What it has sent before it ended is handled first.
-            self._arrived.put(partial(self._lose, rank))
-
-    def _lose(self, rank: int) -> None:
-        if rank not in self._standing and not self._closing:  # else it is back
-            self._on_lost(rank)  # first, so that who waits for this rank ends with a failure that names it
-            self.lose(rank)
-
-    def _close_of(self, rank: int) -> None:
-        with self._news:
-            self._closed_ranks.add(rank)
-            self._news.notify_all()
-        self._on_closed(rank)
-
-    @property
-    def _ended_ranks(self) -> set[int]:
-        return self._closed_ranks | self._lost_ranks
-
-    # ---------------------------------------------------------------- the thread of the handlers
-
-    def _call_handlers(self) -> None:
-        while (work := self._arrived.get()) is not None:
-            try:
-                work()
-            except Exception:  # noqa: PERF203 - each by itself
-                _log.exception("what has come over the side channel could not be handled")
-
-    def _read(self, sender: int, content: bytes) -> None:
-        topic, body = json.loads(content)
-        self._deliver(Message(topic, sender, body))
+        for rank in [rank for rank, until in self._back_until.items() if now >= until]:
+            del self._back_until[rank]
+            if not self._closing:
+                # First, so that who waits for this rank ends with a failure that names it.
+                self._call("lost", self._on_lost, rank)
+                self.lose(rank)
 
 
 def need_descriptors(world_size: int) -> None:

@@ -259,7 +259,7 @@ NOTES = {
     "for launchers": f"""
         import os, pathlib
         os.environ["TORCHELASTIC_ERROR_FILE"] = os.environ["FOLDER"] + "/torchrun.json"
-        exit_notes.keep_failure_in(pathlib.Path(os.environ["FOLDER"], "0.failed"))
+        process_exit.outcome.note = pathlib.Path(os.environ["FOLDER"], "0.failed")
         exit_notes.note_failure({RECORD})
     """,
     "in order": ENDED.format("raise SystemExit(75)"),

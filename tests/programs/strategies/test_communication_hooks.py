@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_lockstep import LockstepDDPStrategy
-from lightning_lockstep.distributed import c10d_operators
+from lightning_lockstep.distributed import ddp_reducer
 from lightning_lockstep.errors import CollectiveStallError
 from tests.harness import run_ranks
 from tests.models.distributed.mpi.launch import run_program
@@ -32,12 +32,12 @@ def bucket_of(index: int) -> Any:
 def test_a_hook_that_completes_its_futures_in_a_later_call_ends_in_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(c10d_operators, "_LATER", 0.0)
+    monkeypatch.setattr(ddp_reducer, "_LATER", 0.0)
 
     def deferring(state: Any, bucket: Any) -> Any:
         return torch.futures.Future()
 
-    hook, _ = c10d_operators.compression_hook(deferring, None, None, timeout=0.1)
+    hook, _ = ddp_reducer.compression_hook(deferring, None, None, timeout=0.1)
     assert hook is not None
     with pytest.raises(CollectiveStallError, match=r"deferring returned for bucket 3 .* after 0\.1 s"):
         hook(None, bucket_of(3))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from lightning_lockstep import (
     OverflowDetectedError,
     OverflowDetector,
 )
+from lightning_lockstep.overflow.report import ReportPublisher
 from tests.harness import run_ranks
 from tests.models.overflow.models import (
     WIDTH,
@@ -35,10 +38,17 @@ def fits(folder: str) -> dict[str, Any]:
     """Run each case on this rank, one after another in the same process group."""
     rank = int(os.environ["RANK"])
     answers: dict[str, Any] = {}
+    write = ReportPublisher._write
+
+    def write_slowly(*args: Any) -> None:
+        time.sleep(0.2)
+        write(*args)
+
+    ReportPublisher._write = write_slowly  # type: ignore[method-assign]
     for name, (kind, marks, settings, options) in CASES.items():
         model = MODELS[kind]()
         detector = OverflowDetector(**settings)
-        error = ""
+        error, is_written = "", False
         name_of_strategy = options.get("strategy", "ddp")
         strategy = STRATEGIES.get(name_of_strategy, name_of_strategy)
         loader = data(batches=20, marked=marks[rank], seed=rank)
@@ -55,8 +65,10 @@ def fits(folder: str) -> dict[str, Any]:
             steps = trainer.global_step
         except OverflowDetectedError as caught:
             error, steps = str(caught), -1
+            is_written = Path(error.rpartition("Full report: ")[2]).is_file()
         answers[name] = {
             "error": error,
+            "is_written": is_written,
             "steps": steps,
             "skipped": detector.skipped_steps,
             "text": detector.reports[0].text() if detector.reports else "",
@@ -187,6 +199,9 @@ def test_both_ranks_raise_the_same_error_and_name_rank_1(
 ) -> None:
     zero, one = both(answers, name)
     assert zero["error"] == one["error"]
+    assert zero["is_written"] and one["is_written"], (
+        "else what rank 1 raises might end rank 0 before it has written"
+    )
     assert "rank 0 (host" in zero["error"]
     assert "clean; the bad value did not originate here" in zero["error"]
     line = next(line for line in zero["error"].splitlines() if line.startswith("rank 1"))

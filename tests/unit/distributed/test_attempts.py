@@ -69,15 +69,11 @@ class WiredChannel(SideChannel):
     def end_of(self, rank: int, *, in_order: bool) -> None:
         """Note the end of another rank's process, as a channel does."""
         if in_order:
-            self._note(self._closed_ranks, rank)
+            self._note(rank, "closed")
             self._on_closed(rank)
         else:
             self._on_lost(rank)
-            self._note(self._lost_ranks, rank)
-
-    def _note(self, ranks: set[int], rank: int) -> None:
-        with self._news:
-            ranks.add(rank)
+            self.lose(rank)
 
 
 @pytest.fixture(autouse=True)

@@ -255,25 +255,3 @@ def test_a_member_that_waits_at_the_end_of_a_call_hears_that_another_one_has_rai
             member.finish_call()
     finally:
         ends.cancel(), news.join()
-
-
-def test_a_rank_that_has_just_written_a_report_may_raise_the_same_before_it_is_interrupted(
-    attempt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupts, report = list[str](), propagation_module.outcome.writes_report
-    monkeypatch.setattr(attempt.propagation._interrupt, "raise_soon", lambda: interrupts.append("it"))
-    attempt.propagation.enter()
-    attempt.propagation._decide(1, describe_error(ValueError("nan"), 0, 2))
-
-    def turn_the_clock() -> None:
-        calls, attempt.later[:] = attempt.later[:], []
-        for _, function, arguments in calls:
-            if function == attempt.propagation._end_waits:
-                function(*arguments)
-
-    report.acquire()
-    threading.Timer(0.3, report.release).start()
-    turn_the_clock()
-    assert not interrupts
-    turn_the_clock()
-    assert interrupts == ["it"]

@@ -103,7 +103,7 @@ def collector(printed):
 def test_equal_lines_are_merged(collector, printed):
     for rank in (2, 3, 1):
         collector.take(LINE, rank, list(line(rank))[:-2])
-    collector.add(LINE, line(0)[:-2])
+    collector.take(LINE, 0, line(0)[:-2])
     collector.flush()
     assert printed == ["[ranks 0-3] same"]
 
@@ -113,7 +113,7 @@ def test_of_equal_warnings_one_is_shown(collector, printed):
         collector.take(WARNING, rank, line(rank, "not on rank 0")[:-2])
     for rank in (1, 2):
         collector.take(WARNING, rank, line(rank, "rank 0 has printed it")[:-2])
-    collector.add(WARNING, line(0, "rank 0 has printed it")[:-2])
+    collector.take(WARNING, 0, line(0, "rank 0 has printed it")[:-2])
     collector.flush()
     assert printed == ["[ranks 1,3] not on rank 0"], "and no note of the ranks that are missing"
 

@@ -52,7 +52,7 @@ class OtherRank:
     rank = 0
 
     def __init__(self, answers: Iterator[RankState], *, process: int = 0) -> None:
-        self._process = process
+        self.news, self._process = threading.Condition(), process
         self._answers, self._handlers = answers, dict[str, Callable[[Message], None]]()
         self.asked = 0
 
@@ -83,7 +83,6 @@ class Told:
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
-        self.news = threading.Condition()
 
     @property
     def failed(self) -> bool:

@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_lockstep.distributed.c10d_operators import OPERATIONS
 from lightning_lockstep.distributed.guard.verify import COMPARED, CallVerifier
-from lightning_lockstep.distributed.local_collectives import local_collectives
+from lightning_lockstep.distributed.local_collectives import OPERATIONS, local_collectives
 from tests.harness import RankOutcome, run_ranks_raw
 from tests.models.distributed.every_operation import GLOO_LACKS, PARTS
 

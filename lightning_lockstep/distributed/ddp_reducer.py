@@ -1,4 +1,4 @@
-"""What torch's collectives look like to its dispatcher, and DDP's reducer and communication hooks."""
+"""DDP's reducer: its communication hooks by name, and a step finished by hand on a rank whose backward ended early."""
 
 from __future__ import annotations
 
@@ -14,73 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from lightning_lockstep.errors import CollectiveStallError
-
-# -- The operators of torch's ``c10d``, by which torch.distributed calls its process groups through the
-# dispatcher
-
-#: What torch.distributed calls the operation of each operator.
-OPERATIONS = {
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce_coalesced",
-    "reduce_": "reduce",
-    "broadcast_": "broadcast",
-    "allgather_": "all_gather",
-    "allgather_coalesced_": "all_gather_coalesced",
-    "_allgather_base_": "all_gather_into_tensor",
-    "allgather_into_tensor_coalesced_": "all_gather_into_tensor_coalesced",
-    "gather_": "gather",
-    "scatter_": "scatter",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter_tensor",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter_tensor_coalesced",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all_single",
-    "barrier": "barrier",
-    "monitored_barrier_": "monitored_barrier",
-    "send": "send",
-    "recv_": "recv",
-    "recv_any_source_": "recv",
-}
-
-#: What answers the collectives of all threads on this rank alone now; the innermost is last.
-local_answers: list[Any] = []
-
-
-class Operator:
-    """One operator, as its schema describes it."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name  # in ``c10d``, such as ``allreduce_``
-        self.overload: Any = getattr(torch.ops.c10d, name).default
-        schema = self.overload._schema  # the names and the number of what it is given and returns
-        # Of each argument, by its name in the schema; those before the process group are tensors.
-        self.positions = {argument.name: i for i, argument in enumerate(schema.arguments)}
-        self.returned = len(schema.returns)  # the last value is the work handle
-
-    def argument(self, args: Sequence[Any], name: str, default: Any = None) -> Any:
-        """Return an argument by its name, or ``default`` if it was left out or the operator does not have it."""
-        position = self.positions.get(name)
-        return default if position is None or position >= len(args) else args[position]
-
-
-def answered_locally() -> bool:
-    """Return whether collectives are answered on this rank now, so that no other rank takes part in them."""
-    return bool(local_answers)
-
-
-# -- How a collective reduces, read inside a kernel of torch's dispatcher --
-
-_Kind: Any = dist.ReduceOp.RedOpType
-
-
-def reduction_kind(given: Any) -> str | None:
-    """Return how a collective reduces, such as ``sum``; ``None`` in a kernel of torch 2.9, where Python cannot ask."""
-    op = given if isinstance(given, _Kind) else getattr(given, "op", None)
-    if op is None:  # the dispatcher's class has no methods in torch 2.9
-        return None
-    kind = op if isinstance(op, _Kind) else _Kind(op())
-    return str(kind.name).lower()
-
 
 # -- Gradient compression hooks of DistributedDataParallel, by name --
 
@@ -259,34 +192,3 @@ def sparse_weights(model: nn.Module) -> list[Tensor]:
     kinds = nn.Embedding, nn.EmbeddingBag
     layers = (one for one in model.modules() if isinstance(one, kinds) and one.sparse)
     return [layer.weight for layer in layers if layer.weight.requires_grad]
-
-
-# -- Who waits for a collective, and how long --
-
-
-def watch_waits(begins: Callable[[], None], ends: Callable[[], None]) -> Callable[[], None]:
-    """Call ``begins`` and ``ends`` around each wait of this thread for a collective; return what stops this."""
-    # Only DDP's reducer, in C++, waits without this method.
-    classes: list[Any] = [cls for cls in (dist.Work, *dist.Work.__subclasses__()) if "wait" in vars(cls)]
-    changed, own = [(cls, cls.wait) for cls in classes], threading.current_thread()
-
-    def timed(wait: Callable[..., Any], work: dist.Work, *args: Any, **kwargs: Any) -> Any:
-        # Other threads of Python wait for something else. Torch's own, which run a backward on a GPU, have no name in
-        # Python, which calls them Dummy-1 and so on.
-        thread = threading.current_thread()
-        if thread is not own and not thread.name.startswith("Dummy"):
-            return wait(work, *args, **kwargs)
-        begins()
-        try:
-            return wait(work, *args, **kwargs)
-        finally:
-            ends()
-
-    for cls, wait in changed:
-        cls.wait = lambda work, *args, _wait=wait, **kwargs: timed(_wait, work, *args, **kwargs)
-
-    def end() -> None:
-        for cls, wait in changed:
-            cls.wait = wait
-
-    return end
