@@ -43,7 +43,7 @@ from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.loaders.global_order import parts_of
 from lightning_lockstep.loaders.weights import samples_of_batch
 from lightning_lockstep.steps.patching import put_in_place
-from lightning_lockstep.steps.snapshot import ModuleAttributes
+from lightning_lockstep.steps.snapshot import BufferCopies, ModuleAttributes, restorer
 
 
 class Counting:
@@ -110,7 +110,7 @@ class Counting:
             results = self.trainer._results or {}
             module = self.trainer.lightning_module
             kept = [*self.metrics(), *results.values(), *([module] if whole_module else [])]
-            self._kept = [*map(ModuleAttributes, kept), *([StepCopies(module)] if whole_module else [])]
+            self._kept = [*map(ModuleAttributes, kept), *([BufferCopies(module)] if whole_module else [])]
 
     def on_batch_end(self, end: Callable[[], None]) -> None:
         self.trainer.strategy.put_back()
@@ -296,30 +296,18 @@ class StepCopies:
 
     def __init__(self, module: Any, *, but: tuple[type[torch.nn.Module], ...] = ()) -> None:
         # `but`: modules whose own buffers are left as the step makes them.
-        kept: list[Any] = [part for part in module.modules() if isinstance(part, but)]
-        left = {id(one) for part in kept for one in part.buffers()}
-        buffers = (one for one in module.buffers() if not one.is_meta and id(one) not in left)
-        self._buffers = [(one, one.detach().clone()) for one in buffers]
+        self._buffers = BufferCopies(module, but=but)
         self._others = [
-            (vars(part), name, value, value.detach().clone() if isinstance(value, Tensor) else None)
+            (vars(part), name, restorer(value))
             for part in module.modules()
             for name, value in vars(part).items()
             if isinstance(value, (Tensor, float))
         ]
 
     def restore(self) -> None:
-        for attributes, name, value, values in self._others:
-            attributes[name] = value
-            self._write(value, values)
-        for buffer, values in self._buffers:
-            self._write(buffer, values)
-
-    @staticmethod
-    def _write(tensor: Any, values: Tensor | None) -> None:
-        # Writing what is the same could disturb a backward that needs the tensor.
-        if values is not None and not torch.equal(tensor, values):
-            with torch.no_grad():
-                tensor.copy_(values)
+        for attributes, name, put_back in self._others:
+            attributes[name] = put_back()
+        self._buffers.restore()
 
 
 def check_combined(loaders: list[Any], ranks: int) -> None:

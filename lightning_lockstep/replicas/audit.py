@@ -133,7 +133,7 @@ class Audit:
     def _packed(self, batch: Any, index: int) -> bytes:
         module = self._module
         buffers = [buffer for buffer in module.buffers() if can_be_read(buffer)]
-        random = RandomState.capture(self._trainer.strategy.root_device)
+        random = RandomState.capture()
         place = place_of(self._trainer.strategy, batch)
         return packed((step_arguments(module.training_step, batch, index), buffers, random, place))
 
