@@ -87,19 +87,16 @@ class Counting:
         begin(batch, dataloader_idx)
         trainer = self.trainer
         if trainer.training:
-            number = trainer.fit_loop.epoch_loop.batch_idx
             if self._begins:
                 self._begins = False
                 self.whole_lists()
                 check_combined(trainer.fit_loop._combined_loader.flattened, trainer.world_size)
-            self.sizes = samples_of_batch(trainer, number)
+            self.sizes = samples_of_batch(trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_idx)
             self.see_padding(trainer.strategy.is_padding_batch(), whole_module=False)
         else:
-            number, self._numbers[dataloader_idx or 0] = (
-                self._numbers[dataloader_idx or 0],
-                self._numbers[dataloader_idx or 0] + 1,
-            )
-            self.sizes = _sizes_in(trainer._active_loop, number, dataloader_idx or 0)
+            index = dataloader_idx or 0
+            self.sizes = samples_of_batch(trainer._active_loop, self._numbers[index], index)
+            self._numbers[index] += 1
             self.see_padding(self.is_padding, whole_module=True)
 
     def see_padding(self, is_padding: bool, *, whole_module: bool) -> None:
@@ -141,7 +138,7 @@ class Counting:
     def _predict(self, step: Callable[..., None], *args: Any) -> None:
         """Make a prediction, which is not kept if it is one of padding."""
         loop, number, dataloader = self.trainer.predict_loop, args[1], args[2]
-        self.sizes = _sizes_in(loop, number, dataloader)
+        self.sizes = samples_of_batch(loop, number, dataloader)
         if not self.is_padding:
             step(*args)
             return
@@ -235,8 +232,8 @@ class Counting:
     def _combine_all(self, loop: Any, *, ended: bool) -> None:
         """Combine what was logged for a loader, or outside of loaders at the end. Ranks: all, together."""
         # Every rank gathers once for each loader and once at the end, even if a loader has given it no batch.
-        results = loop._results
-        number = 1 if self.trainer.training or _joins_batches(loop) else len(loop._combined_loader.flattened)
+        results, combined = loop._results, getattr(loop, "_combined_loader", None)
+        number = len(combined.flattened) if combined is not None and combined._mode == "sequential" else 1
         until = number + 1 if ended else (results.dataloader_idx or 0) + 1
         while self._gathers < until:
             self._combine(results, self._gathers if self._gathers < number > 1 else None)
@@ -328,17 +325,6 @@ def _gather(channel: SideChannel) -> Gather:
     return Gather(channel, "what ranks have logged in", watched=True)
 
 
-def _sizes_in(loop: Any, number: int, dataloader_idx: int) -> tuple[int, int] | None:
-    """Return this rank's and all ranks' samples in a batch of an evaluation; ``None`` if they are not known."""
-    # A batch of several loaders taken together counts if this rank has a sample of any of them in it.
-    loaders = loop._combined_loader.flattened
-    parts = [parts_of(one) for one in (loaders if _joins_batches(loop) else [loaders[dataloader_idx]])]
-    if any(one is None for one in parts):
-        return None
-    found = [one.sizes(number % max(len(one), 1)) for one in parts]
-    return sum(one[0] for one in found), sum(one[1] for one in found)
-
-
 def _is_of(one: Any, index: int | None) -> bool:
     """Return whether a result is a value or metric of that loader for the epoch, and one of all ranks."""
     meta = one.meta
@@ -403,9 +389,3 @@ def _with_whole_lists(metric: Metric, sync: Callable[..., None], *args: Any, **k
 
 
 _NOTHING = object()
-
-
-def _joins_batches(loop: Any) -> bool:
-    """Return whether each batch of a loop is made of batches of several loaders."""
-    combined = loop._combined_loader
-    return len(combined.flattened) > 1 and combined._mode != "sequential"

@@ -37,7 +37,7 @@ from lightning_lockstep._lightning import _IndexBatchSamplerWrapper
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.loaders.sample_numbers import PlacedBatch, seeded_by_sample
 from lightning_lockstep.steps.generators import kept_generators, seed_generators
-from lightning_lockstep.steps.patching import loader_with
+from lightning_lockstep.steps.patching import length_of, loader_with
 from lightning_lockstep.steps.sample_numbers import BatchPlace
 
 # -- What kind a loader is --
@@ -95,7 +95,7 @@ def drawn(sampler: Any, most: int) -> Order:
     if type(sampler) is RandomSampler and sampler.generator is None and not sampler.replacement:
         return _permutations(len(sampler.data_source), len(sampler))
     items, chunks = iter(sampler), list[Any]()
-    declared = length_in(sampler)
+    declared = length_of(sampler)
     while chunk := list(islice(items, 65_536)):
         chunks.append(numpy.array(chunk) if set(map(type, chunk)) == {int} else chunk)
         if declared is None and sum(map(len, chunks)) > most:
@@ -108,9 +108,7 @@ def drawn(sampler: Any, most: int) -> Order:
         order: Order = numpy.concatenate(chunks)
     else:
         order = [item for chunk in chunks for item in _listed(chunk)]
-    return (
-        order if declared is None else order[:declared]
-    )  # a DataLoader is not asked for more than its length
+    return order[:declared]  # a DataLoader is not asked for more than its length
 
 
 def _permutations(samples: int, count: int) -> Order:
@@ -119,14 +117,6 @@ def _permutations(samples: int, count: int) -> Order:
     rounds = range(-(-count // samples)) if samples else ()
     found = [torch.randperm(samples, generator=generator).numpy() for _ in rounds]
     return found[0][:count] if len(found) == 1 else numpy.concatenate([*found, numpy.arange(0)])[:count]
-
-
-def length_in(sampler: Any) -> int | None:
-    """Return how much a sampler says that it gives, or ``None``."""
-    try:
-        return len(sampler) if isinstance(sampler, Sized) else None
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _listed(part: Order) -> list[Any]:
@@ -197,7 +187,7 @@ class GlobalBatches(Sampler[Any]):
         for generator, state in zip(generators, (resumed and resumed[1]) or (), strict=False):
             generator.set_state(state)
         self.drawn_from = [generator.get_state() for generator in generators]
-        most = _TOO_MANY * (length_in(self._dataset) or 0) + 1_000_000
+        most = _TOO_MANY * (length_of(self._dataset) or 0) + 1_000_000
         with kept_generators():  # all ranks draw the same
             seed_generators(self._seed + self.epoch)
             self._order = drawn(self.source, most)
@@ -292,11 +282,10 @@ class GlobalBatches(Sampler[Any]):
 
     def compared(self) -> dict[str, Any]:
         """Return what all ranks must have alike, by what it is called."""
+        kinds = {"samples": "a DataLoader", "batches": "a batch sampler", "items": "batch_size=None"}
         return {
-            "kind": {"samples": "a DataLoader", "batches": "a batch sampler", "items": "batch_size=None"}[
-                self.kind
-            ],
-            {"samples": "samples", "batches": "batches", "items": "items"}[self.kind]: len(self._order),
+            "kind": kinds[self.kind],
+            self.kind: len(self._order),
             "batch_size": self.batch_size,
             "batches of an epoch": len(self),
             "order of the first epoch": f"{self.order_checksum():08x}",
