@@ -138,21 +138,24 @@ class GlobalBatches(Sampler[Any]):
 
     # A unit is what `source` gives: a sample, or a batch or an item that stays whole.
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        source: Any,
-        kind: Kind,
-        sizes: tuple[int, ...],  # of the micro-batches of an optimizer step [units of all ranks]
-        *,
-        multiple: int,  # so many samples are used, or a multiple; those left at the end are dropped
-        share: Share,
-    ) -> None:
-        self.kind, self.source, self.epoch = kind, source, 0
-        self.batch_size = -(-max(sizes) // share.ranks) if kind == "samples" else None
+    def __init__(self, loader: DataLoader[Any], kind: Kind, share: Share) -> None:
+        batches, ranks = asked_sampler(loader.batch_sampler), share.ranks
+        self.kind, self.source, self.epoch = kind, loader.sampler if batches is None else batches, share.epoch
+        # Of the micro-batches of an optimizer step [units of all ranks].
+        sizes: tuple[int, ...] = share.micro_batches or (ranks,)
+        self._multiple = 1  # so many samples are used, or a multiple; those left at the end are dropped
+        if kind == "samples":
+            self.source, sizes = batches.sampler, share.micro_batches or (batches.batch_size * ranks,)
+            if batches.drop_last:
+                # A training epoch has whole optimizer steps, an evaluation the batches of one process, and so has a
+                # batch sampler that the program has made.
+                by_steps = share.trains and loader.batch_size is not None
+                step = sum(share.micro_batches or sizes * share.accumulated)
+                self._multiple = step if by_steps else batches.batch_size
+        self.batch_size = -(-max(sizes) // ranks) if kind == "samples" else None
         self.drop_last = False
         self._own, self._dataset = loader.sampler, loader.dataset
-        self._sizes, self._multiple, self._rank, self._ranks = sizes, multiple, share.rank, share.ranks
+        self._sizes, self._rank, self._ranks = sizes, share.rank, ranks
         self._by_sample, self._accumulated = share.by_sample, max(len(sizes), share.accumulated)
         self._seed = seed_of_run()
         self._order: Order = []
@@ -341,19 +344,7 @@ def divided(loader: Any, share: Share) -> Any:
     kind = kind_of(loader)
     if kind is None:
         return loader
-    batches, ranks = asked_sampler(loader.batch_sampler), share.ranks
-    source, multiple = loader.sampler if batches is None else batches, 1
-    sizes: tuple[int, ...] = share.micro_batches or (ranks,)
-    if kind == "samples":
-        source, sizes = batches.sampler, share.micro_batches or (batches.batch_size * ranks,)
-        if batches.drop_last:
-            # A training epoch has whole optimizer steps, an evaluation the batches of one process, and so has a batch
-            # sampler that the program has made.
-            steps = sizes if share.micro_batches else sizes * share.accumulated
-            by_steps = share.trains and loader.batch_size is not None
-            multiple = sum(steps) if by_steps else batches.batch_size
-    parts = GlobalBatches(loader, source, kind, sizes, multiple=multiple, share=share)
-    parts.epoch = share.epoch
+    parts = GlobalBatches(loader, kind, share)
     parts.draw()
     name = "sampler" if kind == "items" else "batch_sampler"
     predicts = type(loader.batch_sampler) is _IndexBatchSamplerWrapper
