@@ -85,29 +85,29 @@ class Counting:
         self, begin: Callable[..., None], batch: Any, dataloader_idx: int | None = None
     ) -> None:
         begin(batch, dataloader_idx)
-        trainer = self.trainer
+        trainer, index = self.trainer, dataloader_idx or 0
         if trainer.training:
+            number = trainer.fit_loop.epoch_loop.batch_idx
             if self._begins:
                 self._begins = False
                 self.whole_lists()
                 check_combined(trainer.fit_loop._combined_loader.flattened, trainer.world_size)
-            self.sizes = samples_of_batch(trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_idx)
-            self.see_padding(trainer.strategy.is_padding_batch(), whole_module=False)
         else:
-            index = dataloader_idx or 0
-            self.sizes = samples_of_batch(trainer._active_loop, self._numbers[index], index)
+            number = self._numbers[index]
             self._numbers[index] += 1
-            self.see_padding(self.is_padding, whole_module=True)
+        self.sizes = samples_of_batch(trainer._active_loop, number, index)
+        self._see_padding()
 
-    def see_padding(self, is_padding: bool, *, whole_module: bool) -> None:
+    def _see_padding(self) -> None:
         """Keep what a padding batch may change."""
         # In training the module is restored after its step, and keeps what callbacks do for each optimizer step.
-        self._kept = []
-        if is_padding:
-            results = self.trainer._results or {}
-            module = self.trainer.lightning_module
-            kept = [*self.metrics(), *results.values(), *([module] if whole_module else [])]
-            self._kept = [*map(ModuleAttributes, kept), *([BufferCopies(module)] if whole_module else [])]
+        trainer, self._kept = self.trainer, []
+        if trainer.strategy.is_padding_batch() if trainer.training else self.is_padding:
+            results = trainer._results or {}
+            self._kept = [*map(ModuleAttributes, [*self.metrics(), *results.values()])]
+            if not trainer.training:
+                module = trainer.lightning_module
+                self._kept += [ModuleAttributes(module), BufferCopies(module)]
 
     def on_batch_end(self, end: Callable[[], None]) -> None:
         self.trainer.strategy.put_back()
@@ -147,7 +147,7 @@ class Counting:
         seen = getattr(loop._combined_loader.flattened[dataloader].batch_sampler, "seen_batch_indices", None)
         if seen:
             seen[number] = []  # a BasePredictionWriter gets them
-        self.see_padding(True, whole_module=True)
+        self._see_padding()
         step(*args)
         self._put_back()
         for one, length in zip(lists, lengths, strict=True):
