@@ -50,7 +50,6 @@ class RandomState:
 # -- Attributes of objects that a training step may change, restored in the objects that held them --
 
 _HELD = Tensor, list, set, dict
-_Copy = Callable[[Tensor], Callable[[], Tensor]]  # keeps a tensor's values; what it returns puts them back
 
 
 class Attributes:
@@ -64,13 +63,12 @@ class Attributes:
         *,
         but: Collection[str] = (),  # names of attributes that are left as they are
         leaves: Iterable[Tensor] = (),  # tensors that are left as they are
-        copy: _Copy | None = None,  # by default to the memory of the host
     ) -> None:
         self._but, known = but, {id(tensor) for tensor in leaves}
         self._kept = [
             (
                 vars(one),
-                {name: restorer(value, known, copy) for name, value in vars(one).items() if name not in but},
+                {name: restorer(value, known) for name, value in vars(one).items() if name not in but},
             )
             for one in owners
         ]
@@ -95,23 +93,19 @@ class ModuleAttributes(Attributes):
         super().__init__(module.modules(), but=self._OTHERS, leaves=leaves)
 
 
-def restorer(value: Any, known: set[int] | None = None, copy: _Copy | None = None) -> Callable[[], Any]:
+def restorer(value: Any, known: set[int] | None = None) -> Callable[[], Any]:
     """Return a function that returns the same object with the contents that it has now."""
     # `known`: ids of objects that are left as they are.
     known = set() if known is None else known
     if not isinstance(value, _HELD) or id(value) in known:
         return lambda: value
     if isinstance(value, Tensor):
-        return (copy or _copied)(value)
+        return partial(_with_values, value, value.detach().cpu().clone())
     known.add(id(value))
     items = dict(value) if isinstance(value, dict) else list(value)
     numbered = items.items() if isinstance(items, dict) else enumerate(items)
-    inner = {key: restorer(item, known, copy) for key, item in numbered if isinstance(item, _HELD)}
+    inner = {key: restorer(item, known) for key, item in numbered if isinstance(item, _HELD)}
     return partial(_refill, value, items, inner)
-
-
-def _copied(tensor: Tensor) -> Callable[[], Tensor]:
-    return partial(_with_values, tensor, tensor.detach().cpu().clone())
 
 
 def _with_values(tensor: Tensor, values: Tensor) -> Tensor:
@@ -204,10 +198,10 @@ def whole_run(
     tensors: bool = True,  # False: an engine keeps parameters and buffers itself
 ) -> Snapshot:
     """Return a snapshot of all that training steps change."""
-    parts: list[Part] = [RandomState.capture(others=generators), *map(OptimizerState, optimizers)]
-    parts += [] if scaler is None else [Attributes([scaler])]
-    parts += [StoredCopies([*module.parameters(), *module.buffers()])] if tensors else []
-    return Snapshot(*parts, ModuleAttributes(module), Gradients(module))
+    others = [*optimizers, *([] if scaler is None else [scaler])]
+    parts = RandomState.capture(others=generators), Attributes(others, leaves=module.parameters())
+    values = [StoredCopies([*module.parameters(), *module.buffers()])] if tensors else []
+    return Snapshot(*parts, *values, ModuleAttributes(module), Gradients(module))
 
 
 class Gradients:
@@ -276,22 +270,3 @@ class BufferCopies:
         for (module, name), buffer, values in zip(self._owners, self._originals, self._copies, strict=True):
             # Directly, because the module may override `__setattr__`.
             module._buffers[name] = _with_values(buffer, values)
-
-
-class OptimizerState:
-    """State and settings of an optimizer."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        tensors: list[Tensor] = []
-
-        def stored(tensor: Tensor) -> Callable[[], Tensor]:
-            tensors.append(tensor)
-            return lambda: tensor
-
-        self._attributes = Attributes([optimizer], leaves=parameters, copy=stored)
-        self._values = StoredCopies(tensors)
-
-    def restore(self) -> None:
-        self._attributes.restore()
-        self._values.restore()
