@@ -112,7 +112,8 @@ def _with_values(tensor: Tensor, values: Tensor) -> Tensor:
     if tensor.is_inference():
         return values.to(tensor.device)
     # Writing raises the version counter, and autograd would refuse a later backward that needs the tensor.
-    if not torch.equal(tensor.detach().to(values.device), values):
+    is_dense = tensor.layout is torch.strided  # torch does not compare others
+    if not is_dense or not torch.equal(tensor.detach().to(values.device), values):
         with torch.no_grad():
             tensor.copy_(values)
     return tensor
