@@ -40,7 +40,7 @@ from lightning_lockstep._lightning import move_data_to_device
 from lightning_lockstep.distributed import Gather, SideChannel, current_communicator
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.loaders.global_order import parts_of
+from lightning_lockstep.loaders.global_order import GlobalBatches, parts_of
 from lightning_lockstep.loaders.weights import samples_of_batch
 from lightning_lockstep.steps.patching import put_in_place
 from lightning_lockstep.steps.snapshot import BufferCopies, ModuleAttributes, restorer
@@ -312,7 +312,7 @@ def check_combined(loaders: list[Any], ranks: int) -> None:
     if len(loaders) == 1:
         return
     for number, parts in enumerate(map(parts_of, loaders)):
-        least = None if parts is None else parts.smallest()
+        least = parts.smallest() if isinstance(parts, GlobalBatches) else None
         if least is not None and least < ranks:
             raise ConfigurationError(
                 f"Training loader {number} of {len(loaders)} that are taken together has a batch of {least} samples or"

@@ -132,10 +132,6 @@ class StreamParts(IterableDataset[Any]):
         """Whether ``sizes`` counts samples; what the stream gives may be batches."""
         return self._makes_batches
 
-    def smallest(self) -> int | None:
-        """Return nothing: a stream does not know its end."""
-        return None
-
     def compared(self) -> dict[str, Any]:
         """Return what all ranks must have alike, by what it is called."""
         return {"kind": "a stream", "samples of a global batch": self.whole}

@@ -27,6 +27,7 @@ from lightning_lockstep._lightning import MisconfigurationException, extract_bat
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError
 from lightning_lockstep.loaders.global_order import parts_of
+from lightning_lockstep.steps.patching import do_nothing
 
 _KEY = "num_items"
 _MISSING = object()
@@ -81,7 +82,7 @@ class StepWeights:
         self._own, self._wrong, self._contributes = 0.0, "", False  # of this optimizer step so far
         self._window = -1, 0  # the first micro-batch of this optimizer step, and its samples on all ranks
         self._total: Callable[[], Tensor] | None = None
-        self.left_out: Callable[[], object] = _nothing  # called if there is no optimizer step
+        self.left_out: Callable[[], object] = do_nothing  # called if there is no optimizer step
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -234,10 +235,6 @@ class StepWeights:
         # In double precision, so that the mean of the losses is as exact as the loss of the whole batch.
         own = loss.detach().to("cpu", torch.float64, copy=True) * self.weight
         return (communicator.all_reduce(own) / communicator.world_size).to(loss)
-
-
-def _nothing() -> None:
-    """Do nothing; a strategy is pickled for ranks that are spawned."""
 
 
 #: Modules with functions through whose backward the losses of other ranks reach this one.

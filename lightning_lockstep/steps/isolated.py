@@ -31,7 +31,7 @@ from lightning_lockstep._lightning import (
 from lightning_lockstep.distributed.c10d_operators import ddp_of
 from lightning_lockstep.distributed.local_collectives import LocalAnswers, local_collectives
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.steps.patching import replaced
+from lightning_lockstep.steps.patching import do_nothing, replaced
 from lightning_lockstep.steps.snapshot import BufferCopies, Gradients, ModuleAttributes, RandomState, Snapshot
 
 
@@ -57,7 +57,7 @@ def isolated(
             if ddp_of(strategy.model) is not None:
                 stack.enter_context(gradients_apart(module.parameters(), hooks=True))
             stack.enter_context(on_plain_module(strategy))
-        stack.enter_context(replaced(module, log=_nothing))
+        stack.enter_context(replaced(module, log=do_nothing))
         if hasattr(strategy, "weights"):
             stack.enter_context(strategy.weights.apart())
         # A toggled optimizer calls this method, which is about reductions between ranks.
@@ -251,7 +251,3 @@ class _NotDistributed(nn.Module):
 
 class _Stopped(Exception):  # noqa: N818  (a signal, no error)
     """Ends a step at the requested optimizer step, or if there is nothing to run backward."""
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing."""

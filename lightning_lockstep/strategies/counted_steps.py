@@ -31,7 +31,7 @@ from lightning_lockstep.loaders.global_order import (
 )
 from lightning_lockstep.loaders.streams import shared_stream
 from lightning_lockstep.loaders.weights import StepWeights, samples_in
-from lightning_lockstep.steps.patching import replaced
+from lightning_lockstep.steps.patching import do_nothing, replaced
 from lightning_lockstep.steps.sample_numbers import BatchPlace, SampleNumbers
 from lightning_lockstep.strategies.options import LifecycleSettings
 from lightning_lockstep.strategies.uneven_inputs import (
@@ -73,7 +73,7 @@ class LockstepStrategy(Strategy):
             closure = partial(_mean_loss, closure, self.weights, communicator)
         with ExitStack() as stack:
             # Without gradients torch's clipping by value raises.
-            clips_nothing = partial(replaced, module, configure_gradient_clipping=_no_step)
+            clips_nothing = partial(replaced, module, configure_gradient_clipping=do_nothing)
             stack.enter_context(replaced(self.weights, left_out=lambda: stack.enter_context(clips_nothing())))
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
@@ -218,7 +218,7 @@ class CountedSteps(LockstepStrategy, ParallelStrategy):
                 self._put_back.append(StepCopies(module, but=norms).restore)
             stack.enter_context(self.drawing_at(self.place_of(batch)))
             if batch is _NO_BATCH:
-                stack.enter_context(replaced(module, training_step=_no_step))
+                stack.enter_context(replaced(module, training_step=do_nothing))
             if module.automatic_optimization and not self.needs_loss and communicator.world_size > 1:
                 stack.enter_context(every_rank_contributes(self))
             output = super().training_step(*args, **kwargs)
@@ -323,7 +323,3 @@ def _sizes_known(trainer: Any) -> bool:
     combined = trainer.fit_loop._combined_loader
     parts = [] if combined is None else [parts_of(loader) for loader in combined.flattened]
     return all(one is None or one.sizes_known for one in parts)
-
-
-def _no_step(*args: Any, **kwargs: Any) -> None:
-    """Stand for the training step of a batch that is None."""
