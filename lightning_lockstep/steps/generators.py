@@ -73,6 +73,6 @@ def torch_seeded(key: int) -> Iterator[None]:
 
 def gpu_state() -> Any:
     """Return the state of this rank's generator on its GPU, which is on the host; ``None`` without a GPU in use."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # `is_available` asks the driver each time
         return None
     return torch.cuda.get_rng_state()

@@ -145,13 +145,8 @@ class CountedSteps(LockstepStrategy, ParallelStrategy):
         part: Any = dataloader
         if self.settings.iterable_datasets == "shard":
             # The weight of a micro-batch depends on the sizes of all micro-batches in its optimizer step.
-            part = shared_stream(
-                dataloader,
-                rank,
-                ranks,
-                trains=trains,
-                ahead=lambda: trainer.accumulate_grad_batches if trains else 1,
-            )
+            ahead = (lambda: trainer.accumulate_grad_batches) if trains else (lambda: 1)
+            part = shared_stream(dataloader, rank, ranks, trains=trains, ahead=ahead)
         if part is dataloader and self.divides_loaders:
             sizes, epochs = self.micro_batches if trains else None, trainer.fit_loop.epoch_progress
             done, by_sample = epochs.current.processed, self.draws_by_sample
