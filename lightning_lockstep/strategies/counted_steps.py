@@ -35,10 +35,11 @@ from lightning_lockstep.steps.patching import do_nothing, replaced
 from lightning_lockstep.steps.sample_numbers import BatchPlace, SampleNumbers
 from lightning_lockstep.strategies.options import LifecycleSettings
 from lightning_lockstep.strategies.uneven_inputs import (
-    UnevenInputs,
     check_has_loss,
     every_rank_contributes,
+    has_run_out,
     own_length,
+    with_even_batches,
 )
 
 _NORMS = torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d
@@ -99,7 +100,6 @@ class CountedSteps(LockstepStrategy, ParallelStrategy):
     def __init__(self, **options: Any) -> None:
         # The subclass has set ``settings``.
         self.weights = StepWeights()
-        self._uneven_inputs = UnevenInputs(self.settings.uneven_inputs)
         # Samples of all ranks in each micro-batch of an optimizer step, once EffectiveBatchSize has set them.
         self.micro_batches: tuple[int, ...] | None = None
         self.divides_loaders = False  # Trainer(use_distributed_sampler=True); see `begin_counting`
@@ -163,14 +163,20 @@ class CountedSteps(LockstepStrategy, ParallelStrategy):
                 f"lightning-lockstep: a {type(dataloader).__name__} is no DataLoader of torch and is not divided: each"
                 " rank takes all that it gives."
             )
+        if not trains:
+            return part
         lengths = [one[1:] for one in found]
-        return self._uneven_inputs.even(part, trainer, communicator, lengths, trains=trains)
+        return with_even_batches(part, self.settings.uneven_inputs, trainer, communicator, lengths)
 
     def is_padding_batch(self) -> bool:
         """Return whether this rank's current training batch is a padding batch, which must contribute nothing."""
         if self.counting is None:
             return False
-        return self.counting.is_padding or self._uneven_inputs.is_padding_batch(self.counting.trainer)
+        if self.counting.is_padding:
+            return True
+        loop = self.counting.trainer.fit_loop
+        joins = self.settings.uneven_inputs == "join" and loop._combined_loader is not None
+        return joins and has_run_out(loop._combined_loader, loop.epoch_loop.batch_idx)
 
     # -- steps -----------------------------------------------------------------------------------------
 
@@ -201,7 +207,7 @@ class CountedSteps(LockstepStrategy, ParallelStrategy):
         module, communicator = self._module, current_communicator()
         trainer, is_padding = module.trainer, self.is_padding_batch()
         batch, samples = [*args, *kwargs.values()][0], None
-        if self._uneven_inputs.ends_differ(trainer) or not _sizes_known(trainer):
+        if self._counts_samples(trainer):
             samples = 0 if is_padding or batch is _NO_BATCH else samples_in(batch)
         if not module.automatic_optimization:
             self.weights.of_manual_step(trainer, samples, communicator)
@@ -222,6 +228,14 @@ class CountedSteps(LockstepStrategy, ParallelStrategy):
             if self.needs_loss:
                 check_has_loss(output, self.needs_loss)
         return output
+
+    def _counts_samples(self, trainer: Any) -> bool:
+        """Return whether samples are counted, because no sampler knows the sizes of the batches of all ranks."""
+        combined, joins = trainer.fit_loop._combined_loader, self.settings.uneven_inputs == "join"
+        loaders = [] if combined is None else combined.flattened
+        parts = [one for one in map(parts_of, loaders) if one is not None]
+        ends_differ = joins and any(hasattr(loader, "own_batches") for loader in loaders)
+        return ends_differ or not all(one.sizes_known for one in parts)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Return the tensors of all ranks, of shape (ranks, ...), if each has samples. Ranks: all; an all-gather."""
@@ -311,10 +325,3 @@ class CountedSteps(LockstepStrategy, ParallelStrategy):
 
 def _mean_loss(closure: Callable[[], Any], weights: StepWeights, communicator: Communicator) -> Any:
     return weights.mean_loss(closure(), communicator)
-
-
-def _sizes_known(trainer: Any) -> bool:
-    """Return whether the samplers of the training loaders know the sizes of their batches."""
-    combined = trainer.fit_loop._combined_loader
-    parts = [] if combined is None else [parts_of(loader) for loader in combined.flattened]
-    return all(one is None or one.sizes_known for one in parts)
