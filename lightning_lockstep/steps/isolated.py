@@ -32,7 +32,7 @@ from lightning_lockstep.distributed.c10d_operators import ddp_of
 from lightning_lockstep.distributed.local_collectives import LocalAnswers, local_collectives
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.patching import do_nothing, replaced
-from lightning_lockstep.steps.snapshot import BufferCopies, Gradients, ModuleAttributes, RandomState, Snapshot
+from lightning_lockstep.steps.snapshot import BufferCopies, Gradients, ModuleAttributes, RandomState, restored
 
 
 @contextmanager
@@ -96,7 +96,7 @@ def from_a_state(
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         parts = BufferCopies(module), ModuleAttributes(module), Gradients(module)
-        stack.enter_context(Snapshot(RandomState.capture(), *parts))
+        stack.enter_context(restored(RandomState.capture(), *parts))
         random.restore()
         restore_buffers()
         answers = stack.enter_context(isolated(trainer, module, answer_collectives=answer_collectives))

@@ -6,7 +6,8 @@ import random
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -159,9 +160,9 @@ def _own_part(tensor: Tensor) -> Tensor:
 
 
 # -- State that a training step may change, restored to the bit --
-# A :class:`Snapshot` is made of parts, which can be used separately: a trial of a batch size restores everything, a
-# replay all but parameters and optimizers, a split step what a forward leaves behind. Gradients and the state of a new
-# optimizer are replaced by empty ones while the step runs; all else is copied, from a device to host memory.
+# Its parts can be used separately: a trial of a batch size restores everything, a replay all but parameters and
+# optimizers, a split step what a forward leaves behind. The parameters have no gradients while the step runs; all else
+# is copied, from a device to host memory.
 
 # Buffers up to this size [elements] are copied at each refresh; batch norm changes its own without a new version.
 _SMALL = 65_536
@@ -173,21 +174,14 @@ class Part(Protocol):
     def restore(self) -> None: ...
 
 
-class Snapshot:
-    """Several parts, restored together in reverse order; a context manager restores them when its body ends."""
-
-    def __init__(self, *parts: Part) -> None:
-        self._parts = parts
-
-    def restore(self) -> None:
-        for part in reversed(self._parts):
+@contextmanager
+def restored(*parts: Part) -> Iterator[None]:
+    """Restore several parts, in reverse order, when the body ends."""
+    try:
+        yield
+    finally:
+        for part in reversed(parts):
             part.restore()
-
-    def __enter__(self) -> Snapshot:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.restore()
 
 
 def whole_run(
@@ -197,12 +191,12 @@ def whole_run(
     scaler: object | None = None,  # of the precision plugin
     generators: Iterable[torch.Generator] = (),  # of loaders and samplers, in addition to the global ones
     tensors: bool = True,  # False: an engine keeps parameters and buffers itself
-) -> Snapshot:
-    """Return a snapshot of all that training steps change."""
+) -> list[Part]:
+    """Return all that training steps change."""
     others = [*optimizers, *([] if scaler is None else [scaler])]
     parts = RandomState.capture(others=generators), Attributes(others, leaves=module.parameters())
     values = [StoredCopies([*module.parameters(), *module.buffers()])] if tensors else []
-    return Snapshot(*parts, *values, ModuleAttributes(module), Gradients(module))
+    return [*parts, *values, ModuleAttributes(module), Gradients(module)]
 
 
 class Gradients:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lockstep.steps.snapshot import BufferCopies, whole_run
+from lightning_lockstep.steps.snapshot import BufferCopies, restored, whole_run
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1),
@@ -41,7 +41,7 @@ def test_a_run_goes_on_as_if_there_had_been_no_trial(name: str, steps_before: in
         scaler.scale(torch.ones(()))
     state = optimizer.state
     before = copy.deepcopy((module.state_dict(), optimizer.state_dict(), scaler.state_dict()))
-    with whole_run(module, [optimizer], scaler=scaler):
+    with restored(*whole_run(module, [optimizer], scaler=scaler)):
         drawn = torch.rand(3)
         step(module, optimizer)
         scaler.scale(torch.ones(()))
