@@ -102,7 +102,8 @@ class Counting:
         """Keep what a padding batch may change."""
         # In training the module is restored after its step, and keeps what callbacks do for each optimizer step.
         trainer, self._kept = self.trainer, []
-        if trainer.strategy.is_padding_batch() if trainer.training else self.is_padding:
+        is_padding = trainer.strategy.is_padding_batch() if trainer.training else self.is_padding
+        if is_padding:
             results = trainer._results or {}
             self._kept = [*map(ModuleAttributes, [*self.metrics(), *results.values()])]
             if not trainer.training:
