@@ -19,7 +19,7 @@ MEASURED = {
         "steps",
         "loaders/sample_numbers.py",
         "distributed/coordination/global_norm.py",
-        "strategies/by_sample.py",
+        "strategies/counted_steps.py",
     ),
     "cuda": ("",),
     "deepspeed": ("deepspeed", "strategies"),

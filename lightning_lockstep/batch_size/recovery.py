@@ -30,7 +30,7 @@ from lightning_lockstep.distributed.ddp_reducer import (
 from lightning_lockstep.errors import BatchSizeError, CollectiveError, RankFailedError
 from lightning_lockstep.steps.isolated import gradients_apart, on_plain_module
 from lightning_lockstep.steps.patching import put_in_place, replaced
-from lightning_lockstep.steps.snapshot import BufferCopies, ModuleAttributes, Part, Snapshot
+from lightning_lockstep.steps.snapshot import BufferCopies, ModuleAttributes, Part, restored
 
 
 class Recovery:
@@ -166,7 +166,7 @@ class _Step(Closure):
         left: list[Part] = [ModuleAttributes(metric) for metric in logged.metrics()]
         if began:
             left = [BufferCopies(module), ModuleAttributes(module)]
-        with gradients_apart(trained, hooks=False), Snapshot(*left):
+        with gradients_apart(trained, hooks=False), restored(*left):
             for parameter in set(trained).difference(missing):
                 parameter.requires_grad_(False)  # its gradient has arrived already
             failed = attempt(lambda: results.append(self._run_parts(parts, log)))

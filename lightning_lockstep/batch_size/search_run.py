@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ from lightning_lockstep.steps.isolated import isolated, run_step, step_arguments
 from lightning_lockstep.steps.snapshot import (
     Gradients,
     ModuleAttributes,
-    Snapshot,
+    restored,
     whole_run,
 )
 
@@ -119,18 +119,19 @@ class TrialRunner:
         # convolution any more. So trials of convolutions do not run in the thread that trains.
         self._compiles = self.on_cpu and any(isinstance(one, _CONVOLUTIONS) for one in module.modules())
 
-    def preserved(self) -> Snapshot:
-        """Return the state of the run, to be restored after the trials."""
+    def preserved(self) -> AbstractContextManager[None]:
+        """Restore the state of the run after the trials of the body."""
         if self._engine is not None:
-            others = whole_run(self._module, generators=self._place.generators(), tensors=False)
+            parts = whole_run(self._module, generators=self._place.generators(), tensors=False)
             self._engine_state = self._engine.state()  # after `whole_run` has taken the gradients away
-            return Snapshot(others, self._engine_state)
-        return whole_run(
+            return restored(*parts, self._engine_state)
+        parts = whole_run(
             self._module,
             self._trainer.strategy.optimizers if self._kind == "fit" else (),
             scaler=getattr(self._trainer.precision_plugin, "scaler", None),
             generators=self._place.generators(),
         )
+        return restored(*parts)
 
     def run(self, size: int) -> Trial:
         """Try ``size``, agree on how it went, and say so."""

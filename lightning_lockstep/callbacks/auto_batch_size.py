@@ -33,7 +33,7 @@ from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.rank_supervisor import current_job, folder_of_run
 from lightning_lockstep.steps.patching import replaced
-from lightning_lockstep.steps.snapshot import RandomState, Snapshot
+from lightning_lockstep.steps.snapshot import RandomState, restored
 
 
 class AutoBatchSize(BatchSizeFinder):
@@ -260,7 +260,7 @@ class AutoBatchSize(BatchSizeFinder):
         """Return where the batch size is kept; if none is asked for, a fit keeps its global batch as configured."""
         # A hook that makes a loader may read the accumulation. A keeper sets its own later, from the size found.
         accumulate = trainer.accumulate_grad_batches if self._keeper is None else 1
-        with Snapshot(RandomState.capture()), replaced(trainer, accumulate_grad_batches=accumulate):
+        with restored(RandomState.capture()), replaced(trainer, accumulate_grad_batches=accumulate):
             place = BatchLoaders(trainer, module, self.batch_arg_name)
         if len(place.loaders) > 1 and not in_fit(trainer):
             raise SearchRefusedError(

@@ -40,10 +40,10 @@ from lightning_lockstep._lightning import move_data_to_device
 from lightning_lockstep.distributed import Gather, SideChannel, current_communicator
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.loaders.global_order import parts_of
+from lightning_lockstep.loaders.global_order import GlobalBatches, parts_of
 from lightning_lockstep.loaders.weights import samples_of_batch
 from lightning_lockstep.steps.patching import put_in_place
-from lightning_lockstep.steps.snapshot import ModuleAttributes
+from lightning_lockstep.steps.snapshot import BufferCopies, ModuleAttributes, restorer
 
 
 class Counting:
@@ -85,32 +85,30 @@ class Counting:
         self, begin: Callable[..., None], batch: Any, dataloader_idx: int | None = None
     ) -> None:
         begin(batch, dataloader_idx)
-        trainer = self.trainer
+        trainer, index = self.trainer, dataloader_idx or 0
         if trainer.training:
             number = trainer.fit_loop.epoch_loop.batch_idx
             if self._begins:
                 self._begins = False
                 self.whole_lists()
                 check_combined(trainer.fit_loop._combined_loader.flattened, trainer.world_size)
-            self.sizes = samples_of_batch(trainer, number)
-            self.see_padding(trainer.strategy.is_padding_batch(), whole_module=False)
         else:
-            number, self._numbers[dataloader_idx or 0] = (
-                self._numbers[dataloader_idx or 0],
-                self._numbers[dataloader_idx or 0] + 1,
-            )
-            self.sizes = _sizes_in(trainer._active_loop, number, dataloader_idx or 0)
-            self.see_padding(self.is_padding, whole_module=True)
+            number = self._numbers[index]
+            self._numbers[index] += 1
+        self.sizes = samples_of_batch(trainer._active_loop, number, index)
+        self._see_padding()
 
-    def see_padding(self, is_padding: bool, *, whole_module: bool) -> None:
+    def _see_padding(self) -> None:
         """Keep what a padding batch may change."""
         # In training the module is restored after its step, and keeps what callbacks do for each optimizer step.
-        self._kept = []
+        trainer, self._kept = self.trainer, []
+        is_padding = trainer.strategy.is_padding_batch() if trainer.training else self.is_padding
         if is_padding:
-            results = self.trainer._results or {}
-            module = self.trainer.lightning_module
-            kept = [*self.metrics(), *results.values(), *([module] if whole_module else [])]
-            self._kept = [*map(ModuleAttributes, kept), *([StepCopies(module)] if whole_module else [])]
+            results = trainer._results or {}
+            self._kept = [*map(ModuleAttributes, [*self.metrics(), *results.values()])]
+            if not trainer.training:
+                module = trainer.lightning_module
+                self._kept += [ModuleAttributes(module), BufferCopies(module)]
 
     def on_batch_end(self, end: Callable[[], None]) -> None:
         self.trainer.strategy.put_back()
@@ -141,7 +139,7 @@ class Counting:
     def _predict(self, step: Callable[..., None], *args: Any) -> None:
         """Make a prediction, which is not kept if it is one of padding."""
         loop, number, dataloader = self.trainer.predict_loop, args[1], args[2]
-        self.sizes = _sizes_in(loop, number, dataloader)
+        self.sizes = samples_of_batch(loop, number, dataloader)
         if not self.is_padding:
             step(*args)
             return
@@ -150,7 +148,7 @@ class Counting:
         seen = getattr(loop._combined_loader.flattened[dataloader].batch_sampler, "seen_batch_indices", None)
         if seen:
             seen[number] = []  # a BasePredictionWriter gets them
-        self.see_padding(True, whole_module=True)
+        self._see_padding()
         step(*args)
         self._put_back()
         for one, length in zip(lists, lengths, strict=True):
@@ -235,8 +233,8 @@ class Counting:
     def _combine_all(self, loop: Any, *, ended: bool) -> None:
         """Combine what was logged for a loader, or outside of loaders at the end. Ranks: all, together."""
         # Every rank gathers once for each loader and once at the end, even if a loader has given it no batch.
-        results = loop._results
-        number = 1 if self.trainer.training or _joins_batches(loop) else len(loop._combined_loader.flattened)
+        results, combined = loop._results, getattr(loop, "_combined_loader", None)
+        number = len(combined.flattened) if combined is not None and combined._mode == "sequential" else 1
         until = number + 1 if ended else (results.dataloader_idx or 0) + 1
         while self._gathers < until:
             self._combine(results, self._gathers if self._gathers < number > 1 else None)
@@ -296,30 +294,18 @@ class StepCopies:
 
     def __init__(self, module: Any, *, but: tuple[type[torch.nn.Module], ...] = ()) -> None:
         # `but`: modules whose own buffers are left as the step makes them.
-        kept: list[Any] = [part for part in module.modules() if isinstance(part, but)]
-        left = {id(one) for part in kept for one in part.buffers()}
-        buffers = (one for one in module.buffers() if not one.is_meta and id(one) not in left)
-        self._buffers = [(one, one.detach().clone()) for one in buffers]
+        self._buffers = BufferCopies(module, but=but)
         self._others = [
-            (vars(part), name, value, value.detach().clone() if isinstance(value, Tensor) else None)
+            (vars(part), name, restorer(value))
             for part in module.modules()
             for name, value in vars(part).items()
             if isinstance(value, (Tensor, float))
         ]
 
     def restore(self) -> None:
-        for attributes, name, value, values in self._others:
-            attributes[name] = value
-            self._write(value, values)
-        for buffer, values in self._buffers:
-            self._write(buffer, values)
-
-    @staticmethod
-    def _write(tensor: Any, values: Tensor | None) -> None:
-        # Writing what is the same could disturb a backward that needs the tensor.
-        if values is not None and not torch.equal(tensor, values):
-            with torch.no_grad():
-                tensor.copy_(values)
+        for attributes, name, put_back in self._others:
+            attributes[name] = put_back()
+        self._buffers.restore()
 
 
 def check_combined(loaders: list[Any], ranks: int) -> None:
@@ -327,7 +313,7 @@ def check_combined(loaders: list[Any], ranks: int) -> None:
     if len(loaders) == 1:
         return
     for number, parts in enumerate(map(parts_of, loaders)):
-        least = None if parts is None else parts.smallest()
+        least = parts.smallest() if isinstance(parts, GlobalBatches) else None
         if least is not None and least < ranks:
             raise ConfigurationError(
                 f"Training loader {number} of {len(loaders)} that are taken together has a batch of {least} samples or"
@@ -338,17 +324,6 @@ def check_combined(loaders: list[Any], ranks: int) -> None:
 
 def _gather(channel: SideChannel) -> Gather:
     return Gather(channel, "what ranks have logged in", watched=True)
-
-
-def _sizes_in(loop: Any, number: int, dataloader_idx: int) -> tuple[int, int] | None:
-    """Return this rank's and all ranks' samples in a batch of an evaluation; ``None`` if they are not known."""
-    # A batch of several loaders taken together counts if this rank has a sample of any of them in it.
-    loaders = loop._combined_loader.flattened
-    parts = [parts_of(one) for one in (loaders if _joins_batches(loop) else [loaders[dataloader_idx]])]
-    if any(one is None for one in parts):
-        return None
-    found = [one.sizes(number % max(len(one), 1)) for one in parts]
-    return sum(one[0] for one in found), sum(one[1] for one in found)
 
 
 def _is_of(one: Any, index: int | None) -> bool:
@@ -415,9 +390,3 @@ def _with_whole_lists(metric: Metric, sync: Callable[..., None], *args: Any, **k
 
 
 _NOTHING = object()
-
-
-def _joins_batches(loop: Any) -> bool:
-    """Return whether each batch of a loop is made of batches of several loaders."""
-    combined = loop._combined_loader
-    return len(combined.flattened) > 1 and combined._mode != "sequential"

@@ -37,7 +37,7 @@ from lightning_lockstep._lightning import _IndexBatchSamplerWrapper
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.loaders.sample_numbers import PlacedBatch, seeded_by_sample
 from lightning_lockstep.steps.generators import kept_generators, seed_generators
-from lightning_lockstep.steps.patching import loader_with
+from lightning_lockstep.steps.patching import length_of, loader_with
 from lightning_lockstep.steps.sample_numbers import BatchPlace
 
 # -- What kind a loader is --
@@ -95,7 +95,7 @@ def drawn(sampler: Any, most: int) -> Order:
     if type(sampler) is RandomSampler and sampler.generator is None and not sampler.replacement:
         return _permutations(len(sampler.data_source), len(sampler))
     items, chunks = iter(sampler), list[Any]()
-    declared = length_in(sampler)
+    declared = length_of(sampler)
     while chunk := list(islice(items, 65_536)):
         chunks.append(numpy.array(chunk) if set(map(type, chunk)) == {int} else chunk)
         if declared is None and sum(map(len, chunks)) > most:
@@ -108,9 +108,7 @@ def drawn(sampler: Any, most: int) -> Order:
         order: Order = numpy.concatenate(chunks)
     else:
         order = [item for chunk in chunks for item in _listed(chunk)]
-    return (
-        order if declared is None else order[:declared]
-    )  # a DataLoader is not asked for more than its length
+    return order[:declared]  # a DataLoader is not asked for more than its length
 
 
 def _permutations(samples: int, count: int) -> Order:
@@ -119,14 +117,6 @@ def _permutations(samples: int, count: int) -> Order:
     rounds = range(-(-count // samples)) if samples else ()
     found = [torch.randperm(samples, generator=generator).numpy() for _ in rounds]
     return found[0][:count] if len(found) == 1 else numpy.concatenate([*found, numpy.arange(0)])[:count]
-
-
-def length_in(sampler: Any) -> int | None:
-    """Return how much a sampler says that it gives, or ``None``."""
-    try:
-        return len(sampler) if isinstance(sampler, Sized) else None
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _listed(part: Order) -> list[Any]:
@@ -148,21 +138,24 @@ class GlobalBatches(Sampler[Any]):
 
     # A unit is what `source` gives: a sample, or a batch or an item that stays whole.
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        source: Any,
-        kind: Kind,
-        sizes: tuple[int, ...],  # of the micro-batches of an optimizer step [units of all ranks]
-        *,
-        multiple: int,  # so many samples are used, or a multiple; those left at the end are dropped
-        share: Share,
-    ) -> None:
-        self.kind, self.source, self.epoch = kind, source, 0
-        self.batch_size = -(-max(sizes) // share.ranks) if kind == "samples" else None
+    def __init__(self, loader: DataLoader[Any], kind: Kind, share: Share) -> None:
+        batches, ranks = asked_sampler(loader.batch_sampler), share.ranks
+        self.kind, self.source, self.epoch = kind, loader.sampler if batches is None else batches, share.epoch
+        # Of the micro-batches of an optimizer step [units of all ranks].
+        sizes: tuple[int, ...] = share.micro_batches or (ranks,)
+        self._multiple = 1  # so many samples are used, or a multiple; those left at the end are dropped
+        if kind == "samples":
+            self.source, sizes = batches.sampler, share.micro_batches or (batches.batch_size * ranks,)
+            if batches.drop_last:
+                # A training epoch has whole optimizer steps, an evaluation the batches of one process, and so has a
+                # batch sampler that the program has made.
+                by_steps = share.trains and loader.batch_size is not None
+                step = sum(share.micro_batches or sizes * share.accumulated)
+                self._multiple = step if by_steps else batches.batch_size
+        self.batch_size = -(-max(sizes) // ranks) if kind == "samples" else None
         self.drop_last = False
         self._own, self._dataset = loader.sampler, loader.dataset
-        self._sizes, self._multiple, self._rank, self._ranks = sizes, multiple, share.rank, share.ranks
+        self._sizes, self._rank, self._ranks = sizes, share.rank, ranks
         self._by_sample, self._accumulated = share.by_sample, max(len(sizes), share.accumulated)
         self._seed = seed_of_run()
         self._order: Order = []
@@ -197,7 +190,7 @@ class GlobalBatches(Sampler[Any]):
         for generator, state in zip(generators, (resumed and resumed[1]) or (), strict=False):
             generator.set_state(state)
         self.drawn_from = [generator.get_state() for generator in generators]
-        most = _TOO_MANY * (length_in(self._dataset) or 0) + 1_000_000
+        most = _TOO_MANY * (length_of(self._dataset) or 0) + 1_000_000
         with kept_generators():  # all ranks draw the same
             seed_generators(self._seed + self.epoch)
             self._order = drawn(self.source, most)
@@ -292,11 +285,10 @@ class GlobalBatches(Sampler[Any]):
 
     def compared(self) -> dict[str, Any]:
         """Return what all ranks must have alike, by what it is called."""
+        kinds = {"samples": "a DataLoader", "batches": "a batch sampler", "items": "batch_size=None"}
         return {
-            "kind": {"samples": "a DataLoader", "batches": "a batch sampler", "items": "batch_size=None"}[
-                self.kind
-            ],
-            {"samples": "samples", "batches": "batches", "items": "items"}[self.kind]: len(self._order),
+            "kind": kinds[self.kind],
+            self.kind: len(self._order),
             "batch_size": self.batch_size,
             "batches of an epoch": len(self),
             "order of the first epoch": f"{self.order_checksum():08x}",
@@ -352,19 +344,7 @@ def divided(loader: Any, share: Share) -> Any:
     kind = kind_of(loader)
     if kind is None:
         return loader
-    batches, ranks = asked_sampler(loader.batch_sampler), share.ranks
-    source, multiple = loader.sampler if batches is None else batches, 1
-    sizes: tuple[int, ...] = share.micro_batches or (ranks,)
-    if kind == "samples":
-        source, sizes = batches.sampler, share.micro_batches or (batches.batch_size * ranks,)
-        if batches.drop_last:
-            # A training epoch has whole optimizer steps, an evaluation the batches of one process, and so has a batch
-            # sampler that the program has made.
-            steps = sizes if share.micro_batches else sizes * share.accumulated
-            by_steps = share.trains and loader.batch_size is not None
-            multiple = sum(steps) if by_steps else batches.batch_size
-    parts = GlobalBatches(loader, source, kind, sizes, multiple=multiple, share=share)
-    parts.epoch = share.epoch
+    parts = GlobalBatches(loader, kind, share)
     parts.draw()
     name = "sampler" if kind == "items" else "batch_sampler"
     predicts = type(loader.batch_sampler) is _IndexBatchSamplerWrapper

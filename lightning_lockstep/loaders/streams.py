@@ -10,7 +10,6 @@ sizes of all parts without a message. A rank without a sample in a batch gets a 
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import sys
 from collections import deque
@@ -24,6 +23,8 @@ import numpy
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from lightning_lockstep.loaders.global_order import seed_of_run
+from lightning_lockstep.steps.generators import exchange_generators
 from lightning_lockstep.steps.patching import LoaderAround, loader_with
 
 # Classes and functions that divide samples among the ranks themselves: data sets, data pipes, a stage of webdataset.
@@ -105,7 +106,7 @@ class StreamParts(IterableDataset[Any]):
         size = self.whole if trains else loader.batch_size or 1
         self._multiple = size if loader.drop_last else 1
         self._collate, self._makes_batches = loader.collate_fn, loader.batch_size is not None
-        self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # as in Lightning's DistributedSampler
+        self.seed = seed_of_run()
         self._epoch = torch.zeros(1, dtype=torch.int64)
         if loader.num_workers:  # which may have been started when the epoch is set
             self._epoch.share_memory_()  # type: ignore[no-untyped-call]
@@ -130,10 +131,6 @@ class StreamParts(IterableDataset[Any]):
     def sizes_known(self) -> bool:
         """Whether ``sizes`` counts samples; what the stream gives may be batches."""
         return self._makes_batches
-
-    def smallest(self) -> int | None:
-        """Return nothing: a stream does not know its end."""
-        return None
 
     def compared(self) -> dict[str, Any]:
         """Return what all ranks must have alike, by what it is called."""
@@ -163,8 +160,8 @@ class _WholeStream:
 
     def __init__(self, dataset: Any, epoch: int, seed: int) -> None:
         self._dataset, self._seed = dataset, seed
-        numbers = torch.Generator().manual_seed(seed), random.Random(seed), numpy.random.MT19937(seed)
-        self._random: Any = numbers[0].get_state(), numbers[1].getstate(), numbers[2]
+        state = torch.Generator().manual_seed(seed).get_state()
+        self._random: Any = state, random.Random(seed).getstate(), numpy.random.MT19937(seed)
         if callable(set_epoch := getattr(dataset, "set_epoch", None)):
             set_epoch(epoch)
         if isinstance(generator := getattr(dataset, "generator", None), torch.Generator):
@@ -179,22 +176,12 @@ class _WholeStream:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        self._exchange()
+        before = exchange_generators(*self._random)
         try:
             with _as_only_worker(self._dataset, self._seed):
                 yield
         finally:
-            self._exchange()
-
-    def _exchange(self) -> None:
-        """Exchange the states of the global generators of torch, Python and numpy."""
-        states = self._random
-        # numpy's whole bit generator is exchanged, because copying its state is slow. Only the second of a pair of
-        # normal numbers, which numpy keeps elsewhere, is lost.
-        self._random = torch.get_rng_state(), random.getstate(), numpy.random.get_bit_generator()  # type: ignore[attr-defined]
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        numpy.random.set_bit_generator(states[2])  # type: ignore[attr-defined]
+            self._random = exchange_generators(*before)
 
 
 @contextmanager

@@ -27,20 +27,21 @@ from lightning_lockstep._lightning import MisconfigurationException, extract_bat
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError
 from lightning_lockstep.loaders.global_order import parts_of
+from lightning_lockstep.steps.patching import do_nothing
 
 _KEY = "num_items"
 _MISSING = object()
 
 
-def samples_of_batch(trainer: Any, number: int) -> tuple[int, int] | None:
-    """Return this rank's and all ranks' samples in a micro-batch of the epoch; ``None`` if they are not known."""
-    # If several loaders are taken together, this is the sum over their batches.
-    combined = trainer.fit_loop._combined_loader
-    if combined is None:
-        return None
+def samples_of_batch(loop: Any, number: int, loader: int = 0) -> tuple[int, int] | None:
+    """Return this rank's and all ranks' samples in a batch of a loop's epoch; ``None`` if they are not known."""
+    # `loader`: its number if the loop takes its loaders one after the other; else this is the sum over their batches.
+    combined = loop._combined_loader
+    loaders = [] if combined is None else combined.flattened
+    if combined is not None and combined._mode == "sequential":
+        loaders = loaders[loader : loader + 1]
     own = total = 0
-    for loader in combined.flattened:
-        parts = parts_of(loader)
+    for parts in map(parts_of, loaders):
         if parts is None:
             return None
         length, place = len(parts), number
@@ -81,7 +82,7 @@ class StepWeights:
         self._own, self._wrong, self._contributes = 0.0, "", False  # of this optimizer step so far
         self._window = -1, 0  # the first micro-batch of this optimizer step, and its samples on all ranks
         self._total: Callable[[], Tensor] | None = None
-        self.left_out: Callable[[], object] = _nothing  # called if there is no optimizer step
+        self.left_out: Callable[[], object] = do_nothing  # called if there is no optimizer step
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -164,20 +165,22 @@ class StepWeights:
 
     def _by_samples(self, trainer: Any, ranks: int) -> float:
         number, accumulated = trainer.fit_loop.epoch_loop.batch_idx, trainer.accumulate_grad_batches
-        mine = samples_of_batch(trainer, number)
+        mine = samples_of_batch(trainer.fit_loop, number)
         if mine is None:
             return 1.0
         first = number // accumulated * accumulated
         if self._window[0] != first or trainer.num_training_batches == math.inf:
             end = min(first + accumulated, trainer.num_training_batches)
-            window = (mine if i == number else samples_of_batch(trainer, i) for i in range(first, int(end)))
+            window = (
+                mine if i == number else samples_of_batch(trainer.fit_loop, i) for i in range(first, int(end))
+            )
             self._window = first, sum(one[1] for one in window if one is not None)
         return float(mine[0] * ranks * accumulated / (self._window[1] or mine[1]))
 
     def of_manual_step(self, trainer: Any, samples: int | None, communicator: Communicator) -> None:
         """Find the weight of a micro-batch in manual optimization, where each counts as an optimizer step."""
         # `samples`: those of this rank's batch if all ranks count them, else None. Ranks: then all, an all-reduce.
-        mine = samples_of_batch(trainer, trainer.fit_loop.epoch_loop.batch_idx)
+        mine = samples_of_batch(trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_idx)
         if samples is not None:
             mine = samples, int(communicator.all_reduce(torch.tensor(samples, dtype=torch.int64)))
         self.weight = 1.0 if not mine or not mine[1] else mine[0] * communicator.world_size / mine[1]
@@ -232,10 +235,6 @@ class StepWeights:
         # In double precision, so that the mean of the losses is as exact as the loss of the whole batch.
         own = loss.detach().to("cpu", torch.float64, copy=True) * self.weight
         return (communicator.all_reduce(own) / communicator.world_size).to(loss)
-
-
-def _nothing() -> None:
-    """Do nothing; a strategy is pickled for ranks that are spawned."""
 
 
 #: Modules with functions through whose backward the losses of other ranks reach this one.

@@ -93,7 +93,7 @@ class Detection:
             trainer.current_epoch, trainer.global_step, place.total_batch_idx, place.batch_idx
         )
         self._buffers.refresh()
-        random = RandomState.capture(self._module.device)
+        random = RandomState.capture()
         self.record = StepRecord(step, args, kwargs, random, self._buffers, occasion)
         self.record.place = place_of(trainer.strategy, [*args, *kwargs.values()][0])
         if self._seeded is not None:

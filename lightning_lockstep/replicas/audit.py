@@ -19,7 +19,7 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -133,18 +133,14 @@ class Audit:
     def _packed(self, batch: Any, index: int) -> bytes:
         module = self._module
         buffers = [buffer for buffer in module.buffers() if can_be_read(buffer)]
-        random = RandomState.capture(self._trainer.strategy.root_device)
+        random = RandomState.capture()
         place = place_of(self._trainer.strategy, batch)
         return packed((step_arguments(module.training_step, batch, index), buffers, random, place))
 
     def _computed(self, data: bytes) -> Result:
         """Run a micro-batch forward and backward, and leave no trace of it."""
         trainer, module = self._trainer, self._module
-        device = trainer.strategy.root_device
-        arguments, values, random, place = unpacked(data, device)
-        if device.type == "cuda":
-            own = torch.cuda.current_device() if device.index is None else device.index
-            random = replace(random, torch_cuda=dict(zip([own], random.torch_cuda.values(), strict=True)))
+        arguments, values, random, place = unpacked(data, trainer.strategy.root_device)
         losses: list[Tensor] = []
 
         @contextmanager

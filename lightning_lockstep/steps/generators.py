@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch import Tensor
 
 _MASK = (1 << 64) - 1
 #: Of SplitMix64: https://prng.di.unimi.it/splitmix64.c
@@ -33,23 +34,30 @@ def seed_generators(key: int) -> None:
     numpy.random.seed(key & 0xFFFFFFFF)
 
 
+def exchange_generators(torch_state: Tensor, python_state: Any, numpy_bits: Any) -> tuple[Tensor, Any, Any]:
+    """Give the global generators of torch (on the CPU), Python and numpy these states, and return those they had."""
+    # numpy's whole bit generator is exchanged, because copying its state is slow. Only the second of a pair of normal
+    # numbers, which numpy keeps elsewhere, is lost.
+    before = torch.get_rng_state(), random.getstate(), numpy.random.get_bit_generator()  # type: ignore[attr-defined]
+    torch.set_rng_state(torch_state)
+    random.setstate(python_state)
+    numpy.random.set_bit_generator(numpy_bits)  # type: ignore[attr-defined]
+    return before
+
+
 _bits = numpy.random.MT19937(0)
 
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
     """Restore the global generators of torch (on the CPU), Python and numpy after the body."""
-    # numpy's whole bit generator is exchanged, because copying its state is slow. Only the second of a pair of normal
-    # numbers, which numpy keeps elsewhere, is lost.
-    states = torch.get_rng_state(), random.getstate()
-    bits = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
-    numpy.random.set_bit_generator(numpy.random.MT19937(0) if bits is _bits else _bits)  # type: ignore[attr-defined]
+    is_within = numpy.random.get_bit_generator() is _bits  # type: ignore[attr-defined]
+    bits = numpy.random.MT19937(0) if is_within else _bits
+    before = exchange_generators(torch.get_rng_state(), random.getstate(), bits)
     try:
         yield
     finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        numpy.random.set_bit_generator(bits)  # type: ignore[attr-defined]
+        exchange_generators(*before)
 
 
 @contextmanager
@@ -65,6 +73,6 @@ def torch_seeded(key: int) -> Iterator[None]:
 
 def gpu_state() -> Any:
     """Return the state of this rank's generator on its GPU, which is on the host; ``None`` without a GPU in use."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # `is_available` asks the driver each time
         return None
     return torch.cuda.get_rng_state()

@@ -31,8 +31,8 @@ from lightning_lockstep._lightning import (
 from lightning_lockstep.distributed.ddp_reducer import ddp_of
 from lightning_lockstep.distributed.local_collectives import LocalAnswers, local_collectives
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.steps.patching import replaced
-from lightning_lockstep.steps.snapshot import BufferCopies, Gradients, ModuleAttributes, RandomState, Snapshot
+from lightning_lockstep.steps.patching import do_nothing, replaced
+from lightning_lockstep.steps.snapshot import BufferCopies, Gradients, ModuleAttributes, RandomState, restored
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def isolated(
             if ddp_of(strategy.model) is not None:
                 stack.enter_context(gradients_apart(module.parameters(), hooks=True))
             stack.enter_context(on_plain_module(strategy))
-        stack.enter_context(replaced(module, log=_nothing))
+        stack.enter_context(replaced(module, log=do_nothing))
         if hasattr(strategy, "weights"):
             stack.enter_context(strategy.weights.apart())
         # A toggled optimizer calls this method, which is about reductions between ranks.
@@ -96,7 +96,7 @@ def from_a_state(
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         parts = BufferCopies(module), ModuleAttributes(module), Gradients(module)
-        stack.enter_context(Snapshot(RandomState.capture(), *parts))
+        stack.enter_context(restored(RandomState.capture(), *parts))
         random.restore()
         restore_buffers()
         answers = stack.enter_context(isolated(trainer, module, answer_collectives=answer_collectives))
@@ -251,7 +251,3 @@ class _NotDistributed(nn.Module):
 
 class _Stopped(Exception):  # noqa: N818  (a signal, no error)
     """Ends a step at the requested optimizer step, or if there is nothing to run backward."""
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing."""

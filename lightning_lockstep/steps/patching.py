@@ -64,6 +64,10 @@ def replaced(owner: object, /, **values: object) -> Iterator[None]:
             put_back()
 
 
+def do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Stand for a function; unlike a lambda it can be pickled, with what has it."""
+
+
 #: Lightning lets a loader that has these methods continue a resumed epoch by itself.
 STATEFUL = ("state_dict", "load_state_dict")
 

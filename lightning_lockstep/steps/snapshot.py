@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import sys
 import tempfile
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -17,99 +16,96 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
+
+from lightning_lockstep.steps.generators import gpu_state
 
 # -- The state of every random number generator that a training step may draw from --
 
 
 @dataclass
 class RandomState:
-    """State of the global generators of torch (CPU and CUDA), Python and numpy, and of given ones of torch."""
+    """State of the global generators of torch (CPU and GPU), Python and numpy, and of given ones of torch."""
 
     torch_cpu: Tensor
-    torch_cuda: dict[int, Tensor]  # by index of the device
+    torch_gpu: Tensor | None
     python: Any
-    numpy: Any  # of the global generator
+    numpy: Any
     others: list[tuple[torch.Generator, Tensor]]
 
     @classmethod
-    def capture(
-        cls, device: torch.device | None = None, others: Iterable[torch.Generator] = ()
-    ) -> RandomState:
-        """Save the states, for CUDA that of ``device`` or of all devices in use; nothing is read from a device."""
-        return cls(
-            torch.get_rng_state(),
-            _cuda_states(device),
-            random.getstate(),
-            numpy.random.get_state(legacy=False),
-            [(generator, generator.get_state()) for generator in others],
-        )
+    def capture(cls, others: Iterable[torch.Generator] = ()) -> RandomState:
+        """Save the states; nothing is read from a device."""
+        states = torch.get_rng_state(), gpu_state(), random.getstate(), numpy.random.get_state(legacy=False)
+        return cls(*states, [(generator, generator.get_state()) for generator in others])
 
     def restore(self) -> None:
         torch.set_rng_state(self.torch_cpu)
-        for index, state in self.torch_cuda.items():
-            torch.cuda.set_rng_state(state, index)
+        if self.torch_gpu is not None:
+            torch.cuda.set_rng_state(self.torch_gpu)
         random.setstate(self.python)
         numpy.random.set_state(self.numpy)
         for generator, state in self.others:
             generator.set_state(state)
 
 
-def _cuda_states(device: torch.device | None) -> dict[int, Tensor]:
-    # The state of a CUDA generator lives on the host: a seed and an offset.
-    if device is not None and device.type != "cuda":
-        return {}
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
-        return {}
-    if device is not None:
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return {index: torch.cuda.get_rng_state(index)}
-    return dict(enumerate(torch.cuda.get_rng_state_all()))
+# -- Attributes of objects that a training step may change, restored in the objects that held them --
+
+_HELD = Tensor, list, set, dict
 
 
-# -- Plain attributes of a module that a training step may change, restored in the objects that held them
-
-
-class ModuleAttributes:
-    """Plain attributes of a module and its submodules: modes, counters, lists, states of torchmetrics."""
+class Attributes:
+    """Attributes of objects, with what tensors, lists, sets and dictionaries among them hold."""
 
     # Containers and tensors are restored in place, because other objects may refer to them.
 
-    # A step never replaces parameters or modules, `_kept_value` sees to the buffers, and the rest is Lightning's.
-    _OTHERS = frozenset({"_parameters", "_modules", "_trainer", "_fabric", "trainer"})
-
-    def __init__(self, module: nn.Module) -> None:
-        # An engine that divides parameters also keeps them in containers, and may change there what they hold.
-        self._parameters = {id(parameter) for parameter in module.parameters()}
+    def __init__(
+        self,
+        owners: Iterable[object],
+        *,
+        but: Collection[str] = (),  # names of attributes that are left as they are
+        leaves: Iterable[Tensor] = (),  # tensors that are left as they are
+    ) -> None:
+        self._but, known = but, {id(tensor) for tensor in leaves}
         self._kept = [
-            (m, {name: self._kept_value(name, v) for name, v in vars(m).items() if name not in self._OTHERS})
-            for m in module.modules()
+            (
+                vars(one),
+                {name: restorer(value, known) for name, value in vars(one).items() if name not in but},
+            )
+            for one in owners
         ]
 
-    def _kept_value(self, name: str, value: Any) -> Callable[[], Any]:
-        if name == "_buffers":
-            return partial(_refill, value, dict(value), {})
-        return _kept(value, set(self._parameters))
-
     def restore(self) -> None:
-        for module, kept in self._kept:
-            attributes = vars(module)
-            for name in [name for name in attributes if name not in kept and name not in self._OTHERS]:
+        for attributes, kept in self._kept:
+            for name in [name for name in attributes if name not in kept and name not in self._but]:
                 del attributes[name]
             for name, put_back in kept.items():
                 attributes[name] = put_back()
 
 
-def _kept(value: Any, seen: set[int]) -> Callable[[], Any]:
+class ModuleAttributes(Attributes):
+    """Plain attributes of a module and its submodules: modes, counters, lists, states of torchmetrics."""
+
+    # A step never replaces parameters or modules, buffers have copies of their own, and the rest is Lightning's.
+    _OTHERS = frozenset({"_parameters", "_modules", "_trainer", "_fabric", "trainer"})
+
+    def __init__(self, module: nn.Module) -> None:
+        # An engine that divides parameters also keeps them in containers, and may change there what they hold.
+        leaves = [*module.parameters(), *module.buffers()]
+        super().__init__(module.modules(), but=self._OTHERS, leaves=leaves)
+
+
+def restorer(value: Any, known: set[int] | None = None) -> Callable[[], Any]:
     """Return a function that returns the same object with the contents that it has now."""
-    if not isinstance(value, (Tensor, list, set, dict)) or id(value) in seen:
+    # `known`: ids of objects that are left as they are.
+    known = set() if known is None else known
+    if not isinstance(value, _HELD) or id(value) in known:
         return lambda: value
     if isinstance(value, Tensor):
         return partial(_with_values, value, value.detach().cpu().clone())
-    seen.add(id(value))
+    known.add(id(value))
     items = dict(value) if isinstance(value, dict) else list(value)
     numbered = items.items() if isinstance(items, dict) else enumerate(items)
-    inner = {k: _kept(item, seen) for k, item in numbered if isinstance(item, (Tensor, list, set, dict))}
+    inner = {key: restorer(item, known) for key, item in numbered if isinstance(item, _HELD)}
     return partial(_refill, value, items, inner)
 
 
@@ -117,7 +113,8 @@ def _with_values(tensor: Tensor, values: Tensor) -> Tensor:
     if tensor.is_inference():
         return values.to(tensor.device)
     # Writing raises the version counter, and autograd would refuse a later backward that needs the tensor.
-    if not torch.equal(tensor.detach().cpu(), values):
+    is_dense = tensor.layout is torch.strided  # torch does not compare others
+    if not is_dense or not torch.equal(tensor.detach().to(values.device), values):
         with torch.no_grad():
             tensor.copy_(values)
     return tensor
@@ -163,9 +160,9 @@ def _own_part(tensor: Tensor) -> Tensor:
 
 
 # -- State that a training step may change, restored to the bit --
-# A :class:`Snapshot` is made of parts, which can be used separately: a trial of a batch size restores everything, a
-# replay all but parameters and optimizers, a split step what a forward leaves behind. Gradients and the state of a new
-# optimizer are replaced by empty ones while the step runs; all else is copied, from a device to host memory.
+# Its parts can be used separately: a trial of a batch size restores everything, a replay all but parameters and
+# optimizers, a split step what a forward leaves behind. The parameters have no gradients while the step runs; all else
+# is copied, from a device to host memory.
 
 # Buffers up to this size [elements] are copied at each refresh; batch norm changes its own without a new version.
 _SMALL = 65_536
@@ -177,21 +174,14 @@ class Part(Protocol):
     def restore(self) -> None: ...
 
 
-class Snapshot:
-    """Several parts, restored together in reverse order; a context manager restores them when its body ends."""
-
-    def __init__(self, *parts: Part) -> None:
-        self._parts = parts
-
-    def restore(self) -> None:
-        for part in reversed(self._parts):
+@contextmanager
+def restored(*parts: Part) -> Iterator[None]:
+    """Restore several parts, in reverse order, when the body ends."""
+    try:
+        yield
+    finally:
+        for part in reversed(parts):
             part.restore()
-
-    def __enter__(self) -> Snapshot:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.restore()
 
 
 def whole_run(
@@ -201,12 +191,12 @@ def whole_run(
     scaler: object | None = None,  # of the precision plugin
     generators: Iterable[torch.Generator] = (),  # of loaders and samplers, in addition to the global ones
     tensors: bool = True,  # False: an engine keeps parameters and buffers itself
-) -> Snapshot:
-    """Return a snapshot of all that training steps change."""
-    parts: list[Part] = [RandomState.capture(others=generators), *map(OptimizerState, optimizers)]
-    parts += [] if scaler is None else [ScalerState(scaler)]
-    parts += [StoredCopies([*module.parameters(), *module.buffers()])] if tensors else []
-    return Snapshot(*parts, ModuleAttributes(module), Gradients(module))
+) -> list[Part]:
+    """Return all that training steps change."""
+    others = [*optimizers, *([] if scaler is None else [scaler])]
+    parts = RandomState.capture(others=generators), Attributes(others, leaves=module.parameters())
+    values = [StoredCopies([*module.parameters(), *module.buffers()])] if tensors else []
+    return [*parts, *values, ModuleAttributes(module), Gradients(module)]
 
 
 class Gradients:
@@ -233,11 +223,15 @@ class BufferCopies:
     # Small buffers are copied each time in one fused call. Large ones (masks, tables) hardly ever change, and are
     # copied only if their version counter has changed.
 
-    def __init__(self, module: nn.Module, *, trusts_versions: bool = True) -> None:
+    def __init__(
+        self, module: nn.Module, *, trusts_versions: bool = True, but: tuple[type[nn.Module], ...] = ()
+    ) -> None:
         # `trusts_versions=False`: copy large ones each time, because a change through ``.data`` does not count.
+        # `but`: modules whose own buffers are left as a step makes them.
         self._smallest = _SMALL if trusts_versions else sys.maxsize
         # These include buffers that are None, which named_buffers() leaves out.
-        self._places = [(part, name) for part in module.modules() for name in part._buffers]
+        parts = [part for part in module.modules() if not isinstance(part, but)]
+        self._places = [(part, name) for part in parts for name in part._buffers]
         self._owners: list[tuple[nn.Module, str]] = []
         self._originals: list[Tensor] = []
         self._copies: list[Tensor] = []
@@ -268,75 +262,6 @@ class BufferCopies:
 
     def restore(self) -> None:
         """Give the buffers the values that they had at the last refresh."""
-        with torch.no_grad():
-            for (module, name), buffer, values in zip(
-                self._owners, self._originals, self._copies, strict=True
-            ):
-                buffer.copy_(values)
-                module._buffers[name] = buffer  # directly, because the module may override `__setattr__`
-
-
-class OptimizerState:
-    """State and settings of an optimizer."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer, self._state = optimizer, optimizer.state
-        self._groups = [
-            {key: _copied(value) for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ]
-        self._attributes = {key: value for key, value in vars(optimizer).items() if _is_plain(value)}
-        tensors = _tensors_in(self._state)
-        self._values = StoredCopies(tensors) if tensors else None
-        self._entries = _with_the_same_tensors(self._state)
-        if self._values is None:
-            # The state has no tensors yet: steps fill another one, and this one does not change.
-            optimizer.state = defaultdict(dict)
-
-    def restore(self) -> None:
-        optimizer = self._optimizer
-        optimizer.state = self._state
-        if self._values is not None:
-            self._state.clear()
-            self._state.update(_with_the_same_tensors(self._entries))
-            self._values.restore()
-        for group, kept in zip(optimizer.param_groups, self._groups, strict=True):
-            for key in [key for key in group if key != "params" and key not in kept]:
-                del group[key]
-            group.update(kept)
-        attributes = vars(optimizer)
-        for key in [
-            key for key, value in attributes.items() if _is_plain(value) and key not in self._attributes
-        ]:
-            del attributes[key]
-        attributes.update(self._attributes)
-
-
-def _tensors_in(state: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(list(state.values())) if isinstance(leaf, Tensor)]
-
-
-def _with_the_same_tensors(state: Any) -> dict[Any, Any]:
-    shared = [*state, *_tensors_in(state)]
-    return copy.deepcopy(dict(state), {id(tensor): tensor for tensor in shared})
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, (bool, int, float, str))
-
-
-class ScalerState:
-    """Everything a gradient scaler holds."""
-
-    def __init__(self, scaler: object) -> None:
-        self._scaler, self._attributes = scaler, _copied(vars(scaler))
-
-    def restore(self) -> None:
-        vars(self._scaler).clear()
-        vars(self._scaler).update(self._attributes)
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return copy.deepcopy(value) if isinstance(value, (dict, list)) else value
+        for (module, name), buffer, values in zip(self._owners, self._originals, self._copies, strict=True):
+            # Directly, because the module may override `__setattr__`.
+            module._buffers[name] = _with_values(buffer, values)

@@ -38,6 +38,7 @@ from lightning_lockstep.steps.patching import (
     STATEFUL,
     LoaderAround,
     batch_size_of,
+    do_nothing,
     length_of,
     loader_with,
     put_in_place,
@@ -86,7 +87,7 @@ class LoaderPosition(Callback):
     def _with_position(self, loader: Any) -> Any:
         batches = getattr(loader, "batch_sampler", None)
         if _divided(loader) is not None:
-            vars(loader).update(state_dict=dict, load_state_dict=_nothing)
+            vars(loader).update(state_dict=dict, load_state_dict=do_nothing)
             return loader
         if _is_stateful(loader) or isinstance(loader, _Resumable) or isinstance(batches, _Resumable):
             return loader
@@ -94,7 +95,7 @@ class LoaderPosition(Callback):
         if getattr(type(loader), "__iter__", None) is not DataLoader.__iter__ or not has_index:
             return _Resumable(loader, self)
         resumable = _Resumable(batches, self)
-        return loader_with(loader, batch_sampler=resumable, state_dict=dict, load_state_dict=_nothing)
+        return loader_with(loader, batch_sampler=resumable, state_dict=dict, load_state_dict=do_nothing)
 
     # -- at a checkpoint --
 
@@ -265,10 +266,6 @@ class _Resume:
         return bool(parts.order_checksum() == record["order"]) and (alone or known)
 
 
-def _nothing(state: Any) -> None:
-    """Stand for a method that loads a state."""
-
-
 class _Resumable(LoaderAround):
     """Gives the batches of a loader, or of a batch sampler; in a resumed epoch it leaves out those that were seen."""
 
@@ -279,7 +276,7 @@ class _Resumable(LoaderAround):
 
     # With these two Lightning lets the loader continue a resumed epoch by itself, and does not warn.
     state_dict: Any = staticmethod(dict)
-    load_state_dict: Any = staticmethod(_nothing)
+    load_state_dict: Any = staticmethod(do_nothing)
 
     def __len__(self) -> int:
         return len(self._loader)

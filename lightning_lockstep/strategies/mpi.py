@@ -81,23 +81,15 @@ def _check_backend(backend: str, options: Mapping[str, Any]) -> None:
     faults.choice("backend", backend, _BACKENDS)
     if "process_group_backend" in options:
         faults.add("process_group_backend was given to LockstepMPIStrategy: expected backend=... instead.")
-    if options.get("start_method", "popen") != "popen":
-        faults.add(
-            f"start_method={options['start_method']!r}: expected none, because mpirun starts the ranks of this"
-            " strategy."
-        )
-    if options.get("on_lost_rank", "end") != "end":
-        faults.add(
-            f"on_lost_rank={options['on_lost_rank']!r}: expected 'end', because mpirun ends all ranks when one does."
-            " Use LockstepDDPStrategy, which starts them itself."
-        )
-    if backend == "mpi" and not has_backend("mpi"):
-        faults.add(
-            "backend='mpi': this torch was built without MPI, like all wheels. Use 'mpi4py', which needs no such"
-            " build."
-        )
-    if backend == "nccl" and not torch.cuda.is_available():
-        faults.add("backend='nccl': there is no CUDA device here. Use 'auto', 'mpi4py' or 'gloo'.")
+    method, loss = options.get("start_method", "popen"), options.get("on_lost_rank", "end")
+    starts = "none, because mpirun starts the ranks of this strategy"
+    faults.check(method == "popen", "start_method", method, starts)
+    ends = "'end', because mpirun ends all ranks when one does. Use LockstepDDPStrategy, which starts them itself"
+    faults.check(loss == "end", "on_lost_rank", loss, ends)
+    without = "'mpi4py', because this torch was built without MPI, like all wheels"
+    faults.check(backend != "mpi" or has_backend("mpi"), "backend", backend, without)
+    no_gpu = "'auto', 'mpi4py' or 'gloo', because there is no CUDA device here"
+    faults.check(backend != "nccl" or torch.cuda.is_available(), "backend", backend, no_gpu)
     faults.raise_all()
     if backend == "mpi4py" and importlib.util.find_spec("mpi4py") is None:
         raise MissingExtraError("mpi4py", extra="mpi", needed_for="backend='mpi4py'")

@@ -82,52 +82,36 @@ _ADVICE = (
 )
 
 
-class UnevenInputs:
-    """What a strategy does about ranks with different numbers of training batches."""
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-
-    def even(
-        self,
-        dataloader: Any,
-        trainer: Any,
-        communicator: Communicator,
-        found: Sequence[tuple[int | None, bool]],  # of all ranks, by `own_length`
-        *,
-        trains: bool,
-    ) -> Any:
-        """Return a loader of which every rank takes the same number of batches, if it is a training loader."""
-        if not trains or communicator.world_size == 1:
+def with_even_batches(
+    dataloader: Any,  # of training
+    policy: Policy,
+    trainer: Any,
+    communicator: Communicator,
+    found: Sequence[tuple[int | None, bool]],  # of all ranks, by `own_length`
+) -> Any:
+    """Return a loader of which every rank takes the same number of batches."""
+    if communicator.world_size == 1:
+        return dataloader
+    lengths, trusted = zip(*found, strict=True)
+    steps = None
+    if None not in lengths:  # if one rank's loader has no length, the lengths of the others do not help
+        if len({batches_taken(trainer, length) for length in lengths}) > 1:
+            notice = check_lengths(lengths, policy)
+            if communicator.is_main:
+                _log.warning(notice)
+        elif all(trusted):
             return dataloader
-        lengths, trusted = zip(*found, strict=True)
-        steps = None
-        if None not in lengths:  # if one rank's loader has no length, the lengths of the others do not help
-            if len({batches_taken(trainer, length) for length in lengths}) > 1:
-                notice = check_lengths(lengths, self._policy)
-                if communicator.is_main:
-                    _log.warning(notice)
-            elif all(trusted):
-                return dataloader
-            # A loader that may end early is given no length, so that Lightning looks one batch ahead for the last one.
-            if self._policy == "error" or all(trusted):
-                steps = (max if self._policy == "join" else min)(lengths)
-        return AgreeingLoader(dataloader, communicator, self._policy, trainer, steps)
+        # A loader that may end early is given no length, so that Lightning looks one batch ahead for the last one.
+        if policy == "error" or all(trusted):
+            steps = (max if policy == "join" else min)(lengths)
+    return AgreeingLoader(dataloader, communicator, policy, trainer, steps)
 
-    def is_padding_batch(self, trainer: Any) -> bool:
-        """Return whether the current training batch comes after the last one of this rank's own."""
-        combined = trainer.fit_loop._combined_loader if self._policy == "join" else None
-        if combined is None:
-            return False
-        own = [getattr(loader, "own_batches", length_of(loader)) for loader in combined.flattened]
-        counts = [math.inf if count is None else count for count in own]
-        last = min(counts) if combined._mode == "min_size" else max(counts)
-        return bool(trainer.fit_loop.epoch_loop.batch_idx >= last)
 
-    def ends_differ(self, trainer: Any) -> bool:
-        """Return whether a rank may have run out of training batches while others have not."""
-        combined = trainer.fit_loop._combined_loader if self._policy == "join" else None
-        return combined is not None and any(hasattr(loader, "own_batches") for loader in combined.flattened)
+def has_run_out(combined: Any, number: int) -> bool:
+    """Return whether batch ``number`` comes after the last one of this rank's own, with the policy ``join``."""
+    own = [getattr(loader, "own_batches", length_of(loader)) for loader in combined.flattened]
+    counts = [math.inf if count is None else count for count in own]
+    return number >= (min if combined._mode == "min_size" else max)(counts)
 
 
 def check_lengths(lengths: Sequence[int], policy: Policy) -> str:

@@ -86,12 +86,11 @@ class LockstepXLAStrategy(XLASteps, RankLifecycle):
         downcast_bf16: bool = False,
         **options: Unpack[OptionsOfXLA],
     ) -> None:
-        if not isinstance(downcast_bf16, bool):
-            raise ConfigurationError(f"downcast_bf16={downcast_bf16!r}: expected True or False.")
         self.downcast_bf16 = downcast_bf16
         accepted = OptionsOfXLA.__optional_keys__
         self.settings, handed_on = taken(LifecycleSettings, type(self), locals(), accepted)
         faults = Faults()
+        faults.flag("downcast_bf16", downcast_bf16)
         for name in ("random_numbers", "batch_norm"):
             if (given := getattr(self.settings, name)) != "of_rank":
                 faults.add(

@@ -17,7 +17,7 @@ from lightning_lockstep.loaders.global_order import in_global_order
 from lightning_lockstep.loaders.weights import StepWeights
 from lightning_lockstep.numerics.precision import requested_precision
 from lightning_lockstep.stopping.loader_position import LoaderPosition
-from lightning_lockstep.strategies.lifecycle import LockstepStrategy
+from lightning_lockstep.strategies.counted_steps import LockstepStrategy
 from lightning_lockstep.strategies.xla_steps import XLASteps
 from lightning_lockstep.xla.replicas import DeviceMesh
 from lightning_lockstep.xla.runtime import XLARuntime
