@@ -307,12 +307,14 @@ def run_checks(
     began, ranks = time.monotonic(), None
     try:
         ranks = network.join() if "network" in names else None
+        options = replace(options, ranks=ranks)
         if ranks is not None and 0 not in ranks.mine:
-            return ranks.serve()
+            for _ in function_of("network")(Machine(), options):
+                pass  # rank 0 shows it
+            return ranks.end()
     except (LaunchError, ImportError) as error:
         say(f"{_PROGRAM}: {error}")
         os._exit(_PROBLEM)  # MPI may hang, or wait for this rank
-    options = replace(options, ranks=ranks)
     results = _as_json(names, options, began) if as_json else _as_table(names, options, least, began)
     status = worst(result.status for result in results)
     code = _ONLY_WARNINGS if strict and status is Status.WARNING else _NO_PROBLEM
