@@ -123,7 +123,7 @@ class Ranks:
         return found
 
     def end(self, code: int = 0) -> int:  # of rank 0
-        """End the test with the exit code of rank 0, whose host may have the store and so ends last; return the code."""
+        """End the test, rank 0 last, because its host may have the store; return the exit code of rank 0."""
         if 0 in self.mine:
             with suppress(RuntimeError):  # the store may be gone
                 self._put("end", {"code": code})
