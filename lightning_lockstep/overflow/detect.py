@@ -140,7 +140,6 @@ class Detection:
         if self.engine is not None and not self.engine.steps_now():
             return False, None  # the batch is accumulated, and is checked at its end
         record.optimizer_steps += 1
-        record.stepped = True
         self._unread.append(record)
         self._steps += 1
         if self._steps % self._every:
@@ -154,7 +153,7 @@ class Detection:
             return
         if self._watch is not None or self._every > 1:
             self._last = record
-        if not record.stepped and self._tracing is None:
+        if not record.optimizer_steps and self._tracing is None:
             # Bad gradients stay bad until the optimizer steps: the first micro-batch after which they are made them so.
             known = any(step.made_gradients_bad for step in self._unread)
             if self._every == 1 and not known and self._micro_batch_is_bad(record):
