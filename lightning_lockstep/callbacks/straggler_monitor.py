@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,8 +16,8 @@ from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.c10d_operators import watch_waits
 from lightning_lockstep.errors import Preempted
 from lightning_lockstep.steps.patching import replaced
-from lightning_lockstep.stragglers.exchange import Collection, StragglerExchange
-from lightning_lockstep.stragglers.verdict import NOBODY, Verdict, change_line, figures, report
+from lightning_lockstep.stragglers.exchange import StragglerExchange
+from lightning_lockstep.stragglers.verdict import NOBODY, Hosts, Verdict, Window, change_line, figures, report
 from lightning_lockstep.stragglers.waiting import Part, StepTimer, part_of_action
 
 _log = logging.getLogger(__name__)
@@ -108,9 +109,7 @@ class StragglerMonitor(EndsWithRun):
         if self._exchange is None or self._timer is None or trainer.global_step == self._global_step:
             return
         self._global_step = trainer.global_step
-        self._exchange.step_done(self._timer.end())
-        if self._exchange.collection is not None:
-            self._tell(trainer, self._exchange.collection)
+        self._tell(trainer, self._exchange.hosts, self._exchange.step_done(self._timer.end()))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the table. Ranks: all; rank 0 waits for the others' last figures, 2 s at most."""
@@ -147,24 +146,20 @@ class StragglerMonitor(EndsWithRun):
 
         self.at_end.enter_context(replaced(profiler, start=started, stop=stopped))
 
-    def _tell(self, trainer: Trainer, collection: Collection) -> None:
-        while collection.windows:
-            window = collection.windows.popleft()
+    def _tell(self, trainer: Trainer, hosts: Hosts, windows: Sequence[Window]) -> None:
+        for window in windows:  # on rank 0 alone there are any
             self.verdict = window.verdict
             if window.changed:
-                _log.warning("%s", change_line(window, collection.hosts))
+                _log.warning("%s", change_line(window, hosts))
             for logger in trainer.loggers:
                 logger.log_metrics(figures(window), step=trainer.global_step)
 
     def _end(self, trainer: Trainer, pl_module: LightningModule, *, timeout: float) -> None:
-        if self._exchange is None:
+        exchange = self._exchange
+        if exchange is None:
             return
-        self._exchange.finish(timeout)
-        collection = self._exchange.collection
-        if collection is not None:
-            self._tell(trainer, collection)
-            self.verdict = collection.tracker.conclusion()
-            # After a failure rank 0 does not wait for the last figures, so it does not report them as missing.
-            missing = collection.missing if timeout > 0 else ()
-            say(report(collection.tracker, collection.hosts, missing))
+        self._tell(trainer, exchange.hosts, exchange.finish(timeout))
+        if trainer.is_global_zero:
+            self.verdict = exchange.tracker.conclusion()
+            say(report(exchange.tracker, exchange.hosts, exchange.missing))
         self.teardown(trainer, pl_module, "fit")
