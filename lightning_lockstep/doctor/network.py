@@ -142,11 +142,14 @@ class Ranks:
         """Return what rank 0 has put under a key; a LaunchError if it is gone, or has ended the test."""
         deadline = time.monotonic() + _IDLE
         try:
-            while not within(_REPLY, functools.partial(self._has, key)):
-                if self._has("end") or time.monotonic() > deadline:
-                    raise TimeoutError(f"it did not go on within {_IDLE:.0f} s, or has ended the test")
+            while True:
+                # The end is asked for first: whatever rank 0 puts under the key, it does before.
+                is_over, has_come = within(_REPLY, lambda: (self._has("end"), self._has(key)))
+                if has_come:
+                    return self._get(key)
+                if is_over or time.monotonic() > deadline:
+                    raise TimeoutError("it has ended the test" if is_over else f"no word in {_IDLE:.0f} s")
                 time.sleep(_LOOK_EVERY)
-            return self._get(key)
         except (RuntimeError, TimeoutError) as error:  # of torch's store: rank 0 is gone
             here, at = socket.gethostname(), f"{self.address}:{self.port}"
             text = f"rank {self.mine[0]} on {here} no longer reaches rank 0 at {at}: {first_line(error)}"
