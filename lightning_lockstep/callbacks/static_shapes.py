@@ -297,9 +297,8 @@ class StaticShapes(EndsWithRun):
         self._compiled = _compiled_so_far(trainer)
         results: Any = trainer._results
         if StaticShapes._mask is not None and results is not None:
-            results.batch_size = int(
-                StaticShapes._mask.sum()
-            )  # the weight of what is logged without a batch_size
+            # The weight of what is logged without a batch_size.
+            results.batch_size = int(StaticShapes._mask.sum())
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Refuse a training step that does not ask which samples are real. Ranks: all, at their first batch."""

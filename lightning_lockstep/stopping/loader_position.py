@@ -70,10 +70,8 @@ class LoaderPosition(Callback):
         self._begins_again, self._lengths = False, None
         process = trainer.strategy.process_dataloader
         if stage == TrainerFn.FITTING and getattr(process, "func", None) != self._process_dataloader:
-            process_dataloader = partial(
-                self._process_dataloader, process
-            )  # which a pickle of the Trainer can hold
-            put_in_place(trainer.strategy, "process_dataloader", process_dataloader)
+            # A partial, which a pickle of the Trainer can hold.
+            put_in_place(trainer.strategy, "process_dataloader", partial(self._process_dataloader, process))
 
     def _process_dataloader(self, process: Callable[[object], object], loader: object) -> object:
         made = process(loader)
