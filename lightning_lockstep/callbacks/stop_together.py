@@ -18,8 +18,9 @@ from lightning_lockstep.distributed.coordination.stop_agreement import StepAgree
 from lightning_lockstep.distributed.failure.process_exit import outcome
 from lightning_lockstep.errors import Preempted
 from lightning_lockstep.launchers.environments import requeue_job, requeue_signal
+from lightning_lockstep.steps.patching import replaced
 from lightning_lockstep.stopping.loader_position import LoaderPosition
-from lightning_lockstep.stopping.stop_requests import SignalWatch, StopFile, connect, count_in_fit
+from lightning_lockstep.stopping.stop_requests import SignalWatch, StopFile, connect
 
 _log = logging.getLogger(__name__)
 PREEMPTED = "preempted"
@@ -94,8 +95,7 @@ class StopTogether(EndsWithRun):
         self.decision = None
         self._agreement = connect()
         self._agreement.start_over(keep_requests=True)
-        count_in_fit(True)
-        self.at_end.callback(count_in_fit, False)
+        self.at_end.enter_context(replaced(self._agreement, in_fit=True))
         LoaderPosition.attach(trainer)  # strategies of this package have done so
         if self.stop_file is not None and trainer.local_rank == 0:
             self._file = StopFile(Path(trainer.default_root_dir, self.stop_file), self._preempt)
