@@ -177,9 +177,9 @@ class AutoBatchSize(BatchSizeFinder, EndsWithRun):
         if self.on_oom != "raise":
             refuse_strategy(trainer)
             self.batches_split = 0
-            self._recovery = Recovery(trainer, pl_module, loss_reduction=self.loss_reduction)
-            self.at_end.callback(setattr, self, "_recovery", None)
-            self.at_end.callback(self._recovery.close)
+            recovery = Recovery(trainer, pl_module, loss_reduction=self.loss_reduction)
+            self.at_end.callback(recovery.close)
+            self.at_end.enter_context(replaced(self, _recovery=recovery))
 
     def scale_batch_size(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search, and let the run go on with what is found, unless ``mode`` is ``off``.

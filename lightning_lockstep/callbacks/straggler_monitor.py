@@ -63,7 +63,7 @@ class StragglerMonitor(EndsWithRun):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Open the side channel while all ranks are here. Ranks: all, together."""
         if stage == "fit":
-            self.teardown(trainer, pl_module, stage)
+            self.at_end.close()
             self.verdict = NOBODY
             if current_communicator().world_size == 1:
                 say(
@@ -76,14 +76,15 @@ class StragglerMonitor(EndsWithRun):
         """Begin to measure. Ranks: all ranks; nothing is sent."""
         communicator = current_communicator()
         if communicator.world_size > 1:
-            self._exchange = StragglerExchange(
+            exchange = StragglerExchange(
                 communicator, every_n_steps=self.every_n_steps, min_share=self.min_share
             )
-            self.at_end.callback(self._exchange.close)
-            self._timer = StepTimer(trainer.strategy.root_device)
+            self.at_end.callback(exchange.close)
+            timer = StepTimer(trainer.strategy.root_device)
+            self.at_end.enter_context(replaced(self, _exchange=exchange, _timer=timer))
             self._global_step = trainer.global_step
-            self._watch_actions(trainer, self._timer)
-            self.at_end.callback(watch_waits(self._timer.wait_begins, self._timer.wait_ends))
+            self._watch_actions(trainer, timer)
+            self.at_end.callback(watch_waits(timer.wait_begins, timer.wait_ends))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave out the first step of an epoch, in which loaders start, a validation and the step after it."""
@@ -113,16 +114,11 @@ class StragglerMonitor(EndsWithRun):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the table. Ranks: all; rank 0 waits for the others' last figures, 2 s at most."""
-        self._end(trainer, pl_module, timeout=_AT_THE_END)
+        self._end(trainer, timeout=_AT_THE_END)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Print the table of what is known. Ranks: any; waits only if all ranks leave together."""
-        self._end(trainer, pl_module, timeout=_AT_THE_END if isinstance(exception, Preempted) else 0.0)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stop measuring. Ranks: any, alone."""
-        super().teardown(trainer, pl_module, stage)
-        self._timer = self._exchange = None
+        self._end(trainer, timeout=_AT_THE_END if isinstance(exception, Preempted) else 0.0)
 
     def _watch_actions(self, trainer: Trainer, timer: StepTimer) -> None:
         """Time loading and the other callbacks through the calls to Lightning's profiler."""
@@ -154,7 +150,7 @@ class StragglerMonitor(EndsWithRun):
             for logger in trainer.loggers:
                 logger.log_metrics(figures(window), step=trainer.global_step)
 
-    def _end(self, trainer: Trainer, pl_module: LightningModule, *, timeout: float) -> None:
+    def _end(self, trainer: Trainer, *, timeout: float) -> None:
         exchange = self._exchange
         if exchange is None:
             return
@@ -162,4 +158,4 @@ class StragglerMonitor(EndsWithRun):
         if trainer.is_global_zero:
             self.verdict = exchange.tracker.conclusion()
             say(report(exchange.tracker, exchange.hosts, exchange.missing))
-        self.teardown(trainer, pl_module, "fit")
+        self.at_end.close()
