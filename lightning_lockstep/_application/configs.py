@@ -131,16 +131,17 @@ class Loader:
         """What can be meant by a key whose part at `depth` is not in `node`, as the end of a sentence."""
         parts = parts_of(override.key_or_group)
         whole, last = ".".join(parts), parts[-1].rpartition("/")[2]
-        there, brought, unset = _keys_in(config), self._brought(config), unset_settings(node)
+        brought, unset = self._brought(config), unset_settings(node)
         beside = [str(key) for key in node if not str(key).startswith("_") and (depth or key != "hydra")]
         beside += unset if depth else self.groups()
         if whole in brought:
             return f" Add {brought[whole]}, which brings it."
         if last not in unset:
-            if meant := _elsewhere(last, there, brought) or did_you_mean(last, beside):
+            known = {**brought, **dict.fromkeys(_keys_in(config), "")}
+            if meant := _elsewhere(last, known) or did_you_mean(last, beside):
                 return meant
-            if near := nearest(last, [_name_of(key) for key in (*there, *brought)], most=1):
-                return _elsewhere(near[0], there, brought)
+            if near := nearest(last, map(_name_of, known), most=1):
+                return _elsewhere(near[0], known)
         has = f" It has: {listed(beside, 12)}." if depth == len(parts) - 1 > 0 else ""
         return f"{has} A new key is added with {'+' if depth else '++'}{override.input_line}"
 
@@ -164,12 +165,13 @@ class Loader:
         return found
 
 
-def _elsewhere(name: str, there: list[str], brought: dict[str, str]) -> str:
-    """Which key of this name is in the configuration or, with the option to add, would be brought; or nothing."""
-    found = sorted((key for key in there if _name_of(key) == name), key=lambda key: key.count("."))[:2]
-    added = [] if found else [key for key in brought if _name_of(key) == name][:2]
-    meant = f" Did you mean {' or '.join(map(repr, found or added))}?" if found or added else ""
-    return f"{meant} Add {' or '.join(map(brought.__getitem__, added))}, which brings it." if added else meant
+def _elsewhere(name: str, known: dict[str, str]) -> str:
+    """Which key of this name is there, or else would be brought by an option, which `known` has for it; or nothing."""
+    found = [key for key in known if _name_of(key) == name]
+    found = sorted((key for key in found if not known[key]), key=lambda key: key.count(".")) or found
+    meant = f" Did you mean {' or '.join(map(repr, found[:2]))}?" if found else ""
+    added = [known[key] for key in found[:2] if known[key]]
+    return f"{meant} Add {' or '.join(added)}, which brings it." if added else meant
 
 
 def _name_of(key: str) -> str:

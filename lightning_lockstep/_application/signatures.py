@@ -185,7 +185,8 @@ def mismatch(value: Any, hint: Any, *, default: Any = inspect.Parameter.empty) -
     if value is default or isinstance(value, (DictConfig, ListConfig)):
         return None
     words: list[str] = []
-    for member in _members(hint):
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    for member in typing.get_args(hint) if is_union else (hint,):
         choices = typing.get_args(member) if typing.get_origin(member) is typing.Literal else ()
         if not choices and member not in _WORDS:
             return None  # only its own constructor can tell
@@ -196,12 +197,6 @@ def mismatch(value: Any, hint: Any, *, default: Any = inspect.Parameter.empty) -
     near = did_you_mean(value, fixed) if isinstance(value, str) else ""
     *others, last = dict.fromkeys(words)
     return f"expected {', '.join(others)}{' or ' if others else ''}{last}.{near}"
-
-
-def _members(hint: Any) -> list[Any]:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return [member for argument in typing.get_args(hint) for member in _members(argument)]
-    return [hint]
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +20,7 @@ from lightning_lockstep._lightning import (
 )
 from lightning_lockstep._trainer import divides_data
 from lightning_lockstep.errors import BatchSizeError
+from lightning_lockstep.loaders.global_order import generators_of
 from lightning_lockstep.steps.patching import loader_with
 
 # -- The error of a search that cannot begin --
@@ -171,9 +171,7 @@ class BatchLoaders:
 
     def generators(self) -> list[torch.Generator]:
         """Return the random generators of loaders and samplers."""
-        holders = itertools.chain.from_iterable((loader, loader.sampler) for loader in self.loaders)
-        found = [getattr(holder, "generator", None) for holder in holders]
-        return [generator for generator in found if isinstance(generator, torch.Generator)]
+        return generators_of(*self.loaders, *(loader.sampler for loader in self.loaders))
 
 
 def loop_of(trainer: Trainer) -> str:

@@ -48,16 +48,11 @@ class Recovery:
         self.trainer, self.module, self.loss_reduction = trainer, module, loss_reduction
         self.rank, self.recovered = current_communicator().rank, 0  # batches of this rank that were split
         self._epoch, self._trained = -1, list[nn.Parameter]()
-        self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
-        self.close = put_in_place(self._loop, "_make_closure", self._make_closure)
+        # Lightning makes the closure of each batch by this method.
+        self.loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+        self.close = put_in_place(self.loop, "_make_closure", partial(_Step, self))
         if (weights := getattr(trainer.strategy, "weights", None)) is not None:
             weights.splits = True
-
-    def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> _Step:
-        """Return the closure that Lightning runs in place of its own."""
-        backward = self._loop._make_backward_fn(optimizer)
-        zero_grad = self._loop._make_zero_grad_fn(batch_idx, optimizer)
-        return _Step(self, kwargs, self._loop._make_step_fn, backward, zero_grad)
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -95,20 +90,16 @@ class _Step(Closure):
 
     # A reference cycle would keep every batch alive until the next garbage collection, so this is not in one.
 
-    def __init__(
-        self,
-        recovery: Recovery,
-        kwargs: dict[str, Any],  # of training_step, the batch first
-        make_step: Callable[[Any], Callable[[], Any]],
-        backward: Callable[[Tensor], None] | None,
-        zero_grad: Callable[[], None] | None,
-    ) -> None:
+    def __init__(self, recovery: Recovery, kwargs: Any, optimizer: Any, batch_idx: int) -> None:
+        # kwargs: of training_step, the batch first.
+        loop = recovery.loop
+        backward: Callable[[Tensor], None] | None = loop._make_backward_fn(optimizer)
         # The gradients that were there when the backward of the whole batch began; empty if it has not.
         self._marks: list[GradientMarks] = []
         marked = None if backward is None else partial(_marked, self._marks, recovery.trained, backward)
-        super().__init__(make_step(kwargs), marked, zero_grad)
-        self._recovery, self._kwargs, self._make_step = recovery, kwargs, make_step
-        self._backward, self._zero_grad = backward, zero_grad
+        self._zero_grad = loop._make_zero_grad_fn(batch_idx, optimizer)
+        super().__init__(loop._make_step_fn(kwargs), marked, self._zero_grad)
+        self._recovery, self._kwargs, self._backward = recovery, kwargs, backward
 
     def closure(self, *args: Any, **kwargs: Any) -> Any:
         # A repetition must not log again. Because this runs around every step, it uses no context manager.
@@ -200,7 +191,7 @@ class _Step(Closure):
         ):
             for part, size, share in zip(parts, sizes, shares, strict=True):
                 log.begin_part(share, size)
-                result = self._make_step({**self._kwargs, name: part})()
+                result = self._recovery.loop._make_step_fn({**self._kwargs, name: part})()
                 if result.closure_loss is None:
                     continue
                 loss = result.closure_loss * (share if self._recovery.loss_reduction == "mean" else 1.0)

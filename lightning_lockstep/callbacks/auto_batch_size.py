@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any, Literal, cast
 
@@ -29,6 +28,7 @@ from lightning_lockstep.batch_size.search_run import (
     say_once,
 )
 from lightning_lockstep.callbacks.effective_batch_size import EffectiveBatchSize
+from lightning_lockstep.callbacks.ends_with_run import EndsWithRun
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.rank_supervisor import current_job, folder_of_run
@@ -36,7 +36,7 @@ from lightning_lockstep.steps.patching import replaced
 from lightning_lockstep.steps.snapshot import RandomState, restored
 
 
-class AutoBatchSize(BatchSizeFinder):
+class AutoBatchSize(BatchSizeFinder, EndsWithRun):
     """Finds the largest batch size that fits on every rank, before a fit, validate, test or predict.
 
     A fit keeps its global batch (the loader's batch size x ``accumulate_grad_batches`` x ranks), and with it its
@@ -129,6 +129,7 @@ class AutoBatchSize(BatchSizeFinder):
                 faults.texts += error.faults
         with faults_as_lightnings():
             faults.raise_all()
+        EndsWithRun.__init__(self)
         super().__init__(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val)
         self.mode, self.steps_per_trial, self.margin = mode, steps_per_trial, margin
         self.init_val, self.max_val, self.max_trials = init_val, max_val, max_trials
@@ -139,8 +140,6 @@ class AutoBatchSize(BatchSizeFinder):
         self.batches_split = 0
         # What divides the global batch of a fit: a callback of the Trainer, or one of its own.
         self._keeper: EffectiveBatchSize | None = None
-        # Restores, when a run ends, the settings that the user did not ask to change.
-        self._as_configured: ExitStack | None = None
         self._recovery: Recovery | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str | None = None) -> None:
@@ -178,7 +177,9 @@ class AutoBatchSize(BatchSizeFinder):
         if self.on_oom != "raise":
             refuse_strategy(trainer)
             self.batches_split = 0
-            self._recovery = Recovery(trainer, pl_module, loss_reduction=self.loss_reduction)
+            recovery = Recovery(trainer, pl_module, loss_reduction=self.loss_reduction)
+            self.at_end.callback(recovery.close)
+            self.at_end.enter_context(replaced(self, _recovery=recovery))
 
     def scale_batch_size(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search, and let the run go on with what is found, unless ``mode`` is ``off``.
@@ -202,9 +203,8 @@ class AutoBatchSize(BatchSizeFinder):
         began = time.perf_counter()
         with place.former_size(on_error_only=True):
             global_batch = None if keeper is None else keeper.global_batch_size
-            most, why = largest_to_try(
-                trainer, place, self.max_val, global_batch, self._as_configured is not None
-            )
+            as_configured = self.global_batch_size is None and keeper not in getattr(trainer, "callbacks", ())
+            most, why = largest_to_try(trainer, place, self.max_val, global_batch, as_configured)
             search = SizeSearch(self.init_val, max_val=most, why_none_above=why, max_trials=self.max_trials)
             trials = TrialRunner(
                 trainer,
@@ -243,19 +243,6 @@ class AutoBatchSize(BatchSizeFinder):
             for logger in trainer.loggers:
                 logger.log_metrics({"batches_split": float(self.batches_split)}, step=trainer.global_step)
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Release the loop, and restore the configured size. Ranks: any, alone."""
-        if self._as_configured is not None:
-            self._as_configured.close()
-            self._as_configured = None
-        if self._recovery is not None:
-            self._recovery.close()
-            self._recovery = None
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Do the same after an error, because Lightning calls no teardown then. Ranks: any, alone."""
-        self.teardown(trainer, pl_module, "fit")
-
     def _place(self, trainer: Trainer, module: LightningModule) -> BatchLoaders:
         """Return where the batch size is kept; if none is asked for, a fit keeps its global batch as configured."""
         # A hook that makes a loader may read the accumulation. A keeper sets its own later, from the size found.
@@ -269,12 +256,11 @@ class AutoBatchSize(BatchSizeFinder):
             )
         if self._keeper is None and self.global_batch_size is None:
             # The user has not asked for another size, so it is restored after the run and does not affect the next one.
-            self._as_configured = ExitStack()
-            self._as_configured.enter_context(place.former_size())
+            self.at_end.enter_context(place.former_size())
             if in_fit(trainer):
                 total = min(place.size * trainer.world_size, place.samples_of_all) * accumulate
                 self._keeper = EffectiveBatchSize(total, batch_arg_name=self.batch_arg_name)
-                self._as_configured.enter_context(replaced(trainer, accumulate_grad_batches=accumulate))
+                self.at_end.enter_context(replaced(trainer, accumulate_grad_batches=accumulate))
         return place
 
 

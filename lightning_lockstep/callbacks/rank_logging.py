@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning_lockstep._settings import LEVELS, Faults
 from lightning_lockstep.callbacks.ends_with_run import EndsWithRun
-from lightning_lockstep.distributed import Communicator, current_communicator
+from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.logs import logger
 from lightning_lockstep.logs.formats import ConsoleHandler, ConsoleTakeover, RankFile, WarningHandler
@@ -81,7 +82,7 @@ class RankOrderedLogging(EndsWithRun):
         if self.files is not None:
             run_folder = trainer.log_dir or trainer.default_root_dir
             folder = communicator.broadcast(str(self.folder or Path(run_folder, "logs")))
-            file = self._open_file(communicator, Path(folder), self.files)
+            file = communicator.agreed(partial(self._open_file, communicator.rank, Path(folder), self.files))
             handlers.append(file)
             logger.local_handlers.append(file)
             self.at_end.callback(logger.local_handlers.remove, file)
@@ -97,19 +98,14 @@ class RankOrderedLogging(EndsWithRun):
         if self._sender is not None:
             self._sender.flush()
 
-    def _open_file(self, communicator: Communicator, folder: Path, style: str) -> RankFile:
-        file, problem = None, ""
+    def _open_file(self, rank: int, folder: Path, style: str) -> RankFile:
         try:
-            file = RankFile(folder, communicator.rank, style=style)
+            return RankFile(folder, rank, style=style)
         except OSError as error:
-            problem = str(error)
-        refused = communicator.agree(file is None, problem)
-        if file is None or refused:
             raise ConfigurationError(
-                f"folder={str(folder)!r}: expected a folder in which every rank can make its log file, or files=None."
-                + "".join(f"\nrank {rank}: {why}" for rank, why in refused.items())
-            )
-        return file
+                f"folder={str(folder)!r}: expected a folder in which every rank can make its log file, or files=None"
+                f" ({error})."
+            ) from error
 
     def _print_the_rest(self) -> None:
         """Print what is held back, before the former handlers are back: those may not print INFO."""

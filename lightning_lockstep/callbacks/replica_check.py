@@ -18,6 +18,7 @@ from lightning_lockstep.replicas.checksums import folded
 from lightning_lockstep.replicas.contents import Buffers, Contents, facts
 from lightning_lockstep.replicas.exchange import RankChecks
 from lightning_lockstep.replicas.report import start_table
+from lightning_lockstep.steps.patching import replaced
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class ReplicaCheck(EndsWithRun):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse an audit that cannot work, and open the side channel. Ranks: all, together."""
         if stage == "fit":
-            self.teardown(trainer, pl_module, stage)
+            self.at_end.close()
             if self.audit_every_n_steps:
                 refuse_audit(trainer)
             if current_communicator().world_size == 1:
@@ -107,16 +108,17 @@ class ReplicaCheck(EndsWithRun):
                 is_fault=is_fault,
             )
         contents = Contents(trainer, pl_module, optimizer_state=self.optimizer_state, buffers=self.buffers)
-        self._checks = RankChecks(
+        checks = RankChecks(
             communicator, trainer, pl_module, contents, every_n_steps=self.every_n_steps, data=self.data
         )
-        self.at_end.callback(self._checks.close)
+        self.at_end.callback(checks.close)
         # All ranks take rank 0's setting, because they must audit together.
         self._audit_every = communicator.broadcast(self.audit_every_n_steps)
-        self._audit = Audit(trainer, pl_module, communicator) if self._audit_every else None
+        audit = Audit(trainer, pl_module, communicator) if self._audit_every else None
+        self.at_end.enter_context(replaced(self, _checks=checks, _audit=audit))
         if contents.left_out and communicator.is_main:
             say(f"ReplicaCheck: {contents.left_out}.")
-        self._checks.check()
+        checks.check()
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -155,12 +157,7 @@ class ReplicaCheck(EndsWithRun):
         if self._checks is not None:
             for text in self._checks.finish(_AT_THE_END):
                 self._act(text)
-        self.teardown(trainer, pl_module, "fit")
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Remove everything. Ranks: any, alone."""
-        super().teardown(trainer, pl_module, stage)
-        self._checks = self._audit = None
+        self.at_end.close()
 
     def _act(self, text: str, *, is_fault: bool = True) -> None:
         if is_fault and self.action == "raise":

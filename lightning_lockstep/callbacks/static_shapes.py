@@ -23,7 +23,7 @@ from lightning_lockstep.batch_size.split_step import samples_in, tensors_in
 from lightning_lockstep.callbacks.auto_batch_size import AutoBatchSize
 from lightning_lockstep.callbacks.ends_with_run import EndsWithRun
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.steps.patching import batch_size_of, put_in_place
+from lightning_lockstep.steps.patching import batch_size_of, replaced
 from lightning_lockstep.xla.runtime import compilations_so_far
 
 _log = logging.getLogger(__name__)
@@ -237,7 +237,7 @@ class StaticShapes(EndsWithRun):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start a new record; refuse what splits batches. Ranks: any, alone."""
-        self.teardown(trainer, pl_module, stage)
+        self.at_end.close()
         self.late = []
         self._sizes: Counter[tuple[str, int]] = Counter()  # largest batch of each loader, by stage
         self._batches: Counter[str] = Counter()  # by stage
@@ -264,8 +264,9 @@ class StaticShapes(EndsWithRun):
             shaped = self._shaped(trainer, batch, dataloader_idx)
             return move(shaped, device=device, dataloader_idx=dataloader_idx)
 
-        self._pads = True
-        self.at_end.callback(put_in_place(strategy, "batch_to_device", batch_to_device))
+        self.at_end.callback(setattr, StaticShapes, "_mask", None)
+        self.at_end.enter_context(replaced(self, _pads=True))
+        self.at_end.enter_context(replaced(strategy, batch_to_device=batch_to_device))
 
     on_sanity_check_start = on_test_start = on_validation_start
 
@@ -297,9 +298,8 @@ class StaticShapes(EndsWithRun):
         self._compiled = _compiled_so_far(trainer)
         results: Any = trainer._results
         if StaticShapes._mask is not None and results is not None:
-            results.batch_size = int(
-                StaticShapes._mask.sum()
-            )  # the weight of what is logged without a batch_size
+            # The weight of what is logged without a batch_size.
+            results.batch_size = int(StaticShapes._mask.sum())
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Refuse a training step that does not ask which samples are real. Ranks: all, at their first batch."""
@@ -332,11 +332,6 @@ class StaticShapes(EndsWithRun):
 
     on_validation_batch_start = on_test_batch_start = on_predict_batch_start = on_train_batch_start
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Restore the strategy. Ranks: any, alone."""
-        super().teardown(trainer, pl_module, stage)
-        self._pads, StaticShapes._mask = False, None
 
     def _loaders(self, trainer: Trainer, stage: str) -> list[Any]:
         loop: Any = trainer._active_loop

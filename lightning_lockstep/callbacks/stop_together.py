@@ -9,23 +9,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_lockstep._lightning import Callback
 from lightning_lockstep._settings import Faults
 from lightning_lockstep._system import write_report
+from lightning_lockstep.callbacks.ends_with_run import EndsWithRun
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.checkpoint_folder import PREEMPTED_FILE
 from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement, StopDecision
 from lightning_lockstep.distributed.failure.process_exit import outcome
 from lightning_lockstep.errors import Preempted
 from lightning_lockstep.launchers.environments import requeue_job, requeue_signal
+from lightning_lockstep.steps.patching import replaced
 from lightning_lockstep.stopping.loader_position import LoaderPosition
-from lightning_lockstep.stopping.stop_requests import SignalWatch, StopFile, connect, count_in_fit
+from lightning_lockstep.stopping.stop_requests import SignalWatch, StopFile, connect
 
 _log = logging.getLogger(__name__)
 PREEMPTED = "preempted"
 
 
-class StopTogether(Callback):
+class StopTogether(EndsWithRun):
     """Ends a fit on all ranks after the same batch, when any rank asks for it.
 
     :func:`set_breakpoint` on any rank ends the fit as early stopping does: ``fit`` returns, and
@@ -62,6 +63,7 @@ class StopTogether(Callback):
         dirpath: str | Path | None = None,
         filename: str = "preempted",
     ) -> None:
+        super().__init__()
         faults = Faults()
         expected = "a list of names, such as ['SIGTERM', 'SIGUSR1']"
         if faults.check(not isinstance(signals, str), "signals", signals, expected):
@@ -88,12 +90,12 @@ class StopTogether(Callback):
         """Connect to the other ranks and begin to count batches from zero. Ranks: all, together."""
         if stage != "fit":
             return
-        self._signal_watch.restore()
+        self.at_end.close()
         self._reset()
         self.decision = None
         self._agreement = connect()
         self._agreement.start_over(keep_requests=True)
-        count_in_fit(True)
+        self.at_end.enter_context(replaced(self._agreement, in_fit=True))
         LoaderPosition.attach(trainer)  # strategies of this package have done so
         if self.stop_file is not None and trainer.local_rank == 0:
             self._file = StopFile(Path(trainer.default_root_dir, self.stop_file), self._preempt)
@@ -103,6 +105,7 @@ class StopTogether(Callback):
         requeues = requeue_signal(trainer._accelerator_connector.cluster_environment)
         numbers = {*(signal.Signals[name] for name in self.signals), *([requeues] if requeues else [])}
         self._signal_watch = SignalWatch(sorted(numbers), self._preempt)
+        self.at_end.callback(self._signal_watch.restore)
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
         """Take over the signals; Lightning has set its own handlers just before. Without a check, before training."""
@@ -136,17 +139,6 @@ class StopTogether(Callback):
         if agreed:
             self._agreement.start_over()  # the requests are answered, and must not stop the next fit
             self._save_and_end(trainer, "; ".join(f"rank {rank}: {why}" for rank, why in agreed.items()))
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Put the signal handlers back."""
-        self._signal_watch.restore()
-        count_in_fit(False)
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Put the signal handlers back; :func:`check_breakpoint` still returns the decision."""
-        if stage == "fit":
-            self._signal_watch.restore()
-            count_in_fit(False)
 
     def _preempt(self, reason: str) -> None:
         if self._agreement is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,8 +16,8 @@ from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.local_collectives import watch_waits
 from lightning_lockstep.errors import Preempted
 from lightning_lockstep.steps.patching import replaced
-from lightning_lockstep.stragglers.exchange import Collection, StragglerExchange
-from lightning_lockstep.stragglers.verdict import NOBODY, Verdict, change_line, figures, report
+from lightning_lockstep.stragglers.exchange import StragglerExchange
+from lightning_lockstep.stragglers.verdict import NOBODY, Hosts, Verdict, Window, change_line, figures, report
 from lightning_lockstep.stragglers.waiting import Part, StepTimer, part_of_action
 
 _log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class StragglerMonitor(EndsWithRun):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Open the side channel while all ranks are here. Ranks: all, together."""
         if stage == "fit":
-            self.teardown(trainer, pl_module, stage)
+            self.at_end.close()
             self.verdict = NOBODY
             if current_communicator().world_size == 1:
                 say(
@@ -75,14 +76,15 @@ class StragglerMonitor(EndsWithRun):
         """Begin to measure. Ranks: all ranks; nothing is sent."""
         communicator = current_communicator()
         if communicator.world_size > 1:
-            self._exchange = StragglerExchange(
+            exchange = StragglerExchange(
                 communicator, every_n_steps=self.every_n_steps, min_share=self.min_share
             )
-            self.at_end.callback(self._exchange.close)
-            self._timer = StepTimer(trainer.strategy.root_device)
+            self.at_end.callback(exchange.close)
+            timer = StepTimer(trainer.strategy.root_device)
+            self.at_end.enter_context(replaced(self, _exchange=exchange, _timer=timer))
             self._global_step = trainer.global_step
-            self._watch_actions(trainer, self._timer)
-            self.at_end.callback(watch_waits(self._timer.wait_begins, self._timer.wait_ends))
+            self._watch_actions(trainer, timer)
+            self.at_end.callback(watch_waits(timer.wait_begins, timer.wait_ends))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave out the first step of an epoch, in which loaders start, a validation and the step after it."""
@@ -108,22 +110,15 @@ class StragglerMonitor(EndsWithRun):
         if self._exchange is None or self._timer is None or trainer.global_step == self._global_step:
             return
         self._global_step = trainer.global_step
-        self._exchange.step_done(self._timer.end())
-        if self._exchange.collection is not None:
-            self._tell(trainer, self._exchange.collection)
+        self._tell(trainer, self._exchange.hosts, self._exchange.step_done(self._timer.end()))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the table. Ranks: all; rank 0 waits for the others' last figures, 2 s at most."""
-        self._end(trainer, pl_module, timeout=_AT_THE_END)
+        self._end(trainer, timeout=_AT_THE_END)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Print the table of what is known. Ranks: any; waits only if all ranks leave together."""
-        self._end(trainer, pl_module, timeout=_AT_THE_END if isinstance(exception, Preempted) else 0.0)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stop measuring. Ranks: any, alone."""
-        super().teardown(trainer, pl_module, stage)
-        self._timer = self._exchange = None
+        self._end(trainer, timeout=_AT_THE_END if isinstance(exception, Preempted) else 0.0)
 
     def _watch_actions(self, trainer: Trainer, timer: StepTimer) -> None:
         """Time loading and the other callbacks through the calls to Lightning's profiler."""
@@ -147,24 +142,20 @@ class StragglerMonitor(EndsWithRun):
 
         self.at_end.enter_context(replaced(profiler, start=started, stop=stopped))
 
-    def _tell(self, trainer: Trainer, collection: Collection) -> None:
-        while collection.windows:
-            window = collection.windows.popleft()
+    def _tell(self, trainer: Trainer, hosts: Hosts, windows: Sequence[Window]) -> None:
+        for window in windows:  # on rank 0 alone there are any
             self.verdict = window.verdict
             if window.changed:
-                _log.warning("%s", change_line(window, collection.hosts))
+                _log.warning("%s", change_line(window, hosts))
             for logger in trainer.loggers:
                 logger.log_metrics(figures(window), step=trainer.global_step)
 
-    def _end(self, trainer: Trainer, pl_module: LightningModule, *, timeout: float) -> None:
-        if self._exchange is None:
+    def _end(self, trainer: Trainer, *, timeout: float) -> None:
+        exchange = self._exchange
+        if exchange is None:
             return
-        self._exchange.finish(timeout)
-        collection = self._exchange.collection
-        if collection is not None:
-            self._tell(trainer, collection)
-            self.verdict = collection.tracker.conclusion()
-            # After a failure rank 0 does not wait for the last figures, so it does not report them as missing.
-            missing = collection.missing if timeout > 0 else ()
-            say(report(collection.tracker, collection.hosts, missing))
-        self.teardown(trainer, pl_module, "fit")
+        self._tell(trainer, exchange.hosts, exchange.finish(timeout))
+        if trainer.is_global_zero:
+            self.verdict = exchange.tracker.conclusion()
+            say(report(exchange.tracker, exchange.hosts, exchange.missing))
+        self.at_end.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_lockstep._settings import is_number, is_whole
@@ -22,37 +22,37 @@ class Limit:
     given: Any
     why: str  # as a clause
     instead: Any = None  # value that does the same, or nearly; None: there is none, so remove the key
-    also: tuple[str, Any] | None = None  # another key that the replacement sets
-
-    def __str__(self) -> str:
-        return " and ".join(f"{path}={value!r}" for path, value in self.changes)
+    also: Mapping[str, Any] = field(default_factory=dict)  # other keys that the replacement sets, by path
 
     @property
-    def changes(self) -> list[tuple[str, Any]]:
+    def changes(self) -> dict[str, Any]:
         """What the replacement sets, by path."""
-        return [(self.path, self.instead), *([self.also] if self.also else [])]
+        return {self.path: self.instead, **self.also}
+
+    def __str__(self) -> str:
+        return " and ".join(f"{path}={value!r}" for path, value in self.changes.items())
 
 
 def refuse_or_adapt(
     config: Mapping[str, Any], device_type: str, adapt: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the configuration without what cannot be done, and a line of text for each replacement."""
-    found = [*_under_lightning(config), *(_on_a_cpu(config) if device_type == "cpu" else ())]
-    refused = []
-    for one in found:
+    refused, adapted, lines = [], dict(config), []
+    for one in (*_under_lightning(config), *(_on_a_cpu(config) if device_type == "cpu" else ())):
         if not adapt or one.instead is None:
             how = "Remove it" if one.instead is None else f"Write {one}, as adapt=True of the strategy does"
             refused.append(f"{one.path}={one.given!r}: {one.why}. {how}.")
+            continue
+        lines.append(f"{one} instead of {one.path}={one.given!r}: {one.why}.")
+        for path, value in one.changes.items():
+            inner = adapted
+            *sections, key = path.split(".")
+            for name in sections:
+                inner[name] = inner = dict(section(inner, name))
+            inner[key] = value
     if refused:
         raise ConfigurationError(refused)
-    adapted = dict(config)
-    for path, value in (change for one in found for change in one.changes):
-        inner = adapted
-        *sections, key = path.split(".")
-        for name in sections:
-            inner[name] = inner = dict(section(inner, name))
-        inner[key] = value
-    return adapted, [f"{one} instead of {one.path}={one.given!r}: {one.why}." for one in found]
+    return adapted, lines
 
 
 def _under_lightning(config: Mapping[str, Any]) -> Iterator[Limit]:
@@ -116,7 +116,7 @@ def _on_a_cpu(config: Mapping[str, Any]) -> Iterator[Limit]:
 
     if section(config, "fp16").get("enabled") is True and not get_accelerator().is_fp16_supported():
         why = "this CPU does not compute in float16; bfloat16 works on every CPU"
-        yield Limit("fp16.enabled", True, why, False, also=("bf16.enabled", True))
+        yield Limit("fp16.enabled", True, why, False, also={"bf16.enabled": True})
     zero = section(config, "zero_optimization")
     offload = section(zero, "offload_optimizer")
     for name in _QUANTIZING:

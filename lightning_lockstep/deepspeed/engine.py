@@ -9,37 +9,15 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_lockstep._settings import restore_variables
 from lightning_lockstep.deepspeed.config_parsing import for_evaluation
-from lightning_lockstep.distributed import Communicator, at_shut_down
-from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.distributed import at_shut_down
 from lightning_lockstep.steps.patching import replaced
-
-# -- Work that each rank does alone, and whose errors are those of all --
-
-_Result = TypeVar("_Result")
-
-
-def agreed(communicator: Communicator, work: Callable[[], _Result]) -> _Result:
-    """Return the result here, or raise on all ranks the ConfigurationError that the work raises on some."""
-    result = None
-    faults: tuple[str, ...] = ()
-    try:
-        result = work()
-    except ConfigurationError as error:
-        faults = error.faults
-    failed = communicator.agree(bool(faults), "\n".join(faults))
-    if not failed:
-        return result  # type: ignore[return-value]  # it has returned
-    if len(failed) == communicator.world_size and len(set(failed.values())) == 1:
-        raise ConfigurationError(faults)
-    raise ConfigurationError([f"rank {rank}: {text}" for rank, text in failed.items()])
-
 
 # -- DeepSpeed's engine, made from what Lightning and this package know of the run --
 

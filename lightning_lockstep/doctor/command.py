@@ -24,7 +24,7 @@ from rich.text import Text
 from rich_argparse import RawDescriptionRichHelpFormatter
 
 import lightning_lockstep
-from lightning_lockstep._settings import did_you_mean
+from lightning_lockstep._settings import did_you_mean, settings_of
 from lightning_lockstep._system import end_programs, usable_cores
 from lightning_lockstep._text import counted, say
 from lightning_lockstep.doctor import network
@@ -261,16 +261,9 @@ def read(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[st
     """Return what a command line asks for: as it was given, the names of checks, and their options."""
     given = _parser().parse_intermixed_args(argv)
     names, folders = select(given.checks)
-    options = CheckOptions(
-        timeout=given.timeout,
-        nproc=given.nproc,
-        hosts=tuple(filter(None, map(str.strip, given.hosts.split(",")))),
-        hostfile=given.hostfile,
-        ssh_args=tuple(given.ssh_args),
-        folders=tuple(folders),
-        model_parameters=given.model_parameters,
-        gpus=given.gpus,
-    )
+    hosts = tuple(filter(None, map(str.strip, given.hosts.split(","))))
+    read = {**vars(given), "hosts": hosts, "ssh_args": tuple(given.ssh_args), "folders": tuple(folders)}
+    options = settings_of(CheckOptions, read)
     if hosts_of(options) and "mpi" not in names:
         raise ConfigurationError(
             "--hosts and --hostfile are for the check mpi. To test the network between hosts, start the doctor on them:"
@@ -307,12 +300,14 @@ def run_checks(
     began, ranks = time.monotonic(), None
     try:
         ranks = network.join() if "network" in names else None
+        options = replace(options, ranks=ranks)
         if ranks is not None and 0 not in ranks.mine:
-            return ranks.serve()
+            for _ in function_of("network")(Machine(), options):
+                pass  # rank 0 shows it
+            return ranks.end()
     except (LaunchError, ImportError) as error:
         say(f"{_PROGRAM}: {error}")
         os._exit(_PROBLEM)  # MPI may hang, or wait for this rank
-    options = replace(options, ranks=ranks)
     results = _as_json(names, options, began) if as_json else _as_table(names, options, least, began)
     status = worst(result.status for result in results)
     code = _ONLY_WARNINGS if strict and status is Status.WARNING else _NO_PROBLEM

@@ -1,4 +1,4 @@
-"""The ranks of the network test: how they meet, what rank 0 asks of them, and what each does then.
+"""The ranks of the network test: how they meet, what they tell each other, and what each of them tests.
 
 ::
 
@@ -7,24 +7,18 @@
                                     |                   |
                        rendezvous_store(), the store of the job, at rank 0
                                           |
-        rank 0                      keys of the store                  every other rank
-          |            facts/R  <-- its host, addresses, versions -->        |
-          |                                                                  |
-          |--- ask() ->  1/asked   reach: addresses and port of each host ---|-> serve(): connects to each
-          |<----------   1/answered/R ---------------------------------------|
-          |                                                                  |
-          |--- ask() ->  2/asked   try: gloo, variables to set --------------|-> starts a process for it
-          |                                                                  |
-          |    each rank's process, network_rank.py, writes a line for each step, and has a deadline for each line:
-          |    start  meet  rendezvous  barrier  all_reduce  memory  large   |
-          |                                                                  |
-          |<----------   2/answered/R ---------------------------------------|
-          |   ...        the same for gloo with an interface set, nccl, nccl without peer-to-peer copies, mpi4py
-          |--- end() ->  N/asked   end, exit code ---------------------------|-> exits with it
-          |<----------   N/answered/R ---------------------------------------|
+    every rank goes through the stages of ``checks/network.py``, does its part of each, and shares the answer:
+                                          |
+        meet()         its host, addresses, versions
+        reach_others() the first rank of a host connects to the other hosts
+        test()         a process for each rank, network_rank.py, tests gloo. It writes a line for each step, and has a
+                       deadline for each line:  start  meet  rendezvous  barrier  all_reduce  memory  large
+           ...         the same for gloo with an interface set, nccl, nccl without peer-to-peer copies, mpi4py
+        end()          the exit code of rank 0
 
-Rank 0 alone decides, in ``checks/network.py``; a rank that does not answer in time is a finding. What can hang does
-so in a process of its own. Only MPI cannot, because a rank starts it once: it runs in a thread of this process.
+share() gives all ranks the answers that rank 0 has received in time, so that all decide the same about the next stage;
+a rank that does not answer is a finding. What can hang does so in a process of its own. Only MPI cannot, because a rank
+starts it once: it runs in a thread of this process.
 """
 
 from __future__ import annotations
@@ -55,7 +49,7 @@ from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.probes import network_rank
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.external_ranks import external_ranks
-from lightning_lockstep.launchers.rank_variables import started_from_outside
+from lightning_lockstep.launchers.rank_variables import find_mpi_rank, started_from_outside
 
 Answer = dict[str, Any]
 T = TypeVar("T")
@@ -73,16 +67,16 @@ def backends_of(strategy: str, accelerator: str) -> tuple[str, ...]:
 # -- The ranks of a job, as one of its processes sees them --
 
 _ARRIVAL = 60.0  # longest wait for ranks that another program starts [s]
-_IDLE = 450.0  # longest wait of a rank for what rank 0 asks next: longer than all steps, and than other checks [s]
+_IDLE = 450.0  # longest wait of a rank for rank 0, which may have other checks and tests of its own [s]
 _REPLY = 30.0  # longest wait for the store, which answers at once unless its host or a link is gone [s]
 _MARGIN = 5.0  # for answers to arrive, beyond the time that they may take [s]
 _LOOK_EVERY = 0.02
-# What rank 0 may set in the environment of another rank's process.
+# What decides which interfaces and copies a backend uses.
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_P2P_DISABLE")
 
 
 class Ranks:
-    """The ranks of a job: what each has reported, and a way to have all of them do something."""
+    """The ranks of a job. Ranks: all, together, in each method."""
 
     def __init__(self, size: int, mine: Sequence[int], store: Any, address: str, port: int) -> None:
         self.size, self.mine = size, tuple(mine)  # mine: ranks of this process
@@ -97,8 +91,6 @@ class Ranks:
             self._listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
         else:
             self._listener = socket.create_server(("" if self.size > len(self.mine) else "127.0.0.1", 0))
-        for rank in self.mine:
-            self._put(f"facts/{rank}", {**host_facts(), "port": self._listener.getsockname()[1]})
 
     @property
     def hosts(self) -> dict[str, list[int]]:
@@ -113,81 +105,84 @@ class Ranks:
         return found
 
     def meet(self) -> None:
-        """Wait until all ranks have reported, on rank 0."""
-        self.facts = self._answers("facts", range(self.size), _ARRIVAL)
+        """Wait until all ranks have reported."""
+        facts = {**host_facts(), "port": self._listener.getsockname()[1]}
+        self.facts = self.share(dict.fromkeys(self.mine, facts), _ARRIVAL)
 
-    def ask(self, limit: float, **request: Any) -> dict[int, Answer]:
-        """Have every rank do something, on rank 0; return what each has answered."""
-        # limit: how long other ranks may take once those of this process have ended [s].
+    def share(self, answers: dict[int, Answer], limit: float) -> dict[int, Answer]:
+        """Return what the ranks have answered, as far as rank 0 has received it within the limit [s]."""
         self._number += 1
-        self._put(f"{self._number}/asked", request)
-        own, others = self._do(request), [rank for rank in range(self.size) if rank not in self.mine]
-        return own | self._answers(f"{self._number}/answered", others, limit + _MARGIN)
+        key = str(self._number)
+        if 0 not in self.mine:
+            for rank, answer in answers.items():
+                self._put(f"{key}/{rank}", answer)
+            return {int(rank): answer for rank, answer in self._of_main(f"{key}/all").items()}
+        others = [rank for rank in range(self.size) if rank not in self.mine]
+        found = dict(sorted({**answers, **self._answers(key, others, limit)}.items()))
+        self._put(f"{key}/all", found)
+        return found
 
-    def serve(self) -> int:
-        """Do what rank 0 asks, on any other rank; return the exit code of all."""
+    def end(self, code: int = 0) -> int:  # of rank 0
+        """End the test, rank 0 last, because its host may have the store; return the exit code of rank 0."""
+        if 0 in self.mine:
+            with suppress(RuntimeError):  # the store may be gone
+                self._put("end", {"code": code})
+                self._answers("ended", [rank for rank in self.facts if rank not in self.mine], 0.0)
+        else:
+            code = int(self._of_main("end")["code"])
+            with suppress(RuntimeError):
+                self._put(f"ended/{self.mine[0]}", {})
+        self._end_processes()
+        self._listener.close()
+        if self._hangs:
+            os._exit(code)
+        return code
+
+    def _of_main(self, key: str) -> Answer:
+        """Return what rank 0 has put under a key; a LaunchError if it is gone, or has ended the test."""
+        deadline = time.monotonic() + _IDLE
         try:
-            while (request := self._next())["do"] != "end":
-                for rank, answer in self._do(request).items():
-                    self._put(f"{self._number}/answered/{rank}", answer)
+            while True:
+                # The end is asked for first: whatever rank 0 puts under the key, it does before.
+                is_over, has_come = within(_REPLY, lambda: (self._has("end"), self._has(key)))
+                if has_come:
+                    return self._get(key)
+                if is_over or time.monotonic() > deadline:
+                    raise TimeoutError("it has ended the test" if is_over else f"no word in {_IDLE:.0f} s")
+                time.sleep(_LOOK_EVERY)
         except (RuntimeError, TimeoutError) as error:  # of torch's store: rank 0 is gone
             here, at = socket.gethostname(), f"{self.address}:{self.port}"
             text = f"rank {self.mine[0]} on {here} no longer reaches rank 0 at {at}: {first_line(error)}"
             raise LaunchError(text) from error
-        code = int(request["code"])
-        with suppress(RuntimeError):
-            self._put(f"{self._number}/answered/{self.mine[0]}", {})
-        self._close(code)
-        return code
 
-    def end(self, code: int) -> None:
-        """Let the other ranks end with an exit code, on rank 0, whose host may have the store and so ends last."""
-        self._number += 1
-        with suppress(RuntimeError):
-            self._put(f"{self._number}/asked", {"do": "end", "code": code})
-            self._answers(f"{self._number}/answered", [r for r in self.facts if r not in self.mine], _MARGIN)
-        self._close(code)
-
-    def _next(self) -> Answer:
-        self._number += 1
-        key, deadline = f"{self._number}/asked", time.monotonic() + _IDLE
-        is_asked = functools.partial(self._store.check, [f"{self._prefix}/{key}"])
-        while not within(_REPLY, is_asked):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"nothing was asked within {_IDLE:.0f} s")
-            time.sleep(_LOOK_EVERY)
-        return self._get(key)
-
-    def _put(self, key: str, value: Answer) -> None:
+    def _put(self, key: str, value: Answer | dict[int, Answer]) -> None:
         self._store.set(f"{self._prefix}/{key}", signed(json.dumps(value).encode()))
 
     def _get(self, key: str) -> Answer:
         return dict(json.loads(verified(self._store.get(f"{self._prefix}/{key}"))))
 
+    def _has(self, *keys: str) -> bool:
+        return bool(self._store.check([f"{self._prefix}/{key}" for key in keys]))
+
     def _answers(self, key: str, ranks: Sequence[int], limit: float) -> dict[int, Answer]:
         """Return what each of these ranks has put under a key within the limit [s]."""
-        keys, deadline = {rank: f"{self._prefix}/{key}/{rank}" for rank in ranks}, time.monotonic() + limit
-        while keys and not self._store.check(list(keys.values())) and time.monotonic() < deadline:
+        keys, deadline = {rank: f"{key}/{rank}" for rank in ranks}, time.monotonic() + limit + _MARGIN
+        while keys and not self._has(*keys.values()) and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY)
-        return {rank: self._get(f"{key}/{rank}") for rank in ranks if self._store.check([keys[rank]])}
+        return {rank: self._get(of_rank) for rank, of_rank in keys.items() if self._has(of_rank)}
 
-    def _do(self, request: Answer) -> dict[int, Answer]:
+    def test(
+        self, backend: str, local_ranks: Mapping[int, int], variables: Mapping[int, Mapping[str, str]]
+    ) -> dict[int, Answer]:
+        """Test a backend on the ranks of this process, each with environment variables; return the answers."""
         self._end_processes()
-        if request["do"] == "reach":
-            return {rank: reach_others(request["hosts"], rank) for rank in self.mine}
-        if request["backend"] == "mpi4py":
+        if backend == "mpi4py":
             return {rank: self._try_mpi() for rank in self.mine}
-        return self._try_torch(request)
-
-    def _try_torch(self, request: Answer) -> dict[int, Answer]:
-        """Test a backend of torch: a process for each rank of this process, all at a time."""
         prefix, timeout = f"{self._prefix}/{self._number}", STEPS["rendezvous"] - _EARLIER
         for rank in self.mine:
-            given = request["variables"].get(str(rank), {})
-            local_rank, place = request["local_ranks"][str(rank)], (self.address, self.port)
-            arguments = (request["backend"], rank, self.size, local_rank, *place, prefix, timeout)
-            allowed = {name: given[name] for name in _VARIABLES if name in given}
-            self._processes[rank] = BackendProcess(arguments, allowed)
+            place = (local_ranks.get(rank, 0), self.address, self.port)
+            arguments = (backend, rank, self.size, *place, prefix, timeout)
+            self._processes[rank] = BackendProcess(arguments, variables.get(rank, {}))
         is_over = is_told = False
         while not is_over:
             looked_at = [process.is_over() for process in self._processes.values()]
@@ -212,12 +207,6 @@ class Ranks:
                 break
         self._hangs = False
         return answers
-
-    def _close(self, code: int) -> None:
-        self._end_processes()
-        self._listener.close()
-        if self._hangs:
-            os._exit(code)
 
     def _end_processes(self) -> None:
         for process in self._processes.values():
@@ -310,6 +299,7 @@ def host_facts() -> Answer:
         "shared_memory": here.limits.shared_memory,
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
         "devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        "of_mpi": find_mpi_rank() is not None,
     }
 
 

@@ -140,7 +140,6 @@ class Detection:
         if self.engine is not None and not self.engine.steps_now():
             return False, None  # the batch is accumulated, and is checked at its end
         record.optimizer_steps += 1
-        record.stepped = True
         self._unread.append(record)
         self._steps += 1
         if self._steps % self._every:
@@ -154,7 +153,7 @@ class Detection:
             return
         if self._watch is not None or self._every > 1:
             self._last = record
-        if not record.stepped and self._tracing is None:
+        if not record.optimizer_steps and self._tracing is None:
             # Bad gradients stay bad until the optimizer steps: the first micro-batch after which they are made them so.
             known = any(step.made_gradients_bad for step in self._unread)
             if self._every == 1 and not known and self._micro_batch_is_bad(record):
@@ -196,7 +195,7 @@ class Detection:
                     origin.occasion.batch_number,
                 )
         else:
-            here = self._on_any_rank(here or origin is not None)
+            here = bool(self._communicator.agree(here or origin is not None))
         if not here:
             return None
         if origin is not None and origin is not record and self._every > 1:
@@ -206,11 +205,6 @@ class Detection:
                 " that later step. With check_every_n_steps=1 a batch is replayed with its own."
             )
         return origin or record
-
-    def _on_any_rank(self, here: bool) -> bool:
-        if self._communicator.world_size == 1:
-            return here
-        return bool(self._communicator.all_reduce(torch.tensor(int(here), dtype=torch.int32), "max"))
 
     def _gradients_are_bad(self, parameters: Iterable[Tensor], others: Sequence[Tensor] = ()) -> bool:
         """Return whether a gradient, if they are looked at, or another value is bad; a GPU is waited for once."""
@@ -234,7 +228,7 @@ class Detection:
         """Return whether gradients or loss are bad after a micro-batch that no optimizer step follows."""
         bad = self._gradients_are_bad(self._module.parameters(), self._losses([record]))
         # With an engine a bad gradient may lie on another rank: all ranks ask.
-        return bad if self.engine is None else self._on_any_rank(bad)
+        return bad if self.engine is None else bool(self._communicator.agree(bad))
 
 
 def _spread_bad_values(flags: Sequence[Tensor], gradient: Tensor) -> Tensor:

@@ -54,18 +54,17 @@ class Diagnosis:
 
     def _what_is_bad(self, record: StepRecord) -> str:
         """Return what was seen, the same on every rank; mark gradients that this detector itself has made nan."""
-        flags = {"activation": has_bad_values(record.activation_flag), "loss": self._is_bad(record.loss)}
+        usual = "the loss or the gradients are not finite"
         if self.settings.mode != "hooks":
-            return "the loss or the gradients are not finite"
+            return usual
+        is_bad = has_bad_values(record.loss, allow_inf=self.settings.allowed.match("loss"))
+        flags = {"activation": has_bad_values(record.activation_flag), "loss": is_bad}
         entries = self.publisher.collect(flags).entries.values()
         if not any(entry["activation"] for entry in entries) or any(entry["loss"] for entry in entries):
-            return "the loss or the gradients are not finite"
+            return usual
         if self.communicator.world_size > 1 and self.engine is None and self.settings.action != "warn":
             record.made_nan = True
         return "an output of a module is not finite, although the loss is"
-
-    def _is_bad(self, loss: Tensor | None) -> bool:
-        return has_bad_values(loss, allow_inf=self.settings.allowed.match("loss"))
 
     @property
     def _scaler(self) -> Any:

@@ -163,9 +163,8 @@ class StepRecord:
     # Detached, as it went into the backward; None before that, or if it does not count.
     loss: Tensor | None = None
     weight: float = 1.0  # the loss was multiplied by it
-    optimizer_steps: int = 0  # that the step has begun so far (manual optimization)
+    optimizer_steps: int = 0  # that the step has begun so far (several in manual optimization)
     activation_flag: Tensor | None = None  # on the device: 0, or nan if one was bad; None: unchecked
-    stepped: bool = False  # an optimizer was about to step
     made_gradients_bad: bool = False  # they were good before, and no optimizer has stepped since
     notes: list[str] = field(default_factory=list)  # for the report
     place: Any = None  # what its random numbers and norms follow; None: the rank's own

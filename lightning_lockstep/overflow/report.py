@@ -22,6 +22,7 @@ from lightning_lockstep.numerics.statistics import json_number
 from lightning_lockstep.overflow.frames import Frame, Producer
 from lightning_lockstep.overflow.replay import Occasion, Remedy
 from lightning_lockstep.overflow.settings import OverflowSettings
+from lightning_lockstep.steps.patching import replaced
 
 # -- The report: what one rank found, what all ranks found together, and how it is printed and written --
 
@@ -195,14 +196,9 @@ class ReportPublisher:
         self.communicator, self.folder, self.settings = communicator, folder, settings
         self._collections = 0
         channel = communicator.side_channel
-        topic = propagation_on(channel).topic("overflow")  # no two runs share one
-        self._gather = Gather(channel, topic, timeout=settings.timeout)
-        patience = min(settings.timeout, _PATIENCE)
-        self._arrivals = Gather(channel, f"{topic}/arrivals", timeout=patience)
-
-    def close(self) -> None:
-        self._gather.close()
-        self._arrivals.close()
+        # No two runs share a topic.
+        self._gather = Gather(channel, propagation_on(channel).topic("overflow"), timeout=settings.timeout)
+        self.close = self._gather.close
 
     def collect(self, entry: Mapping[str, Any], *, for_all: bool = True) -> Gathered:
         """Send this rank's entry, which JSON can hold, and return those that came in time."""
@@ -213,11 +209,8 @@ class ReportPublisher:
     def all_arrive(self) -> bool:
         """Return whether all ranks get here in half a minute; one that is missing may wait in a collective."""
         # A late rank finds the messages of ranks that have given up since; the second round shows that.
-        for _ in range(2):
-            self._collections += 1
-            if self._arrivals.collect(self._collections, None).missing:
-                return False
-        return True
+        with replaced(self._gather, timeout=min(self.settings.timeout, _PATIENCE)):
+            return not any(self.collect({}).missing for _ in range(2))
 
     def publish(self, report: RankReport, why: str) -> str:
         """Print and write the reports of a hit that all know of; return the error's text, the same on all."""

@@ -89,16 +89,10 @@ def refuse_strategy(trainer: Trainer) -> None:
     """Raise if no gradients can be checked, or if they differ among ranks and no engine reports them."""
     if hasattr(trainer.strategy, "engine_gradients"):
         return
-    name = type(trainer.strategy).__name__
-    for why in missing_capabilities(trainer.strategy, "whole_gradients"):
+    for why in missing_capabilities(trainer.strategy, "whole_gradients", "same_weights"):
         raise ConfigurationError(
-            f"OverflowDetector does not work with {name}: {why}. Use a DDP or single-device strategy to find the"
-            " overflow."
-        )
-    if getattr(trainer.strategy, "_model_averaging_period", None):
-        raise ConfigurationError(
-            f"OverflowDetector does not work with model_averaging_period on {name}: between two averages each rank"
-            " has its own gradients, so that one rank would act alone. Train without it to find the overflow."
+            f"OverflowDetector does not work with {type(trainer.strategy).__name__}: {why}. Use a DDP strategy without"
+            " model_averaging_period, or a single device, to find the overflow."
         )
 
 

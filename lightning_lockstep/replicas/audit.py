@@ -48,16 +48,11 @@ _Value = TypeVar("_Value")
 
 def refuse_audit(trainer: Trainer) -> None:
     """Raise if no rank alone can make the step of another one."""
-    name = type(trainer.strategy).__name__
-    missing = missing_capabilities(trainer.strategy, "whole_gradients", "step_alone", "runs_at_once")
-    if getattr(trainer.strategy, "_model_averaging_period", None):
-        missing.append(
-            "it averages the models only from time to time, so the weights of ranks differ in between"
-        )
-    if missing:
+    needed = ("whole_gradients", "step_alone", "runs_at_once", "same_weights")
+    for why in missing_capabilities(trainer.strategy, *needed):
         raise ConfigurationError(
-            f"ReplicaCheck(audit_every_n_steps=...) does not work with {name}: {missing[0]}. Use lockstep_ddp or"
-            " lockstep_mpi, where each rank has the whole model, or leave audit_every_n_steps out."
+            f"ReplicaCheck(audit_every_n_steps=...) does not work with {type(trainer.strategy).__name__}: {why}. Use"
+            " lockstep_ddp or lockstep_mpi, where each rank has the whole model, or leave audit_every_n_steps out."
         )
 
 

@@ -47,14 +47,15 @@ class Contents:
         self.held: dict[str, tuple[int, ...]] = {}
         self._ranks: dict[Any, tuple[int, ...]] = {}  # the same, by mesh and placements
         # An engine that keeps gradients divides the optimizer's state too.
-        self._whole_steps = capabilities_of(trainer.strategy).whole_gradients
+        capabilities = capabilities_of(trainer.strategy)
+        self._whole_steps = capabilities.whole_gradients
         parts = [ranks_of_part(p) for p in module.parameters() if is_divided(p)]
         #: Whether some parameters are divided by torch itself, as by ``fully_shard``.
         self.divided = bool(parts)
         self.sees_gradients = self._whole_steps or self.divided
         #: Which weights, and the state of optimizers for them, are not compared, and why; or nothing.
         self.left_out = ""
-        if getattr(trainer.strategy, "_model_averaging_period", None):
+        if not capabilities.same_weights:
             self.left_out = (
                 "weights are not compared: the strategy averages the models only from time to time"
             )

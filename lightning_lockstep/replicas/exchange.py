@@ -17,6 +17,7 @@ one that is gone ends the run by other means. If rank 0 is frozen, nothing is co
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,11 +26,10 @@ from torch.optim import Optimizer
 
 from lightning_lockstep._lightning import LightningModule
 from lightning_lockstep._text import ranks_in_words
-from lightning_lockstep.distributed import Communicator
+from lightning_lockstep.distributed import Communicator, Gather
 from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement
 from lightning_lockstep.distributed.ddp_reducer import ddp_of
 from lightning_lockstep.distributed.failure.propagation import propagation_on
-from lightning_lockstep.distributed.side_channel.channel import Message, SideChannel
 from lightning_lockstep.replicas.checksums import Checksums, folded
 from lightning_lockstep.replicas.contents import Contents, hyperparameters
 from lightning_lockstep.replicas.data import (
@@ -123,7 +123,7 @@ class RankChecks:
         every_n_steps: int,
         data: bool,
     ) -> None:
-        self._communicator, self._channel = communicator, communicator.side_channel
+        self._communicator = communicator
         self._trainer, self._module, self._contents = trainer, module, contents
         self._place = f"{communicator.host}, {trainer.strategy.root_device}"
         self.count = self._checked = 0  # batches of this fit; those before the last check
@@ -138,15 +138,17 @@ class RankChecks:
             if isinstance(optimizer, Optimizer)
         ]
         self._pending: deque[Check] = deque()  # sent as soon as their numbers are there
+        self._sent = 0
         self._done: deque[Check] = deque(maxlen=_KEPT)
         self._before: dict[str, int] = {}  # the numbers of the last check
         self._statistics: set[str] = set()  # buffers in which each rank has its own
         self._known: set[str] = set()  # tensors and settings that were told
-        self._topic = propagation_on(self._channel).topic("replica")  # no two fits share one
-        self._agreement = StepAgreement(self._channel, name=self._topic)
+        topic = propagation_on(communicator.side_channel).topic("replica")  # no two fits share one
+        self._agreement = StepAgreement(communicator.side_channel, name=topic)
+        self._gather = Gather(communicator.side_channel, f"{topic}/check")
         self._comparison: Comparison | None = None
         if communicator.is_main:
-            self._comparison = Comparison(self._channel, self._topic, self._agreement, trainer)
+            self._comparison = Comparison(self._gather, self._agreement, trainer)
 
     # -- as the fit goes on --
 
@@ -174,8 +176,7 @@ class RankChecks:
 
     def close(self) -> None:
         self._agreement.close()
-        if self._comparison is not None:
-            self._comparison.close()
+        self._gather.close()
         for hook in self._hooks:
             hook.remove()
 
@@ -218,7 +219,8 @@ class RankChecks:
     def _send(self, check: Check) -> None:
         self._before = check.read(self._before)
         self._done.append(check)
-        self._channel.post(f"{self._topic}/check", check.summary(self._statistics), to=0)
+        self._gather.post(self._sent, check.summary(self._statistics), for_all=False)
+        self._sent += 1
 
     # -- when there is a difference, and at the end --
 
@@ -228,14 +230,13 @@ class RankChecks:
             self.check(was_due=False)
         while self._pending:
             self._send(self._pending.popleft())
-        if (comparison := self._comparison) is not None:
-            last = self._done[-1].count
-            if not self._channel.wait_for(lambda: comparison.compared >= last, timeout):
-                _log.warning(
-                    "ReplicaCheck: the check after the last batch was not compared: nothing came from %s within %.0f s",
-                    ranks_in_words(comparison.missing(last)),
-                    timeout,
-                )
+        self._gather.timeout = timeout
+        if missing := self._gather.collect("end", None, for_all=False).missing:
+            _log.warning(
+                "ReplicaCheck: the check after the last batch was not compared: nothing came from %s within %.0f s",
+                ranks_in_words(missing),
+                timeout,
+            )
         return self._meet()
 
     def _meet(self) -> list[str]:
@@ -268,42 +269,35 @@ class RankChecks:
 class Comparison:
     """On rank 0: takes the checks of all ranks, in whatever order they come, and compares each once."""
 
-    def __init__(self, channel: SideChannel, topic: str, agreement: StepAgreement, trainer: Any) -> None:
-        self._news = channel.news
-        self.compared = -1  # batches before the last check that all ranks have sent
+    def __init__(self, gather: Gather, agreement: StepAgreement, trainer: Any) -> None:
+        self._lock = threading.RLock()
+        self._compared = 0  # checks
         # Why the ranks are to meet: what the first check that differed asks, and the last one since.
         self._questions: list[list[Question]] = []
-        self._world_size, self._agreement, self._trainer = channel.world_size, agreement, trainer
-        self._checks: dict[int, dict[int, Any]] = {}  # by count and rank
+        self._gather, self._agreement, self._trainer = gather, agreement, trainer
         self._good: int | None = None  # batches before the last check that found no difference
         self._data = BatchComparison()
-        self.close = channel.on(f"{topic}/check", self._take)
+        gather.on_entry = self._look
 
     def take_questions(self) -> list[Question]:
         """Return what all ranks, which have met, are to find out."""
-        with self._news:
+        with self._lock:
             asked, self._questions = self._questions, []
             return [question for of_check in asked for question in of_check]
 
     def note_equal(self, count: int) -> None:
         """Note that a check has found no difference after all."""
-        with self._news:
+        with self._lock:
             self._good = max(count, self._good or 0)
 
-    def missing(self, count: int) -> list[int]:
-        """Return the ranks whose check has not come."""
-        return [rank for rank in range(self._world_size) if rank not in self._checks.get(count, {})]
-
-    def _take(self, message: Message) -> None:
-        check = message.body
-        with self._news:
-            of_count = self._checks.setdefault(check["count"], {})
-            of_count[message.sender] = check
-            if len(of_count) == self._world_size:
-                self._compare(check["count"], self._checks.pop(check["count"]))
+    def _look(self) -> None:
+        """Compare the checks that have come from all ranks."""
+        with self._lock:
+            while checks := self._gather.take(self._compared):
+                self._compared += 1
+                self._compare(checks[0]["count"], checks)
 
     def _compare(self, count: int, checks: Mapping[int, Any]) -> None:
-        self.compared = count
         # By who holds the same, the number of each rank for it.
         folds: dict[tuple[int, ...], dict[int, int]] = {}
         for rank, check in checks.items():

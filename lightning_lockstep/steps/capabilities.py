@@ -24,6 +24,7 @@ class Capabilities:
     """What can be done with a training step of a strategy."""
 
     whole_gradients: bool = True  # after autograd's backward each rank holds whole gradients in .grad
+    same_weights: bool = True  # ranks hold the same weights after each step
     step_alone: bool = True  # one rank can make a step of the run by itself
     sees_out_of_memory: bool = True  # it is raised at the call that needs the memory
     # If not, operations are collected, and reading a value within a step compiles and runs a part of it.
@@ -34,6 +35,7 @@ class Capabilities:
 
 _WHY = {
     "whole_gradients": "it does not keep whole gradients in `.grad`, or its backward is not autograd's own",
+    "same_weights": "it averages the models only from time to time, so the weights of ranks differ in between",
     "step_alone": (
         "it divides the model or its optimizer among the ranks, reduces between their devices within the step, or"
         " runs the step itself, so a step on one rank alone would not be the step of the run"
@@ -50,6 +52,8 @@ _WHY = {
 
 def capabilities_of(strategy: Strategy) -> Capabilities:
     """Return what a strategy can do: what it states itself, or else what follows from its base classes."""
+    if getattr(strategy, "_model_averaging_period", None):  # of a DDPStrategy
+        return Capabilities(same_weights=False)
     stated: Capabilities | None = getattr(strategy, "step_capabilities", None)
     if stated is not None:
         return stated

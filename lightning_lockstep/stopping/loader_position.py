@@ -19,6 +19,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,7 @@ from lightning_lockstep._text import counted
 from lightning_lockstep._trainer import asks_for_training_loader, limited_batches
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.loaders.global_order import GlobalBatches, generators_of, parts_of, seed_of_run
-from lightning_lockstep.steps.generators import gpu_state, seed_generators
+from lightning_lockstep.steps.generators import gpu_state, kept_generators, seed_generators
 from lightning_lockstep.steps.patching import (
     STATEFUL,
     LoaderAround,
@@ -71,10 +72,8 @@ class LoaderPosition(Callback):
         self._begins_again, self._lengths = False, None
         process = trainer.strategy.process_dataloader
         if stage == TrainerFn.FITTING and getattr(process, "func", None) != self._process_dataloader:
-            process_dataloader = partial(
-                self._process_dataloader, process
-            )  # which a pickle of the Trainer can hold
-            put_in_place(trainer.strategy, "process_dataloader", process_dataloader)
+            # A partial, which a pickle of the Trainer can hold.
+            put_in_place(trainer.strategy, "process_dataloader", partial(self._process_dataloader, process))
 
     def _process_dataloader(self, process: Callable[[object], object], loader: object) -> object:
         made = process(loader)
@@ -286,20 +285,19 @@ class _Resumable(LoaderAround):
 
     def _behind(self, seen: int, drawn_from: list[Any] | None) -> Iterator[Any]:
         # This runs when the first batch is asked for, which without workers is after the start of the training.
-        outside, seed = _states(), self._position.first_batch(self)
-        if drawn_from is not None:
-            _set_states(drawn_from, self)
-        elif seed is not None:  # programs divide orders that they expect to be the same on all ranks
-            seed_generators(seed)
-        self.drawn_from, length = _states(self), length_of(self._loader)
+        seed, length = self._position.first_batch(self), length_of(self._loader)
         if length and seen:  # next to a longer loader it may have begun several times
             seen = (seen - 1) % length + 1
-        batches = iter(self._loader)
-        for _ in range(seen):
-            next(batches, None)
-        batch = next(batches, _NOTHING)  # with the first one an order is drawn
-        if drawn_from is not None or seed is not None:
-            _set_states(outside)
+        with nullcontext() if drawn_from is None and seed is None else kept_generators():
+            if drawn_from is not None:
+                _set_states(drawn_from, self)
+            elif seed is not None:  # programs divide orders that they expect to be the same on all ranks
+                seed_generators(seed)
+            self.drawn_from = _states(self)
+            batches = iter(self._loader)
+            for _ in range(seen):
+                next(batches, None)
+            batch = next(batches, _NOTHING)  # with the first one an order is drawn
         if batch is not _NOTHING:
             yield batch
             yield from batches

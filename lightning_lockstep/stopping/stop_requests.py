@@ -29,7 +29,6 @@ _log = logging.getLogger(__name__)
 _process = os.getpid()
 _active: StepAgreement | None = None
 _early_requests: list[str] = []
-_fit_counts = False
 _lock = threading.RLock()
 
 
@@ -84,9 +83,9 @@ def check_breakpoint(*, reset: bool = False) -> StopDecision | None:
     if agreement is None or not _is_current(agreement):
         agreement = connect()
     decision = agreement.decision
-    if decision is None and not _fit_counts:
+    if decision is None and not agreement.in_fit:
         decision = agreement.passed()
-    if decision is not None and reset and not _fit_counts:
+    if decision is not None and reset and not agreement.in_fit:
         agreement.start_over()
     return decision
 
@@ -102,12 +101,6 @@ def connect() -> StepAgreement:  # on every rank, the first time
     return agreement
 
 
-def count_in_fit(counts: bool) -> None:
-    """Set, on all ranks, whether a fit counts batches, so that :func:`check_breakpoint` must not."""
-    global _fit_counts
-    _fit_counts = counts
-
-
 def _is_current(agreement: StepAgreement) -> bool:
     group, channel = current_group(), agreement.channel
     return channel.usable and channel.world_size == (1 if group is None else group.world_size)
@@ -116,6 +109,7 @@ def _is_current(agreement: StepAgreement) -> bool:
 # -- What can request a stop from outside of the program: a signal, and a file --
 
 Request = Callable[[str], None]
+_LOOK_EVERY = 1.0  # between two looks for a file [s]
 
 
 class SignalWatch:
@@ -156,15 +150,13 @@ class SignalWatch:
 class StopFile:
     """A file that asks for a stop once it exists."""
 
-    def __init__(self, path: Path, request: Request, *, interval: float = 1.0) -> None:
-        self.path, self._request = path, request
-        self._interval = interval  # between two checks for the file [s]
-        self.seen = False
+    def __init__(self, path: Path, request: Request) -> None:
+        self.path, self._request, self.seen = path, request, False
         self._looked = -math.inf
 
     def look(self) -> None:
         """Look for the file, if it was not found and the last look was a while ago; after each batch."""
-        if self.seen or time.monotonic() - self._looked < self._interval:
+        if self.seen or time.monotonic() - self._looked < _LOOK_EVERY:
             return
         self._looked = time.monotonic()
         # Network disks answer EACCES, EIO or ESTALE for a while, which counts as no file, and `Path.exists` raises.

@@ -2,101 +2,67 @@
 
 from __future__ import annotations
 
-import threading
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections import deque
 
-from lightning_lockstep.distributed import Communicator
+from lightning_lockstep.distributed import Communicator, Gather
 from lightning_lockstep.distributed.failure.propagation import propagation_on
-from lightning_lockstep.distributed.side_channel.channel import Message
 from lightning_lockstep.stragglers.verdict import StragglerTracker, Window
 from lightning_lockstep.stragglers.waiting import OwnStep, RankTimes
 
 
-class Collection:
-    """What rank 0 does with the steps that the ranks have sent: waits until all have come, then compares."""
-
-    def __init__(self, world_size: int, tracker: StragglerTracker) -> None:
-        self.tracker, self.windows = tracker, deque[Window]()  # completed, and not taken yet
-        self.hosts: dict[int, str] = {}
-        self.missing: frozenset[int] = frozenset()  # ranks whose last steps had not come at the end
-        self._lock = threading.Lock()
-        self._ranks = range(world_size)
-        self._steps: dict[int, dict[int, RankTimes]] = defaultdict(dict)  # by step and rank
-        self._reached = dict.fromkeys(self._ranks, -1)
-        self._finished: set[int] = set()
-
-    @property
-    def complete(self) -> bool:
-        """Whether the last steps of all ranks have come."""
-        return len(self._finished) == len(self._ranks)
-
-    def take(self, message: Message) -> None:
-        """Take a message of :class:`StragglerExchange`."""
-        rank, body = message.sender, message.body
-        with self._lock:
-            if self.missing:
-                return  # the comparison is over
-            self.hosts[rank] = body["host"]
-            for number, *times in body["steps"]:
-                self._steps[number][rank] = RankTimes(*times)
-            self._reached[rank] = body["reached"]
-            if body["final"]:
-                self._finished.add(rank)
-            self._compare(self._ranks)
-
-    def finish(self) -> None:
-        """Compare what has come, without the ranks whose last steps have not."""
-        with self._lock:
-            self.missing = frozenset(self._ranks) - self._finished
-            self._compare(self._finished)
-            self.windows.extend(filter(None, [self.tracker.decide_now()]))
-
-    def _compare(self, ranks: Iterable[int]) -> None:
-        """Compare the steps that all of these ranks have reached."""
-        reached = min((self._reached[rank] for rank in ranks), default=-1)
-        for number in sorted(step for step in self._steps if step <= reached):
-            self.windows.extend(filter(None, [self.tracker.add(number, self._steps.pop(number))]))
-
-
 class StragglerExchange:
-    """Sends this rank's steps to rank 0; one object on every rank for each fit."""
+    """Sends this rank's steps to rank 0, which compares them; one object on every rank for each fit."""
+
+    # They are sent in batches of `every_n_steps`. On a GPU the last of them may not be known at once: then a batch is
+    # sent after a later step.
 
     def __init__(self, communicator: Communicator, *, every_n_steps: int, min_share: float) -> None:
         channel, world_size = communicator.side_channel, communicator.world_size
-        self._channel, self._host, self._every = channel, communicator.host, every_n_steps
-        self._topic = propagation_on(channel).topic("straggler")  # no two fits share one
-        self.collection: Collection | None = None  # of rank 0
-        self.close: Callable[[], None] = lambda: None
-        if communicator.is_main:
-            tracker = StragglerTracker(world_size, every_n_steps=every_n_steps, min_share=min_share)
-            self.collection = Collection(world_size, tracker)
-            self.close = channel.on(self._topic, self.collection.take)
-        self._steps: deque[tuple[int, OwnStep]] = deque()  # not sent yet
-        self._reached = -1
+        # No two fits share a topic.
+        self._gather = Gather(channel, propagation_on(channel).topic("straggler"))
+        self.close = self._gather.close
+        self._host, self._every = communicator.host, every_n_steps
+        self._batches: deque[list[OwnStep | None]] = deque([[]])  # not sent yet; the last has room
+        self._sent = self._compared = 0  # batches
+        # Of rank 0:
+        self.tracker = StragglerTracker(world_size, every_n_steps=every_n_steps, min_share=min_share)
+        self.hosts: dict[int, str] = {}
+        self.missing: tuple[int, ...] = ()  # ranks whose last steps had not come at the end
 
-    def step_done(self, own: OwnStep | None) -> None:  # None: not measured
-        """Note the next step, and send the last ones if it is time to; from the main thread."""
-        self._reached += 1
-        if own is not None:
-            self._steps.append((self._reached, own))
-        if (self._reached + 1) % self._every == 0:
-            self._send(final=False)
+    def step_done(self, own: OwnStep | None) -> list[Window]:  # None: not measured
+        """Note the next step, and send what is complete; return what rank 0 has found since; from the main thread."""
+        self._batches[-1].append(own)
+        if len(self._batches[-1]) == self._every:
+            self._batches.append([])
+        while len(self._batches) > 1 and all(one is None or one.is_known for one in self._batches[0]):
+            self._send()
+        return self._found()
 
-    def finish(self, timeout: float) -> None:  # of rank 0 [s]; 0 after a failure
-        """Send the last steps; rank 0 waits for those of the others and compares what has come."""
-        self._send(final=True)
-        collection = self.collection
-        if collection is not None:
-            if timeout > 0:
-                self._channel.wait_for(lambda: collection.complete, timeout)
-            collection.finish()
+    def finish(self, timeout: float) -> list[Window]:  # of rank 0 [s]; 0 after a failure
+        """Send the last steps; rank 0 waits for those of the others, and returns what the steps show that have come."""
+        while self._batches:
+            self._send()
+        if timeout > 0:
+            self._gather.timeout = timeout
+            self.missing = self._gather.collect("last", None, for_all=False).missing
+        return [*self._found(whole=False), *filter(None, [self.tracker.decide_now()])]
 
-    def _send(self, *, final: bool) -> None:
-        known = []
-        while self._steps and self._steps[0][1].is_known:  # on a GPU the last ones may not be
-            number, own = self._steps.popleft()
-            known.append([number, *own.times()])
-        reached = self._steps[0][0] - 1 if self._steps else self._reached
-        body = {"host": self._host, "steps": known, "reached": reached, "final": final}
-        self._channel.post(self._topic, body, to=0)
+    def _send(self) -> None:
+        steps = [own.times() if own is not None and own.is_known else None for own in self._batches.popleft()]
+        self._gather.post(self._sent, {"host": self._host, "steps": steps}, for_all=False)
+        self._sent += 1
+
+    def _found(self, *, whole: bool = True) -> list[Window]:
+        """Compare the batches that have come from all ranks, or else from any."""
+        found: list[Window] = []
+        while of_ranks := self._gather.take(self._compared, whole=whole):
+            self.hosts |= {rank: sent["host"] for rank, sent in of_ranks.items()}
+            for place in range(self._every):
+                steps = {rank: sent["steps"][place : place + 1] for rank, sent in of_ranks.items()}
+                if times := {
+                    rank: RankTimes(*one) for rank, of_rank in steps.items() for one in of_rank if one
+                }:
+                    number = self._compared * self._every + place
+                    found += filter(None, [self.tracker.add(number, times)])
+            self._compared += 1
+        return found

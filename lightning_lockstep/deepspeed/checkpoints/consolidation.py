@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -114,46 +114,38 @@ def find_values(checkpoint: Checkpoint, dtype: Dtype) -> dict[str, Values]:
     names = first.get(NAMES) if checkpoint.optimizer_states else None
     if names is None:
         names = {name: name for name in saved if name not in first["buffer_names"]}
+    # What was one tensor when it was saved is one again in a mapped file, also the empty one of stage 3.
+    at_place: dict[object, set[str]] = {}
+    for name, parameter in names.items():
+        if parameter in known:
+            at_place.setdefault(place_of(saved[name]), set()).add(parameter)
+    found: dict[object, Values] = {}  # of each parameter, or of each place in a file
     values: dict[str, Values] = {}
-    of_parameters: dict[str, Values] = {}
+    lost = []
     for name, tensor in saved.items():
         parameter = names.get(name, "")
+        if parameter not in known and len(others := at_place.get(place_of(tensor), set())) == 1:
+            (parameter,) = others
         if parameter in known and (dtype == "float32" or is_divided):
-            found = known[parameter]
-            written = _written(found.parts[0].dtype if parameter in frozen else tensor.dtype, dtype)
-            values[name] = of_parameters.setdefault(parameter, replace(found, dtype=written))
+            of = known[parameter]
+            written = _written(of.parts[0].dtype if parameter in frozen else tensor.dtype, dtype)
+            values[name] = found.setdefault(parameter, replace(of, dtype=written))
         elif not is_divided or tensor.numel() > 0 or not parameter:
-            values[name] = Values(tensor.shape, _written(tensor.dtype, dtype), [_flat(tensor)])
-    aliases = _aliases(saved, values, known)
-    lost = [name for name in saved if name not in values and name not in aliases]
+            of = Values(tensor.shape, _written(tensor.dtype, dtype), [_flat(tensor)])
+            values[name] = found.setdefault(place_of(tensor), of)
+        else:
+            lost.append(name)
     if lost and first["frozen_param_shapes"] is not None:
         raise ConfigurationError(
             f"{checkpoint.folder}: holds no values of {', '.join(lost)}. In stage 3 DeepSpeed saves only parameters"
             " that the optimizer has, and frozen ones, by the names of named_parameters(). If the module's state_dict()"
             " gives other names, save the checkpoint with LockstepDeepSpeedStrategy, which adds them."
         )
-    return values | {name: values[source] for name, source in aliases.items()}
+    return values
 
 
 def _written(saved: torch.dtype, dtype: Dtype) -> torch.dtype:
     return torch.float32 if dtype == "float32" and saved in _HALF else saved
-
-
-def _aliases(
-    saved: Mapping[str, Tensor], values: Mapping[str, Values], masters: Mapping[str, Values]
-) -> dict[str, str]:
-    """Return for each name that shares the values of another one that other name."""
-    # What was one tensor when it was saved is one again in a mapped file, also the empty one of stage 3.
-    same: dict[object, list[str]] = {}
-    for name, tensor in saved.items():
-        same.setdefault(place_of(tensor), []).append(name)
-    aliases: dict[str, str] = {}
-    for names in same.values():
-        known = [name for name in names if name in values]
-        if len(known) == 1 or (known and saved[known[0]].numel() > 0):
-            source = next((name for name in known if name in masters), known[0])
-            aliases |= {name: source for name in names if name != source}
-    return aliases
 
 
 def master_vectors(checkpoint: Checkpoint) -> list[Sequence[Tensor]]:

@@ -23,6 +23,7 @@ from lightning_lockstep.distributed.plain_data import Inert, is_plain
 from lightning_lockstep.errors import ConfigurationError
 
 _MOST_NAMED = 5  # parameters in one message
+_MASTERS = "float32 weights"
 
 
 class SavedOptimizer:
@@ -45,16 +46,11 @@ class SavedOptimizer:
         kinds, self.odd = _kinds(first, vectors[0], paddings)
         groups = _torch_state(states[0])["param_groups"]
         shapes = checkpoint.model_states[0]["param_shapes"]
-        # Float32 weights, by the names of the parameters.
-        self._masters = put_together(checkpoint, vectors)
-        # One for each value, such as exp_avg: by its key, by the names of the parameters.
-        self._moments = {
-            name: put_together(
-                checkpoint, [[entry[name] for entry in entries] for entries in entries_of_ranks]
-            )
-            for name, is_moment in kinds.items()
-            if is_moment
-        }
+        # Float32 weights, and one for each of their values, such as exp_avg: by the names of the parameters.
+        self._values = {_MASTERS: put_together(checkpoint, vectors)}
+        for key in (name for name, is_moment in kinds.items() if is_moment):
+            of_ranks = [[entry[key] for entry in entries] for entries in entries_of_ranks]
+            self._values[key] = put_together(checkpoint, of_ranks)
         # Of each group: what is kept once, such as step; the options, such as lr; the names of the parameters.
         self._shared = [
             {name: first[ids[0]][name] for name in kinds if ids and not kinds[name]}
@@ -79,7 +75,7 @@ class SavedOptimizer:
             for parameter in group
         }
         saved = {
-            name: f"{tuple(self._masters[name].shape)} in group {number}"
+            name: f"{tuple(self._values[_MASTERS][name].shape)} in group {number}"
             for number, group in enumerate(self._names)
             for name in group
         }
@@ -104,13 +100,12 @@ class SavedOptimizer:
             ids = range(len(entries), len(entries) + len(vectors))
             options.append({**saved, "params": list(ids)})
             for vector, pieces in vectors:
-                made = {key: torch.zeros_like(vector.detach()) for key in self._moments}
+                made = {key: torch.zeros_like(vector.detach()) for key in self._values if key != _MASTERS}
                 entries.append({**deepcopy(shared), **made})
-                for parameter, start, place, length in pieces:
-                    name = names[parameter]
-                    self._masters[name].copy_to(vector.detach()[place : place + length], start)
-                    for key, moments in self._moments.items():
-                        moments[name].copy_to(made[key][place : place + length], start)
+                for key, into in {_MASTERS: vector.detach(), **made}.items():
+                    for parameter, start, place, length in pieces:
+                        values = self._values[key][names[parameter]]
+                        values.copy_to(into[place : place + length], start)
         state = {number: entry for number, entry in enumerate(entries) if entry}
         adapter.load_state({"state": state, "param_groups": options})
         adapter.set_flags(self._overflow, self._scaler)

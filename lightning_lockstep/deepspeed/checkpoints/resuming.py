@@ -28,7 +28,6 @@ from lightning_lockstep.deepspeed.checkpoints.file_names import CheckpointFolder
 from lightning_lockstep.deepspeed.checkpoints.files import find_folder, read_checkpoint, read_file
 from lightning_lockstep.deepspeed.checkpoints.redivision import SavedOptimizer, check_options
 from lightning_lockstep.deepspeed.config_parsing import section
-from lightning_lockstep.deepspeed.engine import agreed
 from lightning_lockstep.deepspeed.engine_adapters import ORDER, EngineAdapter, adapter_of
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.plain_data import is_plain, plain_entries
@@ -106,7 +105,7 @@ def whole_checkpoint(
     """Return a checkpoint folder with whole weights, for any number of ranks; on all ranks together."""
     is_other = divided and not communicator.is_main
     without = names_of_parameters(module, module.state_dict()) if is_other else {}
-    return agreed(communicator, lambda: consolidated(folder, without=without))
+    return communicator.agreed(lambda: consolidated(folder, without=without))
 
 
 def load_plain_weights(
@@ -199,7 +198,7 @@ def open_folder(
         _check_layout(adapter, found, first, why, communicator.rank)
         return checkpoint, partial(_load_by_order, adapter, module, found, frozenset(first["module"]))
 
-    return agreed(communicator, opened)
+    return communicator.agreed(opened)
 
 
 def _entries_of_lightning(found: CheckpointFolder, first: dict[str, Any], plain_only: bool) -> dict[str, Any]:

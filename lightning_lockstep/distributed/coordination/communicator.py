@@ -24,6 +24,7 @@ from lightning_lockstep.distributed.process_group import (
 )
 from lightning_lockstep.distributed.side_channel.channel import SideChannel
 from lightning_lockstep.distributed.side_channel.opening import close_side_channel, open_side_channel
+from lightning_lockstep.errors import ConfigurationError
 
 ReduceOperation = Literal["sum", "mean", "min", "max"]
 _OPERATIONS = {
@@ -132,6 +133,19 @@ class Communicator:
             return {}
         reasons = enumerate(self.gather(reason if flag else None))
         return {rank: text for rank, text in reasons if text is not None}
+
+    def agreed(self, work: Callable[[], _Object]) -> _Object:
+        """Return the result here, or raise on all ranks the ConfigurationError that the work raises on some."""
+        faults: tuple[str, ...] = ()
+        try:
+            result = work()
+        except ConfigurationError as error:
+            faults = error.faults
+        if failed := self.agree(bool(faults), "\n".join(faults)):
+            if len(failed) == self.world_size and len(set(failed.values())) == 1:
+                raise ConfigurationError(faults)
+            raise ConfigurationError([f"rank {rank}: {text}" for rank, text in failed.items()])
+        return result
 
 
 # -- Which communicator is the current one, and how it ends --

@@ -68,6 +68,7 @@ class StepAgreement:
     def __init__(self, channel: SideChannel, *, name: str = "stop", timeout: float = 60.0) -> None:
         self.channel, self.timeout, self._name = channel, timeout, name
         self.decision: StopDecision | None = None
+        self.in_fit = False  # a fit counts the steps, and nobody else
         self._passed = 0
         self._attention = False
         self._promise: int | None = None

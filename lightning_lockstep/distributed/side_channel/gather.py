@@ -82,6 +82,13 @@ class Gather:
         # A key names one collection, the same on every rank, and is never used again.
         self.channel.post(self._topic, [key, for_all, entry], to=0)
 
+    def take(self, key: Key, *, whole: bool = True) -> Mapping[int, Any]:
+        """On rank 0: return what was posted under a key, once: when all entries have come, or those there are."""
+        with self.channel.news:
+            if not whole and key in self._coming:
+                return self._coming.pop(key)
+            return self._complete.pop(key, {})
+
     def collect(self, key: Key, entry: Any, *, for_all: bool = True) -> Gathered:
         """Post this rank's entry, wait for the others' and return them all. Ranks: every rank, in any order."""
         # If the entries are for rank 0 alone, the other ranks return their own entry at once.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +15,9 @@ from lightning_lockstep._text import (
     time_in_words,
 )
 from lightning_lockstep.doctor.machine import MORE_SHARED_MEMORY, Machine, last_line
-from lightning_lockstep.doctor.network import REACH_ALL, STEPS, Answer, Ranks, ranks_here
+from lightning_lockstep.doctor.network import REACH_ALL, STEPS, Answer, Ranks, ranks_here, reach_others
 from lightning_lockstep.doctor.registry import CheckOptions, Finding, not_applicable, ok, problem, warning
 from lightning_lockstep.errors import LaunchError
-from lightning_lockstep.launchers.rank_variables import find_mpi_rank
 
 
 def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
@@ -52,7 +50,7 @@ _SMALL_SHARED_MEMORY = 2**28  # per rank of a host, below which NCCL or loaders 
 
 
 def examine(ranks: Ranks, backends: Sequence[str]) -> Iterator[Finding]:
-    """Yield what each stage finds, on rank 0."""
+    """Yield what each stage finds. Ranks: all, together; rank 0 shows it."""
     ranks.meet()
     yield from _reported(ranks)
     if ranks.size < 2:
@@ -68,7 +66,7 @@ def examine(ranks: Ranks, backends: Sequence[str]) -> Iterator[Finding]:
     for backend in backends:
         if backend == "nccl" and not all(facts["devices"] for facts in ranks.facts.values()):
             yield not_applicable("nccl", "torch does not find a CUDA device on the host of each rank")
-        elif backend != "mpi4py" or find_mpi_rank() is not None:
+        elif backend != "mpi4py" or all(facts["of_mpi"] for facts in ranks.facts.values()):
             yield from _backend(ranks, backend, paths)
 
 
@@ -114,7 +112,7 @@ def _connections(ranks: Ranks, paths: Paths) -> Iterator[Finding]:
         host: {**ranks.facts[of_host[0]], "rank": of_host[0], "addresses": ranks.facts[of_host[0]]["outside"]}
         for host, of_host in ranks.hosts.items()
     }
-    answers = ranks.ask(REACH_ALL, do="reach", hosts=hosts)
+    answers = ranks.share({rank: reach_others(hosts, rank) for rank in ranks.mine}, REACH_ALL)
     silent = {"the others": {"tried": ["it did not answer in time"]}}
     for start, host in hosts.items():
         for end, found in answers.get(host["rank"], silent).items():
@@ -189,9 +187,8 @@ def _try(ranks: Ranks, backend: str, variable: str = "", values: Mapping[str, st
     hosts = ranks.hosts
     local_ranks = {rank: place for of_host in hosts.values() for place, rank in enumerate(of_host)}
     variables = {rank: {variable: value} for host, value in (values or {}).items() for rank in hosts[host]}
-    asked = json.loads(json.dumps({"local_ranks": local_ranks, "variables": variables}))
     # Those of other processes may still start; later steps are shorter, and of one that fails all are told.
-    answers = ranks.ask(STEPS["start"], do="try", backend=backend, **asked)
+    answers = ranks.share(ranks.test(backend, local_ranks, variables), STEPS["start"])
     return Trial(backend, hosts, {rank: answers.get(rank, {}) for rank in range(ranks.size)})
 
 

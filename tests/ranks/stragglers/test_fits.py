@@ -34,7 +34,7 @@ def silent() -> dict[str, Any]:
     post = channel.post
 
     def kept_back(topic: str, *args: Any, **options: Any) -> Any:
-        return None if topic.startswith("straggler/") else post(topic, *args, **options)
+        return None if "straggler/" in topic else post(topic, *args, **options)
 
     with mock.patch.object(channel, "post", kept_back if channel.rank == 1 else post):
         return fit(ALL, steps=12)
