@@ -376,6 +376,17 @@ class RunRecord(Callback):
         """Count the epoch."""
         self._numbers[3] = trainer.current_epoch + 1
 
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Let the best checkpoint of the run that is resumed stay the best one until there is a better one."""
+        for callback in trainer.checkpoint_callbacks:
+            kept = checkpoint["callbacks"].get(callback.state_key, {})
+            if kept.get("dirpath") in (None, callback.dirpath):
+                continue
+            best = Path(kept["best_model_path"] or "none")
+            # A strategy that reads a file may not read a folder. Another host may not see either, so rank 0 decides.
+            if trainer.strategy.broadcast(best.exists() and best.is_dir() == Path(trainer.ckpt_path).is_dir()):
+                kept["dirpath"] = callback.dirpath  # Lightning forgets the score of another folder
+
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Note which step was saved; every rank comes here."""
         self._saved_at = trainer.global_step
