@@ -384,7 +384,9 @@ class RunRecord(Callback):
                 continue
             best = Path(kept["best_model_path"] or "none")
             # A strategy that reads a file may not read a folder. Another host may not see either, so rank 0 decides.
-            if trainer.strategy.broadcast(best.exists() and best.is_dir() == Path(trainer.ckpt_path).is_dir()):
+            if trainer.strategy.broadcast(
+                best.exists() and best.is_dir() == Path(trainer.ckpt_path).is_dir()
+            ):
                 kept["dirpath"] = callback.dirpath  # Lightning forgets the score of another folder
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:

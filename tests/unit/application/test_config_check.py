@@ -219,6 +219,22 @@ def test_the_groups_of_a_users_own_folder_are_checked_too(tmp_path: Path) -> Non
     assert "there is no such folder" in only(faults_of("--config-dir", str(tmp_path / "no")))
 
 
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (
+            "defaults: [lockstep_train, {override model: cn}]",
+            "Did you mean 'cnn'? It has: byte_gpt, cnn, own.",
+        ),
+        ("defaults: [lockstep_trane]", "configs of this package need pkg://lightning_lockstep.conf there."),
+        ("defaults:\n - lockstep_train\n a: 3", 'own.yaml", line 3, column 2'),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_fault(text: str, fault: str, tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(text)
+    assert fault in only(faults_of("--config-dir", str(tmp_path), "--config-name", "own"))
+
+
 def test_a_wrong_config_name_is_one_fault() -> None:
     assert "There is: lockstep_train." in only(faults_of("--config-name", "lockstep_trane"))
 
