@@ -18,14 +18,14 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_lockstep._application.masking import Mask
-from lightning_lockstep._lightning import Callback, WandbLogger
+from lightning_lockstep._lightning import Callback, WandbLogger, rank_zero_only
 from lightning_lockstep._run_folder import RunFolder
 from lightning_lockstep._system import write_report
 from lightning_lockstep._text import counted
 from lightning_lockstep.distributed.failure.exit_notes import keep_failure
 from lightning_lockstep.distributed.failure.process_exit import ending_of, set_ending
 from lightning_lockstep.distributed.failure.record import FailureRecord, describe_error
-from lightning_lockstep.errors import RankFailedError
+from lightning_lockstep.errors import ConfigurationError, RankFailedError
 from lightning_lockstep.steps.patching import put_in_place
 
 # -- What a run gives to its loggers besides metrics, and where they write --
@@ -90,8 +90,18 @@ def keep_unless_kept(trainer: Any, error: BaseException, steps: int) -> None:
         }
         record = describe_error(error, trainer.global_rank, trainer.world_size, lambda: where)
     if not record.file:
-        record = keep_failure(record.in_folder(Path(trainer.default_root_dir)))
-        set_ending(error, replace(ending_of(error), text=record.saved_to()))
+        _keep(record, error, Path(trainer.default_root_dir))
+
+
+def keep_before_trainer(folder: Path, error: BaseException) -> None:
+    """Write what has ended a run that had no Trainer yet; every rank may call it, rank 0 writes."""
+    if not (rank_zero_only.rank or isinstance(error, ConfigurationError)):
+        _keep(describe_error(error, 0, 1, lambda: {"stage": "setup"}), error, folder)
+
+
+def _keep(record: FailureRecord, error: BaseException, folder: Path) -> None:
+    record = keep_failure(record.in_folder(folder))
+    set_ending(error, replace(ending_of(error), text=record.saved_to()))
 
 
 # -- The report at the end of a run: a table, and `summary.json` --

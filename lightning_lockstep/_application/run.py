@@ -21,6 +21,7 @@ from lightning_lockstep._application.records import (
     LogConfiguration,
     Summary,
     finish,
+    keep_before_trainer,
     keep_unless_kept,
     read_metrics,
     remove_earlier_summary,
@@ -164,7 +165,13 @@ def run(config: DictConfig) -> float | None:
     record = RunRecord()
     # Nothing reads the command line any more but W&B, which logs it.
     sys.argv[1:] = Mask(config).masked(sys.argv[1:])
-    model, data, trainer = build(config, own_callbacks=[record, LogConfiguration(config), LoaderPosition()])
+    try:
+        model, data, trainer = build(
+            config, own_callbacks=[record, LogConfiguration(config), LoaderPosition()]
+        )
+    except Exception as error:
+        keep_before_trainer(Path(config.trainer.get("default_root_dir") or ""), error)
+        raise
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         record.share()
     _order_samples(trainer)

@@ -47,8 +47,14 @@ def findings(folder: Path) -> list[Finding]:
             "run",
             "all ranks left it together and saved last.ckpt: rank 0: found the stop file",
         ),
+        (
+            "model._target_=tests.models.doctor.faulty_models.Raises",
+            Status.PROBLEM,
+            "failure",
+            "stage setup: RuntimeError: no file of weights",
+        ),
     ],
-    ids=["overflow", "stalled", "preempted"],
+    ids=["overflow", "stalled", "preempted", "not made"],
 )
 def test_real_runs(arguments: str, status: Status, subject: str, told: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
