@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -93,10 +93,15 @@ def keep_unless_kept(trainer: Any, error: BaseException, steps: int) -> None:
         _keep(record, error, Path(trainer.default_root_dir))
 
 
-def keep_before_trainer(folder: Path, error: BaseException) -> None:
-    """Write what has ended a run that had no Trainer yet; every rank may call it, rank 0 writes."""
-    if not (rank_zero_only.rank or isinstance(error, ConfigurationError)):
-        _keep(describe_error(error, 0, 1, lambda: {"stage": "setup"}), error, folder)
+@contextmanager
+def keeping_failure(folder: Path) -> Iterator[None]:
+    """Write what ends the body, in which a run has no Trainer yet; every rank may enter it, rank 0 writes."""
+    try:
+        yield
+    except Exception as error:
+        if not (getattr(rank_zero_only, "rank", 0) or isinstance(error, ConfigurationError)):
+            _keep(describe_error(error, 0, 1, lambda: {"stage": "setup"}), error, folder)
+        raise
 
 
 def _keep(record: FailureRecord, error: BaseException, folder: Path) -> None:

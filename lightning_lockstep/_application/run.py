@@ -21,8 +21,8 @@ from lightning_lockstep._application.records import (
     LogConfiguration,
     Summary,
     finish,
-    keep_before_trainer,
     keep_unless_kept,
+    keeping_failure,
     read_metrics,
     remove_earlier_summary,
     show,
@@ -165,13 +165,10 @@ def run(config: DictConfig) -> float | None:
     record = RunRecord()
     # Nothing reads the command line any more but W&B, which logs it.
     sys.argv[1:] = Mask(config).masked(sys.argv[1:])
-    try:
+    with keeping_failure(Path(config.trainer.get("default_root_dir") or "")):
         model, data, trainer = build(
             config, own_callbacks=[record, LogConfiguration(config), LoaderPosition()]
         )
-    except Exception as error:
-        keep_before_trainer(Path(config.trainer.get("default_root_dir") or ""), error)
-        raise
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         record.share()
     _order_samples(trainer)
