@@ -79,6 +79,11 @@ WRONG = [
         ("precision=null", "group 'precision' has no option 'None'. It has: "),
         ("data._target_=no_such_module.Data", "cannot be imported. There is no module 'no_such_module'"),
         ("ckpt_path=3", "ckpt_path=3: expected text or null."),
+        ("trainer.max_time=5", "trainer.max_time=5: expected text or null."),
+        (
+            "trainer.accumulate_grad_batches=0",
+            "batches=0: expected micro-batches in an optimizer step, a whole",
+        ),
         ("callbacks=EarlyStopping", "Did you mean 'early_stopping'?"),
         ("trainer.max_epochs=-5", "max_epochs"),
     ],
