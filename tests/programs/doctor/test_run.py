@@ -148,6 +148,9 @@ def test_a_run_that_left_nothing_can_go_on_from_its_newest_whole_checkpoint(tmp_
     found = {finding.subject: finding for finding in findings(folder)}
     [line] = found["checkpoints"].fix
     assert line == f'# in the script: trainer.fit(..., ckpt_path="{folder}/checkpoints/preempted.ckpt")'
+    (folder / ".begun").touch()  # by `prepare_training`
+    found = {finding.subject: finding for finding in findings(folder)}
+    assert found["checkpoints"].fix[0].startswith("# the command of the run once more, with ckpt_path=")
 
 
 def test_a_rank_that_was_killed_is_not_said_to_be_out_of_memory(tmp_path: Path) -> None:
