@@ -1,7 +1,7 @@
 """lightning-lockstep keeps every rank of a distributed PyTorch Lightning run in step.
 
 Importing this package registers its strategies with Lightning and does nothing else; the public names
-are loaded when first used. In the processes of our own commands it does not even that.
+are loaded when first used. In the processes of our own commands, and for `--help`, it does not even that.
 """
 
 from lightning_lockstep._registry import attach_stub as _attach_stub

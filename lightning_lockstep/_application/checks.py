@@ -108,6 +108,7 @@ _SWITCHES: dict[str, Any] = {
     "seed": int,
     "ckpt_path": str | None,
     "objective.mode": Literal["min", "max"],
+    "trainer.max_time": str | None,  # which Lightning's Trainer takes for a length of time, whatever it is
 }
 
 
@@ -219,6 +220,9 @@ def _devices_and_batch(config: DictConfig) -> list[str]:
         return [f"trainer.devices={devices}: {text}"]
     size = _select(config, "data.global_batch_size")
     accumulate = _select(config, "trainer.accumulate_grad_batches")
+    if is_whole(accumulate) and accumulate < 1:  # Lightning would divide by it
+        text = "expected micro-batches in an optimizer step, a whole number from 1."
+        return [f"trainer.accumulate_grad_batches={accumulate}: {text}"]
     if not all(is_whole(number) and number > 0 for number in (size, accumulate, devices, nodes)):
         return []
     ranks, expected = devices * nodes, ""

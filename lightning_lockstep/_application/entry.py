@@ -84,13 +84,15 @@ def _stop(sent: bytes) -> Stop:
     return Stop(error_from_bytes(sent))
 
 
-def _process_group_exists() -> bool:
+def _rank_in_group() -> int | None:
+    """The rank of this process among those that have connected; None if it is alone."""
     if "torch" not in sys.modules:
-        return False
+        return None
     # Not above: it imports torch, which a program that looks at its command line does without.
-    from lightning_lockstep.distributed.process_group import process_group_exists
+    from lightning_lockstep.distributed.process_group import current_group
 
-    return process_group_exists()
+    group = current_group()
+    return None if group is None else group.rank
 
 
 # -- From the command line to the program's own function, on every rank --
@@ -353,7 +355,7 @@ def _closing(channel: ConfigChannel) -> Iterator[None]:
         raise
     finally:
         # Once the process group exists, every rank raises the same error by itself.
-        unusable = exit_code == UNUSABLE and not _process_group_exists()
+        unusable = exit_code == UNUSABLE and _rank_in_group() is None
         # After a failure within a job a rank may be dead, and waiting for it could take forever. One that has caught
         # the failure, as rank 0's program may have done, asks for the next job all the same.
         failed = outcome.forced_exit is not None
@@ -379,7 +381,7 @@ def _run_sent(config: DictConfig, program: Program, channel: ConfigChannel | Non
     except ConfigurationError as error:
         if outcome.forced_exit:
             raise  # this rank failed alone, and rank 0 reports it
-        if not _process_group_exists():  # else every rank raises it
+        if not _rank_in_group():  # else every rank raises it, and rank 0 prints it
             with suppress(LaunchError):
                 if channel is not None:
                     channel.receive(patience=_SAME_FAULT)

@@ -19,7 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import setup_globals
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, flag_override
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -77,7 +77,10 @@ def parse(lines: Sequence[str]) -> tuple[list[Override], list[str]]:
 # A program's own check of the configuration of one job, with its `hydra` node: of all of it; or, if something is wrong
 # already and nothing will run, only of the keys on the first level that are given and right.
 JobCheck = Callable[[DictConfig, set[str] | None], list[str]]
-# What to add if an option of these groups is missing: they come from other packages.
+# What to add if a config is not found, and if it is an option of these groups: they come from other packages.
+_SEARCHED = (
+    " Name its folder in hydra.searchpath; configs of this package need pkg://lightning_lockstep.conf there."
+)
 _PLUGINS = f" More (joblib, submitit, optuna) come with: {install_command('sweeps')}"
 
 
@@ -166,10 +169,17 @@ def _line(override: Override) -> str:
 
 def whole_message(error: BaseException) -> str:
     """The texts of an exception and its causes, the first sentence of each."""
+    if isinstance(error, MissingConfigException):
+        name, known = str(error.missing_cfg_file).rpartition("/")[2], error.options
+        has = f".{did_you_mean(name, known)} It has: {', '.join(known)}." if known else _SEARCHED
+        return first_line(error) + has
     parts: list[str] = []
     seen: BaseException | None = error
     while seen is not None:
-        parts += [line.strip() for line in str(seen).splitlines() if line.strip()][:2]
+        lines = [line.strip() for line in str(seen).splitlines() if line.strip()]
+        parts += (
+            lines[-2:] if isinstance(seen, YAMLError) else lines[:2]
+        )  # YAML's last two say what is wrong where
         seen = seen.__cause__
     return " ".join(dict.fromkeys(parts))
 
@@ -284,8 +294,8 @@ def check_command_line(
     name = arguments.config_name or config_name
     try:
         loader = Loader(search_path, name, list(map(_line, overrides)))
-    except (HydraException, OSError) as error:
-        return [*faults, first_line(error)], None, []
+    except REFUSED as error:
+        return [*faults, whole_message(error)], None, []
     if name is not None and not loader.is_choice("", name):
         known = loader.choices("")
         there_is = f"{did_you_mean(name, known)} There is: {', '.join(known)}."

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,14 +18,14 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_lockstep._application.masking import Mask
-from lightning_lockstep._lightning import Callback, WandbLogger
+from lightning_lockstep._lightning import Callback, WandbLogger, rank_zero_only
 from lightning_lockstep._run_folder import RunFolder
 from lightning_lockstep._system import write_report
 from lightning_lockstep._text import counted
 from lightning_lockstep.distributed.failure.exit_notes import keep_failure
 from lightning_lockstep.distributed.failure.process_exit import ending_of, set_ending
 from lightning_lockstep.distributed.failure.record import FailureRecord, describe_error
-from lightning_lockstep.errors import RankFailedError
+from lightning_lockstep.errors import ConfigurationError, RankFailedError
 from lightning_lockstep.steps.patching import put_in_place
 
 # -- What a run gives to its loggers besides metrics, and where they write --
@@ -90,8 +90,23 @@ def keep_unless_kept(trainer: Any, error: BaseException, steps: int) -> None:
         }
         record = describe_error(error, trainer.global_rank, trainer.world_size, lambda: where)
     if not record.file:
-        record = keep_failure(record.in_folder(Path(trainer.default_root_dir)))
-        set_ending(error, replace(ending_of(error), text=record.saved_to()))
+        _keep(record, error, Path(trainer.default_root_dir))
+
+
+@contextmanager
+def keeping_failure(folder: Path) -> Iterator[None]:
+    """Write what ends the body, in which a run has no Trainer yet; every rank may enter it, rank 0 writes."""
+    try:
+        yield
+    except Exception as error:
+        if not (getattr(rank_zero_only, "rank", 0) or isinstance(error, ConfigurationError)):
+            _keep(describe_error(error, 0, 1, lambda: {"stage": "setup"}), error, folder)
+        raise
+
+
+def _keep(record: FailureRecord, error: BaseException, folder: Path) -> None:
+    record = keep_failure(record.in_folder(folder))
+    set_ending(error, replace(ending_of(error), text=record.saved_to()))
 
 
 # -- The report at the end of a run: a table, and `summary.json` --

@@ -22,6 +22,7 @@ from lightning_lockstep._application.records import (
     Summary,
     finish,
     keep_unless_kept,
+    keeping_failure,
     read_metrics,
     remove_earlier_summary,
     show,
@@ -164,7 +165,10 @@ def run(config: DictConfig) -> float | None:
     record = RunRecord()
     # Nothing reads the command line any more but W&B, which logs it.
     sys.argv[1:] = Mask(config).masked(sys.argv[1:])
-    model, data, trainer = build(config, own_callbacks=[record, LogConfiguration(config), LoaderPosition()])
+    with keeping_failure(Path(config.trainer.get("default_root_dir") or "")):
+        model, data, trainer = build(
+            config, own_callbacks=[record, LogConfiguration(config), LoaderPosition()]
+        )
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         record.share()
     _order_samples(trainer)
@@ -375,6 +379,19 @@ class RunRecord(Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Count the epoch."""
         self._numbers[3] = trainer.current_epoch + 1
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Let the best checkpoint of the run that is resumed stay the best one until there is a better one."""
+        for callback in trainer.checkpoint_callbacks:
+            kept = checkpoint["callbacks"].get(callback.state_key, {})
+            if kept.get("dirpath") in (None, callback.dirpath):
+                continue
+            best = Path(kept["best_model_path"] or "none")
+            # A strategy that reads a file may not read a folder. Another host may not see either, so rank 0 decides.
+            if trainer.strategy.broadcast(
+                best.exists() and best.is_dir() == Path(trainer.ckpt_path).is_dir()
+            ):
+                kept["dirpath"] = callback.dirpath  # Lightning forgets the score of another folder
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Note which step was saved; every rank comes here."""

@@ -147,6 +147,10 @@ def setting_faults(config: DictConfig, component: str, *, references: bool) -> d
             faults[f"{key}._target_"] = f"{shown(config, f'{key}._target_')}: {text}"
             trace(error)
             continue
+        if not callable(target):
+            text = f"expected a class or a function, not a {type(target).__name__}."
+            faults[f"{key}._target_"] = f"{shown(config, f'{key}._target_')}: {text}"
+            continue
         for name, text in _unfit(key, inner, target, is_whole=key == component):
             whole = f"{key}.{name}"
             faults.setdefault(whole, f"{shown(config, whole)}: {text}")
@@ -222,7 +226,12 @@ def _hints(target: Callable[..., Any]) -> dict[str, Any]:
 def _why_not_found(name: str, cause: BaseException) -> str:
     """Why a target cannot be imported, and what may help."""
     module, (place, _, wrong) = name.partition(".")[0], name.rpartition(".")
-    if not isinstance(cause, ModuleNotFoundError) or cause.name != module:
+    missing = str(cause.name) if isinstance(cause, ModuleNotFoundError) else ""
+    if missing != module and name.startswith(f"{missing}."):
+        package, _, wrong = missing.rpartition(".")
+        inside = pkgutil.iter_modules(getattr(sys.modules.get(package), "__path__", ()))
+        return f" {first_line(cause)}.{did_you_mean(wrong, [found.name for found in inside])}"
+    if missing != module:
         beside: list[str] = []
         with suppress(Exception):  # importing a module can raise anything; then there is nothing to compare
             owner = locate(place)

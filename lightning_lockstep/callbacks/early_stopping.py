@@ -54,7 +54,7 @@ def missing_message(monitor: str, entries: Sequence[Entry]) -> str:
         return (
             f"Early stopping conditioned on metric `{monitor}` which is not available."
             " Pass in or modify your `EarlyStopping` callback to use any of the following:"
-            f" `{'`, `'.join(names)}`{did_you_mean(monitor, names)}"
+            f" `{'`, `'.join(names)}`.{did_you_mean(monitor, names)}"
         )
     present = [rank for rank in range(len(entries)) if rank not in absent]
     return (

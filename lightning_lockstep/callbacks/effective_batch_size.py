@@ -72,6 +72,11 @@ class EffectiveBatchSize(Callback):
         if stage != "fit":
             return
         self.plan = None
+        beside = [one for one in getattr(trainer, "callbacks", ()) if isinstance(one, EffectiveBatchSize)]
+        sizes = {str(one.global_batch_size) for one in beside}
+        if len(sizes) > 1:
+            text = f"{len(beside)} EffectiveBatchSize ask for global batches of {' and '.join(sorted(sizes))}"
+            raise BatchSizeError(f"{text}: expected one size. Leave out all but one.")
         refuse_fixed_sizes(trainer, f"EffectiveBatchSize({self.global_batch_size})", accumulates=True)
         set_up = trainer.strategy.setup
 

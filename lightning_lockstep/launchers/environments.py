@@ -244,6 +244,14 @@ def check_has_device(
             " ranks.\n",
         )
     environment.validate_settings(num_devices=num_devices, num_nodes=num_nodes)
+    # Who starts ranks by hand, or from a notebook, says how many there are.
+    size, expected = os.environ.get("WORLD_SIZE", ""), num_devices * num_nodes
+    by_hand = isinstance(environment, LockstepEnvironment) and launcher_pid() is None
+    if by_hand and size.isdigit() and int(size) != expected:
+        raise LaunchError(
+            f"devices={num_devices} and num_nodes={num_nodes} ask for {counted(expected, 'rank')}, but {size} were"
+            " started: expected as many. Set devices in the Trainer to the number of ranks of a node."
+        )
     if environment.local_rank() >= num_devices:
         raise LaunchError(
             f"devices={num_devices}, but at least {environment.local_rank() + 1} ranks were started on this node:"

@@ -22,6 +22,7 @@ from lightning_lockstep._lightning import (
     Precision,
     TrainerFn,
 )
+from lightning_lockstep._text import counted
 from lightning_lockstep._trainer import given_to_trainer, weights_only_of_run
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.checkpoint_folder import saved_at
@@ -158,7 +159,8 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
         shard = given.get("shard", ranks // replicate)
         if shard * replicate != ranks:
             raise ConfigurationError(
-                f"mesh={dict(given)!r} with {ranks} ranks: expected sizes whose product is the number of ranks."
+                f"mesh={dict(given)!r} with {counted(ranks, 'rank')}: expected sizes whose product is the number of"
+                " ranks."
             )
         return shard, replicate
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -52,6 +53,13 @@ class RankStartup:
         environment, group = strategy.cluster_environment, connected_group()
         # Ranks that an earlier Trainer has connected run this script too, and are used again.
         exist = environment.creates_processes_externally or (group is not None and group.world_size > 1)
+        is_alone = isinstance(environment, LockstepEnvironment) and "MASTER_PORT" not in os.environ
+        if strategy.num_nodes > 1 and is_alone and not exist:
+            raise LaunchError(
+                f"num_nodes={strategy.num_nodes}: expected MASTER_ADDR, MASTER_PORT and NODE_RANK in the environment of"
+                " each node, by which the nodes find each other, or a start by torchrun, srun or mpirun. On one machine"
+                " write num_nodes=1."
+            )
         if self.start_method == "popen" or exist:
             ranks = {"num_processes": strategy.num_processes, "num_nodes": strategy.num_nodes}
             return self.script_launcher(strategy.supervisor, environment, **ranks)
@@ -107,13 +115,13 @@ class MPIStartup(RankStartup):
 
     def launcher(self, strategy: Any) -> Any:
         """Return the launcher that runs mpirun, or the ordinary one if MPI is not to start any ranks."""
-        environment, ordinary = strategy.cluster_environment, super().launcher(strategy)
+        environment = strategy.cluster_environment
         is_alone = strategy.num_processes * strategy.num_nodes == 1
         needs_no_mpi = (self._given_backend, self.mpirun.hostfile, self.mpirun.mpirun) == ("nccl", None, None)
         # If another program has started the ranks, `connect` raises if it was not MPI.
         is_ours = isinstance(environment, LockstepEnvironment)
         if not is_ours or environment.creates_processes_externally or is_alone or needs_no_mpi:
-            return ordinary
+            return super().launcher(strategy)
         command = find_mpirun(self.mpirun)
         if command is None:
             raise LaunchError(

@@ -181,7 +181,10 @@ def _checkpoints(folder: RunFolder) -> Finding:
         return not_applicable("checkpoints", evidence)
     evidence = f"{len(found)}, the newest is {found[0]}; the run can resume from it"
     script = f'# in the script: trainer.fit(..., ckpt_path="{PurePath(folder.given, found[0])}")'
-    return ok("checkpoints", evidence, folder.resume_command(found[0]) or script)
+    # Of a user's own program on `train()`, only the user knows the command.
+    again = f"# the command of the run once more, with ckpt_path={folder.shown(found[0])}"
+    other = again if folder.has(".begun") else script
+    return ok("checkpoints", evidence, folder.resume_command(found[0]) or other)
 
 
 def _ranks(record: Mapping[str, Any]) -> str:

@@ -15,3 +15,10 @@ class Stalls(ByteGPT):
         if self.global_rank == 1 and batch_idx == 2:
             time.sleep(600)
         return super().training_step(batch, batch_idx)
+
+
+class Raises(ByteGPT):
+    """Cannot be made."""
+
+    def __init__(self, **settings: Any) -> None:
+        raise RuntimeError("no file of weights")

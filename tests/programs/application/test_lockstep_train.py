@@ -181,10 +181,13 @@ def test_a_console_command_finds_own_classes_on_every_rank_and_leaves_out_the_te
     assert outcome.stdout.count("run finished") == 1, outcome.output
 
 
+# With "continue" the process that was started is no rank, so that rank 0 is one that it has started.
+@pytest.mark.parametrize("on_lost_rank", ["end", "continue"])
 def test_two_ranks_end_with_one_message_and_exit_code_2_if_running_ranks_refuse_a_setting(
-    tmp_path: Path,
+    on_lost_rank: str, tmp_path: Path
 ) -> None:
-    arguments = (*QUICK, "trainer.devices=2", "data.global_batch_size=5000")
+    more = ("strategy=ddp", f"strategy.on_lost_rank={on_lost_rank}")
+    arguments = (*QUICK, "trainer.devices=2", "data.global_batch_size=5000", *more)
     outcome = run_script([*TRAIN, *arguments], cwd=tmp_path, timeout=180)
     assert outcome.returncode == 2, outcome.output
     assert outcome.stderr.count("one global batch of 5000 samples") == 1

@@ -57,6 +57,12 @@ def test_it_takes_neither_torch_nor_lightning() -> None:
     assert "imported" in answers, answers  # without names behind it
 
 
+def test_the_help_of_a_users_own_program_does_not_either() -> None:
+    code = "import sys, lightning_lockstep.train; print(*sorted({'torch', 'lightning'} & sys.modules.keys()))"
+    outcome = run_script([sys.executable, "-c", code, "--help"], fresh=True)
+    assert (outcome.returncode, outcome.stdout) == (0, "\n"), outcome.output
+
+
 def test_nodes_started_by_hand_do_not_wait_for_each_other_to_show_help() -> None:
     """At the port where they would meet somebody else listens, so an attempt to meet is an error."""
     questions = ("--help", "--cfg job")

@@ -47,8 +47,14 @@ def findings(folder: Path) -> list[Finding]:
             "run",
             "all ranks left it together and saved last.ckpt: rank 0: found the stop file",
         ),
+        (
+            "model._target_=tests.models.doctor.faulty_models.Raises",
+            Status.PROBLEM,
+            "failure",
+            "stage setup: RuntimeError: no file of weights",
+        ),
     ],
-    ids=["overflow", "stalled", "preempted"],
+    ids=["overflow", "stalled", "preempted", "not made"],
 )
 def test_real_runs(arguments: str, status: Status, subject: str, told: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -142,6 +148,9 @@ def test_a_run_that_left_nothing_can_go_on_from_its_newest_whole_checkpoint(tmp_
     found = {finding.subject: finding for finding in findings(folder)}
     [line] = found["checkpoints"].fix
     assert line == f'# in the script: trainer.fit(..., ckpt_path="{folder}/checkpoints/preempted.ckpt")'
+    (folder / ".begun").touch()  # by `prepare_training`
+    found = {finding.subject: finding for finding in findings(folder)}
+    assert found["checkpoints"].fix[0].startswith("# the command of the run once more, with ckpt_path=")
 
 
 def test_a_rank_that_was_killed_is_not_said_to_be_out_of_memory(tmp_path: Path) -> None:

@@ -50,9 +50,9 @@ class Net(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def fit(strategy):
+def fit(strategy, devices=2):
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    options = {"accelerator": "cpu", "devices": 2, "max_steps": 2, **dict.fromkeys(off, False)}
+    options = {"accelerator": "cpu", "devices": devices, "max_steps": 2, **dict.fromkeys(off, False)}
     model = Net()
     before = model.layer.weight.clone()
     L.Trainer(strategy=strategy, **options).fit(model, torch.utils.data.DataLoader(torch.ones(16, 4), 4))
@@ -86,6 +86,8 @@ CELLS = {
     "one": lambda: notebook_launcher(os.getpid, (), 1) == os.getpid(),
     "fit": lambda: notebook_launcher(fit, ("lockstep_ddp",), 2),
     "strategy": lambda: fit("lockstep_ddp_notebook"),
+    "more": lambda: notebook_launcher(fit, ("lockstep_ddp", 3), 2),
+    "fewer": lambda: notebook_launcher(fit, ("lockstep_ddp", 1), 2),
     "raises": lambda: notebook_launcher(one_raises, (), 2, grace_period=1),
     "all": lambda: notebook_launcher(all_raise, (), 2),
     "left": lambda: notebook_launcher(all_leave, (), 2),
@@ -139,6 +141,8 @@ def test_a_trainer_uses_the_ranks_or_starts_them_and_brings_the_weights_back(sho
     ("name", "error"),
     [
         ("raises", r"RankFailedError: rank 1 of 2 \(host .*\) failed: ValueError: boom"),
+        ("more", r"LaunchError: devices=3 and num_nodes=1 ask for 3 ranks, but 2 were started"),
+        ("fewer", r"LaunchError: devices=1 and num_nodes=1 ask for 1 rank, but 2 were started"),
         ("all", r"RankFailedError: rank [01] of 2 .* failed: KeyError: 'it'"),
         ("killed", r"(?s)RankFailedError: rank 1 of 2 \(.*\) was killed by SIGKILL.*make the model once"),
         ("interrupted", r"KeyboardInterrupt: $"),

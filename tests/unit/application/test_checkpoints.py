@@ -1,4 +1,4 @@
-"""Which file `ckpt_path` means."""
+"""Which file `ckpt_path` means, and which is the best one of a resumed run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import torch
 from omegaconf import OmegaConf
 
 from lightning_lockstep._application.checks import checkpoint_folders
+from lightning_lockstep._application.run import RunRecord
 from lightning_lockstep._run_folder import find_checkpoint, note_begin
+from lightning_lockstep.components import ModelCheckpoint
 from lightning_lockstep.errors import ConfigurationError
+from tests.models.stopping.fits import Module, fit
 
 
 def make(run: Path, *, age: float) -> Path:
@@ -138,3 +141,23 @@ def test_what_a_run_saves_elsewhere_is_found_and_what_others_have_saved_there_is
         assert found() == str(path)
     own = save(run / "checkpoints" / "last.ckpt", age=20, optimizer_states=[])
     assert found() == str(own)
+
+
+@pytest.mark.parametrize("then", [0.5, 0.1])
+def test_the_best_checkpoint_of_a_resumed_run_stays_the_best_until_there_is_a_better_one(
+    then: float, tmp_path: Path
+) -> None:
+    losses = [0.2, 0.3, then]
+
+    def best_of(folder: str, epochs: int, **resumed: str) -> str:
+        best = ModelCheckpoint(tmp_path / folder, "best", "m")
+        last = ModelCheckpoint(tmp_path / folder, "last")
+        callbacks, more = [best, last, RunRecord()], {"enable_checkpointing": True, **resumed}
+        module = Module(lambda _, epoch: losses[epoch])
+        fit(module, callbacks, str(tmp_path), max_epochs=epochs, **more)
+        return str(Path(best.best_model_path).relative_to(tmp_path))
+
+    assert best_of("first", 2) == "first/best.ckpt"
+    again = best_of("second", 3, ckpt_path=str(tmp_path / "first" / "last.ckpt"))
+    assert again == ("second/best.ckpt" if then < 0.2 else "first/best.ckpt")
+    assert (tmp_path / "first" / "best.ckpt").is_file()

@@ -79,6 +79,11 @@ WRONG = [
         ("precision=null", "group 'precision' has no option 'None'. It has: "),
         ("data._target_=no_such_module.Data", "cannot be imported. There is no module 'no_such_module'"),
         ("ckpt_path=3", "ckpt_path=3: expected text or null."),
+        ("trainer.max_time=5", "trainer.max_time=5: expected text or null."),
+        (
+            "trainer.accumulate_grad_batches=0",
+            "batches=0: expected micro-batches in an optimizer step, a whole",
+        ),
         ("callbacks=EarlyStopping", "Did you mean 'early_stopping'?"),
         ("trainer.max_epochs=-5", "max_epochs"),
     ],
@@ -217,6 +222,22 @@ def test_the_groups_of_a_users_own_folder_are_checked_too(tmp_path: Path) -> Non
         == "model.widht=8: ConvNet has no setting 'widht'. Did you mean 'width'?"
     )
     assert "there is no such folder" in only(faults_of("--config-dir", str(tmp_path / "no")))
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (
+            "defaults: [lockstep_train, {override model: cn}]",
+            "Did you mean 'cnn'? It has: byte_gpt, cnn, own.",
+        ),
+        ("defaults: [lockstep_trane]", "configs of this package need pkg://lightning_lockstep.conf there."),
+        ("defaults:\n - lockstep_train\n a: 3", 'own.yaml", line 3, column 2'),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_fault(text: str, fault: str, tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(text)
+    assert fault in only(faults_of("--config-dir", str(tmp_path), "--config-name", "own"))
 
 
 def test_a_wrong_config_name_is_one_fault() -> None:

@@ -34,6 +34,10 @@ def test_the_largest_is_taken_where_it_is_asked_for_with_a_warning(tmp_path):
     assert net.batch_size == 64
     with pytest.raises(BatchSizeError, match=r"'largest'.* ask for global batches of 16 and largest"):
         trainer(tmp_path, largest(), EffectiveBatchSize(16)).fit(Walled())
+    with pytest.raises(
+        BatchSizeError, match="2 EffectiveBatchSize ask for global batches of 16 and 32: expected"
+    ):
+        trainer(tmp_path, EffectiveBatchSize(16), EffectiveBatchSize(32)).fit(Walled())
 
 
 class ByHand(Walled):

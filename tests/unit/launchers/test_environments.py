@@ -6,6 +6,7 @@ import os
 import signal
 
 import pytest
+from lightning.pytorch import Trainer
 
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.environments import (
@@ -72,3 +73,9 @@ def test_a_rank_without_a_device_is_told_what_srun_has_started() -> None:
 def test_a_rank_without_a_device_is_told_how_many_there_are() -> None:
     with pytest.raises(LaunchError, match="devices=1, but at least 2 ranks were started on this node"):
         check_has_device(ElasticEnvironment(), num_devices=1, num_nodes=1)
+
+
+def test_several_nodes_that_cannot_find_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with pytest.raises(LaunchError, match="num_nodes=2: expected MASTER_ADDR, MASTER_PORT and NODE_RANK in"):
+        Trainer(accelerator="cpu", devices=1, num_nodes=2, strategy="lockstep_ddp")
