@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.device import chosen_device, leave_memory, on_device, wait_for_device
-from tests.harness.faults import kill_self
+from tests.harness.logged import logged
 from tests.harness.ports import reserve_port
-from tests.harness.ranks import RankOutcome, run_ranks, run_ranks_raw
+from tests.harness.ranks import RankOutcome, kill_self, run_ranks, run_ranks_raw
 from tests.harness.scripts import Script, ScriptOutcome, run_script, start_script
 
 #: Models, fits and programs that tests of several costs share, a folder for each room.
@@ -29,6 +29,7 @@ __all__ = [
     "chosen_device",
     "kill_self",
     "leave_memory",
+    "logged",
     "on_device",
     "reserve_port",
     "run_ranks",

@@ -6,20 +6,19 @@ right to make namespaces, iproute2 and openssh-server; :func:`why_not` says what
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.harness.child_site.fork_start import FOLDER
-from tests.harness.patience import patience
+from tests.harness.patience import patience, wait_until
 from tests.harness.ranks import server_command
-from tests.harness.started import Started
 from tests.models.distributed.mpi.launch import mpi_command
 
 __all__ = ["Cluster", "why_not"]
@@ -44,7 +43,7 @@ def why_not() -> str | None:
     return None
 
 
-class Cluster(Started):
+class Cluster:
     """Two hosts, ``10.77.<n>.1`` (alpha) and ``10.77.<n>.2`` (beta). Use it as a context manager."""
 
     def __init__(self, *, ipv6: bool = False) -> None:
@@ -88,10 +87,8 @@ class Cluster(Started):
             self.start(host, server_command(sys.executable, path), stdin=subprocess.PIPE)
             for host, path in enumerate(sockets)
         ]
-        deadline = time.monotonic() + patience(60)
-        while not all(path.exists() for path in sockets):
-            assert time.monotonic() < deadline, "the fork servers of the cluster did not start"
-            time.sleep(0.05)
+        started = wait_until(lambda: all(path.exists() for path in sockets), patience(60))
+        assert started, "the fork servers of the cluster did not start"
 
     def run(
         self, host: int, command: Sequence[str], timeout: float = 60.0, **options: object
@@ -155,11 +152,7 @@ class Cluster(Started):
             self._daemons[host] = daemon
         else:
             self._daemons.append(daemon)
-        limit = time.monotonic() + patience(20)
-        while b"Server listening" not in said.read_bytes()[before:]:
-            if daemon.poll() is not None or time.monotonic() > limit:
-                raise RuntimeError(f"sshd does not listen: {said.read_text()}")
-            time.sleep(0.02)
+        assert wait_until(lambda: b"Server listening" in said.read_bytes()[before:]), said.read_text()
 
     def pids_on(self, host: int) -> list[int]:
         """Return the processes of a host but its ssh daemon and its fork server."""
@@ -175,6 +168,16 @@ class Cluster(Started):
             with_name = Path(f"/proc/{pid}")
             if with_name.exists():
                 os.kill(pid, signal.SIGKILL)
+
+    def __enter__(self) -> Cluster:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            self._start()
+            undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """End everything that runs on the hosts, and take them down."""
@@ -214,12 +217,6 @@ class Cluster(Started):
             return
         for host in (0, 1):
             self.start_sshd(host)
-        deadline = time.monotonic() + 15
-        while time.monotonic() < deadline:
-            code, _ = self.run(
-                0, ["ssh", *self.ssh_args, "-o", "BatchMode=yes", self.addresses[1], "true"], timeout=10
-            )
-            if code == 0:
-                return
-            time.sleep(0.2)
-        raise RuntimeError(f"sshd did not come up: {(self.folder / 'sshd1.log').read_text()}")
+        reach = ["ssh", *self.ssh_args, "-o", "BatchMode=yes", self.addresses[1], "true"]
+        answers = wait_until(lambda: self.run(0, reach, timeout=10)[0] == 0, pause=0.2)
+        assert answers, f"sshd did not come up: {(self.folder / 'sshd1.log').read_text()}"

@@ -6,11 +6,12 @@ import dataclasses
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
+
+from tests.harness.patience import wait_until
 
 _IGNORED_FILES = {".pytest_cache", "__pycache__", ".coverage", ".mypy_cache", ".ruff_cache"}
 # A fit without a logger that fails on purpose leaves its record here, as users are told.
@@ -168,7 +169,4 @@ def _is_tracker(process: psutil.Process) -> bool:
 
 
 def _wait_until_empty(find: Callable[[], list[str]], patience: float) -> list[str]:
-    deadline = time.monotonic() + patience
-    while (leaks := find()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return leaks
+    return [] if wait_until(lambda: not find(), patience) else find()

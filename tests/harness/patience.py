@@ -18,11 +18,11 @@ def patience(seconds: float) -> float:
     return min(seconds * float(os.environ.get("LOCKSTEP_TESTS_PATIENCE", default)), _LONGEST)
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> bool:
+def wait_until(condition: Callable[[], object], seconds: float = 20.0, pause: float = 0.005) -> bool:
     """Wait until a condition holds; return whether it does in time."""
     limit = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > limit:
             return False
-        time.sleep(0.005)
+        time.sleep(pause)
     return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import random
@@ -39,15 +38,10 @@ def reserve_port() -> Iterator[int]:
 
 
 def _can_bind(port: int) -> bool:
-    for family, host in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                # A host without IPv6 answers EAFNOSUPPORT or EADDRNOTAVAIL: no reason to refuse the port.
-                if error.errno == errno.EADDRINUSE:
-                    return False
+    dual = socket.has_dualstack_ipv6()
+    try:
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        socket.create_server(("", port), family=family, dualstack_ipv6=dual).close()
+    except OSError:
+        return False
     return True

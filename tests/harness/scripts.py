@@ -148,7 +148,7 @@ class Script:
                     env=environment,
                     start_new_session=True,
                 )
-        self._watching = True
+        self._over = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="script-watcher", daemon=True)
         self._watcher.start()
 
@@ -156,9 +156,8 @@ class Script:
         return Path(self._folder.name) / stream
 
     def _watch(self) -> None:
-        while self._watching:
+        while not self._over.wait(0.5):
             self._look()
-            time.sleep(0.2)
 
     def _look(self) -> None:
         """Remember every descendant while its parent is alive: an orphan cannot be traced back later."""
@@ -243,7 +242,7 @@ class Script:
     def kill_tree(self) -> None:
         """Kill the script and everything it started, also what has left its session."""
         self._look()
-        self._watching = False
+        self._over.set()
         self._watcher.join()
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):

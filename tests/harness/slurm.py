@@ -20,11 +20,10 @@ from pathlib import Path
 import psutil
 
 from tests.harness.child_site.fork_start import FOLDER
-from tests.harness.patience import patience
+from tests.harness.patience import patience, wait_until
 from tests.harness.ports import reserve_port
 from tests.harness.ranks import forks_of_launched_ranks
 from tests.harness.scripts import ScriptOutcome, run_script
-from tests.harness.started import Started
 
 __all__ = ["Slurm", "why_no_pmix", "why_no_slurm"]
 
@@ -90,7 +89,7 @@ def _found(command: str) -> str | None:
     return shutil.which(command, path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 
 
-class Slurm(Started):
+class Slurm:
     """The cluster. Use it as a context manager."""
 
     def __init__(self) -> None:
@@ -136,14 +135,8 @@ class Slurm(Started):
         """Wait until a job has ended; return its state."""
         deadline = time.monotonic() + patience(timeout)
         # Empty where the controller was too busy to answer.
-        while (state := self.state(job)) in (
-            "",
-            "PENDING",
-            "RUNNING",
-            "COMPLETING",
-            "CONFIGURING",
-            "REQUEUED",
-        ):
+        goes_on = ("", "PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED")
+        while (state := self.state(job)) in goes_on:
             assert time.monotonic() < deadline, f"job {job} is still {state}"
             time.sleep(0.2)
         return state
@@ -163,6 +156,16 @@ class Slurm(Started):
             "sinfo", "--long", "--Node", "--list-reasons"
         )
         return f"{self.output(cwd, job)}\n{asked}\n{self._logs()}"
+
+    def __enter__(self) -> Slurm:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            self._start()
+            undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """End all jobs and daemons."""
@@ -201,10 +204,8 @@ class Slurm(Started):
         self._daemon("slurmctld", "-D", "-c")
         for node in ("n1", "n2"):
             self._daemon("slurmd", "-D", "-N", node)
-        deadline = time.monotonic() + patience(30)
-        while self._ask("sinfo", "--noheader", "--format=%T %D").split() != ["idle", "2"]:
-            assert time.monotonic() < deadline, self._logs()
-            time.sleep(0.1)
+        ask = ("sinfo", "--noheader", "--format=%T %D")
+        assert wait_until(lambda: self._ask(*ask).split() == ["idle", "2"], patience(30), 0.1), self._logs()
 
     def _daemon(self, command: str, *arguments: str, key: Path | None = None) -> None:
         found = _found(command)
@@ -222,10 +223,7 @@ class Slurm(Started):
             )
         )
         if command == "munged":
-            deadline = time.monotonic() + patience(10)
-            while not (self.folder / "munge.sock").exists():
-                assert time.monotonic() < deadline, self._logs()
-                time.sleep(0.05)
+            assert wait_until((self.folder / "munge.sock").exists, patience(10)), self._logs()
 
     def _logs(self) -> str:
         logs = sorted(self.folder.glob("*.log*"))

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.harness import run_ranks_raw, run_script
+from tests.harness import run_ranks_raw
 from tests.harness.patience import patience
-from tests.models.distributed.mpi.launch import mpi_command, mpi_environ
+from tests.models.distributed.mpi.launch import run_mpi_raw
 from tests.same_numbers.fit import Job, Outcome, run_jobs
 from tests.same_numbers.judge import Order, Part, Verdict, judge
 from tests.same_numbers.program import DRAWN, STOCK, Program, impossible, simpler
@@ -24,11 +24,6 @@ LIMIT = 40.0
 AT_ONCE = 40
 # Simpler programs that are tried together.
 _AT_A_TRY = 6
-_OVER_MPI = """
-import pickle, sys
-from tests.same_numbers.fit import run_jobs
-run_jobs(*pickle.load(open(sys.argv[1], "rb")))
-"""
 
 
 @dataclass(frozen=True)
@@ -142,10 +137,7 @@ def _launch(jobs: list[Job], folder: str) -> dict[int, str]:
     """Start a group of ranks for jobs; return what its ranks said at their end."""
     ranks, limit = jobs[0].program.ranks, LIMIT * len(jobs) + 60
     if jobs[0].program.strategy == "mpi":
-        given = Path(folder, f"{jobs[0].name}.jobs")
-        given.write_bytes(pickle.dumps((jobs, folder, patience(LIMIT))))
-        command = [*mpi_command("open_mpi", ranks), "-c", _OVER_MPI, str(given)]
-        ended = run_script(command, env=mpi_environ(), timeout=limit)
+        ended, _ = run_mpi_raw(ranks, run_jobs, jobs, folder, patience(LIMIT), timeout=limit)
         return dict.fromkeys(range(ranks), ended.stderr)
     options = {"backend": None, "timeout": limit, "linger": 12.0, "allow_timeout": True}
     outcomes = run_ranks_raw(

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ import psutil
 import pytest
 
 from tests.harness.cluster import Cluster, why_not
+from tests.harness.patience import wait_until
 from tests.models.distributed.mpi.launch import HERE, mpi_environ
 
 # The hosts of the module's cluster, with their ssh daemons, live longer than one test.
@@ -90,10 +90,7 @@ def test_a_host_is_lost_in_the_midst_of_the_run(cluster: Cluster, fault: str, tm
             assert daemons
             cluster.kill(daemons)
         output, _ = process.communicate(timeout=150)
-        deadline = time.monotonic() + 60
-        while (left := ranks_on(cluster, 1)) and time.monotonic() < deadline:
-            time.sleep(0.5)
-        assert not left, [psutil.Process(pid).as_dict(["pid", "status", "cmdline"]) for pid in left]
+        assert wait_until(lambda: not ranks_on(cluster, 1), 60, 0.5), ranks_on(cluster, 1)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,13 +97,3 @@ class Kernel:
 
         self.client.execute_interactive(textwrap.dedent(cell), output_hook=take, timeout=LIMIT)
         return output
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    """Whether a condition becomes true in time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True

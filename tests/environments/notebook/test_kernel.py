@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.environments.notebook.kernels import Kernel, wait_until
+from tests.environments.notebook.kernels import Kernel
+from tests.harness.patience import wait_until
 
 pytestmark = [pytest.mark.allow_leaks("threads")]
 

@@ -7,27 +7,17 @@ import json
 import re
 import signal
 import sys
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.harness.patience import patience
+from tests.harness.patience import patience, wait_until
 from tests.harness.scripts import ScriptOutcome
-from tests.harness.slurm import Slurm, why_no_slurm
+from tests.harness.slurm import Slurm
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-REASON = why_no_slurm()
-pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 SMALL = "data=source_text model=byte_gpt data.max_bytes=100000 trainer.accelerator=cpu"
-
-
-@pytest.fixture(scope="module")
-def slurm() -> Iterator[Slurm]:
-    with Slurm() as made:
-        yield made
 
 
 def submit(slurm: Slurm, example: str, arguments: str, *options: str, cwd: Path) -> str:
@@ -56,10 +46,8 @@ def test_a_requeued_run_goes_on_in_its_folder(slurm: Slurm, tmp_path: Path) -> N
         "--ntasks-per-node=2",
         cwd=tmp_path,
     )
-    deadline = time.monotonic() + patience(60)
-    while not list(tmp_path.glob("outputs/*/*/csv/metrics.csv")):
-        assert time.monotonic() < deadline, slurm.describe(tmp_path, job)
-        time.sleep(0.05)
+    begun = wait_until(lambda: list(tmp_path.glob("outputs/*/*/csv/metrics.csv")), patience(60))
+    assert begun, slurm.describe(tmp_path, job)
     slurm.signal(job, signal.SIGUSR1)
     assert slurm.wait(job, timeout=150) == "COMPLETED", slurm.describe(tmp_path, job)
     output = slurm.output(tmp_path, job)

@@ -1,4 +1,4 @@
-"""Ranks that a real Slurm starts, requeues and ends: two nodes on this machine."""
+"""Ranks, and the doctor, that a real Slurm starts, requeues and ends: two nodes on this machine."""
 
 from __future__ import annotations
 
@@ -6,34 +6,24 @@ import json
 import re
 import signal
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
 
-from tests.harness.patience import patience
+from tests.harness.patience import patience, wait_until
 from tests.harness.ports import reserve_port
 from tests.harness.scripts import ScriptOutcome
-from tests.harness.slurm import Slurm, why_no_pmix, why_no_slurm
+from tests.harness.slurm import Slurm, why_no_pmix
 from tests.models.distributed.mpi.launch import _mpich_prefix, mpi_environ, why_no
 from tests.models.strategies import outliving
 
 PROGRAM = Path(__file__).with_name("program.py")
-REASON = why_no_slurm()
-pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 TWO_NODES = ("-N2", "--ntasks-per-node=2")
 ONE_NODE = ("-N1", "--ntasks-per-node=2")
 NO_PMIX = pytest.mark.skipif(why_no_pmix() is not None, reason=str(why_no_pmix()))
 # Over two nodes on one host PMIx cannot work: both would have one socket.
 WITH_PMIX = pytest.param("pmix", ONE_NODE, marks=NO_PMIX)
-
-
-@pytest.fixture(scope="module")
-def slurm() -> Iterator[Slurm]:
-    with Slurm() as made:
-        yield made
 
 
 def srun(slurm: Slurm, do: str, *options: str, cwd: Path, **env: str) -> ScriptOutcome:
@@ -132,10 +122,8 @@ def test_steps_without_a_port_have_one_of_their_own(slurm: Slurm, tmp_path: Path
 
 
 def signalled(slurm: Slurm, job: str, folder: Path) -> None:
-    deadline = time.monotonic() + patience(60)
-    while "step 10" not in slurm.output(folder, job):
-        assert time.monotonic() < deadline, slurm.describe(folder, job)
-        time.sleep(0.1)
+    begun = wait_until(lambda: "step 10" in slurm.output(folder, job), patience(60), 0.1)
+    assert begun, slurm.describe(folder, job)
     slurm.signal(job, signal.SIGUSR1)
 
 
@@ -175,3 +163,15 @@ def test_a_failing_rank_is_named_last(slurm: Slurm, tmp_path: Path) -> None:
     ]
     assert any("rank 1 of 4" in line for line in lines[-12:]), outcome.stderr
     assert "ValueError: boom" in lines[-2] and lines[-1].startswith("Saved to ")
+
+
+def test_the_doctor_in_tasks_of_two_nodes_makes_one_table(slurm: Slurm) -> None:
+    command = ["srun", "-N2", sys.executable, "-m", "lightning_lockstep.doctor", "network", "slurm", "--json"]
+    outcome = slurm.run(command, env=mpi_environ(), timeout=120)
+    assert outcome.returncode == 0 and not outcome.timed_out, outcome.output
+    found = {check["check"]: check["findings"] for check in json.loads(outcome.stdout)["checks"]}
+    rows = {row["subject"]: row for row in found["network"]}
+    assert rows["ranks"]["evidence"].startswith("all 2 reported"), rows
+    assert rows["gloo"]["status"] == "ok", rows
+    [place] = [row["evidence"] for row in found["slurm"] if row["subject"] == "place"]
+    assert place.startswith("task 0 of 2 in step") and place.endswith("on 2 nodes")

@@ -196,16 +196,28 @@ def test_lightning_gives_the_strategy_its_tpu(
 # -- what is refused -----------------------------------------------------------------------------------
 
 
-def test_a_precision_that_xla_has_not(tmp_path: Path) -> None:
-    words = "precision='16-true': expected one that XLA devices support: 32-true,"
+@pytest.mark.parametrize(
+    ("strategy", "options", "words"),
+    [
+        (
+            {},
+            {"precision": "16-true"},
+            "precision='16-true': expected one that XLA devices support: 32-true,",
+        ),
+        (
+            {"downcast_bf16": True},
+            {},
+            "downcast_bf16=True with precision='32-true': expected precision='bf16-true'",
+        ),
+        ({}, {"devices": 3}, r"devices=3 was given to the Trainer, and torch-xla has 4 \(CPU\)"),
+        ({}, {"num_nodes": 2}, "num_nodes=2 with strategy='lockstep_xla_spmd': expected 1"),
+    ],
+)
+def test_what_the_devices_cannot_do(
+    tmp_path: Path, strategy: dict[str, Any], options: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        trainer(tmp_path, spmd(), precision="16-true")
-
-
-def test_downcast_without_16_bits(tmp_path: Path) -> None:
-    words = "downcast_bf16=True with precision='32-true': expected precision='bf16-true'"
-    with pytest.raises(ConfigurationError, match=words):
-        trainer(tmp_path, spmd(downcast_bf16=True))
+        fitted(tmp_path, spmd(**strategy), **options)
 
 
 def test_arguments_of_another_kind() -> None:
@@ -221,18 +233,6 @@ def test_a_variable_that_torch_xla_has_given_up(
     monkeypatch.setenv(name, "1")
     with pytest.raises(ConfigurationError, match=f"{name}=1: expected precision=bf16-true"):
         fitted(tmp_path, spmd())
-
-
-def test_other_devices_than_torch_xla_has(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"devices=3 was given to the Trainer, and torch-xla has 4 \(CPU\)"
-    ):
-        fitted(tmp_path, spmd(), devices=3)
-
-
-def test_several_hosts(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="num_nodes=2 with strategy='lockstep_xla_spmd': expected 1"):
-        trainer(tmp_path, spmd(), num_nodes=2)
 
 
 @pytest.mark.parametrize(

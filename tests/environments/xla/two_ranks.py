@@ -15,9 +15,9 @@ from torchmetrics import MeanMetric
 
 from lightning_lockstep import LockstepXLAStrategy
 from lightning_lockstep.distributed import current_communicator
+from tests.environments.xla import digits
 from tests.environments.xla.digits import Classifier, loaders
 from tests.environments.xla.host_runtime import use_host_runtime
-from tests.harness import QUIET
 
 GLOBAL_BATCH = 64
 
@@ -29,17 +29,9 @@ def data(rank: int = 0, ranks: int = 1) -> DataLoader[Any]:
     return DataLoader(TensorDataset(*parts), GLOBAL_BATCH // ranks)
 
 
-def trainer(folder: Path, **options: Any) -> L.Trainer:
-    usual: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 2,
-        "strategy": LockstepXLAStrategy(grace_period=8.0, timeout=100.0),
-        "max_epochs": 2,
-        **QUIET,
-        "use_distributed_sampler": False,
-        "default_root_dir": folder,
-    }
-    return L.Trainer(**{**usual, **options})
+def trainer(folder: Path, strategy: Any = None, **options: Any) -> L.Trainer:
+    strategy = strategy or LockstepXLAStrategy(grace_period=8.0, timeout=100.0)
+    return digits.trainer(folder, strategy, **{"devices": 2, "use_distributed_sampler": False, **options})
 
 
 class Module(Classifier):

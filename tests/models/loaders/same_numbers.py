@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_lockstep import EffectiveBatchSize
-from tests.harness import on_device
+from tests.harness import QUIET, on_device
 
 GLOBAL_BATCH, EPOCHS, TOKENS = 16, 3, 64
 
@@ -75,13 +75,10 @@ def fitted(
     net, data = Net(dtype, counts=counts, items=items), samples(count, dtype)
     trainer = Trainer(
         **{
+            **QUIET,
             **on_device(ranks),
             "strategy": strategy,
             "max_epochs": EPOCHS,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
             "callbacks": [] if own_lengths else [EffectiveBatchSize(GLOBAL_BATCH)],
             "use_distributed_sampler": not own_lengths,
             **options,

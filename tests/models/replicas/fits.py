@@ -23,7 +23,7 @@ from lightning_lockstep import (
     ReplicaMismatchError,
 )
 from lightning_lockstep.distributed import current_communicator
-from tests.harness import QUIET, on_device
+from tests.harness import QUIET, logged, on_device
 
 EVERY_3 = {"audit_every_n_steps": 3}
 
@@ -238,10 +238,6 @@ def fit(case: Case, **more: Any) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.manual_seed(case.seed)
-    lines: list[str] = []
-    handler = Kept(lines)
-    logger = logging.getLogger("lightning_lockstep.callbacks.replica_check")
-    logger.addHandler(handler)
     module, check = more.pop("make", Net)(case), ReplicaCheck(every_n_steps=case.every, **case.options)
     if case.fault == "device" and current_communicator().rank == case.rank:
         module.middle[0].register_forward_hook(off_by_a_bit)
@@ -257,7 +253,10 @@ def fit(case: Case, **more: Any) -> dict[str, Any]:
         mesh = {"shard": 2, "replicate": 2}
         strategy = strategy or LockstepFSDPStrategy(threads_per_rank=1, shard="Linear", mesh=mesh)
     strategy = strategy or LockstepDDPStrategy(threads_per_rank=1, **case.strategy)
-    with tempfile.TemporaryDirectory() as folder:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        logged("lightning_lockstep.callbacks.replica_check") as lines,
+    ):
         trainer = Trainer(
             **on_device(more.pop("devices", current_communicator().world_size)),
             strategy=strategy,
@@ -278,17 +277,4 @@ def fit(case: Case, **more: Any) -> dict[str, Any]:
             current_communicator().barrier()
         except ReplicaMismatchError as raised:
             error = str(raised)
-        finally:
-            logger.removeHandler(handler)
     return {"error": error, "lines": lines, "steps": trainer.global_step}
-
-
-class Kept(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self, lines: list[str]) -> None:
-        super().__init__()
-        self.lines = lines
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())

@@ -28,7 +28,7 @@ from lightning_lockstep._lightning import (
     Trainer,
     seed_everything,
 )
-from tests.harness import QUIET
+from tests.harness import QUIET, logged
 from tests.models.stopping.resumed_states import quiet
 
 SAMPLES, SIZE = 40, 2
@@ -266,15 +266,6 @@ def ended_by_a_callback(folder: str) -> Any:
 # -- Another number of ranks, another size of the batches --
 
 
-class Said(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 #: name -> the loader, options of the fit that stops, what a resumed one says; else no sample comes again or is left out
 Change = tuple[str, dict[str, Any], str | None]
 ONE_DEVICE: dict[str, Any] = {"strategy": "auto", "stops_together": True}
@@ -313,19 +304,15 @@ def save_all(folder: str, cases: dict[str, Change]) -> dict[str, Seen]:
 
 def resume_all(folder: str, cases: dict[str, Change]) -> dict[str, Seen]:
     quiet()
-    logger, found = logging.getLogger("lightning_lockstep"), {}
-    logger.setLevel(logging.WARNING)
+    found = {}
     for name, (loader, *_) in cases.items():
-        said = Said()
-        logger.addHandler(said)
-        with warnings.catch_warnings(record=True) as warned:
+        with warnings.catch_warnings(record=True) as warned, logged(level=logging.WARNING) as said:
             warnings.simplefilter("always")
             seen = epoch_of(fit(loader, ckpt_path=str(Path(folder, f"{name}.ckpt"))).seen)
             filters = [str(one[1]) for one in warnings.filters]
         assert not any("resuming" in one for one in filters), "a resumed fit leaves no filter behind"
         assert not [one for one in warned if "You're resuming from a checkpoint" in str(one.message)]
-        logger.removeHandler(said)
-        found[name] = seen, [text for text in said.texts if "goes on" in text]
+        found[name] = seen, [text for text in said if "goes on" in text]
     return found
 
 

@@ -12,14 +12,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import LockstepFSDPStrategy
 from lightning_lockstep._lightning import LightningModule, Trainer, seed_everything
+from tests import harness
 from tests.harness import on_device
 
 QUIET: dict[str, Any] = {
+    **harness.QUIET,
     "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
     "use_distributed_sampler": False,
     "num_sanity_val_steps": 0,
 }

@@ -6,7 +6,6 @@ import csv
 import json
 import re
 import sys
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from lightning_lockstep.doctor.checks.run import check
 from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.registry import CheckOptions
 from tests.harness import ScriptOutcome, run_script, start_script
+from tests.harness.patience import wait_until
 from tests.models.application.command_lines import MINE, TORCHRUN, TRAIN, path_with
 
 QUICK = ("trainer.enable_progress_bar=false", "trainer.accelerator=cpu")
@@ -117,10 +117,7 @@ def test_a_run_of_torchrun_goes_on_with_the_next_batch(cut: Run, of_two: Run) ->
 def test_ctrl_c_says_how_far_the_run_came_and_how_it_goes_on(tmp_path: Path) -> None:
     arguments = [*QUICK, "trainer.devices=2", "trainer.max_epochs=1000", "seed=7"]
     with start_script([*TRAIN, *arguments, "hydra.run.dir=out"], cwd=tmp_path) as script:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "out" / "checkpoints" / "last.ckpt").exists():
-            assert time.monotonic() < deadline, script.stderr
-            time.sleep(0.1)
+        assert wait_until((tmp_path / "out" / "checkpoints" / "last.ckpt").exists, 120), script.stderr
         script.interrupt()
         outcome = script.finish(60)
     assert outcome.returncode == 130, outcome.output

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import lightning_lockstep
 from lightning_lockstep.doctor import command
 from lightning_lockstep.doctor.command import main
 from lightning_lockstep.doctor.registry import Status
+from tests.harness.patience import wait_until
 from tests.models.doctor.imitated_machine import read_machine
 from tests.models.doctor.machines import FOLDER
 
@@ -121,21 +121,14 @@ def test_no_program_outlives_the_doctor(how: str, tmp_path: Path) -> None:
         text=True,
         env={**os.environ, "PATH": path},
     )
-    _wait_until(pid.exists)
+    assert wait_until(pid.exists, 60)
     if how != "its time is over":
         process.send_signal(signal.Signals[how])
     told = process.communicate(timeout=60)[0]
     assert process.returncode == {"SIGTERM": 143, "SIGINT": 130}.get(how, 1), told
     assert "Traceback" not in told
     child = Path("/proc", pid.read_text().strip(), "cmdline")
-    _wait_until(lambda: not child.exists() or child.read_bytes() == b"")
-
-
-def _wait_until(arrived: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not arrived():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert wait_until(lambda: not child.exists() or child.read_bytes() == b"", 60)
 
 
 HEAVY = ["torch", "lightning", "deepspeed", "mpi4py", "pytorch_lightning"]

@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import psutil
 
 from lightning_lockstep.launchers.mpirun import _end_with_children, _wait
+from tests.harness.patience import wait_until
 
 MPIRUN = """
 trap '' INT
@@ -24,9 +24,7 @@ wait
 
 def started() -> tuple[subprocess.Popen[bytes], list[psutil.Process]]:
     process = subprocess.Popen(["sh", "-c", MPIRUN])
-    deadline = time.monotonic() + 60
-    while len(psutil.Process(process.pid).children()) < 2 and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: len(psutil.Process(process.pid).children()) == 2)
     return process, psutil.Process(process.pid).children()
 
 

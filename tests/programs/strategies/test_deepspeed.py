@@ -20,16 +20,9 @@ from lightning_lockstep import (
     LockstepDeepSpeedStrategy,
 )
 from lightning_lockstep._lightning import LightningModule, ModelCheckpoint, Trainer
-from tests.harness import MODELS, chosen_device, on_device, run_ranks, run_script
+from tests.harness import MODELS, QUIET, chosen_device, on_device, run_ranks, run_script
 from tests.models.distributed.mpi.launch import mpi_environ
 
-QUIET = {
-    "accelerator": "cpu",
-    "devices": 2,
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 STAGES = (0, 1, 2, 3)
 
 
@@ -87,7 +80,7 @@ def loader(batch_size: int = 8) -> DataLoader[Any]:
 
 def trainer(strategy: Any, **options: Any) -> Trainer:
     ranks = int(os.environ.get("WORLD_SIZE", 2))
-    settings = {**QUIET, **on_device(ranks), "max_epochs": 1, "enable_checkpointing": False, **options}
+    settings = {**QUIET, **on_device(ranks), "max_epochs": 1, **options}
     return Trainer(strategy=strategy, **settings)
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import ChainDataset, DataLoader, IterableDataset, get_work
 
 from lightning_lockstep import ConfigurationError, LockstepDDPStrategy, ReplicaCheck
 from lightning_lockstep._lightning import LightningModule, Trainer, seed_everything
-from tests.harness import QUIET, on_device, run_ranks
+from tests.harness import QUIET, logged, on_device, run_ranks
 
 RANKS = 3
 
@@ -92,13 +92,9 @@ def refused(make: Any) -> str:
 
 
 def same_data(strategy: Any) -> list[str]:
-    texts: list[str] = []
-    handler, logger = logging.Handler(), logging.getLogger("lightning_lockstep.callbacks.replica_check")
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
     check = ReplicaCheck(every_n_steps=2, action="warn")
-    fit(40, strategy=strategy, callbacks=[check], max_epochs=1)
-    logger.removeHandler(handler)
+    with logged("lightning_lockstep.callbacks.replica_check") as texts:
+        fit(40, strategy=strategy, callbacks=[check], max_epochs=1)
     return texts
 
 

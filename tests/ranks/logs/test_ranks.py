@@ -15,6 +15,7 @@ from lightning_lockstep import CollectiveStallError, RankFailedError, get_logger
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.logs.logger import sender_on
 from tests.harness import run_ranks, run_ranks_raw
+from tests.harness.patience import wait_until
 
 
 class Kept(logging.Handler):
@@ -40,10 +41,8 @@ def prepared(name: str, timeout: float = 60.0):
     return get_logger(name, "INFO"), kept
 
 
-def until(kept: Kept, count: int, limit: float = 20.0) -> list[str]:
-    deadline = time.monotonic() + limit
-    while len(kept.lines) < count and time.monotonic() < deadline:
-        time.sleep(0.01)
+def until(kept: Kept, count: int) -> list[str]:
+    wait_until(lambda: len(kept.lines) >= count)
     return kept.lines
 
 
@@ -175,9 +174,7 @@ def rank_0_goes_first() -> list[str]:
     from lightning_lockstep.distributed.failure.process_exit import flush_everything
 
     log.info("after the failure", in_order=True)
-    deadline = time.monotonic() + 20
-    while current_communicator().side_channel.usable and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: not current_communicator().side_channel.usable)
     flush_everything()  # what the way out after a failure does
     return kept.lines
 

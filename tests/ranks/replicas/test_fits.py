@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ from lightning.pytorch import Callback
 from lightning_lockstep import CollectiveMismatchError
 from lightning_lockstep.callbacks import replica_check
 from lightning_lockstep.distributed import current_communicator
-from tests.harness import run_ranks
-from tests.models.replicas.fits import EVERY_3, Case, Hooked, Kept, fit, of_rank
+from tests.harness import logged, run_ranks
+from tests.models.replicas.fits import EVERY_3, Case, Hooked, fit, of_rank
 
 
 def on(rank: int) -> bool:
@@ -85,13 +84,10 @@ def silent() -> dict[str, Any]:
         channel.post = lambda topic, *args, **options: (  # type: ignore[method-assign]
             None if "replica/" in topic and topic.endswith("/check") else post(topic, *args, **options)
         )
-    lines: list[str] = []
-    handler, logger = Kept(lines), logging.getLogger("lightning_lockstep.replicas.exchange")
-    logger.addHandler(handler)
     try:
-        return {**fit(Case()), "said": lines}
+        with logged("lightning_lockstep.replicas.exchange") as lines:
+            return {**fit(Case()), "said": lines}
     finally:
-        logger.removeHandler(handler)
         channel.post, replica_check._AT_THE_END = post, patience  # type: ignore[method-assign]
 
 

@@ -15,7 +15,7 @@ import torch
 
 from lightning_lockstep import Preempted, StopTogether
 from lightning_lockstep._lightning import EarlyStopping, SLURMEnvironment
-from tests.harness import run_ranks, run_ranks_raw
+from tests.harness import logged, run_ranks, run_ranks_raw
 from tests.models.stopping.fits import (
     BATCHES,
     Module,
@@ -40,13 +40,8 @@ def all_cases(folder: str) -> dict[str, Any]:
 
 
 def loud(folder: str) -> list[str]:
-    logger, texts = logging.getLogger(EarlyStopping.__module__), []
-    logger.setLevel(logging.INFO)
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    early_stopping_case("different values", folder, False, verbose=True)
-    logger.removeHandler(handler)
+    with logged(EarlyStopping.__module__, logging.INFO) as texts:
+        early_stopping_case("different values", folder, False, verbose=True)
     return texts
 
 
@@ -158,12 +153,9 @@ def requeued_by_slurm(folder: str, ours: bool, number: signal.Signals) -> dict[s
     module = Module(act=terminate_on(0, 0, 4, number))
     environment = SLURMEnvironment(auto_requeue=True, requeue_signal=number)
     given = {"strategy": "lockstep_ddp"} if ours else {"plugins": [environment]}
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("lightning_lockstep").addHandler(handler)
     try:
-        fit(module, [] if ours else [StopTogether()], folder, **given)
+        with logged() as said:
+            fit(module, [] if ours else [StopTogether()], folder, **given)
     except Preempted as preempted:
         exists = Path(preempted.checkpoint).exists()
         return {"checkpoint": preempted.checkpoint, "saved": exists, "said": said[-1]}

@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import redirect_stderr
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_lockstep import CollectiveStallError, LockstepDDPStrategy, gather_uneven
 from lightning_lockstep._lightning import LightningModule, Trainer, seed_everything
-from tests.harness import on_device, run_ranks, run_ranks_raw
+from tests.harness import logged, on_device, run_ranks, run_ranks_raw
 from tests.models.strategies import fsdp_models
 
 QUIET = {**fsdp_models.QUIET, "devices": 2}
@@ -91,31 +91,6 @@ def seeded() -> Net:
     return Net()
 
 
-class Records(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(f"{record.levelname} {record.getMessage()}")
-
-
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    """What the package logs meanwhile, from level INFO on."""
-    logger, records = logging.getLogger("lightning_lockstep"), Records()
-    level = logger.level
-    logger.addHandler(records)
-    logger.setLevel(logging.INFO)
-    try:
-        yield records.texts
-    finally:
-        logger.removeHandler(records)
-        logger.setLevel(level)
-
-
 def contrastive_fits() -> dict[str, Any]:
     answers = {}
     for policy in ("truncate", "join"):
@@ -144,7 +119,7 @@ def precision_fits() -> dict[str, Any]:
     answers: dict[str, Any] = {}
     for name in ("64-true", "32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"):
         net = seeded()
-        with logged() as texts:
+        with logged(level=logging.INFO) as texts:
             strategy = "lockstep_ddp" if name == "16-mixed" else None
             trainer = fit(net, loader(3), strategy=strategy, precision=name, epochs=1)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -164,7 +139,7 @@ def test_each_precision_does_what_it_says(device: str) -> None:
     notes = {name: facts[4] for name, facts in first.items() if facts[4]}
     if device == "cpu":  # where Lightning says something else before
         (note,) = notes.pop("16-mixed")
-        assert note.startswith("INFO precision='16-mixed' runs in float16 with loss scaling")
+        assert note.startswith("precision='16-mixed' runs in float16 with loss scaling")
     assert not notes, "a note without a cause"
     assert {name: facts[:4] for name, facts in first.items()} == {
         "64-true": ("64-true", ["float64"], False, "torch.float64"),

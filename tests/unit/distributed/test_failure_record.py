@@ -25,6 +25,7 @@ from lightning_lockstep.distributed.failure.record import (
     user_function,
 )
 from lightning_lockstep.errors import ConfigurationError, RankFailedError
+from tests.harness import QUIET
 
 # A fit warns of what other packages deprecate.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -51,14 +52,7 @@ class Fails(pl.LightningModule):
 
 
 def raised(error: BaseException | None = None) -> BaseException:
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = pl.Trainer(accelerator="cpu", max_steps=1, **QUIET)
     with pytest.raises(BaseException) as caught:
         trainer.fit(Fails(error), torch.utils.data.DataLoader(torch.randn(4, 4)))
     return caught.value

@@ -21,6 +21,7 @@ from lightning_lockstep.distributed.process_group import forget_rendezvous
 from lightning_lockstep.distributed.side_channel.channel import Message
 from lightning_lockstep.errors import RankFailedError
 from lightning_lockstep.launchers.outliving import _Layout, _Run
+from tests.harness.patience import wait_until
 
 KILLED = describe_exit(2, 3, 1234, -9)
 
@@ -41,7 +42,7 @@ class Run:
         self.members.append(made)
         for one in self.members:
             one._kept |= set(connections())  # all are in this process
-        until(lambda: made.newest.number == self.hosted.current.number)
+        assert wait_until(lambda: made.newest.number == self.hosted.current.number)
         made.current = made.newest
         return made
 
@@ -50,13 +51,6 @@ class Run:
 
     def is_done(self, generation: int, member: int) -> None:
         self._store.set(f"done/{generation}/0/{member}", "1")
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -101,7 +95,7 @@ def test_a_loss_interrupts_a_member_that_connects_and_the_next_one_not_what_it_d
         with pytest.raises(RankFailedError, match="rank 2 of 3") as raised, member:
             time.sleep(60)  # it waits for another member in Python
         run.publish(0, lost=KILLED)
-        until(lambda: member.newest.number == 3)
+        assert wait_until(lambda: member.newest.number == 3)
         time.sleep(0.1)  # an interrupt would come in this time
         assert member.ends_attempt(raised.value)
     finally:
@@ -117,7 +111,7 @@ def test_a_connection_that_a_member_makes_after_the_news_is_ended_too(run: Run) 
     run.is_ready(1, 1)
     with pytest.raises(RuntimeError), member:
         run.publish(0, lost=KILLED)
-        until(lambda: member.newest.number == 2)
+        assert wait_until(lambda: member.newest.number == 2)
         time.sleep(0.1)
         TCPStore(member.address, member.port, wait_for_workers=False).get("what nobody sets")
     assert member.ends_attempt(RuntimeError("gloo"))
@@ -130,7 +124,7 @@ def test_members_that_cannot_connect_though_all_live_ask_for_another_try(
     first = first_process(run, 3)
     member = run.member(0)
     looks = threading.Thread(
-        target=lambda: until(lambda: look(first) is None and run.hosted.current.number == 1)
+        target=lambda: wait_until(lambda: look(first) is None and run.hosted.current.number == 1)
     )
     looks.start()
     assert member.ends_attempt(RuntimeError("gloo: connect timeout"))

@@ -2,27 +2,68 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
 
-from tests.harness import MODELS, run_script
-from tests.models.distributed.mpi.launch import mpi_command, mpi_environ
-from tests.ranks.overflow.test_communicating_step import check_contrastive
+from lightning_lockstep import AutoBatchSize, LockstepMPIStrategy
+from tests.models.batch_size.models import Mid, Walled, largest, trainer
+from tests.models.distributed.mpi.launch import run_mpi
+from tests.models.replicas import fits as replicas
+from tests.models.stragglers import fits as stragglers
+from tests.ranks.overflow.test_communicating_step import check_contrastive, outcomes
 
 pytestmark = pytest.mark.mpi
 
-PROGRAM = MODELS / "callbacks" / "program_mpi.py"
+
+def strategy() -> LockstepMPIStrategy:
+    return LockstepMPIStrategy(backend="auto")
+
+
+def batch_size(folder: str) -> dict[str, Any]:
+    """A search in which only rank 1 runs out, and the curves of runs with and without room."""
+    found: dict[str, Any] = {}
+    for where in ("forward", "backward", "optimizer"):
+        module, callback = Walled(300, where=where, on_rank=1), largest(margin=0)
+        trainer(folder, callback, devices="auto", strategy=strategy()).fit(module)
+        found[f"search {where}"] = module.batch_size
+    curves = []
+    for fits in (10**9, 4):
+        pl.seed_everything(3, verbose=False)
+        module, callback = (
+            Mid(fits=fits, where="backward", only=(3, 7), on_rank=1),
+            AutoBatchSize("off", on_oom="split"),
+        )
+        epoch = {"max_steps": -1, "max_epochs": 1}
+        trainer(folder, callback, devices="auto", strategy=strategy(), **epoch).fit(module)
+        curves.append(module.losses)
+    apart = max(abs(a - b) for a, b in zip(*curves, strict=True))
+    return {**found, "split": callback.batches_split, "apart": apart}
+
+
+def fits(folder: str) -> dict[str, Any]:
+    cases = {
+        "healthy": replicas.Case(options={"audit_every_n_steps": 4}),
+        "skipped": replicas.Case(fault="skipped step"),
+        "device": replicas.Case(fault="device", options={"audit_every_n_steps": 4}),
+    }
+    return {
+        "replicas": {
+            name: replicas.fit(case, plain_strategy=strategy(), devices="auto")
+            for name, case in cases.items()
+        },
+        "stragglers": stragglers.fit(1, "data", strategy=strategy(), devices="auto"),
+        "batch size": batch_size(folder),
+        "overflow": outcomes(["in place"], folder, strategy)["in place"],
+        "backend": torch.distributed.get_backend(),
+    }
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("mpi")
-    command = [*mpi_command("open_mpi", 2), str(PROGRAM), str(folder)]
-    outcome = run_script(command, env=mpi_environ(), cwd=folder, timeout=240)
-    assert outcome.returncode == 0, outcome.output
-    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+    found = run_mpi(2, fits, str(tmp_path_factory.mktemp("mpi")))
     assert [each["backend"] for each in found] == ["mpi4py", "mpi4py"]
     return found
 

@@ -1,24 +1,29 @@
-"""Runs a Python program on ranks of an MPI job and brings back what each has found."""
+"""Calls a function on the ranks of an MPI job and brings back what it returned on each."""
 
 from __future__ import annotations
 
 import atexit
 import functools
-import json
 import os
+import pickle
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 import lightning_lockstep
+from lightning_lockstep.distributed.mpi.backend import register_mpi_backend
+from lightning_lockstep.launchers.environments import detect_environment
 from tests.harness import ScriptOutcome, costs, run_script
 from tests.harness.children import CHILD_SITE
 from tests.harness.ranks import forks_of_launched_ranks
 
-__all__ = ["mpi_command", "mpi_environ", "run_program", "why_no"]
+__all__ = ["meet", "mpi_command", "mpi_environ", "run_mpi", "run_mpi_raw", "why_no"]
 
 ROOT = Path(__file__).parents[4]
 HERE = Path(__file__).parent
@@ -83,25 +88,39 @@ def mpi_environ() -> dict[str, str]:
     }
 
 
-def run_program(
-    kind: str,
-    ranks: int,
-    program: str,
-    folder: Path,
-    *,
-    arguments: Sequence[str] = (),
-    environ: Mapping[str, str] | None = None,
-    timeout: float = 120.0,
-) -> tuple[ScriptOutcome, dict[int, dict[str, Any]]]:
-    """Run ``program`` (a file beside this one) on ranks."""
-    # Returns: how it ended, and by rank what the program wrote to ``<folder>/<rank>.json``.
+def run_mpi(
+    n: int,  # number of ranks
+    function: Callable[..., Any],  # at the top level of a module
+    *args: Any,
+    kind: str = "open_mpi",
+    timeout: float = 240.0,
+) -> list[Any]:
+    """Call ``function(*args)`` on the ranks of an MPI job, and return what it returned on each."""
+    outcome, found = run_mpi_raw(n, function, *args, kind=kind, timeout=timeout)
+    assert outcome.returncode == 0 and len(found) == n, outcome.output
+    return found
+
+
+def run_mpi_raw(
+    n: int, function: Callable[..., Any], *args: Any, kind: str = "open_mpi", timeout: float = 240.0
+) -> tuple[ScriptOutcome, list[Any]]:
+    """As ``run_mpi``, for ranks that may fail: return how the job ended, and what those that returned have returned."""
     # A rank that waits spins, and would take the cores from tests beside it.
     nice = ["nice", "-n", "10"] if shutil.which("nice") else []
-    command = [*nice, *mpi_command(kind, ranks), str(HERE / program), str(folder), *arguments]
-    outcome = run_script(command, env={**mpi_environ(), **(environ or {})}, timeout=timeout)
-    found = {}
-    for rank in range(ranks):
-        file = folder / f"{rank}.json"
-        if file.exists():
-            found[rank] = json.loads(file.read_text())
-    return outcome, found
+    with tempfile.TemporaryDirectory(prefix="mpi-") as folder:
+        Path(folder, "call").write_bytes(pickle.dumps((function, args)))
+        command = [*nice, *mpi_command(kind, n), str(Path(__file__).with_name("call.py")), folder]
+        outcome = run_script(command, env=mpi_environ(), timeout=timeout)
+        values = [Path(folder, f"{rank}.value") for rank in range(n)]
+        return outcome, [pickle.loads(value.read_bytes()) for value in values if value.exists()]
+
+
+def meet(seconds: float = 60.0) -> tuple[int, int]:
+    """Open the default group over mpi4py, whose operations may take ``seconds``; return (rank, world size)."""
+    register_mpi_backend()
+    env = detect_environment(mpi=True)
+    rank, size = env.global_rank(), env.world_size()
+    store = dist.TCPStore(env.main_address, env.main_port, size, False, multi_tenant=True)
+    limit = timedelta(seconds=seconds)
+    dist.init_process_group("mpi4py", rank=rank, world_size=size, store=store, timeout=limit)
+    return rank, size

@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from lightning_lockstep.errors import CollectiveMismatchError
 from tests.harness import Script, run_script
-from tests.models.distributed.mpi.launch import HERE, mpi_environ, run_program
+from tests.models.distributed.mpi.launch import HERE, meet, mpi_environ, run_mpi_raw
 
 pytestmark = pytest.mark.mpi
 FIT = [sys.executable, str(HERE / "program_fit.py")]
@@ -43,12 +46,29 @@ def test_a_rank_that_is_killed_ends_all_and_mpirun_names_it(tmp_path: Path) -> N
     )
 
 
-def test_ranks_wait_until_the_timeout_for_one_that_has_ended_its_program(tmp_path: Path) -> None:
-    outcome, _ = run_program("open_mpi", 3, "program_exit.py", tmp_path)
+def exits() -> None:
+    """Rank 1 exits while ranks 0 and 2 disagree and go on between themselves, and then need it."""
+    rank, _ = meet(seconds=8)
+    pair = dist.new_group([0, 2])
+    if rank == 1:
+        sys.exit(3)
+    try:
+        dist.all_reduce(torch.ones(3 + rank), group=pair)
+    except CollectiveMismatchError as error:
+        if rank == 0:
+            print(error, flush=True)
+    dist.all_reduce(torch.ones(3), group=pair)
+    if rank == 0:
+        print("the pair went on", flush=True)
+    dist.all_reduce(torch.ones(3))
+
+
+def test_ranks_wait_until_the_timeout_for_one_that_has_ended_its_program() -> None:
+    outcome, _ = run_mpi_raw(3, exits)
     assert outcome.returncode != 0 and not outcome.timed_out, outcome.output
     assert "the pair went on" in outcome.output
     # In a sub-group too, a report names ranks by their numbers in the default group.
-    row = r"  2 +all_reduce\(sum\)  float32  \(5,\) +program_exit.py:\d+ in main  <- differs"
+    row = r"  2 +all_reduce\(sum\)  float32  \(5,\) +test_fit.py:\d+ in exits  <- differs"
     assert re.search(row, outcome.output), outcome.output
     assert "timed out after 8 s over MPI: not every rank has called it" in outcome.output
 

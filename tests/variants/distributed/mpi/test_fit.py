@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import Script, run_script
-from tests.models.distributed.mpi.launch import HERE, mpi_command, mpi_environ, run_program, why_no
+from tests.models.distributed.mpi.launch import HERE, mpi_command, mpi_environ, why_no
 
 pytestmark = pytest.mark.mpi
 FIT = str(HERE / "program_fit.py")
@@ -24,17 +25,19 @@ def needs(kind: str) -> None:
 @pytest.mark.parametrize(("kind", "ranks"), [("mpich", 2), ("open_mpi", 4)])
 def test_fit_under_mpirun(kind: str, ranks: int, tmp_path: Path) -> None:
     needs(kind)
-    outcome, found = run_program(kind, ranks, "program_fit.py", tmp_path)
-    assert outcome.returncode == 0 and len(found) == ranks, outcome.output
-    assert [found[rank]["rank"] for rank in range(ranks)] == list(range(ranks))
-    assert {(one["world"], one["backend"]) for one in found.values()} == {(ranks, "mpi4py")}
-    assert len({(one["weights"], one["val_loss"]) for one in found.values()}) == 1
+    outcome = run_script([*mpi_command(kind, ranks), FIT, str(tmp_path)], env=mpi_environ(), timeout=120)
+    assert outcome.returncode == 0, outcome.output
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
+    assert [one["rank"] for one in found] == list(range(ranks))
+    assert {(one["world"], one["backend"]) for one in found} == {(ranks, "mpi4py")}
+    assert len({(one["weights"], one["val_loss"]) for one in found}) == 1
     assert outcome.leftovers == ()
 
 
 def test_the_trainer_and_mpirun_disagree(tmp_path: Path) -> None:
-    outcome, found = run_program("open_mpi", 2, "program_fit.py", tmp_path, arguments=["--devices", "3"])
-    assert outcome.returncode != 0 and not found
+    command = [*mpi_command("open_mpi", 2), FIT, str(tmp_path), "--devices", "3"]
+    outcome = run_script(command, env=mpi_environ(), timeout=120)
+    assert outcome.returncode != 0 and not list(tmp_path.iterdir())
     assert "LaunchError: The Trainer and Open MPI's mpirun disagree" in outcome.output
 
 

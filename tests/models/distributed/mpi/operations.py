@@ -1,7 +1,6 @@
-"""Every operation over mpi4py and over gloo, gather_uneven and batch norm, on the same tensors; writes what differs."""
+"""Every operation over mpi4py and over gloo, gather_uneven and batch norm, on the same tensors: what differs."""
 
 import itertools
-import sys
 import warnings
 
 import torch
@@ -9,11 +8,13 @@ import torch.distributed as dist
 
 from tests.models.distributed import global_norms as norms
 from tests.models.distributed import uneven_gathers as uneven
-from tests.models.distributed.mpi.ranks_meet import hand_back, meet
+from tests.models.distributed.mpi.behaviour import Holds, all_are
+from tests.models.distributed.mpi.launch import meet
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int8, torch.uint8, torch.int32, torch.int64]
 SHAPES = ["scalar", "empty", "vector", "strided", "large"]
+LARGE = 40_001
 R = dist.ReduceOp
 REDUCTIONS = [R.SUM, R.PRODUCT, R.MIN, R.MAX, R.AVG, R.BAND, R.BOR, R.BXOR]
 
@@ -25,7 +26,7 @@ def tensor(shape, dtype, seed):
         "empty": (0, 3),
         "vector": (7,),
         "strided": (6, 4),
-        "large": (1_001 if "--cut" in sys.argv else 40_001,),
+        "large": (LARGE,),
     }[shape]
     whole = torch.randint(1, 5, sizes, generator=generator)
     made = (
@@ -130,10 +131,10 @@ MOVING = (
 )
 
 
-def cases(is_whole):
-    """Give the operations with their arguments: all with --all, else some dtypes, in a sub-group two shapes of them."""
+def cases(is_whole, every):
+    """Give the operations with their arguments: every one, or those of some dtypes, in a sub-group of two shapes."""
     dtypes, shapes = [*FLOATS, *INTEGERS, torch.bool], SHAPES
-    if "--all" not in sys.argv:
+    if not every:
         dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
         shapes = SHAPES if is_whole else ["vector", "strided"]
     for name, dtype, shape in itertools.product(MOVING, dtypes, shapes):
@@ -185,13 +186,15 @@ def compare(name, dtype, shape, op, mpi, gloo):
     return ""
 
 
-def main():
+def operations(every=False, cut=False):
+    """Compare all operations, on this rank; reductions go to MPI in pieces of 8 MB, or cut ones of 64 bytes."""
     warnings.simplefilter("ignore")
     rank, size = meet()
-    if "--cut" in sys.argv:
-        from lightning_lockstep.distributed.mpi import operations
+    if cut:
+        from lightning_lockstep.distributed.mpi import operations as of_mpi
 
-        operations.PIECE, operations.COUNT = 64, 17
+        global LARGE
+        of_mpi.PIECE, of_mpi.COUNT, LARGE = 64, 17, 1_001
     groups = [list(range(size))] + ([[size - 1, 0]] if size > 2 else []) + [[0]]
     found = {"cases": 0, "wrong": [], "not compared": 0, "groups": len(groups)}
     for ranks in groups:
@@ -199,7 +202,7 @@ def main():
         if rank not in ranks:
             continue
         mpi, gloo = Side("mpi4py", pair[0]), Side("gloo", pair[1])
-        for name, dtype, shape, op in cases(len(ranks) == size):
+        for name, dtype, shape, op in cases(len(ranks) == size, every):
             try:
                 wrong = compare(name, dtype, shape, op, mpi, gloo)
             except Exception as error:
@@ -209,16 +212,29 @@ def main():
                 found["not compared"] += 1
             elif wrong:
                 found["wrong"].append(f"{name} {dtype} {shape} {op} group {ranks}: {wrong}")
-    # Reductions go to MPI in pieces of 8 MB, or cut ones of 64 bytes; the last one is shorter.
-    numbers = torch.arange((2**12 if "--cut" in sys.argv else 2**21) + 5) % 7
+    numbers = torch.arange((2**12 if cut else 2**21) + 5) % 7  # the last piece is shorter
     large = (numbers * (rank + 1)).float()
     dist.all_reduce(large, group=dist.new_group(backend="mpi4py"))
     found["large"] = torch.equal(large, (numbers * sum(range(1, size + 1))).float())
     found["uneven"] = uneven.all_cases()
     found["norms"] = norms.wrong_ones(["images", "a rank of padding"])
     found["uneven mismatches"] = uneven.mismatches()
-    hand_back(rank, found)
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
 
 
-if __name__ == "__main__":
-    main()
+#: What must come of it.
+OPERATIONS: dict[str, Holds] = {
+    "wrong": all_are([]),
+    "large": all_are(True),
+    "cases": lambda *seen: seen[0] > 400,
+    "uneven": lambda *seen: not any(any(one.values()) for one in seen),
+    "norms": all_are([]),
+    "uneven mismatches": lambda zero, *others: all(
+        zero[name] == one[name] and zero[name].startswith("CollectiveMismatchError")
+        for name in zero
+        for one in others
+        if name != "all wrong"
+    ),
+}

@@ -1,12 +1,12 @@
-"""What torch.distributed promises of a backend, asked of mpi4py; writes down what each rank saw."""
+"""What torch.distributed promises of a backend, asked of mpi4py on two ranks, and what must come of it."""
 
-import json
-import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
 from tests.models.distributed import local_calls
 from tests.models.distributed.every_operation import PARTS
-from tests.models.distributed.mpi.ranks_meet import meet
-
-warnings.simplefilter("ignore")
-SEEN = {}
+from tests.models.distributed.mpi.launch import meet
 
 
 def caught(function, *args, **kwargs):
@@ -277,10 +274,9 @@ def local(rank, size):
     return [seen, sums, set(vars(dist.group.WORLD)) == attributes]
 
 
-def guarded(rank, size):
+def guarded(rank, size, guard):
     """Each operation without the guard and with it: the results, what it has seen, and what it still waits for."""
     plain = [part(rank) for part in PARTS]
-    guard = "watch" if "--watch" in sys.argv else "verify"
     supervisor = RankSupervisor(SupervisorSettings(guard=guard, stall_timeout=20.0))
     supervisor.ranks_have_met(60.0, prints_report=rank == 0)
     under_guard = supervisor.run(lambda: [part(rank) for part in PARTS])
@@ -291,68 +287,151 @@ def guarded(rank, size):
     return [plain, under_guard == plain, operations, [list(one) for one in state.outstanding]]
 
 
-ASKED = [
-    future,
-    callbacks,
-    overlap,
-    messages,
-    wrong_message,
-    wrong_shape,
-    wrong_dtype,
-    wrong_operation,
-    wrong_everywhere,
-    wrong_splits,
-    gradients,
-    many_groups,
-    crosswise,
-    large_of_every_number,
-    inference,
-    local,
-    too_late,
-    error_in_backward,
-    queued,
-    late_after_a_mismatch,
-    guarded,
-]
-
-
-def end_in_a_callback(rank):
+def end_in_a_callback(rank, folder):
     """Leave a callback under way at the end of the program."""
 
     def late(future):
         time.sleep(1)
-        result = future.value()[0]
-        Path(sys.argv[1], f"callback-{rank}.json").write_text(json.dumps(result.tolist()))
+        Path(folder, f"callback-{rank}").write_text(str(future.value()[0].item()))
 
     work = dist.all_reduce(torch.ones(1), async_op=True)
     work.get_future().then(late)
     work.wait()
-    if "--destroy" in sys.argv:
-        dist.destroy_process_group()
 
 
-def main():
-    if "--funneled" in sys.argv:
-        import mpi4py
+def behaviour(folder, thread_level="multiple", guard="verify", destroys=False):
+    """Ask for all of it, on this rank."""
+    import mpi4py
 
-        mpi4py.rc.thread_level = "funneled"
+    warnings.simplefilter("ignore")
+    mpi4py.rc.thread_level = thread_level
     global process_group
     rank, size = meet(seconds=30)
-    from lightning_lockstep.distributed.mpi import process_group
-
-    for function in ASKED:
-        try:
-            SEEN[function.__name__] = function(rank, size)
-        except Exception:
-            SEEN[function.__name__] = {"error": traceback.format_exc()}
-        dist.barrier()
     from mpi4py import MPI
 
-    SEEN["thread level"] = MPI.Query_thread()
-    SEEN["name"] = dist.get_backend()
-    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(SEEN))
-    end_in_a_callback(rank)
+    from lightning_lockstep.distributed.mpi import process_group
+
+    seen = {"thread level": MPI.Query_thread(), "name": dist.get_backend()}
+    for function, more in (*((one, ()) for one in BEHAVIOUR), (guarded, (guard,))):
+        try:
+            seen[function.__name__] = function(rank, size, *more)
+        except Exception:
+            seen[function.__name__] = {"error": traceback.format_exc()}
+        dist.barrier()
+    end_in_a_callback(rank, folder)
+    if destroys:
+        dist.destroy_process_group()
+    return seen
 
 
-if __name__ == "__main__":
-    main()
+#: A condition on what rank 0, rank 1, ... saw.
+Holds = Callable[..., bool]
+Error = list[str]  # its class and its text
+
+
+def broken(promises: dict[str, Holds], found: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Return what does not hold, with what each rank saw of it."""
+    seen = {name: [one[name] for one in found] for name in promises}
+    return {name: seen[name] for name, holds in promises.items() if not _holds(holds, seen[name])}
+
+
+def _holds(holds: Holds, seen: list[Any]) -> bool:
+    try:
+        return holds(*seen)
+    except (TypeError, LookupError, ValueError):  # a rank had an error where there should be an answer
+        return False
+
+
+def all_are(wanted: Any) -> Holds:
+    return lambda *seen: all(one == wanted for one in seen)
+
+
+def is_error(error: Error, kind: str, *texts: str) -> bool:
+    return error[0] == kind and all(text in error[1] for text in texts)
+
+
+def same_mismatch(zero: Error, one: Error) -> bool:
+    texts = ("ranks disagree on collective #", "<- differs", "behaviour.py")
+    return zero == one and is_error(zero, "CollectiveMismatchError", *texts)
+
+
+def refused(errors: list[Error], kind: str, texts: list[str]) -> bool:
+    return len(errors) == len(texts) and all(map(lambda e, text: is_error(e, kind, text), errors, texts))
+
+
+def keeps_its_answers(zero: Any, one: Any) -> bool:
+    local_calls.check(1, one[0])
+    return all(each[1:] == [[6.0, 2.0], True] for each in (zero, one))
+
+
+WRONG_EVERYWHERE = [
+    "device meta",
+    "to_dense",
+    "to_dense",
+    "list of 1 tensors",
+    "cannot be reduced",
+    "must hold 2 parts",
+    "2 were given",
+    "split sizes",
+]
+
+#: What is asked, and what must come of it on two ranks.
+BEHAVIOUR: dict[Callable[..., Any], Holds] = {
+    future: all_are([[2.0] * 3, True, True, [1.0] * 3]),
+    callbacks: all_are([5.0, 2.0, 2.0, "RuntimeError", 2.0, [1.0, 1.0]]),
+    overlap: all_are([1.0 + 2 * i for i in range(10)]),
+    crosswise: all_are([(2.0, 4.0)]),
+    many_groups: all_are(True),
+    messages: lambda zero, one: zero == [1, [1.0] * 4] and one == [[1.0, 2.0], [3.0], sum(range(300_000))],
+    wrong_message: lambda zero, one: (
+        one[0] is None  # as many bytes, of another dtype
+        and is_error(
+            one[1], "CollectiveMismatchError", "1 elements came from rank 0 of the group, but 3 were"
+        )
+        and is_error(one[2], "DistBackendError", "receive from 0 of group 'world'", "has sent more")
+        and one[3] == [1.0] * 3
+    ),
+    wrong_dtype: same_mismatch,
+    wrong_operation: same_mismatch,
+    wrong_splits: lambda zero, one: is_error(
+        one, "DistBackendError", "all_to_all_single #1 of group", "make the sizes at both ends equal"
+    ),
+    wrong_shape: lambda zero, one: (
+        zero == one
+        and is_error(zero[0], "CollectiveMismatchError", "(2,)", "(3,)")
+        and zero[1] == [2.0, 2.0]  # afterwards the group goes on
+    ),
+    wrong_everywhere: lambda *seen: all(refused(one, "ValueError", WRONG_EVERYWHERE) for one in seen),
+    gradients: all_are([True, True, 0.0]),  # those of gloo, and the losses
+    large_of_every_number: all_are([[5]] * 8),
+    inference: all_are([0.0, 1.0]),
+    local: keeps_its_answers,
+    too_late: lambda zero, one: (
+        is_error(zero[0], "CollectiveStallError", "all_reduce(sum) #1 of group", "timed out after 0.6 s")
+        and zero[1] < 30
+        and is_error(zero[2], "DistBackendError", "cannot be used any more")
+    ),
+    queued: lambda zero, one: zero == [None] * 3,
+    late_after_a_mismatch: lambda zero, one: (
+        is_error(zero[0], "CollectiveStallError", "timed out after 0.6 s") and zero[1] < 1.3
+    ),
+    error_in_backward: lambda zero, one: is_error(zero, "RuntimeError", "timed out after 0.6 s over MPI"),
+}
+
+
+#: The same by name.
+PROMISES = {function.__name__: holds for function, holds in BEHAVIOUR.items()}
+
+SEEN_BY_THE_GUARD = {"all_reduce", "broadcast", "all_gather", "reduce_scatter"}
+
+
+def as_guarded(over_gloo: list[Any]) -> dict[str, Holds]:
+    """On two ranks: what each operation gives over gloo, with the guard and without; and the guard saw them end."""
+
+    def holds(*seen: Any) -> bool:
+        return all(
+            plain == over_gloo[rank] and same and set(operations) >= SEEN_BY_THE_GUARD and outstanding == []
+            for rank, (plain, same, operations, outstanding) in enumerate(seen)
+        )
+
+    return {"guarded": holds}
