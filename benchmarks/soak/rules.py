@@ -100,8 +100,8 @@ def _expected(plan: Plan) -> Expected:
     fault = plan.fault
     if fault in ("ctrl_c", "ctrl_c_twice"):
         return _interrupted(plan)
-    # SIGUSR1 is Slurm's notice before the time limit: every strategy stops the ranks together.
-    stops = "stop" in plan.callbacks or (plan.launch == "srun" and fault == "usr1_rank")
+    # Both are notices of Slurm, on which every strategy stops the ranks together.
+    stops = "stop" in plan.callbacks or plan.launch == "srun"
     if stops and fault in ("term_rank", "usr1_rank", "term_parent", "usr1_parent"):
         return _preempted(plan)
     if fault not in _FAILURES or _does_not_hurt(plan):
