@@ -38,6 +38,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NoReturn
 
+import psutil
+
+from lightning_lockstep._lightning import SIGTERMException
 from lightning_lockstep.distributed.failure.exit_notes import forget_failure, keep_failure, note_failure
 from lightning_lockstep.distributed.failure.interrupt import (
     Interrupt,
@@ -196,6 +199,9 @@ class FailurePropagation:
             return error
         if isinstance(error, KeyboardInterrupt):
             return self._interrupted(error)
+        is_told_to_end = isinstance(error, SIGTERMException)
+        if is_told_to_end and not self.failed:
+            self._note_ended()
         is_own = isinstance(error, (LockstepError, SystemExit))
         is_broken = not is_own and is_broken_collective(error)
         is_told = isinstance(error, RankFailedError) and error.record is None  # as by in_rank_order
@@ -217,7 +223,7 @@ class FailurePropagation:
         first = self._first_failure(error)
         if first.rank == self.channel.rank or is_alike(error, first):
             return self._own(error, first)
-        if not isinstance(error, SystemExit):
+        if is_told_to_end or not isinstance(error, SystemExit):
             return self._stopped(first)
         if not leaves_in_order(error):
             self._keep(first)
@@ -417,6 +423,17 @@ class FailurePropagation:
                 speaks = self.channel.rank == 1 or os.environ.get("LOCAL_RANK") == "0"
                 self.prints_report = self.prints_report or speaks
             self._decide(_EVER, self._end_of(rank, "vanished", why))
+
+    def _note_ended(self) -> None:
+        """Report ranks of this host whose process is gone: a launcher such as torchrun then ends the others."""
+        own, _ = self.channel.process_of(self.channel.rank)
+        for rank, (host, pid) in list(self.channel.processes.items()):
+            if host != own or psutil.pid_exists(pid):
+                continue
+            if rank == 0:
+                self.report_lost_parent()
+            else:
+                self._report(_EVER, self._end_of(rank, "vanished", _GONE))
 
     # -- the error that this rank raises ----------------------------------------------------------------
 

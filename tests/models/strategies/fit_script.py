@@ -25,7 +25,7 @@ from lightning_lockstep.errors import BatchSizeError, LockstepError
 
 FAULT = sys.argv[1] if len(sys.argv) > 1 else "none"
 START = sys.argv[2] if len(sys.argv) > 2 else "popen"
-SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "predict": signal.SIGTERM}
+SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "predict": signal.SIGTERM, "end": signal.SIGKILL}
 GRACE = 600.0 if FAULT == "raise@0" else 8.0
 
 
@@ -35,7 +35,7 @@ class Net(L.LightningModule):
         self.layer = torch.nn.Linear(8, 4)
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor | None:
-        if batch_idx == 5:
+        if batch_idx == 5 and not FAULT.startswith("end@"):
             provoke(self.global_rank)
         if FAULT == "endless":
             time.sleep(0.02)
@@ -46,6 +46,10 @@ class Net(L.LightningModule):
         inputs, targets = batch
         loss = torch.nn.functional.cross_entropy(self.layer(inputs), targets)
         self.log("val_loss", loss, sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        if FAULT.startswith("end@") and not self.trainer.sanity_checking:
+            provoke(self.global_rank)
 
     def predict_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         if batch_idx == 2:
