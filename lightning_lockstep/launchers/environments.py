@@ -148,6 +148,15 @@ class LockstepEnvironment(LightningEnvironment):
         """Use ``port`` for the rendezvous; the launcher calls this once it listens there."""
         self._main_port = port
 
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Raise if there are several nodes and nothing says where they meet."""
+        if num_nodes > 1 and "MASTER_PORT" not in os.environ:
+            raise LaunchError(
+                f"num_nodes={num_nodes}: expected MASTER_ADDR, MASTER_PORT and NODE_RANK in the environment of each"
+                " node, by which the nodes find each other, or a start by torchrun, srun or mpirun. On one machine"
+                " write num_nodes=1."
+            )
+
     def teardown(self) -> None:
         """Leave the environment variables alone; the launcher that set them puts them back."""
 

@@ -95,7 +95,8 @@ class _HostProcesses(RankProcesses):
 
     def __init__(self, channel: SideChannel) -> None:
         super().__init__()
-        self._channel, self._code = channel, None  # type: SideChannel, int | None
+        self._channel = channel
+        self._code: int | None = None  # of the run, once it has ended
         channel.on("over", self._over)
         if channel.rank:
             channel.watch_peers(self._cut_off)

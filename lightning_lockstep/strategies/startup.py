@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
-import os
 from datetime import timedelta
 from typing import Any
 
@@ -53,13 +52,8 @@ class RankStartup:
         environment, group = strategy.cluster_environment, connected_group()
         # Ranks that an earlier Trainer has connected run this script too, and are used again.
         exist = environment.creates_processes_externally or (group is not None and group.world_size > 1)
-        is_alone = isinstance(environment, LockstepEnvironment) and "MASTER_PORT" not in os.environ
-        if strategy.num_nodes > 1 and is_alone and not exist:
-            raise LaunchError(
-                f"num_nodes={strategy.num_nodes}: expected MASTER_ADDR, MASTER_PORT and NODE_RANK in the environment of"
-                " each node, by which the nodes find each other, or a start by torchrun, srun or mpirun. On one machine"
-                " write num_nodes=1."
-            )
+        if not exist:
+            environment.validate_settings(strategy.num_processes, strategy.num_nodes)
         if self.start_method == "popen" or exist:
             ranks = {"num_processes": strategy.num_processes, "num_nodes": strategy.num_nodes}
             return self.script_launcher(strategy.supervisor, environment, **ranks)
