@@ -30,7 +30,7 @@ READS = {
 #: A bad step must be known before its weights change. All that is looked at is read at once.
 CHECK = "numerics/statistics.py any_bad"
 #: What has been copied to the host behind the device's back (an event says when it is there), or was made there.
-ON_HOST = {"replicas/checksums.py numbers", "overflow/detect.py _on_any_rank"}
+ON_HOST = {"replicas/checksums.py numbers", "distributed/coordination/communicator.py agree"}
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     # callbacks and their options, options of the strategy, waits in each step
