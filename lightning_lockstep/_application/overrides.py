@@ -177,9 +177,7 @@ def whole_message(error: BaseException) -> str:
     seen: BaseException | None = error
     while seen is not None:
         lines = [line.strip() for line in str(seen).splitlines() if line.strip()]
-        parts += (
-            lines[-2:] if isinstance(seen, YAMLError) else lines[:2]
-        )  # YAML's last two say what is wrong where
+        parts += lines[-2:] if isinstance(seen, YAMLError) else lines[:2]  # the last two of YAML say where
         seen = seen.__cause__
     return " ".join(dict.fromkeys(parts))
 

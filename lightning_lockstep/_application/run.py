@@ -165,10 +165,9 @@ def run(config: DictConfig) -> float | None:
     record = RunRecord()
     # Nothing reads the command line any more but W&B, which logs it.
     sys.argv[1:] = Mask(config).masked(sys.argv[1:])
+    own_callbacks = [record, LogConfiguration(config), LoaderPosition()]
     with keeping_failure(Path(config.trainer.get("default_root_dir") or "")):
-        model, data, trainer = build(
-            config, own_callbacks=[record, LogConfiguration(config), LoaderPosition()]
-        )
+        model, data, trainer = build(config, own_callbacks=own_callbacks)
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         record.share()
     _order_samples(trainer)
@@ -388,9 +387,8 @@ class RunRecord(Callback):
                 continue
             best = Path(kept["best_model_path"] or "none")
             # A strategy that reads a file may not read a folder. Another host may not see either, so rank 0 decides.
-            if trainer.strategy.broadcast(
-                best.exists() and best.is_dir() == Path(trainer.ckpt_path).is_dir()
-            ):
+            can_be_read = best.exists() and best.is_dir() == Path(trainer.ckpt_path).is_dir()
+            if trainer.strategy.broadcast(can_be_read):
                 kept["dirpath"] = callback.dirpath  # Lightning forgets the score of another folder
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
