@@ -277,6 +277,7 @@ class SpawnedLauncher(_MultiProcessingLauncher):
         # Before the port is chosen: an earlier Trainer of one rank may have left its own.
         leave_group_of_one() if self._start_method == "spawn" else prepare_fork()
         strategy, environment = self._strategy, self._strategy.cluster_environment
+        environment.validate_settings(strategy.num_processes, strategy.num_nodes)
         if isinstance(environment, LockstepEnvironment) and "MASTER_PORT" not in os.environ:
             environment.adopt_port(find_free_network_port())
         group = RanksToStart(

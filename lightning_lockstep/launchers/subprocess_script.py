@@ -177,6 +177,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def _rank_environment(self) -> dict[str, str]:
         environment = self.cluster_environment
+        environment.validate_settings(self.num_processes, self.num_nodes)
         unplaced = self.num_nodes == 1 and "MASTER_PORT" not in os.environ
         if unplaced and isinstance(environment, LockstepEnvironment):
             # Listening first and passing the port on afterwards leaves no gap in which another job takes it.

@@ -52,8 +52,6 @@ class RankStartup:
         environment, group = strategy.cluster_environment, connected_group()
         # Ranks that an earlier Trainer has connected run this script too, and are used again.
         exist = environment.creates_processes_externally or (group is not None and group.world_size > 1)
-        if not exist:
-            environment.validate_settings(strategy.num_processes, strategy.num_nodes)
         if self.start_method == "popen" or exist:
             ranks = {"num_processes": strategy.num_processes, "num_nodes": strategy.num_nodes}
             return self.script_launcher(strategy.supervisor, environment, **ranks)

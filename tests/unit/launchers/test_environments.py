@@ -7,6 +7,7 @@ import signal
 
 import pytest
 from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.environments import (
@@ -77,5 +78,9 @@ def test_a_rank_without_a_device_is_told_how_many_there_are() -> None:
 
 def test_several_nodes_that_cannot_find_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_PORT", raising=False)
-    with pytest.raises(LaunchError, match="num_nodes=2: expected MASTER_ADDR, MASTER_PORT and NODE_RANK in"):
-        Trainer(accelerator="cpu", devices=1, num_nodes=2, strategy="lockstep_ddp")
+    for strategy in ("lockstep_ddp", "lockstep_ddp_spawn"):
+        trainer = Trainer(accelerator="cpu", devices=1, num_nodes=2, strategy=strategy, logger=False)
+        with pytest.raises(
+            LaunchError, match="num_nodes=2: expected MASTER_ADDR, MASTER_PORT and NODE_RANK in"
+        ):
+            trainer.fit(BoringModel())
