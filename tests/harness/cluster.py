@@ -6,7 +6,6 @@ right to make namespaces, iproute2 and openssh-server; :func:`why_not` says what
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
@@ -19,6 +18,7 @@ from pathlib import Path
 from tests.harness.child_site.fork_start import FOLDER
 from tests.harness.patience import patience, wait_until
 from tests.harness.ranks import server_command
+from tests.harness.started import Started
 from tests.models.distributed.mpi.launch import mpi_command
 
 __all__ = ["Cluster", "why_not"]
@@ -43,7 +43,7 @@ def why_not() -> str | None:
     return None
 
 
-class Cluster:
+class Cluster(Started):
     """Two hosts, ``10.77.<n>.1`` (alpha) and ``10.77.<n>.2`` (beta). Use it as a context manager."""
 
     def __init__(self, *, ipv6: bool = False) -> None:
@@ -168,16 +168,6 @@ class Cluster:
             with_name = Path(f"/proc/{pid}")
             if with_name.exists():
                 os.kill(pid, signal.SIGKILL)
-
-    def __enter__(self) -> Cluster:
-        with contextlib.ExitStack() as undo:
-            undo.callback(self.close)
-            self._start()
-            undo.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End everything that runs on the hosts, and take them down."""

@@ -24,6 +24,7 @@ from tests.harness.patience import patience, wait_until
 from tests.harness.ports import reserve_port
 from tests.harness.ranks import forks_of_launched_ranks
 from tests.harness.scripts import ScriptOutcome, run_script
+from tests.harness.started import Started
 
 __all__ = ["Slurm", "why_no_pmix", "why_no_slurm"]
 
@@ -89,7 +90,7 @@ def _found(command: str) -> str | None:
     return shutil.which(command, path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 
 
-class Slurm:
+class Slurm(Started):
     """The cluster. Use it as a context manager."""
 
     def __init__(self) -> None:
@@ -156,16 +157,6 @@ class Slurm:
             "sinfo", "--long", "--Node", "--list-reasons"
         )
         return f"{self.output(cwd, job)}\n{asked}\n{self._logs()}"
-
-    def __enter__(self) -> Slurm:
-        with contextlib.ExitStack() as undo:
-            undo.callback(self.close)
-            self._start()
-            undo.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End all jobs and daemons."""
