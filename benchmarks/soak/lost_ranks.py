@@ -2,7 +2,8 @@
 
 python -m benchmarks.soak.lost_ranks --runs 50 --seed 1     # --run SEED: one of them
 
-One to three of four ranks, or of the spare processes that have taken their places, die in drawn phases of drawn steps.
+One to three of four ranks, or of the processes that have taken their places, die in drawn phases of drawn steps. Spare
+processes take the places of lost ranks, and processes that are started later join.
 The exit code must be 0; weights, samples of each step, validations, logs and checkpoints those of the undisturbed fit.
 """
 
@@ -26,6 +27,7 @@ PHASES = {
     "save": [*range(5, EPOCHS * STEPS, 5), *ENDS],
     **dict.fromkeys(("validation", "validation_end", "epoch_end"), ENDS),
     "sanity": [0],
+    "train_end": [EPOCHS * STEPS],
 }
 IN_RECOVERY = ("connect", "recovery")
 
@@ -39,7 +41,13 @@ def draw(seed: int) -> tuple[int, list[str]]:
         phase = draws.choice([*PHASES, *(IN_RECOVERY if orders else ())])
         step = 1 if phase in IN_RECOVERY else draws.choice(PHASES[phase])
         orders.setdefault(-1 if phase in IN_RECOVERY else step, f"{member}:{phase}:{step}")
-    return spares, list(orders.values())
+    drawn = list(orders.values())
+    of_ranks = [int(one.split(":")[2]) for one in drawn if int(one[0]) < 4 and one.split(":")[1] in PHASES]
+    if (
+        spares and of_ranks and draws.random() < 0.5
+    ):  # the process that is started after the first loss is waited for
+        drawn.append(f"{4 + spares}:joins:{min(of_ranks) + 1}")
+    return spares, drawn
 
 
 def differs(seed: int, undisturbed: Fit, folder: Path) -> str:

@@ -7,7 +7,9 @@
       the first host which ends                  advanced one, calls the function of the Trainer
     on the first host: hosts the store         a member is lost: its waits end, it drops the group, and begins
       a rank ends by a signal, or a host does    again with the members that are left; if it is a spare, it
-      not answer: publishes who is left          takes the place of one
+      not answer: publishes who is left, has     takes the place of one
+      a process started in its place, and      a process that was started later has come to the Trainer: the
+      publishes again when that is ready         same, with one member more
     ends as they end
 
 Only the end of a process by a signal is outlived. An exception, or an exit by the program's own will, ends all ranks as
@@ -22,7 +24,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,14 +80,12 @@ class _Layout:
         of_ranks = range(host * self.ranks, (host + 1) * self.ranks)
         return (*of_ranks, *range(first_spare, first_spare + self.spares))
 
-    def host_of(self, number: int) -> int:
-        return next(host for host in range(self.hosts) if number in self.of_host(host))
-
-    def variables(self, host: int) -> dict[int, dict[str, str]]:
-        """Return what tells each process of a host which one it is."""
-        last = self.ranks - 1  # a device of this number exists, and Lightning takes the process for no rank 0
-        numbers = enumerate(self.of_host(host))
-        return {one: {MEMBER: str(one), "LOCAL_RANK": str(min(local, last))} for local, one in numbers}
+    def variables(self, number: int) -> dict[str, str]:
+        """Return what tells a process which one it is."""
+        is_rank = number < self.hosts * self.ranks
+        # Else the last one: a device of this number exists, and Lightning takes the process for no rank 0.
+        local = number % self.ranks if is_rank else self.ranks - 1
+        return {MEMBER: str(number), "LOCAL_RANK": str(local)}
 
 
 class _HostProcesses(RankProcesses):
@@ -93,10 +93,13 @@ class _HostProcesses(RankProcesses):
 
     look_every = _LOOK_EVERY
 
-    def __init__(self, channel: SideChannel) -> None:
+    def __init__(self, channel: SideChannel, layout: _Layout, environ: Mapping[str, str]) -> None:
         super().__init__()
-        self._channel = channel
+        self._channel, self._layout = channel, layout
+        self._command, self._environ = rank_command(), environ
+        self._asked_for: queue.SimpleQueue[int] = queue.SimpleQueue()  # processes to start
         self._code: int | None = None  # of the run, once it has ended
+        channel.on("start", lambda message: self._asked_for.put(message.body))
         channel.on("over", self._over)
         if channel.rank:
             channel.watch_peers(self._cut_off)
@@ -105,12 +108,22 @@ class _HostProcesses(RankProcesses):
         """Report who ends, and return with which code the run has; signals that ask this process to end go to them."""
         with SignalForwarding(self.send, self.kill, asks=(*ASKS_TO_END, signal.SIGINT)) as signals:
             while self._code is None:
-                self._report(is_stopping=self.stopping or signals.asked is not None)
+                is_stopping = self.stopping or signals.asked is not None
+                self._report(is_stopping=is_stopping)
+                while not self._asked_for.empty():
+                    number = self._asked_for.get()
+                    if not is_stopping:
+                        self.start_members([number])
                 time.sleep(self.look_every)
                 if run is not None:
                     self._code = run.look()
         self.kill()  # spare processes, and ranks whose time is over
         return 128 + signal.SIGINT if signals.asked == signal.SIGINT else self._code
+
+    def start_members(self, numbers: Iterable[int]) -> None:
+        # Signals of a terminal reach the ranks from this process alone.
+        variables = {number: self._layout.variables(number) for number in numbers}
+        self.start(variables, self._command, self._environ, start_new_session=True)
 
     def _report(self, *, is_stopping: bool) -> None:
         for number in [one for one, process in self.processes.items() if process.poll() is not None]:
@@ -137,12 +150,16 @@ class _Run:
     def __init__(
         self, hosted: HostedMembers, channel: SideChannel, layout: _Layout, least: int, grace_period: float
     ) -> None:
-        self._hosted, self._channel, self._layout, self._least = hosted, channel, layout, least
+        self._hosted, self._channel, self._least = hosted, channel, least
         self._ends: queue.SimpleQueue[tuple[int, int, int | None]] = queue.SimpleQueue()
         ranks = range(layout.hosts * layout.ranks)
-        self._spares = list(range(len(ranks), layout.hosts * (layout.ranks + layout.spares)))
-        self._left = {*ranks, *self._spares}
-        # A rank is named by its number at the start, a spare process by that of the rank whose place it takes.
+        self._host_of = {number: host for host in range(layout.hosts) for number in layout.of_host(host)}
+        # Each is replaced once: what was started in place of another may be lost for the same reason.
+        self._replaceable = set(self._host_of) if layout.spares else set[int]()
+        self._left = set(self._host_of)
+        self._spares = [number for number in self._host_of if number not in ranks]
+        self._newcomers: list[int] = []  # that have not come to the Trainer yet
+        # A rank is named by its number at the start, another process by that of the rank whose place it takes.
         self._names = {rank: rank for rank in ranks}
         self._world_size, self._lost = len(ranks), list[FailureRecord]()
         # Of the last generation that has met: rank 0, and how many were lost before.
@@ -153,7 +170,7 @@ class _Run:
         channel.watch_peers(self._host_ends)
 
     def _host_ends(self, host: int) -> None:
-        for number in self._layout.of_host(host):
+        for number in [one for one, place in self._host_of.items() if place == host]:
             self._ends.put((number, 0, None))
 
     def look(self) -> int | None:
@@ -161,17 +178,26 @@ class _Run:
         lost = []
         while not self._ends.empty():
             number, pid, code = self._ends.get()
-            if number in self._spares:
-                self._spares.remove(number)
-            elif number not in self._left:  # its host was lost before
+            if number not in self._left:  # its host was lost before
                 continue
+            self._left.discard(number)
+            if number in (*self._spares, *self._newcomers):
+                self._spares = [one for one in self._spares if one != number]
             elif (code is None or code < 0) and self._deadline == float("inf"):
                 lost.append(self._describe(number, pid, code))
+                if code and number in self._replaceable:
+                    self._replace(self._host_of[number])
             elif code:
                 self._end(code if code > 0 else 128 - code)
-            self._left.discard(number)
-        asked = self._hosted.asked()
-        if lost or asked is not None:
+        self._newcomers = [one for one in self._newcomers if one in self._left]
+        for number in filter(self._hosted.has_come, list(self._newcomers)):
+            self._newcomers.remove(number)
+            self._spares.append(number)
+        asked, has_met = self._hosted.asked(), self._hosted.has_met()
+        if has_met:
+            self._hosted.free_first_call()
+        are_fewer = len(self._hosted.current.members) < self._world_size
+        if lost or asked is not None or (self._spares and are_fewer and has_met and not self._code):
             self._publish(lost, asked or "")
         if not self._left.isdisjoint(self._hosted.current.members) and time.monotonic() < self._deadline:
             return None
@@ -179,8 +205,16 @@ class _Run:
         self._channel.post("over", self._code)
         return self._code
 
+    def _replace(self, host: int) -> None:
+        """Have a process started, on the host of one that was lost."""
+        number = len(self._host_of)
+        self._host_of[number] = host
+        self._left.add(number)
+        self._newcomers.append(number)
+        self._channel.post("start", number, to=host)
+
     def _describe(self, number: int, pid: int, code: int | None) -> FailureRecord:
-        host = self._layout.host_of(number)
+        host = self._host_of[number]
         record = describe_exit(self._names[number], self._world_size, pid, code or -signal.SIGKILL)
         record = replace(record, host=self._channel.process_of(host)[0] if host else record.host)
         why = "its host is cut off, or the process that started it was killed"
@@ -192,10 +226,13 @@ class _Run:
             self._main, self._answered = self._names[self._hosted.current.members[0]], len(self._lost)
         self._lost += lost
         left = [member for member in self._hosted.current.members if member in self._left]
-        if self._hosted.first_call_is_over(left):  # or nobody is left who has a state to give
+        # They begin with the script's first call of a Trainer; somebody has to have a state to give.
+        if self._spares and not (left and self._hosted.hold_first_call()):
             self._spares = []
-        taking, self._spares = self._spares[: len(lost)], self._spares[len(lost) :]
-        self._names.update(zip(taking, (record.rank for record in lost), strict=False))
+        named = [self._names[member] for member in left]
+        free = [rank for rank in range(self._world_size) if rank not in named]
+        taking, self._spares = self._spares[: len(free)], self._spares[len(free) :]
+        self._names.update(zip(taking, free, strict=False))
         left += taking
         if self._lost and len(left) < self._least:
             why_it_ends = f"{counted(len(left), 'rank')} left, and least_ranks={self._least}"
@@ -272,9 +309,8 @@ class OutlivingLauncher(ScriptLauncher):
             channel = open_on(RankGroup(host, self.num_nodes, store, options=(limit, silence)))
             self._wait_for_hosts(channel, limit)
         layout = _Layout(self.num_nodes, self.num_processes, settings.spares)
-        processes = _HostProcesses(channel)
-        # Signals of a terminal reach the ranks from here alone.
-        processes.start(layout.variables(host), rank_command(), environ, start_new_session=True)
+        processes = _HostProcesses(channel, layout, environ)
+        processes.start_members(layout.of_host(host))
         run = None
         if host == 0:
             run = _Run(hosted, channel, layout, settings.least_ranks, settings.grace_period)
@@ -284,7 +320,14 @@ class OutlivingLauncher(ScriptLauncher):
 
     def _wait_for_hosts(self, channel: SideChannel, limit: float) -> None:
         deadline, others = time.monotonic() + limit, range(1, self.num_nodes) if channel.rank == 0 else ()
+        gone: list[int] = []
+        channel.watch_peers(gone.append)
         while missing := [host for host in others if not channel.answers(host)]:
+            if gone:
+                raise LaunchError(
+                    f"Host {channel.process_of(gone[0])[0]} was lost before all {self.num_nodes} hosts (num_nodes) had"
+                    " come: what was printed there says why. Start this program on all of them again."
+                )
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"Of {self.num_nodes} hosts (num_nodes) {missing} did not come within {limit:.0f} s (timeout):"

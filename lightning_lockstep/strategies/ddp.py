@@ -60,7 +60,8 @@ class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
         on_lost_rank: What the death of a rank's process does: ``end`` ends all ranks; with ``continue`` the others go
             on, with the same numbers. On CPUs, for ranks that this package starts.
         least_ranks: With ``continue``, the run ends if fewer are left.
-        spares: With ``continue``, how many more processes wait on each host to take the places of lost ranks.
+        spares: With ``continue``, how many more processes wait on each host to take the places of lost ranks; for
+            each process of the start that is lost, a new one is started, which joins or waits.
         cluster_environment: Tells which rank this process is; by default the environment variables do. (One among the
             Trainer's plugins is used only if the strategy is given by its name.)
         options: Further options of :class:`torch.nn.parallel.DistributedDataParallel`, such as

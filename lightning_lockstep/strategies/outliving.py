@@ -285,7 +285,7 @@ class Recovery:
         at = {"epoch": trainer.current_epoch, "step": trainer.global_step}
         checkpoint[_KEY] = {
             "place": self._place(),
-            "at": place_in_words(at if trainer.training else {**at, "stage": "validate"}),
+            "at": place_in_words({**at, "stage": "validate"} if trainer.evaluating else at),
             "should_stop": trainer.should_stop,
             "rows": self._rows,
             "open_row": row,
@@ -307,11 +307,13 @@ class Recovery:
         """Note what is to be said of losses, or end the run if they come again at one step. Ranks: all, together."""
         membership, told, self._loss = self.membership, self.membership.told(), None
         lost = membership.lost_since(told[-1]["generation"] if told else 0)
-        if not lost:
+        members = len(membership.current.members)
+        if not (lost or (told and members > told[-1]["went_on_with"])):  # a process has joined
             return
         at = f"in {self.trainer.state.fn.value}" if self.memory is None else f"at {self.memory[_KEY]['at']}"
-        if self.memory and told and told[-1]["at"] == at:
-            membership.ask(f"it was not the first one there: {told[-1]['text']}")
+        there = [one["text"] for one in told if one["ranks"] and one["at"] == at]
+        if self.memory and lost and there:
+            membership.ask(f"it was not the first one there: {there[-1]}")
             raise membership.error()
         reasons = (
             f"host {record.host}"
@@ -325,8 +327,8 @@ class Recovery:
             "pids": [record.pid for _, record in lost],
             "why": ", ".join(dict.fromkeys(reasons)),
             "at": at,
-            "went_on_with": len(membership.current.members),
-            "seen": lost[0][0].since,
+            "went_on_with": members,
+            "seen": (lost[0][0] if lost else membership.current).since,
         }
 
     def _renew(self) -> None:
@@ -456,6 +458,8 @@ def _in_words(loss: Mapping[str, Any]) -> str:
     verb = "was" if len(loss["ranks"]) == 1 else "were"
     went_on = f"went on with {counted(loss['went_on_with'], 'rank')} after {loss['seconds']:.1f} s"
     again = "nothing was lost" if loss["at"].startswith("at") else "the call of the Trainer began again"
+    if not loss["ranks"]:
+        return f"a new process joined {loss['at']}; {went_on}"
     return f"{ranks_in_words(loss['ranks'])} {verb} lost {loss['at']} ({loss['why']}); {went_on}; {again}"
 
 

@@ -7,6 +7,8 @@ which a spare process may take a place. The first process, which is no rank, hos
 ``members/<n>``         generation n: its members, and whose end made it; or that this ends the run
 ``ready/<n>/<member>``  this member connects next; its host, process id and addresses
 ``done/<n>/<call>/...`` this member has come to the end of a call of a Trainer
+``waits/<member>``      this process has come to a call of a Trainer
+``first_call``          "over", or "joins" while others join, before the end of the script's first call of a Trainer
 ``asks/<n>``            why the run is to end; empty if the members could not connect, though all of them live
 ``lost/<n>``            what the members of generation n, which have gone on, say of the losses before it
 ======================= ===========================================================================================
@@ -48,6 +50,7 @@ from lightning_lockstep.distributed.side_channel.channel import SideChannel
 from lightning_lockstep.distributed.side_channel.gather import Gather
 from lightning_lockstep.errors import CollectiveError, LaunchError, RankFailedError
 
+_FIRST_CALL = "first_call"
 _FOREVER = timedelta(days=3650)
 _CONNECT_WITHIN = timedelta(minutes=5)  # with the store
 # How often a rank looks whether others have come, or are lost [s].
@@ -95,9 +98,18 @@ class HostedMembers:
         """Return whether the members of this generation have come together."""
         return all(self._store.check([f"ready/{self.current.number}/{one}"]) for one in self.current.members)
 
-    def first_call_is_over(self, left: Collection[int]) -> bool:
-        """Return whether all members that are left have come to the end of the first call of a Trainer."""
-        return self._store.check([f"done/{self.current.number}/0/{one}" for one in left])
+    def has_come(self, number: int) -> bool:
+        """Return whether a process that is no member yet has come to a call of a Trainer."""
+        return self._store.check([f"waits/{number}"])
+
+    def hold_first_call(self) -> bool:
+        """Keep the members within the first call of a Trainer, so that others may join; return whether they are."""
+        return _claim_first_call(self._store, b"joins")
+
+    def free_first_call(self) -> None:
+        """Let the members come to the end of the first call of a Trainer."""
+        if self._store.check([_FIRST_CALL]) and self._store.get(_FIRST_CALL) == b"joins":
+            self._store.delete_key(_FIRST_CALL)
 
     def told(self) -> list[dict[str, Any]]:
         """Return what the members have said of losses."""
@@ -106,6 +118,11 @@ class HostedMembers:
 
 def _end(why: str) -> None:
     end_now(1, f"\nlightning-lockstep: {why}\n")
+
+
+def _claim_first_call(store: Store, state: bytes) -> bool:
+    """Set what the first call of a Trainer is, unless it is something else; return whether it is that now."""
+    return bool(store.compare_set(_FIRST_CALL, "", state.decode()) == state)
 
 
 def _ends_of_calls(channel: SideChannel) -> Gather:
@@ -185,6 +202,7 @@ class Membership:
 
     def _meet(self) -> None:
         self._interrupt.install()
+        self._store.set(f"waits/{self.me}", "")
         with self._news:  # a spare process is no member until it takes a place
             self._news.wait_for(
                 lambda: self.outdated and (self.newest.ends or self.me in self.newest.members)
@@ -230,8 +248,9 @@ class Membership:
 
     def finish_call(self) -> None:
         """Wait until all members that are left have come to the end of a call, or raise. Ranks: all members."""
-        number, propagation = self.current.number, self.propagation()
-        self._store.set(f"done/{number}/{self._calls}/{self.me}", "1")
+        number, propagation, main = self.current.number, self.propagation(), self.current.members[0]
+        done = f"done/{number}/{self._calls}"
+        self._store.set(f"{done}/{self.me}", "1")
         with ExitStack() as stack:
             if propagation is not None:  # else this member alone is left
                 gather = propagation.channel.get_or_create(_ends_of_calls)
@@ -239,10 +258,14 @@ class Membership:
             while True:
                 newest = self.newest
                 left = [member for member in self.current.members if member in newest.members]
-                if newest.ends or self._store.check([f"done/{number}/{self._calls}/{one}" for one in left]):
+                are_done = self._store.check([f"{done}/{one}" for one in {main, *left}])
+                if newest.ends or (are_done and (self._calls or _claim_first_call(self._store, b"over"))):
                     self._calls += 1
                     return
-                # If a member has broken off, all go to the end of the call once more.
+                # All go to the end of the call once more if others join, if rank 0 is lost before it has come to it,
+                # because it alone saves then, or if a member has broken off.
+                if are_done or not (main in left or self._store.check([f"{done}/{main}"])):
+                    self.check()
                 later = [f"ready/{n}/{one}" for n in range(number + 1, newest.number + 1) for one in left]
                 if any(self._store.check([key]) for key in later):
                     self.check()

@@ -63,9 +63,8 @@ class Fit:
 
     def lost(self) -> list[str]:
         """Return the last lines of the output that tell of lost ranks."""
-        return [
-            line for line in self.outcome.stderr.splitlines() if " lost at " in line or " lost in " in line
-        ]
+        words = " lost at ", " lost in ", " joined at "
+        return [line for line in self.outcome.stderr.splitlines() if any(one in line for one in words)]
 
 
 def fit(folder: Path, on_lost_rank: str, *orders: str, **options: Any) -> Fit:

@@ -41,6 +41,14 @@ def die(phase: str, step: int) -> None:
         time.sleep(60)
 
 
+def wait_for_newcomer(step: int) -> None:
+    """Wait until a process that was started after a loss has come to the Trainer."""
+    membership = current_membership()
+    for member, phase, when in ORDERS if membership is not None else ():
+        while phase == "joins" and int(when) == step and not membership._store.check([f"waits/{member}"]):
+            time.sleep(0.02)
+
+
 def note(**what: Any) -> None:
     with (FOLDER / f"journal.{MEMBER}").open("a") as file:
         file.write(json.dumps({"time": time.time(), **what}) + "\n")
@@ -77,6 +85,7 @@ class Net(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         time.sleep(float(os.environ.get("PAUSE", "0")))
+        wait_for_newcomer(self.trainer.global_step)
         begins = batch_idx % self.trainer.accumulate_grad_batches == 0
         self.seen = batch[2].tolist() if begins else self.seen + batch[2].tolist()
         self.batches += begins
@@ -110,7 +119,7 @@ class Net(L.LightningModule):
         die("epoch_end", self.trainer.global_step)
 
     def on_train_end(self) -> None:
-        die("train_end", 0)
+        die("train_end", self.trainer.global_step)
 
     def on_train_start(self) -> None:
         note(

@@ -55,6 +55,16 @@ def test_spare_processes_take_the_places_of_lost_ranks(undisturbed: Fit, tmp_pat
     assert len(replaced.weights()) == 4
 
 
+def test_a_process_that_is_started_after_a_loss_joins_the_others(undisturbed: Fit, tmp_path: Path) -> None:
+    orders = ("2:backward:4", "3:backward:4", "5:joins:12")  # one spare process, and later process 5 or 6
+    joined = fit(tmp_path / "run", "continue", *orders, spares=1, max_epochs=2)
+    check_same(joined, undisturbed)
+    lost, came = joined.lost()
+    assert "ranks 2-3 were lost at epoch 0, step 4 (SIGKILL); went on with 3 ranks" in lost
+    assert "a new process joined at epoch 0, step " in came and "; went on with 4 ranks after " in came
+    assert len(joined.weights()) == 4
+
+
 def test_a_loss_that_comes_again_at_the_same_step_ends_the_run(tmp_path: Path) -> None:
     ended = fit(tmp_path / "run", "continue", "2:forward:4", "3:forward:4", "1:again:4")
     assert ended.outcome.returncode == 137, ended.outcome.output

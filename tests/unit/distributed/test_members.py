@@ -19,8 +19,8 @@ from lightning_lockstep.distributed.failure.process_exit import Outcome
 from lightning_lockstep.distributed.failure.record import FailureRecord, describe_error, describe_exit
 from lightning_lockstep.distributed.process_group import forget_rendezvous
 from lightning_lockstep.distributed.side_channel.channel import Message
-from lightning_lockstep.errors import RankFailedError
-from lightning_lockstep.launchers.outliving import _Layout, _Run
+from lightning_lockstep.errors import LaunchError, RankFailedError
+from lightning_lockstep.launchers.outliving import OutlivingLauncher, _Layout, _Run
 from tests.harness.patience import wait_until
 
 KILLED = describe_exit(2, 3, 1234, -9)
@@ -180,6 +180,15 @@ def test_a_host_that_does_not_answer_is_lost_with_its_ranks_and_spares_and_what_
     assert look(first, rank0=0, rank1=0, rank4=0) == 0
 
 
+def test_a_host_that_is_lost_while_others_are_waited_for_ends_the_start_at_once() -> None:
+    channel = SideChannel(0, 3)
+    channel.processes[1] = "alpha", 100
+    channel._note(1, "lost")
+    launcher: Any = SimpleNamespace(num_nodes=3)
+    with pytest.raises(LaunchError, match=r"Host alpha was lost before all 3 hosts"):
+        OutlivingLauncher._wait_for_hosts(launcher, channel, 3600.0)
+
+
 def test_a_spare_takes_a_place_and_the_name_of_the_lost_rank_but_not_after_the_first_call(run: Run) -> None:
     first = first_process(run, 3, spares=3)
     look(first, rank0=-9)
@@ -187,10 +196,33 @@ def test_a_spare_takes_a_place_and_the_name_of_the_lost_rank_but_not_after_the_f
     look(first, rank3=-9, rank4=-9)  # the other one was waiting
     assert run.hosted.current.members == (1, 2, 5)
     assert [one.rank for one in run.hosted.current.lost] == [0]
-    run.is_done(2, 1), run.is_done(2, 5)
-    first._spares = [6]
+    store = run.hosted._store
+    store.set("waits/6", "")  # started in place of rank 0
+    look(first)
+    assert first._spares == [6]
+    for member in (1, 2, 5):
+        run.is_ready(2, member)
+    look(first)
+    assert not store.check(["first_call"])
+    store.set("first_call", "over")
     look(first, rank2=-9)
     assert run.hosted.current.members == (1, 5)
+
+
+def test_a_process_that_was_started_after_a_loss_joins_when_it_has_come_and_is_not_replaced(run: Run) -> None:
+    first = first_process(run, 3, spares=1)
+    look(first, rank0=-9, rank1=-9)
+    assert run.hosted.current.members == (2, 3)
+    assert first._newcomers == [4, 5]
+    run.hosted._store.set("waits/5", "")
+    look(first)
+    assert run.hosted.current.members == (2, 3)  # who have not met yet
+    run.is_ready(1, 2), run.is_ready(1, 3)
+    look(first)
+    assert (run.hosted.current.members, run.hosted.current.lost) == ((2, 3, 5), ())
+    look(first, rank5=-9)
+    assert (run.hosted.current.members, run.hosted.current.lost[0].rank) == ((2, 3), 1)
+    assert first._newcomers == [4]
 
 
 # -- an attempt of which a member is lost --

@@ -20,7 +20,8 @@ FITS: dict[str, tuple[str, ...]] = {
     "rank 0 as it begins": ("0:connect:0", "1:sanity:0", "2:optimizer:20"),
     "while the others recover": ("2:backward:8", "3:recovery:1", "0:connect:2"),
     "at the end of the last epoch": ("0:epoch_end:39",),
-    "after it": ("1:train_end:0", "2:train_end:0"),
+    "after it": ("1:train_end:39", "2:train_end:39"),
+    "rank 0 after it": ("0:train_end:39",),
 }
 OPTIONS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "accumulation": ({"accumulate_grad_batches": 3}, ("0:backward:3", "1:forward:6")),
