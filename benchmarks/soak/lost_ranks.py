@@ -32,8 +32,11 @@ PHASES = {
 IN_RECOVERY = ("connect", "recovery")
 
 
-def draw(seed: int) -> tuple[int, list[str]]:
-    """Return the number of spare processes, and who dies where, for a seed."""
+WITH_ALL = {"with_all": True, "random_numbers": "of_sample", "batch_norm": "of_batch", "guard": "verify"}
+
+
+def draw(seed: int) -> tuple[int, list[str], bool]:
+    """Return the number of spare processes, who dies where, and whether all callbacks are there, for a seed."""
     draws = random.Random(seed)
     spares = draws.choice((0, 0, 1, 2))
     orders: dict[int, str] = {}  # by step, because a loss that comes again at one step ends the run
@@ -47,20 +50,24 @@ def draw(seed: int) -> tuple[int, list[str]]:
         spares and of_ranks and draws.random() < 0.5
     ):  # the process that is started after the first loss is waited for
         drawn.append(f"{4 + spares}:joins:{min(of_ranks) + 1}")
-    return spares, drawn
+    return spares, drawn, draws.random() < 0.25
 
 
-def differs(seed: int, undisturbed: Fit, folder: Path) -> str:
+def differs(seed: int, undisturbed: dict[bool, Fit], folder: Path) -> str:
     """Do one run; return what is not as it must be."""
-    spares, orders = draw(seed)
-    found = fit(folder / str(seed), "continue", *orders, spares=spares, max_epochs=EPOCHS)
+    spares, orders, with_all = draw(seed)
+    options = WITH_ALL if with_all else {}
+    found = fit(folder / str(seed), "continue", *orders, spares=spares, max_epochs=EPOCHS, **options)
     try:
-        check_same(found, undisturbed)
+        check_same(found, undisturbed[with_all])
     except AssertionError as error:
         return f"{error}\n{found.outcome.output}"
     finally:
         after = [line.partition(" after ")[2].partition(" s;")[0] for line in found.lost()]
-        print(f"{seed}: {spares} spares, {' '.join(orders)}: next step after {after} s", flush=True)
+        print(
+            f"{seed}: {spares} spares, {'all on, ' * with_all}{' '.join(orders)}: next step after {after} s",
+            flush=True,
+        )
     return ""
 
 
@@ -76,7 +83,10 @@ def main() -> int:
     bad = 0
     with tempfile.TemporaryDirectory(prefix="lost-ranks-") as name:
         folder = Path(name)
-        undisturbed = fit(folder / "undisturbed", "end", max_epochs=EPOCHS)
+        undisturbed = {
+            False: fit(folder / "undisturbed", "end", max_epochs=EPOCHS),
+            True: fit(folder / "with_all", "end", max_epochs=EPOCHS, **WITH_ALL),
+        }
         for seed in seeds:
             if text := differs(seed, undisturbed, folder):
                 bad += 1

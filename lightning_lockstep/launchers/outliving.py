@@ -360,6 +360,7 @@ def run_with_members(
                 if (channel := side_channel_if_open()) is not None:
                     channel.lingers = False  # nobody waits for what was posted last
                 supervisor.forget_group()
+                supervisor.in_batches = False
                 with membership:  # in which all that are left connect
                     recovery.strategy.setup_environment()
                     recovery.share_state(call)

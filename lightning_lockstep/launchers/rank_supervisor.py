@@ -129,6 +129,7 @@ class RankSupervisor:
         self.propagation: FailurePropagation | None = None  # None until the ranks have met
         self.guard: CollectiveGuard | None = None  # None until the ranks have met, or if it is off
         self.threads = 0  # until the launch
+        self.in_batches = True  # False: the ranks that have met come from different batches
         self._trainer: Callable[[], Any] = _no_trainer
         job = current_job()  # a spawned rank, which gets this object, is in none
         self._job_folder = None if job is None else job[0]
@@ -300,7 +301,8 @@ class RankSupervisor:
     def _batch(self) -> str:
         """Return at which batch a fit is, because ranks at different batches call different collectives."""
         trainer = self._trainer()
-        if trainer is None or trainer.state.stage is None or trainer.state.fn != TrainerFn.FITTING:
+        is_fit = self.in_batches and trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        if not is_fit or trainer.state.stage is None:
             return ""
         place = f"epoch {trainer.current_epoch}, batch {trainer.fit_loop.epoch_loop.batch_idx}"
         return place if trainer.training else f"{place}, {trainer.state.stage.value}"

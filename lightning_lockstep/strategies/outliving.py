@@ -135,7 +135,7 @@ class Recovery:
             self._run_begins()
 
     def _run_begins(self) -> None:
-        trainer = self.trainer
+        trainer, self.supervisor.in_batches = self.trainer, True
         check_optimizers(trainer.optimizers)
         folder = self.supervisor.folder()
         if trainer.is_global_zero and folder is not None and not self.membership.told():

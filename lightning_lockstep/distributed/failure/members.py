@@ -48,7 +48,7 @@ from lightning_lockstep.distributed.process_group import use_store
 from lightning_lockstep.distributed.rendezvous import addresses_here
 from lightning_lockstep.distributed.side_channel.channel import SideChannel
 from lightning_lockstep.distributed.side_channel.gather import Gather
-from lightning_lockstep.errors import CollectiveError, LaunchError, RankFailedError
+from lightning_lockstep.errors import CollectiveStallError, LaunchError, RankFailedError
 
 _FIRST_CALL = "first_call"
 _FOREVER = timedelta(days=3650)
@@ -57,6 +57,8 @@ _CONNECT_WITHIN = timedelta(minutes=5)  # with the store
 _LOOK_EVERY = 0.02
 # How long a rank whose collective has broken waits for the news that a member is lost [s].
 _NEWS_WITHIN = 5.0
+# How often members that all live try to connect.
+_TRIES = 5
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ class Membership:
         self.current = Generation()  # with which this rank has connected, or tries to
         self.newest = Generation()
         self._connecting = self._is_connected = False
+        self._tries = 0  # to connect, that have failed one after the other
         # The attempt over the group of this generation, which a loss ends.
         self.propagation: Callable[[], FailurePropagation | None] = lambda: None
         self._lost: list[tuple[Generation, FailureRecord]] = []
@@ -239,10 +242,15 @@ class Membership:
         # Not Ctrl-C, nor the program's own wish to end, nor an exception of a rank, which would come again.
         if not isinstance(error, Exception) or (record is not None and not record.ended):
             return False
-        own = LaunchError, CollectiveError, RankFailedError
+        own = LaunchError, CollectiveStallError, RankFailedError
         is_broken = isinstance(error, own) or is_broken_collective(error)
         may_be = is_broken or not was_connected
-        if not self._wait_for_news(_NEWS_WITHIN if may_be else 0.0) and is_broken and not was_connected:
+        self._tries = 0 if was_connected else self._tries + 1
+        if (
+            not self._wait_for_news(_NEWS_WITHIN if may_be else 0.0)
+            and is_broken
+            and 0 < self._tries < _TRIES
+        ):
             self.ask()
         return self.outdated
 

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import lightning_lockstep as lockstep
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -73,11 +74,14 @@ class Net(L.LightningModule):
         super().__init__()
         torch.manual_seed(1)
         self.first, self.last = torch.nn.Linear(8, 16), torch.nn.Linear(16, 2)
+        with_all = "with_all" in os.environ.get("OPTIONS", "")
+        middle = (torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.2)) if with_all else ()
+        self.middle = torch.nn.Sequential(torch.nn.Tanh(), *middle)
         self.register_buffer("batches", torch.zeros(()))
         self.seen: list[int] = []
 
     def loss(self, batch: Any) -> Tensor:
-        scores = self.last(torch.tanh(self.first(batch[0])))
+        scores = self.last(self.middle(self.first(batch[0])))
         if scores.requires_grad:
             step = self.trainer.global_step
             scores.register_hook(lambda gradient: die("backward", step))
@@ -170,7 +174,7 @@ class Dying(LockstepDDPStrategy):
 def main() -> None:
     torch.set_default_dtype(torch.float64)
     L.seed_everything(5, verbose=False)
-    callbacks = [
+    callbacks: list[Any] = [
         ModelCheckpoint(
             FOLDER / "best", monitor="val_loss", save_top_k=2, filename="{epoch}", save_last=True
         ),
@@ -178,12 +182,25 @@ def main() -> None:
         EarlyStopping("val_loss", patience=50),
     ]
     options: dict[str, Any] = json.loads(os.environ.get("OPTIONS", "{}"))
-    of_strategy = {name: options.pop(name) for name in ("least_ranks", "spares") if name in options}
+    loggers: list[Any] = [CSVLogger(FOLDER, name="csv")]
+    if options.pop("with_all", False):
+        loggers.append(TensorBoardLogger(FOLDER, name="tensorboard"))
+        callbacks += [
+            lockstep.ReplicaCheck(every_n_steps=3, audit_every_n_steps=6),
+            lockstep.OverflowDetector(check_every_n_steps=1),
+            lockstep.StragglerMonitor(every_n_steps=5),
+            lockstep.RankOrderedLogging(folder=FOLDER / "logs"),
+            lockstep.StopTogether(),
+            lockstep.SyncedEarlyStopping("val_loss", mode="max", patience=50),
+            lockstep.EffectiveBatchSize(32),
+        ]
+    names = ("least_ranks", "spares", "random_numbers", "batch_norm", "guard")
+    of_strategy = {name: options.pop(name) for name in names if name in options}
     trainer = L.Trainer(
         accelerator="cpu",
         devices=RANKS // options.get("num_nodes", 1),
         strategy=Dying(on_lost_rank=sys.argv[2], **of_strategy),
-        logger=CSVLogger(FOLDER, name="csv"),
+        logger=loggers,
         callbacks=callbacks,
         default_root_dir=FOLDER,
         log_every_n_steps=1,

@@ -130,6 +130,9 @@ def test_members_that_cannot_connect_though_all_live_ask_for_another_try(
     assert member.ends_attempt(RuntimeError("gloo: connect timeout"))
     looks.join()
     assert (member.newest.members, member.newest.lost, member.newest.ends) == ((0, 1, 2), (), False)
+    member.current, member._tries = member.newest, 4
+    assert not member.ends_attempt(RuntimeError("gloo: connect timeout")), "the fifth try was the last"
+    assert run.hosted.asked() is None
 
 
 # -- the first process --

@@ -57,6 +57,18 @@ def test_workers_of_a_lost_rank_hold_nobody_up(
     check_same(fit(tmp_path / "run", "continue", "2:backward:8", "0:forward:20"), undisturbed)
 
 
+def test_nor_with_all_callbacks_loggers_workers_and_numbers_of_a_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORKERS", "2")
+    options = {"with_all": True, "random_numbers": "of_sample", "batch_norm": "of_batch", "guard": "verify"}
+    orders = ("2:backward:4", "0:save:5", "3:validation:13")
+    check_same(
+        fit(tmp_path / "lost", "continue", *orders, spares=1, max_epochs=2, **options),
+        fit(tmp_path / "whole", "end", max_epochs=2, **options),
+    )
+
+
 def test_the_example_ends_with_the_loss_of_a_run_without_kills(tmp_path: Path) -> None:
     losses = []
     for kills in ("2@10,0@20,3@30", ""):
