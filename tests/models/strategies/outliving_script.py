@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import lightning_lockstep as lockstep
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+import lightning_lockstep as lockstep
 from lightning_lockstep import LockstepDDPStrategy
 from lightning_lockstep.distributed.failure.members import Membership, current_membership
 from lightning_lockstep.strategies.outliving import OutlivingStartup, Recovery
