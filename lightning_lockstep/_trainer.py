@@ -62,6 +62,13 @@ def divides_data(trainer: Any) -> bool:
     return bool(by_lightning or getattr(trainer.strategy, "divides_loaders", False))
 
 
+def ranks_at_start(trainer: Any) -> int:
+    """Return how many ranks a run has begun with; fewer may be left of one that outlives its ranks."""
+    strategy = trainer.strategy
+    outlives = getattr(getattr(strategy, "startup", None), "outlives", False)
+    return int(strategy.num_processes * strategy.num_nodes if outlives else trainer.world_size)
+
+
 def limited_batches(trainer: Any, length: float) -> float:
     """Return how many training batches of a loader of that length an epoch has."""
     limit = trainer.limit_train_batches  # fast_dev_run and overfit_batches set it

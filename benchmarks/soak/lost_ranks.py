@@ -14,9 +14,10 @@ import random
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from tests.harness.children import put_on_path
-from tests.models.strategies.outliving import Fit, check_same, fit
+from tests.models.strategies.outliving import WITH_ALL, Fit, check_same, fit
 
 ROOT = Path(__file__).parents[2]
 EPOCHS, STEPS = 2, 13  # of an epoch
@@ -32,11 +33,17 @@ PHASES = {
 IN_RECOVERY = ("connect", "recovery")
 
 
-WITH_ALL = {"with_all": True, "random_numbers": "of_sample", "batch_norm": "of_batch", "guard": "verify"}
+#: What the fits of a run are given beside that, each in some of the runs; an epoch never has more steps.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "with all": WITH_ALL,
+    "global batch": {"global_batch": 31, "random_numbers": "of_sample"},
+    "accumulation": {"accumulate_grad_batches": 3, "val_check_interval": 0.5},
+}
 
 
-def draw(seed: int) -> tuple[int, list[str], bool]:
-    """Return the number of spare processes, who dies where, and whether all callbacks are there, for a seed."""
+def draw(seed: int) -> tuple[int, list[str], str]:
+    """Return the number of spare processes, who dies where, and which options the fit has, for a seed."""
     draws = random.Random(seed)
     spares = draws.choice((0, 0, 1, 2))
     orders: dict[int, str] = {}  # by step, because a loss that comes again at one step ends the run
@@ -50,22 +57,21 @@ def draw(seed: int) -> tuple[int, list[str], bool]:
         spares and of_ranks and draws.random() < 0.5
     ):  # the process that is started after the first loss is waited for
         drawn.append(f"{4 + spares}:joins:{min(of_ranks) + 1}")
-    return spares, drawn, draws.random() < 0.25
+    return spares, drawn, draws.choice(["plain", "plain", *OPTIONS])
 
 
-def differs(seed: int, undisturbed: dict[bool, Fit], folder: Path) -> str:
+def differs(seed: int, undisturbed: dict[str, Fit], folder: Path) -> str:
     """Do one run; return what is not as it must be."""
-    spares, orders, with_all = draw(seed)
-    options = WITH_ALL if with_all else {}
-    found = fit(folder / str(seed), "continue", *orders, spares=spares, max_epochs=EPOCHS, **options)
+    spares, orders, options = draw(seed)
+    found = fit(folder / str(seed), "continue", *orders, spares=spares, max_epochs=EPOCHS, **OPTIONS[options])
     try:
-        check_same(found, undisturbed[with_all])
+        check_same(found, undisturbed[options])
     except AssertionError as error:
         return f"{error}\n{found.outcome.output}"
     finally:
         after = [line.partition(" after ")[2].partition(" s;")[0] for line in found.lost()]
         print(
-            f"{seed}: {spares} spares, {'all on, ' * with_all}{' '.join(orders)}: next step after {after} s",
+            f"{seed}: {spares} spares, {options}, {' '.join(orders)}: next step after {after} s",
             flush=True,
         )
     return ""
@@ -84,8 +90,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="lost-ranks-") as name:
         folder = Path(name)
         undisturbed = {
-            False: fit(folder / "undisturbed", "end", max_epochs=EPOCHS),
-            True: fit(folder / "with_all", "end", max_epochs=EPOCHS, **WITH_ALL),
+            name: fit(folder / name, "end", max_epochs=EPOCHS, **options) for name, options in OPTIONS.items()
         }
         for seed in seeds:
             if text := differs(seed, undisturbed, folder):

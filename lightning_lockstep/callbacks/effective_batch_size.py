@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 from lightning_lockstep._settings import Faults
+from lightning_lockstep._trainer import ranks_at_start
 from lightning_lockstep.batch_size.loaders import BatchLoaders
 from lightning_lockstep.batch_size.search import EffectiveBatch, plan_effective_batch
 from lightning_lockstep.batch_size.search_run import refuse_fixed_sizes, say_once
@@ -114,7 +115,8 @@ class EffectiveBatchSize(Callback):
             )
         largest = min(largest, place.samples)
         any_size = place.can_differ and trainer.lightning_module.automatic_optimization
-        plan = plan_effective_batch(requested, ranks=trainer.world_size, largest=largest, any_size=any_size)
+        ranks = ranks_at_start(trainer)  # if some are lost, the strategy divides the batch among the others
+        plan = plan_effective_batch(requested, ranks=ranks, largest=largest, any_size=any_size)
         changes = (plan.micro_batch, plan.accumulate) != (place.size, trainer.accumulate_grad_batches)
         if changes and not trainer.lightning_module.automatic_optimization:
             raise BatchSizeError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning_lockstep._trainer import asks_for_training_loader, limited_batches
+from lightning_lockstep._trainer import asks_for_training_loader, limited_batches, ranks_at_start
 from lightning_lockstep.loaders.global_order import asked_sampler, bounds, kind_of, micro_batches, parts_of
 from lightning_lockstep.strategies.can_outlive import check_loader
 
@@ -26,15 +26,15 @@ class GlobalBatch:
             return process(loader)
         check_loader(loader)
         strategy, accumulated = self.strategy, self.trainer.accumulate_grad_batches
-        started, ranks = strategy.num_processes * strategy.num_nodes, strategy.world_size
-        if ranks == started or strategy.micro_batches is not None:
+        started, ranks = ranks_at_start(self.trainer), strategy.world_size
+        if ranks == started:
             return process(loader)
         unit = asked_sampler(loader.batch_sampler).batch_size if kind_of(loader) == "samples" else 1
-        strategy.micro_batches = sizes = (unit * started,)
+        strategy.micro_batches = sizes = strategy.micro_batches or (unit * started,)
         if strategy.settings.batch_norm != "of_rank":
             return process(loader)
-        total = unit * started * accumulated
-        strategy.micro_batches = micro_batches(total, -(-total // (ranks * unit)))
+        largest, total = -(-max(sizes) // started), sum(sizes) * accumulated // len(sizes)
+        strategy.micro_batches = micro_batches(total, -(-total // (ranks * largest)))
         self._set(accumulate_grad_batches=len(strategy.micro_batches))
         part = process(loader)
         parts, every = parts_of(part), self.trainer.val_check_interval

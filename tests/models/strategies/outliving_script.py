@@ -192,8 +192,9 @@ def main() -> None:
             lockstep.RankOrderedLogging(folder=FOLDER / "logs"),
             lockstep.StopTogether(),
             lockstep.SyncedEarlyStopping("val_loss", mode="max", patience=50),
-            lockstep.EffectiveBatchSize(32),
         ]
+    if global_batch := options.pop("global_batch", None):
+        callbacks.append(lockstep.EffectiveBatchSize(global_batch))
     names = ("least_ranks", "spares", "random_numbers", "batch_norm", "guard")
     of_strategy = {name: options.pop(name) for name in names if name in options}
     trainer = L.Trainer(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import run_script
-from tests.models.strategies.outliving import SCRIPT, Fit, check_same, fit
+from tests.models.strategies.outliving import SCRIPT, WITH_ALL, Fit, check_same, fit
 
 EXAMPLES = SCRIPT.parents[3] / "examples"
 # Fits of three epochs of 13 steps; each is one launch, from four ranks to one or two.
@@ -24,6 +24,7 @@ FITS: dict[str, tuple[str, ...]] = {
     "rank 0 after it": ("0:train_end:39",),
 }
 OPTIONS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
+    "global batch": ({"global_batch": 31}, ("0:backward:3", "1:save:7")),
     "accumulation": ({"accumulate_grad_batches": 3}, ("0:backward:3", "1:forward:6")),
     "validation within an epoch": ({"val_check_interval": 0.25}, ("0:save:9", "2:validation:18")),
     "validation every five batches": ({"val_check_interval": 5}, ("0:backward:6", "1:validation:10")),
@@ -61,11 +62,10 @@ def test_nor_with_all_callbacks_loggers_workers_and_numbers_of_a_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORKERS", "2")
-    options = {"with_all": True, "random_numbers": "of_sample", "batch_norm": "of_batch", "guard": "verify"}
-    orders = ("2:backward:4", "0:save:5", "3:validation:13")
+    orders = ("2:backward:4", "0:save:5", "3:validation:7")  # an epoch has 7 steps
     check_same(
-        fit(tmp_path / "lost", "continue", *orders, spares=1, max_epochs=2, **options),
-        fit(tmp_path / "whole", "end", max_epochs=2, **options),
+        fit(tmp_path / "lost", "continue", *orders, spares=1, max_epochs=2, **WITH_ALL),
+        fit(tmp_path / "whole", "end", max_epochs=2, **WITH_ALL),
     )
 
 
