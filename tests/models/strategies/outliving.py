@@ -17,8 +17,11 @@ SCRIPT = Path(__file__).with_name("outliving_script.py")
 LIMIT = 240.0
 #: All callbacks, two loggers, dropout and batch norm, whose numbers must not depend on the ranks either.
 WITH_ALL: dict[str, Any] = {
-    **{"with_all": True, "global_batch": 32, "guard": "verify"},
-    **{"random_numbers": "of_sample", "batch_norm": "of_batch"},
+    "with_all": True,
+    "global_batch": 32,
+    "guard": "verify",
+    "random_numbers": "of_sample",
+    "batch_norm": "of_batch",
 }
 
 
