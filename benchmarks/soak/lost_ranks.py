@@ -13,6 +13,7 @@ import argparse
 import random
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,50 +21,57 @@ from tests.harness.children import put_on_path
 from tests.models.strategies.outliving import WITH_ALL, Fit, check_same, fit
 
 ROOT = Path(__file__).parents[2]
-EPOCHS, STEPS = 2, 13  # of an epoch
-ENDS = [STEPS * number for number in range(1, EPOCHS + 1)]
-# Phases of the fit of `outliving_script.py`, each with the steps in which it comes.
-PHASES = {
-    **dict.fromkeys(("forward", "backward", "optimizer"), range(EPOCHS * STEPS)),
-    "save": [*range(5, EPOCHS * STEPS, 5), *ENDS],
-    **dict.fromkeys(("validation", "validation_end", "epoch_end"), ENDS),
-    "sanity": [0],
-    "train_end": [EPOCHS * STEPS],
+EPOCHS = 2
+#: What the fits of a run are given, each in some of the runs, and how many steps an epoch then has.
+OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {
+    "plain": (13, {}),
+    "with all": (7, WITH_ALL),
+    "global batch": (7, {"global_batch": 31, "random_numbers": "of_sample"}),
+    "accumulation": (5, {"accumulate_grad_batches": 3, "val_check_interval": 0.5}),
 }
 IN_RECOVERY = ("connect", "recovery")
 
 
-#: What the fits of a run are given beside that, each in some of the runs; an epoch never has more steps.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "with all": WITH_ALL,
-    "global batch": {"global_batch": 31, "random_numbers": "of_sample"},
-    "accumulation": {"accumulate_grad_batches": 3, "val_check_interval": 0.5},
-}
+def phases(steps: int) -> dict[str, Sequence[int]]:
+    """Return phases of the fit of `outliving_script.py`, each with the steps in which it comes."""
+    ends = [steps * number for number in range(1, EPOCHS + 1)]
+    return {
+        **dict.fromkeys(("forward", "backward", "optimizer"), range(EPOCHS * steps)),
+        "save": [*range(5, EPOCHS * steps, 5), *ends],
+        **dict.fromkeys(("validation", "validation_end", "epoch_end"), ends),
+        "sanity": [0],
+        "train_end": ends[-1:],
+    }
 
 
 def draw(seed: int) -> tuple[int, list[str], str]:
     """Return the number of spare processes, who dies where, and which options the fit has, for a seed."""
     draws = random.Random(seed)
-    spares = draws.choice((0, 0, 1, 2))
+    spares, options = draws.choice((0, 0, 1, 2)), draws.choice(["plain", *OPTIONS])
+    places = phases(OPTIONS[options][0])
     orders: dict[int, str] = {}  # by step, because a loss that comes again at one step ends the run
+    of_ranks = []  # steps in which one of the first ranks dies
     for member in draws.sample(range(4 + spares), draws.randint(1, 3)):
-        phase = draws.choice([*PHASES, *(IN_RECOVERY if orders else ())])
-        step = 1 if phase in IN_RECOVERY else draws.choice(PHASES[phase])
-        orders.setdefault(-1 if phase in IN_RECOVERY else step, f"{member}:{phase}:{step}")
+        phase = draws.choice([*places, *(IN_RECOVERY if orders else ())])
+        step = 1 if phase in IN_RECOVERY else draws.choice(places[phase])
+        at = -1 if phase in IN_RECOVERY else step
+        if at not in orders:
+            orders[at] = f"{member}:{phase}:{step}"
+            of_ranks += [step] if member < 4 and phase not in IN_RECOVERY else []
     drawn = list(orders.values())
-    of_ranks = [int(one.split(":")[2]) for one in drawn if int(one[0]) < 4 and one.split(":")[1] in PHASES]
     if (
         spares and of_ranks and draws.random() < 0.5
     ):  # the process that is started after the first loss is waited for
         drawn.append(f"{4 + spares}:joins:{min(of_ranks) + 1}")
-    return spares, drawn, draws.choice(["plain", "plain", *OPTIONS])
+    return spares, drawn, options
 
 
 def differs(seed: int, undisturbed: dict[str, Fit], folder: Path) -> str:
     """Do one run; return what is not as it must be."""
     spares, orders, options = draw(seed)
-    found = fit(folder / str(seed), "continue", *orders, spares=spares, max_epochs=EPOCHS, **OPTIONS[options])
+    found = fit(
+        folder / str(seed), "continue", *orders, spares=spares, max_epochs=EPOCHS, **OPTIONS[options][1]
+    )
     try:
         check_same(found, undisturbed[options])
     except AssertionError as error:
@@ -90,7 +98,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="lost-ranks-") as name:
         folder = Path(name)
         undisturbed = {
-            name: fit(folder / name, "end", max_epochs=EPOCHS, **options) for name, options in OPTIONS.items()
+            name: fit(folder / name, "end", max_epochs=EPOCHS, **options)
+            for name, (_, options) in OPTIONS.items()
         }
         for seed in seeds:
             if text := differs(seed, undisturbed, folder):
