@@ -53,8 +53,8 @@ from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.mpirun import MPIRunLauncher
 from lightning_lockstep.launchers.rank_supervisor import ran_elsewhere
 from lightning_lockstep.loaders.global_order import in_global_order
+from lightning_lockstep.loaders.loader_position import LoaderPosition
 from lightning_lockstep.steps.patching import put_in_place
-from lightning_lockstep.stopping.loader_position import LoaderPosition
 from lightning_lockstep.strategies.counted_steps import LockstepStrategy
 
 # -- Leaves out of the output what is for the developers of other packages, or for nobody --
