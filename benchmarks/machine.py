@@ -17,7 +17,7 @@ MEASURED = {
     "batch_size": ("batch_size", "callbacks/auto_batch_size.py"),
     "by_sample": (
         "steps",
-        "loaders/sample_numbers.py",
+        "loaders/global_order.py",
         "distributed/coordination/global_norm.py",
         "strategies/counted_steps.py",
     ),
