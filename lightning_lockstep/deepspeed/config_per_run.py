@@ -1,4 +1,4 @@
-"""The configuration of a strategy in each of its runs: what cannot be done here, what the Trainer, loader and module add."""
+"""The configuration of a strategy in each run: what cannot be done here, what Trainer, loader and module add."""
 
 from __future__ import annotations
 
