@@ -1,4 +1,4 @@
-from lightning_lockstep.batch_size.find_executable import (
+from lightning_lockstep.batch_size.memory import (
     find_executable_batch_size as find_executable_batch_size,
 )
 from lightning_lockstep.callbacks import *

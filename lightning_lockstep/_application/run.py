@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from lightning_lockstep._application.constructors import component_keys, make, names_in
+from lightning_lockstep._application.checks import component_keys, make, names_in
 from lightning_lockstep._application.masking import Mask
 from lightning_lockstep._application.records import (
     LogConfiguration,

@@ -36,9 +36,9 @@ from torch.utils.data import (
 
 from lightning_lockstep._lightning import _IndexBatchSamplerWrapper
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.steps.generators import kept_generators, mixed, seed_generators
 from lightning_lockstep.steps.patching import length_of, loader_with
 from lightning_lockstep.steps.sample_numbers import BatchPlace
+from lightning_lockstep.steps.snapshot import kept_generators, mixed, seed_generators
 
 # -- What kind a loader is --
 

@@ -35,7 +35,6 @@ from lightning_lockstep._trainer import asks_for_training_loader, limited_batche
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.loaders.global_order import GlobalBatches, generators_of, parts_of, seed_of_run
 from lightning_lockstep.loaders.resume_point import ResumePoint, go_on, settle_counters
-from lightning_lockstep.steps.generators import gpu_state, kept_generators, seed_generators
 from lightning_lockstep.steps.patching import (
     STATEFUL,
     LoaderAround,
@@ -45,6 +44,7 @@ from lightning_lockstep.steps.patching import (
     loader_with,
     put_in_place,
 )
+from lightning_lockstep.steps.snapshot import gpu_state, kept_generators, seed_generators
 
 _log = logging.getLogger(__name__)
 _KEY = "lockstep_loader_position"

@@ -24,8 +24,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_lockstep.loaders.global_order import seed_of_run
-from lightning_lockstep.steps.generators import exchange_generators
 from lightning_lockstep.steps.patching import LoaderAround, loader_with
+from lightning_lockstep.steps.snapshot import exchange_generators
 
 # Classes and functions that divide samples among the ranks themselves: data sets, data pipes, a stage of webdataset.
 _DIVIDERS = {

@@ -8,8 +8,8 @@ import pytest
 
 from lightning_lockstep._lightning import Precision
 from lightning_lockstep.deepspeed.config_per_run import refuse_or_adapt
+from lightning_lockstep.deepspeed.engine import resolve_deepspeed_precision
 from lightning_lockstep.deepspeed.importing import import_deepspeed, needed_builders
-from lightning_lockstep.deepspeed.precision import resolve_deepspeed_precision
 from lightning_lockstep.errors import ConfigurationError
 from tests.models.deepspeed.example_configs import NVME, OFFLOADED, PARTLY_OFFLOADED, RATIO, optimizer, zero
 
