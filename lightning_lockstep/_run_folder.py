@@ -55,7 +55,6 @@ class RunFolder:
 
     @property
     def is_of_a_run(self) -> bool:
-        """Whether it contains a file of a run."""
         return any(self.has(mark) for mark in _MARKS)
 
     @property
@@ -115,7 +114,6 @@ class RunFolder:
         return sorted((name for name in names if can_be_resumed(self.path / name)), key=self.age)
 
     def shown(self, name: str = "") -> str:
-        """Return the path of a file in it, to paste into a shell."""
         return shlex.quote(str(PurePath(self.given, name)))
 
     def resume_command(self, checkpoint: str) -> str | None:

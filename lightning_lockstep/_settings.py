@@ -53,12 +53,10 @@ def log_level() -> str | None:
 
 
 def debug() -> bool:
-    """Return whether ``LOCKSTEP_DEBUG`` asks for verified collectives."""
     return os.environ.get("LOCKSTEP_DEBUG", "0") not in ("", "0")
 
 
 def full_traceback() -> bool:
-    """Return whether ``LOCKSTEP_FULL_TRACEBACK`` asks for all frames of tracebacks."""
     return os.environ.get("LOCKSTEP_FULL_TRACEBACK", "0") not in ("", "0")
 
 
@@ -128,7 +126,6 @@ class Faults:
         below: float | None = None,
         such_as: object = None,
     ) -> bool:
-        """Check a finite number."""
         limits = ((least, "{} or more"), (above, "more than {}"), (below, "less than {}"))
         bounds = " and ".join(text.format(limit) for limit, text in limits if limit is not None)
         is_right = (
@@ -158,7 +155,6 @@ class Faults:
         return self.check(is_right or (optional and given is None), name, given, expected)
 
     def flag(self, name: str, given: object) -> bool:
-        """Check a truth value."""
         return self.check(isinstance(given, bool), name, given, "true or false")
 
     def fields(self, settings: object) -> None:
@@ -178,7 +174,6 @@ class Faults:
                 self.add(f"{owner} has no option {name!r}.{near}")
 
     def raise_all(self) -> None:
-        """Raise what was collected."""
         if self.texts:
             raise ConfigurationError(self.texts)
 

@@ -98,12 +98,10 @@ class Completed:
 
     @property
     def succeeded(self) -> bool:
-        """Whether it ended with 0."""
         return self.returncode == 0
 
     @property
     def timed_out(self) -> bool:
-        """Whether it was ended because its time was over."""
         return self.returncode == OUT_OF_TIME
 
 

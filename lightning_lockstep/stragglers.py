@@ -245,7 +245,6 @@ def decide(sums: Sums, *, min_share: float, before: Verdict = NOBODY) -> Verdict
 
 
 def _longest_part(sums: Sums, rank: int) -> Part:
-    """Return the part of a rank's steps that exceeds that of the others most."""
     own = sums.ranks[rank].mean
     others = [one.mean for other, one in enumerate(sums.ranks) if other != rank and one.mean is not None]
     assert own is not None
@@ -303,7 +302,6 @@ class StragglerTracker:
         return Window(since=since, sums=sums, before=before, verdict=self.verdict)
 
     def conclusion(self) -> Verdict:
-        """Return the verdict on all steps so far."""
         return decide(self.total, min_share=self._min_share)
 
 
@@ -322,7 +320,6 @@ def change_line(window: Window, hosts: Hosts) -> str:
 
 
 def report(tracker: StragglerTracker, hosts: Hosts, missing: Collection[int] = ()) -> str:
-    """Return the table of ranks and the conclusion."""
     total, verdict = tracker.total, tracker.conclusion()
     said = "the ranks could not be compared, because they waited in none of the measured steps."
     if total.lost and verdict.rank is None:
@@ -336,7 +333,6 @@ def report(tracker: StragglerTracker, hosts: Hosts, missing: Collection[int] = (
 
 
 def figures(window: Window) -> dict[str, float]:
-    """Return what the loggers get of the last steps."""
     sums, verdict = window.sums, window.verdict
     return {
         "straggler/rank": float(-1 if verdict.rank is None else verdict.rank),

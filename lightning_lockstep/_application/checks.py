@@ -64,7 +64,6 @@ def component_keys(config: DictConfig) -> list[str]:
 
 
 def names_in(config: DictConfig, group: str) -> list[str]:
-    """Return the names of the components in a group of which there may be several."""
     node = config.get(group)
     if not isinstance(node, DictConfig):
         return []
@@ -127,7 +126,6 @@ def preflight_faults(config: DictConfig) -> list[str]:
 
 
 def checks_for(config: DictConfig) -> tuple[tuple[str, ...], CheckOptions]:
-    """Return the checks that matter for a configuration, and their options."""
     from lightning_lockstep.doctor.network import backends_of
     from lightning_lockstep.doctor.registry import CheckOptions
 

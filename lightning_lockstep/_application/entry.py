@@ -363,7 +363,6 @@ def _closing(channel: ConfigChannel) -> Iterator[None]:
 
 
 def _follow(channel: ConfigChannel, program: Program) -> None:
-    """Run the jobs that rank 0 sends, on a rank that another launcher has started."""
     while True:
         message = channel.receive()
         if message.config is None:

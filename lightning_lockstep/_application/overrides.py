@@ -55,7 +55,6 @@ def run_requested(arguments: argparse.Namespace) -> bool:
 
 
 def parse(lines: Sequence[str]) -> tuple[list[Override], list[str]]:
-    """Parse each override by itself."""
     parser = OverridesParser.create()
     overrides: list[Override] = []
     faults: list[str] = []
@@ -239,11 +238,9 @@ class Sweep:
         self._jobs: list[tuple[int, str, str, str]] = []
 
     def plan(self, values: list[list[str]], command: list[str]) -> None:
-        """Note which jobs Hydra's own sweeper makes."""
         self.planned, self.command = list(map(list, itertools.product(*values))), command
 
     def note(self, config: DictConfig, objective: Any, error: BaseException | None) -> None:
-        """Note how a job has ended."""
         lines = Mask(config).masked(typed_lines(config))
         value = f"{objective:.6g}" if isinstance(objective, (int, float)) else "-"
         if isinstance(error, SystemExit):

@@ -135,7 +135,6 @@ def write(summary: Summary, folder: Path) -> None:
 
 
 def remove_earlier_summary(folder: Path) -> None:
-    """Remove the summary that an earlier attempt of this run has left."""
     with suppress(OSError):
         (folder / _FILE).unlink()
 

@@ -79,7 +79,6 @@ _THEIRS = r"(lightning|pytorch_lightning|torch|hydra|omegaconf)\."
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether the message is for readers."""
     return not record.getMessage().startswith(_NOISE)
 
 
@@ -358,7 +357,6 @@ class RunRecord(Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the samples and seconds of this rank."""
         now = time.monotonic()
         self._numbers[2] = trainer.global_step
         if trainer.is_global_zero and self._since is not None:
@@ -371,12 +369,10 @@ class RunRecord(Callback):
         self._since = None
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Note which step was validated."""
         if not trainer.sanity_checking:
             self._numbers[4] = trainer.global_step
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Count the epoch."""
         self._numbers[3] = trainer.current_epoch + 1
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:

@@ -180,7 +180,6 @@ _TEXTS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether ``error`` says that memory ran out, on whatever device."""
     seen: BaseException | None = error
     while seen is not None:
         text = str(seen).lower() if isinstance(seen, RuntimeError) else ""

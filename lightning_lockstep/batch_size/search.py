@@ -57,7 +57,6 @@ class SizeSearch:
         self.trials: list[Trial] = []
 
     def propose(self) -> Proposal:
-        """Return what to try next, or the answer."""
         low, high = self.low, self.high
         if not self.trials:
             return Proposal(False, self.init_val, "first size")

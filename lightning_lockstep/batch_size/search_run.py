@@ -120,7 +120,6 @@ class TrialRunner:
         self._compiles = self.on_cpu and any(isinstance(one, _CONVOLUTIONS) for one in module.modules())
 
     def preserved(self) -> AbstractContextManager[None]:
-        """Restore the state of the run after the trials of the body."""
         if self._engine is not None:
             parts = whole_run(self._module, generators=self._place.generators(), tensors=False)
             self._engine_state = self._engine.state()  # after `whole_run` has taken the gradients away

@@ -41,7 +41,6 @@ class Limit:
 
     @property
     def changes(self) -> dict[str, Any]:
-        """What the replacement sets, by path."""
         return {self.path: self.instead, **self.also}
 
     def __str__(self) -> str:

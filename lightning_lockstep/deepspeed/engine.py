@@ -178,7 +178,6 @@ class EnginePrecision(DeepSpeedPrecision):
         self._steps = False  # whether a backward is that of a batch after which the optimizer steps
 
     def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
-        """Begin a run, in which nothing is accumulated yet."""
         self.has_accumulated = False
         return super().connect(model, optimizers, lr_schedulers)
 

@@ -277,7 +277,6 @@ class Counting:
         return list({id(one): one for one in inner if isinstance(one, kinds)}.values())
 
     def whole_lists(self) -> None:
-        """Let metrics gather whole lists."""
         for metric in self.metrics():
             if (
                 isinstance(metric, Metric)

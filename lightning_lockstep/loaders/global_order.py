@@ -83,7 +83,6 @@ _TOO_MANY = 100  # a sampler without a length that gives so many times the data 
 
 
 def seed_of_run() -> int:
-    """Return the seed of the run, as Lightning's samplers take it."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
@@ -124,7 +123,6 @@ def _listed(part: Order) -> list[Any]:
 
 
 def checksum(values: Order) -> int:
-    """Return a checksum of an order."""
     if isinstance(values, numpy.ndarray):
         return zlib.crc32(numpy.ascontiguousarray(values).data)
     return zlib.crc32(repr(values).encode())
@@ -181,7 +179,6 @@ class SeededBatches(Dataset[Any]):
         return self.__getitems__(index, batched=False)  # of a loader without batches, with one index
 
     def __getitems__(self, indices: PlacedBatch, *, batched: bool = True) -> Any:
-        """Return a collated batch."""
         place, dataset, found = indices.place, self._dataset, []
         several: Callable[..., Any] | None = getattr(dataset, "__getitems__", None)
         epoch = mixed(self._seed, place.epoch)
@@ -332,7 +329,6 @@ class GlobalBatches(Sampler[Any]):
         return int(self._bounds[number])
 
     def order_checksum(self) -> int:
-        """Return a checksum of the order of this epoch."""
         return checksum(self._order)
 
     def go_on_at(self, unit: int, epoch: int, drawn_from: list[Any] | None, accumulated: int) -> int:

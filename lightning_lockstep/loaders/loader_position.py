@@ -330,7 +330,6 @@ def _is_stateful(loader: Any) -> bool:
 
 
 def _record(loader: Any, trainer: Any) -> dict[str, Any]:
-    """Return where a loader is."""
     parts, accumulated = _divided(loader), trainer.accumulate_grad_batches
     found: dict[str, Any] = {
         "samples": batch_size_of(loader),

@@ -137,7 +137,6 @@ class StreamParts(IterableDataset[Any]):
         return {"kind": "a stream", "samples of a global batch": self.whole}
 
     def batches_of(self, samples: int) -> int:
-        """Return how many batches there are of so many samples."""
         return -(-(samples // self._multiple * self._multiple) // self.whole)
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:

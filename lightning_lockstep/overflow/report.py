@@ -63,7 +63,6 @@ class RankReport:
         return "\n".join(lines)
 
     def text(self) -> str:
-        """Return the whole report of this rank as printed."""
         loss = "none" if self.loss is None else f"{self.loss:.6g}"
         lines = [f"--- rank {self.rank} on host {self.host}: {self.occasion}; loss {loss}"]
         forward = self.frames if self.producer is not None else []
@@ -87,7 +86,6 @@ class RankReport:
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as values that JSON can hold."""
         return {
             **asdict(self),
             **asdict(self.occasion),

@@ -218,7 +218,6 @@ class BatchRecorder:
             del row[:-PROBED]
 
     def row(self) -> list[list[BatchSum]]:
-        """Return the last batches, and begin a new row if it will be as long."""
         row = [list(sums) for sums in self._row]
         if self._every >= PROBED:
             self._row = [[] for _ in range(self._parts)]

@@ -182,7 +182,6 @@ class RankChecks:
             hook.remove()
 
     def weights(self) -> int:
-        """Return a checksum of all parameters."""
         return folded(Checksums(self._contents.sections()["parameters"]).numbers().values())
 
     def _until_check(self) -> int:

@@ -25,7 +25,6 @@ FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def mixed(*parts: int) -> int:
-    """Return a hash of whole numbers, of 64 bits."""
     z = 0x9E3779B97F4A7C15
     for part in parts:
         z = ((z ^ (part & _MASK)) * FACTORS[0]) & _MASK

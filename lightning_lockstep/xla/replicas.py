@@ -31,7 +31,6 @@ class DeviceMesh:
         self._mesh = self._spmd.Mesh(np.arange(self.size), (self.size,), (_AXIS,))
 
     def divide_batch(self, batch: Any) -> Any:
-        """Divide the tensors of a batch along their first dimension."""
         # If that is not a multiple of the number of devices, the last ones have less to do; torch-xla keeps
         # what they compute beyond it out of every result.
         return apply_to_collection(batch, Tensor, self._divide_first)
@@ -108,7 +107,6 @@ class Replicas:
             )
 
     def average_gradients(self, module: torch.nn.Module) -> None:
-        """Average the gradients of a module over all ranks, in place."""
         # A parameter that only some ranks have used counts as zero on the others; one that none has used
         # stays without a gradient.
         parameters = [one for one in module.parameters() if one.requires_grad]

@@ -85,7 +85,6 @@ class CheckpointFolder:
         return model, [f"{start}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(ranks)]
 
     def check_complete(self, model: Sequence[str], optimizer: Sequence[str]) -> None:
-        """Refuse a checkpoint of which files are missing."""
         ranks = max(len(model), len(optimizer))
         missing = [name for name in (*model, *optimizer) if name not in self.files]
         if not missing:

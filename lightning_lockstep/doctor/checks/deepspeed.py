@@ -17,7 +17,6 @@ _LOCKED_BY_KERNEL = (2, 15)  # from this torch on a lock ends with its process, 
 
 
 def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
-    """Look at DeepSpeed and at what its builds need."""
     if options.model_parameters is not None:
         yield _memory(machine, options.model_parameters, options.gpus)
     version = machine.python.packages.get("deepspeed")
@@ -57,7 +56,6 @@ def _importable(version: str, imported: Probed) -> Finding:
 
 
 def _missing_tools(machine: Machine) -> Iterator[Finding]:
-    """Yield a row for each thing that a build needs and this machine lacks."""
     subject, without = "build tools", "operations cannot be compiled."
     given = machine.environment.get("CXX", "").split()
     compiler = given[0] if given else "c++"
@@ -168,7 +166,6 @@ _ROWS = (
 
 
 def estimate_table(parameters: int, ranks: int, ranks_per_node: int) -> str:
-    """Return a table of all stages and ways of offloading."""
     rows = []
     for stage, optimizer, param in _ROWS:
         device, host, disk = _of_rank(parameters, ranks, stage, optimizer, param)
