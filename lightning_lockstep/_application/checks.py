@@ -8,6 +8,7 @@ import logging
 import re
 import sys
 import warnings
+import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 # What a user's settings lead to, as opposed to a bug, whose traceback is wanted.
 _ABOUT_SETTINGS = (ConfigurationError, LaunchError, MisconfigurationException, ValueError, ImportError)
+# With these Lightning's Trainer refuses settings, too, such as two callbacks that keep their state under one name.
+_OF_TRAINER = (TypeError, RuntimeError)
 # Groups of which there may be several options, in the order in which they are made.
 _SEVERAL = ("callbacks", "checkpoint", "logger")
 
@@ -86,13 +89,16 @@ def make(
         return hydra.utils.instantiate(kept, _partial_=True, _convert_="all")(**(given or {}))
     except Exception as error:
         cause = error.__cause__ if isinstance(error, HydraException) and error.__cause__ else error
-        if not isinstance(cause, (*_ABOUT_SETTINGS, TypeError) if key == "trainer" else _ABOUT_SETTINGS):
+        if not isinstance(cause, (*_ABOUT_SETTINGS, *_OF_TRAINER) if key == "trainer" else _ABOUT_SETTINGS):
             raise
     trace(cause)
     said = cause.faults if isinstance(cause, ConfigurationError) else (first_line(cause),)
-    # The setting that an error is about: the first one that it names, such as `devices` in `Trainer(devices=0)`.
-    settings = set(map(str, node)) - SPECIAL
-    named = [next(filter(settings.__contains__, re.findall(r"\w+", text)), None) for text in said]
+    # The setting that an error is about: the first one that it names, such as `devices` in `Trainer(devices=0)`, or
+    # whose text it names, such as that of `accelerator` in "No supported gpu backend found!".
+    typed: Any = OmegaConf.to_container(node, resolve=False)
+    settings = {value: name for name, value in typed.items() if isinstance(value, str) and value != "auto"}
+    settings |= {name: name for name in typed if name not in SPECIAL}
+    named = [next(filter(None, map(settings.get, re.findall(r"\w+", text))), None) for text in said]
     is_ours = isinstance(cause, ConfigurationError)
     faults = [_label(config, key, name, text, is_ours) for name, text in zip(named, said, strict=True)]
     raise RefusedError(faults, named) from cause
@@ -237,12 +243,15 @@ def checkpoint_folders(config: DictConfig, *, run_folder: Path, started_in: Path
 
 def _resumed(config: DictConfig) -> list[str]:
     try:
-        _checkpoint(config)
+        path = _checkpoint(config)
     except ConfigurationError as error:
         return [*error.faults]
     except (OmegaConfBaseException, TypeError):
-        pass  # reported where the value is wrong
-    return []
+        return []  # reported where the value is wrong
+    if path is None or not Path(path).is_file() or zipfile.is_zipfile(path):  # torch's files are archives
+        return []
+    text = f"expected a checkpoint, and {path} is cut off, as by a full disk or a copy that did not end."
+    return [f"{shown(config, 'ckpt_path')}: {text} Name another one."]
 
 
 def _select(config: DictConfig, key: str) -> Any:

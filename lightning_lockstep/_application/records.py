@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import get_original_cwd
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
@@ -156,7 +158,8 @@ def show(summary: Summary) -> None:
     if summary.samples_per_second is not None:
         table.add_row("samples/s", f"{summary.samples_per_second:,.0f}")
     table.add_row("wall time", f"{summary.wall_time:.1f} s")
-    console, here = Console(), Path.cwd()
+    # With hydra.job.chdir the shell is in another folder than the run.
+    console, here = Console(), Path(get_original_cwd() if HydraConfig.initialized() else Path.cwd())
     console.print(table)
     for name, path in summary.files.items():
         shown = Path(path).relative_to(here) if Path(path).is_relative_to(here) else Path(path)

@@ -107,7 +107,6 @@ def build(config: DictConfig, *, own_callbacks: list[Any]) -> tuple[Any, Any, An
             parts[key] = make(config, key)
         except ConfigurationError as error:
             faults += error.faults
-    faults = faults or _sharing_a_state(parts)
     if faults:
         raise ConfigurationError(faults)
     given = {
@@ -121,20 +120,6 @@ def build(config: DictConfig, *, own_callbacks: list[Any]) -> tuple[Any, Any, An
     if config.trainer.get("enable_checkpointing") is None:
         given["enable_checkpointing"] = bool(names_in(config, "checkpoint"))
     return parts["model"], parts["data"], make(config, "trainer", given)
-
-
-def _sharing_a_state(parts: dict[str, Any]) -> list[str]:
-    """Callbacks that keep their state in checkpoints under one name, as `EarlyStopping` and what replaces it do."""
-    by_state: dict[str, str] = {}
-    faults = []
-    for key, part in parts.items():
-        if isinstance(part, Callback) and is_overridden("state_dict", part, Callback):
-            first = by_state.setdefault(part.state_key, key)
-            if first != key:
-                both = " and ".join(type(parts[one]).__name__ for one in (first, key))
-                text = f"{first} and {key}: {both} keep their state under the same name {part.state_key}, because one"
-                faults.append(f"{text} can replace the other. Leave one of them out, such as with ~{key}.")
-    return faults
 
 
 # -- One training run: build, fit, validate, test, report --
@@ -260,6 +245,10 @@ def _loops(
         with weights_as_they_are(trainer) if config.fit and path is None else nullcontext():
             loop(name, verbose=False)
 
+    if not config.fit and path is None and trainer.is_global_zero:
+        say(
+            "lightning-lockstep: fit=false without ckpt_path: the model has the weights that it is made with."
+        )
     if config.fit:
         loop("fit")
         path = None

@@ -96,7 +96,7 @@ class Replicas:
 
     def __init__(self, runtime: XLARuntime, communicator: Communicator) -> None:
         self._runtime, self._communicator = runtime, communicator
-        found = communicator.gather((runtime.ordinal, runtime.replicas, runtime.local_devices))
+        found = communicator.gather(runtime.place())
         self._ordinals = [ordinal for ordinal, _, _ in found]
         size = communicator.world_size
         if sorted(self._ordinals) != list(range(size)) or any(one[1:] != (size, 1) for one in found):

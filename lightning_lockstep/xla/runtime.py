@@ -161,19 +161,10 @@ class XLARuntime:
             check_untouched()
         self.module("_internal.pjrt").initialize_multiprocess(local_rank, local_processes)
 
-    @property
-    def ordinal(self) -> int:
-        return int(self.runtime.global_ordinal())
-
-    @property
-    def replicas(self) -> int:
-        """How many devices compute together."""
-        return int(self.runtime.world_size())
-
-    @property
-    def local_devices(self) -> int:
-        """How many devices this process has."""
-        return int(self.runtime.addressable_device_count())
+    def place(self) -> tuple[int, int, int]:
+        """Return this process's ordinal, how many devices compute together, and how many of them it has."""
+        runtime = self.runtime
+        return runtime.global_ordinal(), runtime.world_size(), runtime.addressable_device_count()
 
     def all_reduce(self, tensors: list[torch.Tensor], *, scale: float = 1.0) -> None:
         """Sum tensors over all devices, in place, and scale them. Ranks: all, together."""
