@@ -12,17 +12,7 @@ from typing import Any, Literal, TypeGuard, TypeVar, get_args, get_origin, get_t
 
 from lightning_lockstep.errors import ConfigurationError
 
-# -- The environment variables of this package --
-# =========================== ===========================================================
-# ``LOCKSTEP_LOG_LEVEL``      level name of the loggers that :func:`get_logger` makes
-# ``LOCKSTEP_DEBUG``          ``1`` verifies collectives between ranks before they run
-# ``LOCKSTEP_FULL_TRACEBACK`` ``1`` shows all frames of a traceback
-# ``LOCKSTEP_JOB_TOKEN``      secret that the ranks of a job share; our launchers set it, under
-#                             ``srun`` and ``torchrun`` the job script may
-# =========================== ===========================================================
-#
-# The variables that our launchers set for the ranks they start (``LOCKSTEP_RANK_*``) are private: a user
-# neither sets nor reads them.
+# -- The environment variables of this package: docs/environment.md has those for users, the others are private --
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 

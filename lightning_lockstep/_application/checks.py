@@ -122,15 +122,6 @@ def _label(config: DictConfig, component: str, name: str | None, text: str, is_o
 _WITHOUT_GPUS = ("cpu", "tpu")
 
 
-def preflight_faults(config: DictConfig) -> list[str]:
-    """Run the checks if the configuration asks for them, print their table, and return what stops the run."""
-    # Rank 0 calls this before any other rank is started: it starts processes, and its own ranks on this host
-    # where the run would start its ranks here.
-    if not config.get("preflight") or _pass(*checks_for(config)):
-        return []
-    return ["debug=preflight: the checks above found problems. Fix them, or leave out debug=preflight."]
-
-
 def checks_for(config: DictConfig) -> tuple[tuple[str, ...], CheckOptions]:
     from lightning_lockstep.doctor.network import backends_of
     from lightning_lockstep.doctor.registry import CheckOptions
@@ -213,7 +204,9 @@ def check_training(config: DictConfig, only: Collection[str] | None) -> list[str
         if f"{key}._target_" not in wrong[key] and OmegaConf.is_dict(_select(config, key)):
             faults += _refusals(config, key, wrong[key])
     # Takes seconds, and starts ranks: not for a configuration that cannot run anyway.
-    return preflight_faults(config) if is_whole_line and not faults else faults
+    if is_whole_line and not faults and config.get("preflight") and not _pass(*checks_for(config)):
+        faults = ["debug=preflight: the checks above found problems. Fix them, or leave out debug=preflight."]
+    return faults
 
 
 def prepare_training(config: DictConfig) -> None:

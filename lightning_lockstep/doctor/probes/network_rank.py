@@ -158,8 +158,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no answer
     rank = TorchRank(*sys.argv[1:])
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a step that hangs ends with the doctor
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a step that hangs ends with the doctor
     for step in rank.steps:
         answer = take(rank, step)
         answers.write(json.dumps({"step": step, **answer}) + "\n")
