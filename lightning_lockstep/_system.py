@@ -87,8 +87,6 @@ _starting = threading.Lock()
 
 @dataclass(frozen=True)
 class Completed:
-    """A program that has run."""
-
     returncode: int  # 127: no such program; 126: it cannot be run; 124: its time was over
     output: str = ""  # what it wrote to standard output
     error: str = ""  # what it wrote to standard error
@@ -142,7 +140,6 @@ def end_programs() -> None:
 
 
 def end_group(pid: int) -> None:
-    """End all processes of the group that ``pid`` leads, at once."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 

@@ -147,8 +147,6 @@ Times = Mapping[int, RankTimes]  # of one step, of all ranks from which it came
 
 
 class RankSums(NamedTuple):
-    """Sums over the steps of one rank."""
-
     steps: int = 0
     times: RankTimes = RankTimes(0.0, 0.0, 0.0, 0.0)
     last: int = 0  # steps in which the others waited for it
@@ -167,8 +165,6 @@ class RankSums(NamedTuple):
 
 
 class Sums:
-    """Sums over steps, by rank."""
-
     def __init__(self, world_size: int) -> None:
         self.steps, self.seconds = 0, 0.0  # the steps and their length
         self.ranks = [RankSums()] * world_size

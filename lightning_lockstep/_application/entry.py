@@ -420,6 +420,5 @@ def _refuse(faults: Sequence[str], outcome: str = "nothing was started") -> NoRe
 
 
 def program_name() -> str:
-    """How the user called this program."""
     name = Path(sys.argv[0]).name
     return "lockstep-train" if name == "train.py" and "lightning_lockstep" in sys.argv[0] else name

@@ -118,8 +118,6 @@ _FILE = "summary.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The result of one run."""
-
     metrics: dict[str, float]  # the last value of each
     steps: int  # of the optimizer
     epochs: int  # begun and ended

@@ -333,7 +333,6 @@ class RunRecord(Callback):
         return int(self._numbers[4]) != self.steps
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Print where a resumed run continues."""
         if trainer.ckpt_path and trainer.is_global_zero:
             place = f"epoch {trainer.current_epoch}, optimizer step {trainer.global_step}"
             say(f"lightning-lockstep: resuming from {trainer.ckpt_path} at {place}")
@@ -354,7 +353,6 @@ class RunRecord(Callback):
         self._since = now
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Stop the clock."""
         self._since = None
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
@@ -377,7 +375,6 @@ class RunRecord(Callback):
                 kept["dirpath"] = callback.dirpath  # Lightning forgets the score of another folder
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Note which step was saved; every rank comes here."""
         self._saved_at = trainer.global_step
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

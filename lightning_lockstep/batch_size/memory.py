@@ -193,8 +193,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """How an attempt failed."""
-
     summary: str  # the error's type and its first line
     out_of_memory: bool
     # None if memory ran out, because the traceback would keep the tensors of its frames alive.

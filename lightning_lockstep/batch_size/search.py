@@ -27,8 +27,6 @@ class Trial:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What to do next."""
-
     stop: bool
     size: int  # to try next; at the end the largest that was run and fitted, 0 if none did
     reason: str
@@ -95,8 +93,6 @@ class SizeSearch:
 
 @dataclass(frozen=True)
 class EffectiveBatch:
-    """How a global batch is divided."""
-
     requested: int  # samples of all ranks in one optimizer step
     sizes: tuple[int, ...]  # samples of all ranks in each of its micro-batches
     ranks: int

@@ -89,8 +89,6 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 
 
 class TrialRunner:
-    """Runs trials of one loop."""
-
     def __init__(
         self,
         trainer: Trainer,
@@ -191,8 +189,6 @@ class TrialRunner:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found."""
-
     size: int  # that the run uses [samples per rank and micro-batch]
     largest: int  # that fitted in a trial, before the margin
     accumulate: int  # micro-batches per optimizer step

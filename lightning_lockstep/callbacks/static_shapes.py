@@ -107,7 +107,6 @@ class LateBatch(NamedTuple):
     before: Shapes  # of the stage's batch before it
 
     def line(self) -> str:
-        """Return the line that is logged."""
         text = (
             f"{self.stage} batch {self.batch_idx} (step {self.step}) compiled {counted(self.graphs, 'graph')}"
         )

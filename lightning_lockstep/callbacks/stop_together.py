@@ -158,8 +158,6 @@ class SignalWatch:
 
 
 class StopFile:
-    """A file that asks for a stop once it exists."""
-
     def __init__(self, path: Path, request: Request) -> None:
         self.path, self._request, self.seen = path, request, False
         self._looked = -math.inf

@@ -259,8 +259,6 @@ class Bf16(FlatGroups):
 
 
 class Stages1And2(FlatGroups, Zero):
-    """Stages 1 and 2."""
-
     mark = "averaged_gradients"
     groups_name = "round_robin_bit16_groups"
 

@@ -86,8 +86,6 @@ def results_of(names: Sequence[str], options: CheckOptions) -> Iterator[CheckRes
 
 
 class _Running:
-    """A check that runs."""
-
     def __init__(self, name: str, options: CheckOptions) -> None:
         self._name, self._began = name, time.monotonic()
         self._limit = options.timeout or CHECKS[name].timeout

@@ -51,8 +51,6 @@ class Python:
 
 @dataclass(frozen=True)
 class Limits:
-    """What processes here may use."""
-
     cores: int  # that this process may use
     host_cores: int
     memory: int  # most that processes here can have [bytes]

@@ -405,7 +405,6 @@ class BackendProcess:
         self._began = time.monotonic()
 
     def end(self) -> None:
-        """End it, whatever it does."""
         assert self._process.stdin is not None
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):

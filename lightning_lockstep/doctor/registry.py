@@ -147,7 +147,6 @@ NOT_BY_DEFAULT = ("network", "run")
 
 
 def function_of(name: str) -> Callable[[Any, CheckOptions], Iterator[Finding]]:
-    """Return what a check does on a ``Machine``."""
     module = importlib.import_module(f"lightning_lockstep.doctor.checks.{name}")
     check: Callable[[Any, CheckOptions], Iterator[Finding]] = module.check
     return check

@@ -61,7 +61,6 @@ class Counting:
         self._warned = False  # of a gather of uneven parts
 
     def attach(self) -> None:
-        """Count from now on."""
         trainer, connector = self.trainer, self.trainer._logger_connector
         for name in ("on_batch_start", "on_batch_end", "epoch_end_reached", "on_epoch_end"):
             put_in_place(connector, name, partial(getattr(self, name), getattr(connector, name)))

@@ -240,7 +240,6 @@ class Collector:
             self._print(self.windows.flush(time.monotonic()))
 
     def close(self) -> None:
-        """Print all lines that wait, and stop."""
         self.flush()
         for remove in self._removes:
             remove()

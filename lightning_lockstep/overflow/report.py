@@ -38,8 +38,6 @@ _WITHOUT_PRODUCER = {
 
 @dataclass
 class RankReport:
-    """What one rank found."""
-
     rank: int
     host: str
     occasion: Occasion
@@ -55,7 +53,6 @@ class RankReport:
     clean: bool | None = None  # replaying gave no bad value on this rank; None: it was not replayed
 
     def head(self) -> str:
-        """Return a few lines: what produced the bad value, and the remedy."""
         first = self.producer or self.backward_producer
         rank = f"rank {self.rank} (host {self.host})"
         lines = [f"{rank}: {_WITHOUT_PRODUCER[self.clean] if first is None else first.sentence()}"]

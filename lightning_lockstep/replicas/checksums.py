@@ -190,8 +190,6 @@ def _is_known(leaf: Any) -> bool:
 
 
 class BatchRecorder:
-    """Checksums of the batches of this rank."""
-
     def __init__(self, trainer: Any, every_n_steps: int) -> None:
         self._every = every_n_steps
         combined = trainer.fit_loop._combined_loader

@@ -80,7 +80,6 @@ def _longest_even(shape: Sequence[int], parts: int) -> int | None:
 
 
 def check_replicas(count: int) -> None:
-    """Refuse several replicas if they cannot work."""
     # On the CPU each process has its own client, and an all-reduce waits for devices of the same client
     # only.
     if count > 1 and find_device_type() == "CPU":

@@ -29,8 +29,6 @@ from lightning_lockstep.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Values:
-    """The values of a parameter, where they are."""
-
     shape: Sequence[int]  # of the whole tensor
     dtype: torch.dtype  # in which it is to be written
     parts: Sequence[Tensor]  # of one dimension; one after the other they are the flat parameter
