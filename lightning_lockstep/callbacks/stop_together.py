@@ -242,7 +242,7 @@ class StopTogether(EndsWithRun):
         self._agreement: StepAgreement | None = None
         self._signal_watch = SignalWatch((), self._preempt)
         self._file: StopFile | None = None
-        self._minimum: tuple[Any, Any] | None = None
+        self._leaves = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Connect to the other ranks and begin to count batches from zero. Ranks: all, together."""
@@ -289,9 +289,6 @@ class StopTogether(EndsWithRun):
         if self._agreement is None:
             return
         self._signal_watch.restore()
-        if self._minimum is not None:
-            trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps = self._minimum
-            self._minimum = None
         unanswered = self._agreement.unanswered(PREEMPTED)
         agreed = current_communicator().agree(bool(unanswered), "; ".join(unanswered))
         if agreed:
@@ -304,7 +301,7 @@ class StopTogether(EndsWithRun):
 
     def _leave(self, trainer: Any, decision: StopDecision) -> None:
         """Leave after this batch; all ranks are here, with the same decision."""
-        if trainer.should_stop and self._minimum is not None:
+        if trainer.should_stop and self._leaves:
             return
         if decision.asks_for(PREEMPTED):
             self._save_and_end(trainer, decision.reason)
@@ -312,9 +309,9 @@ class StopTogether(EndsWithRun):
             self._warn(trainer, f"All ranks leave after this batch. {decision.reason}")
         # `min_epochs` and `min_steps` delay early stopping, and must not delay an explicit request.
         loop = trainer.fit_loop
-        self._minimum = loop.min_epochs, loop.epoch_loop.min_steps
-        loop.min_epochs = loop.epoch_loop.min_steps = None
-        trainer.should_stop = True
+        self.at_end.enter_context(replaced(loop, min_epochs=None))
+        self.at_end.enter_context(replaced(loop.epoch_loop, min_steps=None))
+        self._leaves = trainer.should_stop = True
 
     def _save_and_end(self, trainer: Any, reason: str) -> None:
         requeues = requeue_signal(trainer._accelerator_connector.cluster_environment)
