@@ -117,7 +117,7 @@ def in_turn(
 
 def loading(rounds: int) -> Samples:
     """Seconds that a sample takes to be loaded, in one process."""
-    from lightning_lockstep.loaders.sample_numbers import PlacedBatch, seeded_by_sample
+    from lightning_lockstep.loaders.global_order import PlacedBatch, seeded_by_sample
 
     data = Squares(torch.zeros(SAMPLES, 1))
     batches = [range(first, first + 32) for first in range(0, SAMPLES, 32)]

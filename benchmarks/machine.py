@@ -17,7 +17,7 @@ MEASURED = {
     "batch_size": ("batch_size", "callbacks/auto_batch_size.py"),
     "by_sample": (
         "steps",
-        "loaders/sample_numbers.py",
+        "loaders/global_order.py",
         "distributed/coordination/global_norm.py",
         "strategies/counted_steps.py",
     ),
@@ -37,8 +37,8 @@ MEASURED = {
     "scale": ("distributed/side_channel", "distributed/failure"),
     "soak": ("distributed/failure", "distributed/guard", "distributed/side_channel", "launchers"),
     "step": ("strategies", "distributed/ddp_reducer.py"),
-    "stopping": ("callbacks/stop_together.py", "distributed/coordination", "stopping"),
-    "stragglers": ("stragglers",),
+    "stopping": ("callbacks/stop_together.py", "distributed/coordination"),
+    "stragglers": ("stragglers.py", "callbacks/straggler_monitor.py"),
     "verify": ("distributed/guard",),
     "xla": ("xla", "strategies"),
 }

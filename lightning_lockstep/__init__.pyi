@@ -1,7 +1,9 @@
-from lightning_lockstep.batch_size.find_executable import (
+from lightning_lockstep.batch_size.memory import (
     find_executable_batch_size as find_executable_batch_size,
 )
 from lightning_lockstep.callbacks import *
+from lightning_lockstep.callbacks.stop_together import check_breakpoint as check_breakpoint
+from lightning_lockstep.callbacks.stop_together import set_breakpoint as set_breakpoint
 from lightning_lockstep.distributed.coordination.gather_uneven import gather_uneven as gather_uneven
 from lightning_lockstep.distributed.coordination.rank_order import in_rank_order as in_rank_order
 from lightning_lockstep.errors import *
@@ -11,8 +13,6 @@ from lightning_lockstep.numerics.precision import run_in_fp32 as run_in_fp32
 from lightning_lockstep.overflow.frames import detect_overflow as detect_overflow
 from lightning_lockstep.steps.sample_numbers import by_sample as by_sample
 from lightning_lockstep.steps.sample_numbers import shared as shared
-from lightning_lockstep.stopping.stop_requests import check_breakpoint as check_breakpoint
-from lightning_lockstep.stopping.stop_requests import set_breakpoint as set_breakpoint
 from lightning_lockstep.strategies import LockstepDDPStrategy as LockstepDDPStrategy
 from lightning_lockstep.strategies import LockstepDeepSpeedStrategy as LockstepDeepSpeedStrategy
 from lightning_lockstep.strategies import LockstepFSDPStrategy as LockstepFSDPStrategy

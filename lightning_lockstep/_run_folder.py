@@ -55,7 +55,6 @@ class RunFolder:
 
     @property
     def is_of_a_run(self) -> bool:
-        """Whether it contains a file of a run."""
         return any(self.has(mark) for mark in _MARKS)
 
     @property
@@ -115,7 +114,6 @@ class RunFolder:
         return sorted((name for name in names if can_be_resumed(self.path / name)), key=self.age)
 
     def shown(self, name: str = "") -> str:
-        """Return the path of a file in it, to paste into a shell."""
         return shlex.quote(str(PurePath(self.given, name)))
 
     def resume_command(self, checkpoint: str) -> str | None:
@@ -293,20 +291,12 @@ def forget_run_folders() -> None:
 
 
 def _claim(wanted: str) -> str:
-    numbers = itertools.count(1)
-    path = wanted
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            with suppress(FileExistsError):
-                Path(path).mkdir()
-                return path
-            path = f"{wanted}-{next(numbers)}"
-    except OSError as error:
-        raise ConfigurationError(
-            f"hydra.run.dir={wanted}: no folder can be made there ({error.strerror}). Expected a place where you may"
-            " write, such as hydra.run.dir='${lockstep.run_folder:/scratch/me/run}'."
-        ) from error
+    Path(wanted).parent.mkdir(parents=True, exist_ok=True)
+    for path in itertools.chain([wanted], (f"{wanted}-{number}" for number in itertools.count(1))):
+        with suppress(FileExistsError):
+            Path(path).mkdir()
+            break
+    return path
 
 
 def _former(wanted: Path) -> str | None:

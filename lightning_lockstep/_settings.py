@@ -12,17 +12,7 @@ from typing import Any, Literal, TypeGuard, TypeVar, get_args, get_origin, get_t
 
 from lightning_lockstep.errors import ConfigurationError
 
-# -- The environment variables of this package --
-# =========================== ===========================================================
-# ``LOCKSTEP_LOG_LEVEL``      level name of the loggers that :func:`get_logger` makes
-# ``LOCKSTEP_DEBUG``          ``1`` verifies collectives between ranks before they run
-# ``LOCKSTEP_FULL_TRACEBACK`` ``1`` shows all frames of a traceback
-# ``LOCKSTEP_JOB_TOKEN``      secret that the ranks of a job share; our launchers set it, under
-#                             ``srun`` and ``torchrun`` the job script may
-# =========================== ===========================================================
-#
-# The variables that our launchers set for the ranks they start (``LOCKSTEP_RANK_*``) are private: a user
-# neither sets nor reads them.
+# -- The environment variables of this package: docs/environment.md has those for users, the others are private --
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -53,12 +43,10 @@ def log_level() -> str | None:
 
 
 def debug() -> bool:
-    """Return whether ``LOCKSTEP_DEBUG`` asks for verified collectives."""
     return os.environ.get("LOCKSTEP_DEBUG", "0") not in ("", "0")
 
 
 def full_traceback() -> bool:
-    """Return whether ``LOCKSTEP_FULL_TRACEBACK`` asks for all frames of tracebacks."""
     return os.environ.get("LOCKSTEP_FULL_TRACEBACK", "0") not in ("", "0")
 
 
@@ -128,7 +116,6 @@ class Faults:
         below: float | None = None,
         such_as: object = None,
     ) -> bool:
-        """Check a finite number."""
         limits = ((least, "{} or more"), (above, "more than {}"), (below, "less than {}"))
         bounds = " and ".join(text.format(limit) for limit, text in limits if limit is not None)
         is_right = (
@@ -158,7 +145,6 @@ class Faults:
         return self.check(is_right or (optional and given is None), name, given, expected)
 
     def flag(self, name: str, given: object) -> bool:
-        """Check a truth value."""
         return self.check(isinstance(given, bool), name, given, "true or false")
 
     def fields(self, settings: object) -> None:
@@ -178,7 +164,6 @@ class Faults:
                 self.add(f"{owner} has no option {name!r}.{near}")
 
     def raise_all(self) -> None:
-        """Raise what was collected."""
         if self.texts:
             raise ConfigurationError(self.texts)
 

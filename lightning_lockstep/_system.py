@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -28,9 +27,7 @@ _OWN_CGROUP = Path("/proc/self/cgroup")
 @cache  # pinning narrows the affinity of this process; later calls must still see what it began with
 def usable_cores() -> tuple[int, ...]:
     """Return the numbers of the cores this process may use, fewer if a control group limits its CPU time."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = sorted(affinity(0)) if affinity else list(range(os.cpu_count() or 1))
-    limit = cpu_limit()
+    cores, limit = sorted(os.sched_getaffinity(0)), cpu_limit()
     return tuple(cores if limit is None else cores[: max(1, int(limit))])
 
 
@@ -90,20 +87,16 @@ _starting = threading.Lock()
 
 @dataclass(frozen=True)
 class Completed:
-    """A program that has run."""
-
     returncode: int  # 127: no such program; 126: it cannot be run; 124: its time was over
     output: str = ""  # what it wrote to standard output
     error: str = ""  # what it wrote to standard error
 
     @property
     def succeeded(self) -> bool:
-        """Whether it ended with 0."""
         return self.returncode == 0
 
     @property
     def timed_out(self) -> bool:
-        """Whether it was ended because its time was over."""
         return self.returncode == OUT_OF_TIME
 
 
@@ -147,16 +140,13 @@ def end_programs() -> None:
 
 
 def end_group(pid: int) -> None:
-    """End all processes of the group that ``pid`` leads, at once."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def memory_file() -> IO[bytes]:
     """Return an empty file that needs no disk, which may be full or read-only."""
-    if hasattr(os, "memfd_create"):
-        return open(os.memfd_create("lockstep"), "w+b")
-    return tempfile.TemporaryFile()
+    return open(os.memfd_create("lockstep"), "w+b")
 
 
 def text_of(file: IO[bytes], most: int = -1) -> str:  # most [bytes]; -1: all

@@ -1,16 +1,6 @@
-"""`lockstep-train`: the Hydra application that trains a model on one or many ranks.
+"""`lockstep-train`: the Hydra application that trains a model on one or many ranks, and its parts for other programs.
 
-    lockstep-train strategy=ddp trainer.devices=2
-    lockstep-train data=source_text model=byte_gpt trainer.max_steps=50
-    torchrun --nproc-per-node 2 -m lightning_lockstep.train trainer.max_epochs=1
-
-See `docs/hydra.md`. A program of your own builds on the same parts:
-
-    from lightning_lockstep.train import check_training, hydra_main, prepare_training, train
-
-    @hydra_main("conf", "config", check=check_training, prepare=prepare_training)
-    def main(config):
-        return train(config)
+`docs/hydra.md` says how both are used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is checked once the configuration is composed, before any rank starts."""
+"""Components of a configuration made by their constructors, and all that is checked before any rank starts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Collection, Iterator
+import zipfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import hydra.utils
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_lockstep._application.constructors import RefusedError, component_keys, make
 from lightning_lockstep._application.signatures import (
     SPECIAL,
     mismatch,
@@ -25,35 +27,102 @@ from lightning_lockstep._application.signatures import (
     shown,
     target_nodes,
     target_of,
+    trace,
     typed_lines,
 )
-from lightning_lockstep._lightning import LightningEnvironment, Logger
+from lightning_lockstep._lightning import LightningEnvironment, Logger, MisconfigurationException
 from lightning_lockstep._run_folder import find_checkpoint, note_begin
 from lightning_lockstep._settings import did_you_mean, is_whole
-from lightning_lockstep._text import counted
-from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep._text import counted, first_line
+from lightning_lockstep.errors import ConfigurationError, LaunchError
 from lightning_lockstep.launchers.external_ranks import external_ranks
 from lightning_lockstep.launchers.rank_variables import find_slurm_step
 
 if TYPE_CHECKING:
     from lightning_lockstep.doctor.registry import CheckOptions
 
+# -- One component made by its constructor, or what that refuses, by the keys of the configuration --
+
+# What a user's settings lead to, as opposed to a bug, whose traceback is wanted.
+_ABOUT_SETTINGS = (ConfigurationError, LaunchError, MisconfigurationException, ValueError, ImportError)
+# With these Lightning's Trainer refuses settings, too, such as two callbacks that keep their state under one name.
+_OF_TRAINER = (TypeError, RuntimeError)
+# Groups of which there may be several options, in the order in which they are made.
+_SEVERAL = ("callbacks", "checkpoint", "logger")
+
+
+class RefusedError(ConfigurationError):
+    """What a constructor has refused: each fault with the setting that it is about, if it names one."""
+
+    def __init__(self, faults: Sequence[str], settings: Sequence[str | None] = ()) -> None:
+        super().__init__(faults)
+        self.settings = settings
+
+
+def component_keys(config: DictConfig) -> list[str]:
+    """Return the keys of all components of a run, in the order in which they are made."""
+    # Making a logger may begin a run, so it is left out if anything else is wrong.
+    several = [f"{group}.{name}" for group in _SEVERAL for name in names_in(config, group)]
+    return ["data", "model", "strategy", *several, "trainer"]
+
+
+def names_in(config: DictConfig, group: str) -> list[str]:
+    node = config.get(group)
+    if not isinstance(node, DictConfig):
+        return []
+    return [str(name) for name in node if node[name] is not None and not str(name).startswith("_")]
+
+
+def make(
+    config: DictConfig, key: str, given: Mapping[str, Any] | None = None, *, without: Sequence[str] = ()
+) -> Any:
+    """Make one component, with what it is given beside its settings; raise what its constructor refuses."""
+    node = OmegaConf.select(config, key)
+    if not isinstance(node, DictConfig):
+        return node  # a name that Lightning knows
+    if "_target_" not in node:
+        near = did_you_mean(key, [other for other in component_keys(config) if other != key])
+        raise RefusedError([f"{key} has no _target_, so no object can be created from it.{near}"], [None])
+    try:
+        kept = OmegaConf.masked_copy(node, [name for name in map(str, node) if name not in without])
+        kept._set_parent(node._get_parent())  # which a copy lacks, and its interpolations need
+        return hydra.utils.instantiate(kept, _partial_=True, _convert_="all")(**(given or {}))
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, HydraException) and error.__cause__ else error
+        if not isinstance(cause, (*_ABOUT_SETTINGS, *_OF_TRAINER) if key == "trainer" else _ABOUT_SETTINGS):
+            raise
+    trace(cause)
+    said = cause.faults if isinstance(cause, ConfigurationError) else (first_line(cause),)
+    # The setting that an error is about: the first one that it names, such as `devices` in `Trainer(devices=0)`, or
+    # whose text it names, such as that of `accelerator` in "No supported gpu backend found!".
+    typed: Any = OmegaConf.to_container(node, resolve=False)
+    settings = {value: name for name, value in typed.items() if isinstance(value, str) and value != "auto"}
+    settings |= {name: name for name in typed if name not in SPECIAL}
+    named = [next(filter(None, map(settings.get, re.findall(r"\w+", text))), None) for text in said]
+    is_ours = isinstance(cause, ConfigurationError)
+    faults = [_label(config, key, name, text, is_ours) for name, text in zip(named, said, strict=True)]
+    raise RefusedError(faults, named) from cause
+
+
+def _label(config: DictConfig, component: str, name: str | None, text: str, is_ours: bool) -> str:
+    """Put the key in front of what a constructor says, in place of the `name=value` it may open with."""
+    node = OmegaConf.select(config, component)
+    text = text.removeprefix(f"{str(node['_target_']).rpartition('.')[2]}: ")
+    if name is not None:
+        return f"{shown(config, f'{component}.{name}')}: {text.removeprefix(f'{name}={node[name]!r}: ')}"
+    # Its strategy refuses something, perhaps in DeepSpeed's configuration.
+    if component == "trainer" and is_ours:
+        inner = f"strategy.config.{re.split('[=:]', text)[0]}"
+        return text if OmegaConf.select(config, inner) is None else f"strategy.config.{text}"
+    return f"{component}: {text}"
+
+
 # -- `debug=preflight`: the doctor's checks that matter for the chosen strategy, before any rank starts --
 
 _WITHOUT_GPUS = ("cpu", "tpu")
 
 
-def preflight_faults(config: DictConfig) -> list[str]:
-    """Run the checks if the configuration asks for them, print their table, and return what stops the run."""
-    # Rank 0 calls this before any other rank is started: it starts processes, and its own ranks on this host
-    # where the run would start its ranks here.
-    if not config.get("preflight") or _pass(*checks_for(config)):
-        return []
-    return ["debug=preflight: the checks above found problems. Fix them, or leave out debug=preflight."]
-
-
 def checks_for(config: DictConfig) -> tuple[tuple[str, ...], CheckOptions]:
-    """Return the checks that matter for a configuration, and their options."""
     from lightning_lockstep.doctor.network import backends_of
     from lightning_lockstep.doctor.registry import CheckOptions
 
@@ -135,7 +204,9 @@ def check_training(config: DictConfig, only: Collection[str] | None) -> list[str
         if f"{key}._target_" not in wrong[key] and OmegaConf.is_dict(_select(config, key)):
             faults += _refusals(config, key, wrong[key])
     # Takes seconds, and starts ranks: not for a configuration that cannot run anyway.
-    return preflight_faults(config) if is_whole_line and not faults else faults
+    if is_whole_line and not faults and config.get("preflight") and not _pass(*checks_for(config)):
+        faults = ["debug=preflight: the checks above found problems. Fix them, or leave out debug=preflight."]
+    return faults
 
 
 def prepare_training(config: DictConfig) -> None:
@@ -165,12 +236,15 @@ def checkpoint_folders(config: DictConfig, *, run_folder: Path, started_in: Path
 
 def _resumed(config: DictConfig) -> list[str]:
     try:
-        _checkpoint(config)
+        path = _checkpoint(config)
     except ConfigurationError as error:
         return [*error.faults]
     except (OmegaConfBaseException, TypeError):
-        pass  # reported where the value is wrong
-    return []
+        return []  # reported where the value is wrong
+    if path is None or not Path(path).is_file() or zipfile.is_zipfile(path):  # torch's files are archives
+        return []
+    text = f"expected a checkpoint, and {path} is cut off, as by a full disk or a copy that did not end."
+    return [f"{shown(config, 'ckpt_path')}: {text} Name another one."]
 
 
 def _select(config: DictConfig, key: str) -> Any:

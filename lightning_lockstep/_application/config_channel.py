@@ -41,7 +41,6 @@ class Message:
     exit_code: int = 0  # with which to end
 
     def to_bytes(self) -> bytes:
-        """Return it as text, in bytes, with the signature of this job."""
         return signed(json.dumps([config_to_text(self.config), self.last, self.exit_code]).encode())
 
     @classmethod
@@ -63,7 +62,6 @@ class ConfigChannel:
         self._prefix = f"lockstep/config/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
     def send(self, message: Message) -> None:
-        """Send the next message to all other ranks."""
         if self.ranks is None:
             return
         unsigned = not on_one_host() and known_job_token() is None
@@ -101,7 +99,6 @@ class ConfigChannel:
             time.sleep(_LOOK_EVERY)
 
     def receive(self, *, patience: float | None = None) -> Message:  # [s]; None: as imports or a sweeper need
-        """Return the next message of rank 0."""
         assert self.ranks is not None
         key = f"{self._prefix}/{self._number}"
         if patience is None:

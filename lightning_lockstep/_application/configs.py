@@ -58,7 +58,6 @@ class Loader:
         self._repository = self._loader._parse_overrides_and_create_caching_repo(config_name, overrides)[1]
 
     def is_group(self, name: str) -> bool:
-        """Whether there is a config group of this name."""
         return bool(self._repository.group_exists(name))
 
     def is_choice(self, group: str, choice: str) -> bool:
@@ -71,11 +70,9 @@ class Loader:
         return [name for name in names if not name.startswith("_")]
 
     def groups(self) -> list[str]:
-        """The groups on the first level."""
         return self.choices("", ObjectType.GROUP)
 
     def compose(self, overrides: list[str]) -> DictConfig:
-        """Compose the configuration of one job, with its `hydra` node."""
         config: DictConfig = self._loader.load_configuration(
             config_name=self.config_name, overrides=overrides, run_mode=RunMode.RUN, from_shell=True
         )
@@ -96,7 +93,6 @@ class Loader:
         return template.safe_substitute(APP_CONFIG_GROUPS="\n".join(groups), CONFIG="\n\n".join(files)) + "\n"
 
     def help_of(self, group: str) -> str:
-        """Return what `--help GROUP` prints: the file of each option of a group."""
         if not self.choices(group):
             known = [name for name in self.groups() if name != "hydra" and self.choices(name)]
             there_are = f"{did_you_mean(group, known)} There are: {', '.join(known)}."

@@ -363,7 +363,6 @@ def _closing(channel: ConfigChannel) -> Iterator[None]:
 
 
 def _follow(channel: ConfigChannel, program: Program) -> None:
-    """Run the jobs that rank 0 sends, on a rank that another launcher has started."""
     while True:
         message = channel.receive()
         if message.config is None:
@@ -421,6 +420,5 @@ def _refuse(faults: Sequence[str], outcome: str = "nothing was started") -> NoRe
 
 
 def program_name() -> str:
-    """How the user called this program."""
     name = Path(sys.argv[0]).name
     return "lockstep-train" if name == "train.py" and "lightning_lockstep" in sys.argv[0] else name

@@ -1,11 +1,4 @@
-"""Secrets in a configuration: which keys hold them, and the same values with `***` in their place.
-
-Masked is what stands below a key whose name contains ``secret``, ``password``, ``credential`` or ``api_key`` (also
-``access_key``, ``private_key``), and text below one that contains ``token`` as a word: ``hf_token``, ``githubToken``.
-Words of language models are no secrets: ``tokenizer``, ``max_tokens``, numbers such as ``token_id``, and ``pad_token``
-or any ``..._token`` whose value is written as ``<pad>`` or ``[PAD]``. What has been masked is masked wherever else it
-occurs, and so are the values of environment variables with such names. Keys listed in ``unmask`` are shown.
-"""
+"""Secrets in a configuration, with `***` in their place: which keys hold them, as docs/hydra.md says."""
 
 from __future__ import annotations
 
@@ -24,6 +17,7 @@ from lightning_lockstep._text import say
 _HIDDEN = "***"
 _SECRET = re.compile(r"secret|passw(or)?d|passphrase|credential|(api|access|private)_?key")
 _TOKEN = re.compile(r"token(?![a-z])")
+# Words of language models are no secrets, nor are numbers, nor a token that is written as "<pad>" or "[PAD]".
 _OF_LANGUAGE = re.compile(r"(^|_)(pad|eos|bos|unk|cls|sep|mask)_token$")
 _SPECIAL_TOKEN = re.compile(r"<.*>|\[.*\]", re.DOTALL)
 _SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import shlex
 import sys
 import time
@@ -20,7 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import setup_globals
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, flag_override
+from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -55,7 +56,6 @@ def run_requested(arguments: argparse.Namespace) -> bool:
 
 
 def parse(lines: Sequence[str]) -> tuple[list[Override], list[str]]:
-    """Parse each override by itself."""
     parser = OverridesParser.create()
     overrides: list[Override] = []
     faults: list[str] = []
@@ -202,6 +202,18 @@ def as_current_job(config: DictConfig, number: int) -> Iterator[None]:
         HydraConfig.instance().cfg = before
 
 
+def _unwritable(config: DictConfig, *, multirun: bool) -> list[str]:
+    """What is wrong with the place of the folder of a run, or of a sweep, if none can be made there."""
+    key = "hydra.sweep.dir" if multirun else "hydra.run.dir"
+    with as_current_job(config, 0), suppress(OmegaConfBaseException):
+        wanted = Path(str(OmegaConf.select(config, key))).absolute()
+        there = next(path for path in (wanted, *wanted.parents) if os.path.exists(path))  # noqa: PTH110 - that of Path raises
+        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            text = "no folder can be made there. Expected a place where you may write, such as"
+            return [f"{key}={wanted}: {text} {key}='${{lockstep.run_folder:/scratch/me/run}}'."]
+    return []
+
+
 # -- The jobs of a sweep: which there are, what became of each, and how those that were not run are run --
 
 
@@ -239,11 +251,9 @@ class Sweep:
         self._jobs: list[tuple[int, str, str, str]] = []
 
     def plan(self, values: list[list[str]], command: list[str]) -> None:
-        """Note which jobs Hydra's own sweeper makes."""
         self.planned, self.command = list(map(list, itertools.product(*values))), command
 
     def note(self, config: DictConfig, objective: Any, error: BaseException | None) -> None:
-        """Note how a job has ended."""
         lines = Mask(config).masked(typed_lines(config))
         value = f"{objective:.6g}" if isinstance(objective, (int, float)) else "-"
         if isinstance(error, SystemExit):
@@ -309,6 +319,7 @@ def check_command_line(
         faults += job.faults
         if first is None:
             first, began = job.config, time.monotonic()
+            faults += [] if first is None else _unwritable(first, multirun=arguments.multirun)
             launcher = None if alone or first is None else first.hydra.runtime.choices["hydra/launcher"]
             if launcher not in (None, "basic"):
                 faults.append(_OTHER_LAUNCHER.format(launcher))

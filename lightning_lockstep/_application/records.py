@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import get_original_cwd
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
@@ -116,8 +118,6 @@ _FILE = "summary.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The result of one run."""
-
     metrics: dict[str, float]  # the last value of each
     steps: int  # of the optimizer
     epochs: int  # begun and ended
@@ -135,7 +135,6 @@ def write(summary: Summary, folder: Path) -> None:
 
 
 def remove_earlier_summary(folder: Path) -> None:
-    """Remove the summary that an earlier attempt of this run has left."""
     with suppress(OSError):
         (folder / _FILE).unlink()
 
@@ -157,7 +156,8 @@ def show(summary: Summary) -> None:
     if summary.samples_per_second is not None:
         table.add_row("samples/s", f"{summary.samples_per_second:,.0f}")
     table.add_row("wall time", f"{summary.wall_time:.1f} s")
-    console, here = Console(), Path.cwd()
+    # With hydra.job.chdir the shell is in another folder than the run.
+    console, here = Console(), Path(get_original_cwd() if HydraConfig.initialized() else Path.cwd())
     console.print(table)
     for name, path in summary.files.items():
         shown = Path(path).relative_to(here) if Path(path).is_relative_to(here) else Path(path)

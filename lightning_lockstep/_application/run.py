@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from lightning_lockstep._application.constructors import component_keys, make, names_in
+from lightning_lockstep._application.checks import component_keys, make, names_in
 from lightning_lockstep._application.masking import Mask
 from lightning_lockstep._application.records import (
     LogConfiguration,
@@ -53,8 +53,8 @@ from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.mpirun import MPIRunLauncher
 from lightning_lockstep.launchers.rank_supervisor import ran_elsewhere
 from lightning_lockstep.loaders.global_order import in_global_order
+from lightning_lockstep.loaders.loader_position import LoaderPosition
 from lightning_lockstep.steps.patching import put_in_place
-from lightning_lockstep.stopping.loader_position import LoaderPosition
 from lightning_lockstep.strategies.counted_steps import LockstepStrategy
 
 # -- Leaves out of the output what is for the developers of other packages, or for nobody --
@@ -79,7 +79,6 @@ _THEIRS = r"(lightning|pytorch_lightning|torch|hydra|omegaconf)\."
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether the message is for readers."""
     return not record.getMessage().startswith(_NOISE)
 
 
@@ -108,7 +107,6 @@ def build(config: DictConfig, *, own_callbacks: list[Any]) -> tuple[Any, Any, An
             parts[key] = make(config, key)
         except ConfigurationError as error:
             faults += error.faults
-    faults = faults or _sharing_a_state(parts)
     if faults:
         raise ConfigurationError(faults)
     given = {
@@ -122,20 +120,6 @@ def build(config: DictConfig, *, own_callbacks: list[Any]) -> tuple[Any, Any, An
     if config.trainer.get("enable_checkpointing") is None:
         given["enable_checkpointing"] = bool(names_in(config, "checkpoint"))
     return parts["model"], parts["data"], make(config, "trainer", given)
-
-
-def _sharing_a_state(parts: dict[str, Any]) -> list[str]:
-    """Callbacks that keep their state in checkpoints under one name, as `EarlyStopping` and what replaces it do."""
-    by_state: dict[str, str] = {}
-    faults = []
-    for key, part in parts.items():
-        if isinstance(part, Callback) and is_overridden("state_dict", part, Callback):
-            first = by_state.setdefault(part.state_key, key)
-            if first != key:
-                both = " and ".join(type(parts[one]).__name__ for one in (first, key))
-                text = f"{first} and {key}: {both} keep their state under the same name {part.state_key}, because one"
-                faults.append(f"{text} can replace the other. Leave one of them out, such as with ~{key}.")
-    return faults
 
 
 # -- One training run: build, fit, validate, test, report --
@@ -261,6 +245,10 @@ def _loops(
         with weights_as_they_are(trainer) if config.fit and path is None else nullcontext():
             loop(name, verbose=False)
 
+    if not config.fit and path is None and trainer.is_global_zero:
+        say(
+            "lightning-lockstep: fit=false without ckpt_path: the model has the weights that it is made with."
+        )
     if config.fit:
         loop("fit")
         path = None
@@ -345,7 +333,6 @@ class RunRecord(Callback):
         return int(self._numbers[4]) != self.steps
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Print where a resumed run continues."""
         if trainer.ckpt_path and trainer.is_global_zero:
             place = f"epoch {trainer.current_epoch}, optimizer step {trainer.global_step}"
             say(f"lightning-lockstep: resuming from {trainer.ckpt_path} at {place}")
@@ -358,7 +345,6 @@ class RunRecord(Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the samples and seconds of this rank."""
         now = time.monotonic()
         self._numbers[2] = trainer.global_step
         if trainer.is_global_zero and self._since is not None:
@@ -367,16 +353,13 @@ class RunRecord(Callback):
         self._since = now
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Stop the clock."""
         self._since = None
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Note which step was validated."""
         if not trainer.sanity_checking:
             self._numbers[4] = trainer.global_step
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Count the epoch."""
         self._numbers[3] = trainer.current_epoch + 1
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -392,7 +375,6 @@ class RunRecord(Callback):
                 kept["dirpath"] = callback.dirpath  # Lightning forgets the score of another folder
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Note which step was saved; every rank comes here."""
         self._saved_at = trainer.global_step
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

@@ -30,7 +30,6 @@ from lightning_lockstep.launchers.hydra import inner_container
 
 
 def show_faults(program: str, faults: Sequence[str], *, outcome: str = "nothing was started") -> None:
-    """Print all errors as one message to standard error."""
     count = "one error" if len(faults) == 1 else f"{len(faults)} errors"
     lines = [f"{program}: {count} in the configuration; {outcome}.", ""]
     for number, fault in enumerate(faults, 1):

@@ -137,7 +137,6 @@ class BatchLoaders:
         return apply_to_collection(self._source.instance, DataLoader, with_batch_size, size)
 
     def apply(self, size: int) -> None:
-        """Make ``size`` the batch size of the run."""
         self.size = size
         if self.in_attribute:
             self.hold(size)
@@ -170,12 +169,10 @@ class BatchLoaders:
         return apply_to_collection(self._given, DataLoader, lambda loader: next(batches))
 
     def generators(self) -> list[torch.Generator]:
-        """Return the random generators of loaders and samplers."""
         return generators_of(*self.loaders, *(loader.sampler for loader in self.loaders))
 
 
 def loop_of(trainer: Trainer) -> str:
-    """Return the loop that a Trainer is in: ``fit``, ``validate``, ``test`` or ``predict``."""
     return trainer.state.fn.value if trainer.state.fn is not None else "fit"
 
 

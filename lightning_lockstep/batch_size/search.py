@@ -27,8 +27,6 @@ class Trial:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What to do next."""
-
     stop: bool
     size: int  # to try next; at the end the largest that was run and fitted, 0 if none did
     reason: str
@@ -57,7 +55,6 @@ class SizeSearch:
         self.trials: list[Trial] = []
 
     def propose(self) -> Proposal:
-        """Return what to try next, or the answer."""
         low, high = self.low, self.high
         if not self.trials:
             return Proposal(False, self.init_val, "first size")
@@ -96,8 +93,6 @@ class SizeSearch:
 
 @dataclass(frozen=True)
 class EffectiveBatch:
-    """How a global batch is divided."""
-
     requested: int  # samples of all ranks in one optimizer step
     sizes: tuple[int, ...]  # samples of all ranks in each of its micro-batches
     ranks: int
@@ -133,22 +128,16 @@ class EffectiveBatch:
 def plan_effective_batch(requested: int, *, ranks: int, largest: int, any_size: bool) -> EffectiveBatch:
     """Divide a global batch of ``requested`` samples so that a micro-batch has ``largest`` per rank at most."""
     # With `any_size` the micro-batches of ranks may differ by one sample, so that every global batch is possible.
-    # Otherwise an exact division is taken, unless it needs more than twice as many micro-batches as the memory requires
-    # (a prime number of samples would be trained one by one). Then the nearest total is taken.
+    # Otherwise the nearest total is taken that needs at most twice as many micro-batches as the memory requires: a
+    # prime number of samples would be trained one by one.
     if any_size:
         count = -(-requested // (ranks * largest))
         return EffectiveBatch(requested, micro_batches(requested, count), ranks)
-    share = max(1, requested // ranks)
-    least = math.ceil(share / largest)
-    if requested % ranks == 0:
-        for accumulate in range(least, 2 * least + 1):
-            if share % accumulate == 0:
-                return EffectiveBatch(requested, (requested // accumulate,) * accumulate, ranks)
-    candidates = [
+    least = math.ceil(max(1, requested // ranks) / largest)
+    plans = [
         EffectiveBatch(requested, (micro * ranks,) * accumulate, ranks)
         for accumulate in range(least, 2 * least + 1)
         for micro in (requested // (accumulate * ranks), math.ceil(requested / (accumulate * ranks)))
         if 1 <= micro <= largest
     ]
-    candidates = candidates or [EffectiveBatch(requested, (min(share, largest) * ranks,) * least, ranks)]
-    return min(candidates, key=lambda plan: (abs(plan.total - requested), plan.accumulate, plan.total))
+    return min(plans, key=lambda plan: (abs(plan.total - requested), plan.accumulate, plan.total))

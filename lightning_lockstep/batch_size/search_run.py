@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -89,8 +89,6 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 
 
 class TrialRunner:
-    """Runs trials of one loop."""
-
     def __init__(
         self,
         trainer: Trainer,
@@ -120,17 +118,16 @@ class TrialRunner:
         self._compiles = self.on_cpu and any(isinstance(one, _CONVOLUTIONS) for one in module.modules())
 
     def preserved(self) -> AbstractContextManager[None]:
-        """Restore the state of the run after the trials of the body."""
-        if self._engine is not None:
-            parts = whole_run(self._module, generators=self._place.generators(), tensors=False)
-            self._engine_state = self._engine.state()  # after `whole_run` has taken the gradients away
-            return restored(*parts, self._engine_state)
         parts = whole_run(
             self._module,
-            self._trainer.strategy.optimizers if self._kind == "fit" else (),
+            self._trainer.strategy.optimizers if self._kind == "fit" and self._engine is None else (),
             scaler=getattr(self._trainer.precision_plugin, "scaler", None),
             generators=self._place.generators(),
+            tensors=self._engine is None,
         )
+        if self._engine is not None:
+            self._engine_state = self._engine.state()  # after `whole_run` has taken the gradients away
+            parts.append(self._engine_state)
         return restored(*parts)
 
     def run(self, size: int) -> Trial:
@@ -155,12 +152,11 @@ class TrialRunner:
     @contextmanager
     def _alone(self) -> Iterator[int]:
         """Isolate the steps of the body from the run; yield how many batches make an optimizer step."""
-        with isolated(self._trainer, self._module, by_module=self._engine is None):
-            if self._engine is None:
-                yield 1
-                return
-            with self._engine.alone(accumulates=self._accumulates and self._kind == "fit") as passes:
-                yield passes
+        apart: Any = nullcontext(1)
+        if self._engine is not None:
+            apart = self._engine.alone(accumulates=self._accumulates and self._kind == "fit")
+        with isolated(self._trainer, self._module, by_module=self._engine is None), apart as passes:
+            yield passes
 
     def _steps_of(self, size: int, passes: int) -> None:
         self._place.hold(size)  # a step may read it
@@ -193,8 +189,6 @@ class TrialRunner:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found."""
-
     size: int  # that the run uses [samples per rank and micro-batch]
     largest: int  # that fitted in a trial, before the margin
     accumulate: int  # micro-batches per optimizer step

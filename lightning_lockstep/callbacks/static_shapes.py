@@ -19,7 +19,7 @@ from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm
 from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep._settings import Faults, is_number, is_whole
 from lightning_lockstep._text import counted
-from lightning_lockstep.batch_size.split_step import samples_in, tensors_in
+from lightning_lockstep.batch_size.recovery import samples_in, tensors_in
 from lightning_lockstep.callbacks.auto_batch_size import AutoBatchSize
 from lightning_lockstep.callbacks.ends_with_run import EndsWithRun
 from lightning_lockstep.errors import ConfigurationError
@@ -107,7 +107,6 @@ class LateBatch(NamedTuple):
     before: Shapes  # of the stage's batch before it
 
     def line(self) -> str:
-        """Return the line that is logged."""
         text = (
             f"{self.stage} batch {self.batch_idx} (step {self.step}) compiled {counted(self.graphs, 'graph')}"
         )

@@ -1,4 +1,4 @@
-"""The engine under Lightning's Trainer: how it is made, what its ranks must agree on, gradients and skipped steps."""
+"""DeepSpeed's engine under Lightning's Trainer: how it is made, its precision, and what becomes of its loss scale."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_lockstep._lightning import DeepSpeedPrecision, Precision
 from lightning_lockstep._settings import restore_variables
-from lightning_lockstep.deepspeed.config_parsing import for_evaluation
+from lightning_lockstep._text import counted, say
+from lightning_lockstep.deepspeed.config_parsing import PRECISIONS, for_evaluation, precision_of, section
+from lightning_lockstep.deepspeed.engine_adapters import StepOutcome, adapter_of
 from lightning_lockstep.distributed import at_shut_down
+from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.patching import replaced
-
-# -- DeepSpeed's engine, made from what Lightning and this package know of the run --
 
 
 def adopt_process_group(local_rank: int, timeout: timedelta) -> Callable[[], None]:  # takes the variable back
@@ -103,3 +105,139 @@ def make_engine(
             dist_init_required=False,
         )
     return engine, engine_optimizer
+
+
+# -- Precision and loss scale: what the Trainer and the configuration ask for together --
+
+# A dynamic loss scale of 2^16 that comes down to 2^6 skips ten steps in a row.
+_IN_A_ROW = 10
+
+
+class LossScaleHistory:
+    """Counts skipped optimizer steps, and says when they are more than a loss scale that adapts itself explains."""
+
+    def __init__(self) -> None:
+        self.skips = self.skips_in_a_row = 0
+        self._asked = self._told = False
+        self._last: StepOutcome | None = None
+
+    def expect_skip(self) -> None:
+        """Take the next step for one that is skipped on request, which says nothing about the loss scale."""
+        self._asked = True
+
+    def record(self, outcome: StepOutcome) -> None:
+        asked, self._asked = self._asked, False
+        last, self._last = self._last, outcome
+        skipped = outcome.skipped
+        if skipped is None and last is not None and None not in (last.scale, outcome.scale):
+            skipped = outcome.scale < last.scale  # type: ignore[operator] # neither is None
+        if not skipped or asked:
+            self.skips_in_a_row = 0
+            return
+        self.skips += 1
+        self.skips_in_a_row += 1
+
+    def verdict(self) -> str | None:
+        """Return why the last skips are too many; ``None`` if they are not."""
+        if self._last is None or not self.skips_in_a_row:
+            return None
+        scale, floor = self._last.scale, self._last.floor
+        if scale is not None and floor is not None and scale <= floor:
+            return (
+                f"The loss scale has reached its floor, min_loss_scale={floor:g}, and steps are still skipped: the"
+                " model is diverging or producing nan. Lower the learning rate, clip gradients, or train in bf16."
+            )
+        if scale is None or self.skips_in_a_row >= _IN_A_ROW:
+            of_loss = "the loss is not scaled" if scale is None else f"the loss scale is {scale:g}"
+            return (
+                f"DeepSpeed has just skipped {counted(self.skips_in_a_row, 'optimizer step')}, and {of_loss}: the"
+                " loss or a gradient is nan or infinite. Look for the batch or the layer that causes it."
+            )
+        return None
+
+    def news(self) -> str | None:
+        """Return the first verdict of a run, and nothing from then on."""
+        verdict = None if self._told else self.verdict()
+        self._told = self._told or verdict is not None
+        return verdict
+
+
+class EnginePrecision(DeepSpeedPrecision):
+    """Lightning's precision plugin of DeepSpeed, whose engine steps and divides as Lightning's loop does."""
+
+    # Lightning divides the loss by ``accumulate_grad_batches``, and DeepSpeed would divide it again: the
+    # gradients were that much too small for SGD, and for clipping. Lightning also counts accumulated batches
+    # from the start of each epoch and steps after its last batch, where DeepSpeed counts on over the epochs;
+    # so the engine is told after which batches it steps. It also says once when DeepSpeed skips more
+    # optimizer steps than its loss scale explains.
+
+    def __init__(self, precision: Any) -> None:
+        super().__init__(precision)
+        self.history = LossScaleHistory()
+        self.has_accumulated = False  # gradients of batches after which no step was made yet
+        self._steps = False  # whether a backward is that of a batch after which the optimizer steps
+
+    def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
+        self.has_accumulated = False
+        return super().connect(model, optimizers, lr_schedulers)
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("scale_wrt_gas", not model.automatic_optimization)
+        if self._steps or not model.automatic_optimization:
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+            return
+        engine = model.trainer.model
+        _tell_boundary(engine, False)
+        super().backward(tensor, model, optimizer, *args, **kwargs)
+        engine.step()  # counts the batch
+        self.has_accumulated = True
+
+    def optimizer_step(  # type: ignore[override] # as Lightning's own plugin of DeepSpeed
+        self, optimizer: Any, model: Any, closure: Any, **kwargs: Any
+    ) -> Any:
+        """Run the closure and the engine's step, which is skipped if gradients are not finite."""
+        adapter = adapter_of(model.trainer.model)
+        before = adapter.engine.global_steps
+        # Otherwise nobody knows before a backward whether a step will follow.
+        if model.automatic_optimization:
+            _tell_boundary(adapter.engine, True)
+        with replaced(self, _steps=True):
+            result = super().optimizer_step(optimizer, model, closure, **kwargs)
+        self.has_accumulated = False
+        outcome = adapter.outcome() if adapter.engine.global_steps != before else None
+        if outcome is not None:
+            self.history.record(outcome)
+            news = self.history.news()
+            if news and model.trainer.is_global_zero:
+                say(f"lightning-lockstep: {news}")
+        return result
+
+
+def _tell_boundary(engine: Any, steps: bool) -> None:
+    if not getattr(engine, "zenflow", False):  # it decides itself after which batches it steps
+        engine.set_gradient_accumulation_boundary(steps)
+
+
+def resolve_deepspeed_precision(
+    config: Mapping[str, Any],
+    plugin: Precision,
+    requested: str | None,  # None: a plugin or nothing was given
+    device_type: str,
+) -> Precision:
+    """Return the plugin for what the Trainer or, if that says nothing, the configuration asks for."""
+    from deepspeed.accelerator import get_accelerator
+
+    name = requested or precision_of(config) or str(plugin.precision)
+    if PRECISIONS.get(name) == "fp16":
+        if device_type == "cpu" and not get_accelerator().is_fp16_supported():
+            raise ConfigurationError(
+                f"precision={name!r}: expected '32-true', 'bf16-mixed' or 'bf16-true', because this CPU does not"
+                " compute in float16."
+            )
+        unscaled = section(config, "fp16").get("loss_scale") == 1
+        if config["zero_optimization"]["stage"] == 0 and not unscaled:
+            raise ConfigurationError(
+                f"stage=0 with precision={name!r}: expected stage 1, 2 or 3, because without ZeRO DeepSpeed divides the"
+                " gradients by a loss scale that it has not multiplied the loss with. Or write fp16.loss_scale: 1."
+            )
+    return EnginePrecision(name)  # Lightning's own plugin says which names there are

@@ -108,7 +108,6 @@ class EngineAdapter(EngineGradients):
     # what a checkpoint has
 
     def refresh_copies(self) -> None:
-        """Make the float32 copies of the optimizer those of the weights, if it has copies."""
         refresh = getattr(self.optimizer, "refresh_fp32_params", None)
         if refresh is not None:
             refresh()
@@ -128,7 +127,6 @@ class EngineAdapter(EngineGradients):
         return list(getattr(self.optimizer, self.groups_name, []))
 
     def set_counters(self, saved: Mapping[str, Any]) -> None:
-        """Go on counting from the model states of a checkpoint."""
         engine, steps = self.engine, saved["global_steps"]
         engine.global_steps, engine.skipped_steps = steps, saved["skipped_steps"]
         engine.global_samples = saved.get("global_samples", steps * engine.train_batch_size())
@@ -235,7 +233,6 @@ class FlatGroups(EngineAdapter):
         return found
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Load the state of torch's optimizer."""
         self.torch_optimizer.load_state_dict(state)
 
 
@@ -262,8 +259,6 @@ class Bf16(FlatGroups):
 
 
 class Stages1And2(FlatGroups, Zero):
-    """Stages 1 and 2."""
-
     mark = "averaged_gradients"
     groups_name = "round_robin_bit16_groups"
 
@@ -309,7 +304,6 @@ class Stage3(Zero):
         return found
 
     def pieces(self, rank: int) -> list[list[Pieces]]:
-        """Return what is in the vectors of this rank, by groups."""
         optimizer = self.optimizer
         found: list[list[Pieces]] = [[] for _ in optimizer.optimizer.param_groups]
         for number, vector in enumerate(optimizer.fp32_partitioned_groups_flat):
@@ -322,7 +316,6 @@ class Stage3(Zero):
         return found
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Load the state of torch's optimizer."""
         self.optimizer._set_fp32_optimizer_param_groups()
         try:
             self.optimizer.optimizer.load_state_dict(state)

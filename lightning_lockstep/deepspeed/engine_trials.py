@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_lockstep._lightning import LightningModule, Precision
 from lightning_lockstep.deepspeed.config_parsing import is_given, section
+from lightning_lockstep.deepspeed.engine import LossScaleHistory
 from lightning_lockstep.deepspeed.engine_adapters import adapter_of
-from lightning_lockstep.deepspeed.precision import LossScaleHistory
 from lightning_lockstep.steps.isolated import gradients_apart
 from lightning_lockstep.steps.patching import replaced
 from lightning_lockstep.steps.snapshot import StoredCopies
@@ -88,7 +88,6 @@ class PlainPrecision(Precision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Run the backward pass of torch, with gradients multiplied by the loss scale."""
         if self._scale != 1:
             kwargs.setdefault("gradient", torch.full_like(tensor, self._scale))
         super().backward(tensor, model, optimizer, *args, **kwargs)
@@ -123,7 +122,6 @@ class EngineState:
         self._values = StoredCopies(self._memory.values())
 
     def restore_structure(self) -> None:
-        """Put back everything but the values of tensors."""
         for put_back in self._put_back:
             put_back()
 

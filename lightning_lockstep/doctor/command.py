@@ -86,8 +86,6 @@ def results_of(names: Sequence[str], options: CheckOptions) -> Iterator[CheckRes
 
 
 class _Running:
-    """A check that runs."""
-
     def __init__(self, name: str, options: CheckOptions) -> None:
         self._name, self._began = name, time.monotonic()
         self._limit = options.timeout or CHECKS[name].timeout
@@ -107,11 +105,9 @@ class _Running:
             self._found.append(problem(_ITSELF, f"It raised an error, a fault of the doctor.\n{raised}"))
 
     def is_over(self) -> bool:
-        """Return whether it has ended, or its time has."""
         return not self._thread.is_alive() or time.monotonic() > self._began + self._limit
 
     def result(self) -> CheckResult:
-        """Return what it has found, up to its deadline."""
         is_late, found = self._thread.is_alive(), list(self._found)
         if is_late:
             evidence = f"It did not end within {self._limit:g} s. It hangs, or needs more time."
@@ -185,7 +181,6 @@ def print_fixes(
 
 
 def print_verdict(to: Console, results: Sequence[CheckResult], seconds: float) -> None:
-    """Print the last line: how many findings of each status."""
     findings = [finding for result in results for finding in result.findings]
     number_of = Counter(finding.status for finding in findings)
     counts = [

@@ -21,7 +21,6 @@ class TorchBuild:
 
 
 def torch_build(machine: Machine) -> TorchBuild:
-    """Return what is known of torch from its files."""
     folder = machine.python.folders.get("torch", "")
     text = machine.read_text(f"{folder}/torch/version.py") or ""
     version = _assigned(text, "__version__") or machine.python.packages.get("torch", "")
@@ -127,7 +126,6 @@ class Toolkit:
 
 
 def find_toolkits(machine: Machine) -> list[Toolkit]:
-    """Return all toolkits that have a compiler, the newest first."""
     roots = [path for place in _PLACES for path in machine.glob(place)]
     roots += [path for name in _VARIABLES if (path := machine.environment.get(name, "")).startswith("/")]
     found = {
@@ -170,7 +168,6 @@ def has_cudart(machine: Machine, folder: str) -> bool:
 
 
 def exports(root: str, libraries: str | None = None) -> tuple[str, str]:
-    """Return the lines that put a toolkit in front of all others."""
     libraries = libraries or f"{root}/lib64"
     return (
         f"export PATH={root}/bin:$PATH",
@@ -179,7 +176,6 @@ def exports(root: str, libraries: str | None = None) -> tuple[str, str]:
 
 
 def install_line(version: str) -> str:
-    """Return the command that installs a toolkit."""
     package = f"cuda-toolkit-{short(version).replace('.', '-')}"
     return system_install(package, package)
 

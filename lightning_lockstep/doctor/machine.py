@@ -51,8 +51,6 @@ class Python:
 
 @dataclass(frozen=True)
 class Limits:
-    """What processes here may use."""
-
     cores: int  # that this process may use
     host_cores: int
     memory: int  # most that processes here can have [bytes]
@@ -71,18 +69,15 @@ class Machine:
 
     @cached_property
     def environment(self) -> Mapping[str, str]:
-        """Its environment variables."""
         return os.environ
 
     @cached_property
     def python(self) -> Python:
-        """Its Python."""
         version = ".".join(map(str, sys.version_info[:3]))
         return Python(sys.executable, version, *_packages(sys.path), sysconfig.get_paths()["include"])
 
     @cached_property
     def limits(self) -> Limits:
-        """What processes on it may use."""
         memory, limited_by = memory_limit()
         open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         shared_memory = None
@@ -103,7 +98,6 @@ class Machine:
         return run_program(command, timeout, {**os.environ, "LC_ALL": "C"})
 
     def which(self, program: str) -> str | None:
-        """Return the path under which ``PATH`` finds a program, ``None`` if it does not."""
         return shutil.which(program)
 
     def read_text(self, path: str) -> str | None:
@@ -115,7 +109,6 @@ class Machine:
             return None
 
     def exists(self, path: str) -> bool:
-        """Return whether there is such a file or folder."""
         return os.path.exists(path)  # noqa: PTH110 - that of Path raises without permission
 
     def age(self, path: str) -> float | None:
@@ -129,7 +122,6 @@ class Machine:
         return sorted(str(path) for path in Path("/").glob(pattern.lstrip("/")))
 
     def real_path(self, path: str) -> str:
-        """Return a path with all links followed."""
         return os.path.realpath(path)
 
     def probe(self, name: str, *arguments: str, timeout: float = 60.0) -> Probed:

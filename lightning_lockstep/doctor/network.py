@@ -105,7 +105,6 @@ class Ranks:
         return found
 
     def meet(self) -> None:
-        """Wait until all ranks have reported."""
         facts = {**host_facts(), "port": self._listener.getsockname()[1]}
         self.facts = self.share(dict.fromkeys(self.mine, facts), _ARRIVAL)
 
@@ -194,7 +193,6 @@ class Ranks:
         return {rank: process.answers for rank, process in self._processes.items()}
 
     def _try_mpi(self) -> Answer:
-        """Test MPI in this process."""
         rank, answers = network_rank.MPIRank(self.size), {}
         self._hangs = True  # until MPI has answered
         for step in rank.steps:
@@ -215,7 +213,6 @@ class Ranks:
 
 
 def ranks_here(count: int) -> Ranks:
-    """Return ranks that are all of this process."""
     from lightning_lockstep.distributed.process_group import host_rendezvous, rendezvous_store
 
     port = host_rendezvous("127.0.0.1")
@@ -304,7 +301,6 @@ def host_facts() -> Answer:
 
 
 def interfaces() -> dict[str, list[str]]:
-    """Return the addresses of each network interface that is up, loopback included."""
     status, families = psutil.net_if_stats(), (socket.AF_INET, socket.AF_INET6)
     found = {
         name: [one.address.partition("%")[0] for one in addresses if one.family in families]
@@ -409,7 +405,6 @@ class BackendProcess:
         self._began = time.monotonic()
 
     def end(self) -> None:
-        """End it, whatever it does."""
         assert self._process.stdin is not None
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):

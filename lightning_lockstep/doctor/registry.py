@@ -49,11 +49,9 @@ class CheckResult:
 
     @property
     def status(self) -> Status:
-        """The worst status of its findings."""
         return worst(finding.status for finding in self.findings)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it in types that JSON has."""
         return {**asdict(self), "status": self.status.value, "seconds": round(self.seconds, 3)}
 
 
@@ -73,7 +71,6 @@ def problem(subject: str, evidence: str, *fix: str) -> Finding:
 
 
 def not_applicable(subject: str, why: str) -> Finding:
-    """Return a finding for what this machine does not have."""
     return Finding(Status.NOT_APPLICABLE, subject, why)
 
 
@@ -150,7 +147,6 @@ NOT_BY_DEFAULT = ("network", "run")
 
 
 def function_of(name: str) -> Callable[[Any, CheckOptions], Iterator[Finding]]:
-    """Return what a check does on a ``Machine``."""
     module = importlib.import_module(f"lightning_lockstep.doctor.checks.{name}")
     check: Callable[[Any, CheckOptions], Iterator[Finding]] = module.check
     return check

@@ -61,7 +61,6 @@ class Counting:
         self._warned = False  # of a gather of uneven parts
 
     def attach(self) -> None:
-        """Count from now on."""
         trainer, connector = self.trainer, self.trainer._logger_connector
         for name in ("on_batch_start", "on_batch_end", "epoch_end_reached", "on_epoch_end"):
             put_in_place(connector, name, partial(getattr(self, name), getattr(connector, name)))
@@ -277,7 +276,6 @@ class Counting:
         return list({id(one): one for one in inner if isinstance(one, kinds)}.values())
 
     def whole_lists(self) -> None:
-        """Let metrics gather whole lists."""
         for metric in self.metrics():
             if (
                 isinstance(metric, Metric)

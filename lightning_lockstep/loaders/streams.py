@@ -24,8 +24,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_lockstep.loaders.global_order import seed_of_run
-from lightning_lockstep.steps.generators import exchange_generators
 from lightning_lockstep.steps.patching import LoaderAround, loader_with
+from lightning_lockstep.steps.snapshot import exchange_generators
 
 # Classes and functions that divide samples among the ranks themselves: data sets, data pipes, a stage of webdataset.
 _DIVIDERS = {
@@ -74,8 +74,9 @@ class SharedStream(LoaderAround):
         super().__init__(made, batch_sampler=parts, sampler=parts, _ahead=ahead, **shown)
 
     def __len__(self) -> int:
-        count = int(self.batch_sampler.batches_of(len(self.dataset)))
-        return count - self._surplus(count)
+        parts = self.batch_sampler
+        count = -(-(len(self.dataset) // parts.multiple * parts.multiple) // parts.whole)
+        return int(count - self._surplus(count))
 
     def _surplus(self, count: int) -> int:
         """Return how many of so many batches fill no optimizer step and are dropped, if the loader drops any."""
@@ -104,7 +105,7 @@ class StreamParts(IterableDataset[Any]):
         self._rank, self._ranks = rank, ranks
         # What does not fill a global batch is dropped, in an evaluation what fills no batch of one process.
         size = self.whole if trains else loader.batch_size or 1
-        self._multiple = size if loader.drop_last else 1
+        self.multiple = size if loader.drop_last else 1
         self._collate, self._makes_batches = loader.collate_fn, loader.batch_size is not None
         self.seed = seed_of_run()
         self._epoch = torch.zeros(1, dtype=torch.int64)
@@ -136,10 +137,6 @@ class StreamParts(IterableDataset[Any]):
         """Return what all ranks must have alike, by what it is called."""
         return {"kind": "a stream", "samples of a global batch": self.whole}
 
-    def batches_of(self, samples: int) -> int:
-        """Return how many batches there are of so many samples."""
-        return -(-(samples // self._multiple * self._multiple) // self.whole)
-
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         """Yield the parts that are this worker's turn."""
         info, epoch = get_worker_info(), int(self._epoch)
@@ -147,7 +144,7 @@ class StreamParts(IterableDataset[Any]):
         stream = _WholeStream(self.dataset, epoch, (self.seed + epoch) % 2**32)
         for number in itertools.count():
             batch = stream.read(self.whole)
-            batch = batch[: len(batch) // self._multiple * self._multiple]
+            batch = batch[: len(batch) // self.multiple * self.multiple]
             if not batch:
                 return
             if number % turns == turn:

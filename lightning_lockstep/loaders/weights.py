@@ -258,7 +258,6 @@ def _behind(node: Any) -> list[Any]:
 
 
 def _reached(nodes: list[Any]) -> list[Any]:
-    """Return these nodes and all that they lead to."""
     found = {id(node): node for node in nodes}
     waiting = list(found.values())
     while waiting:

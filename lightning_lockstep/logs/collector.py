@@ -140,7 +140,6 @@ class Windows:
         return min((min(self._ends(window)) for window in self._open.values()), default=math.inf)
 
     def flush(self, now: float) -> list[Batch]:
-        """Return all that is held back."""
         return [batch for site in list(self._open) for batch in self._close(site, now, to_the_end=True)]
 
     def _is_even(self, window: _Window) -> bool:
@@ -236,13 +235,11 @@ class Collector:
         self.flush()
 
     def flush(self) -> None:
-        """Print all lines that wait."""
         with self._lock:
             self._take_queued()
             self._print(self.windows.flush(time.monotonic()))
 
     def close(self) -> None:
-        """Print all lines that wait, and stop."""
         self.flush()
         for remove in self._removes:
             remove()

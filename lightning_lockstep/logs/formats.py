@@ -147,7 +147,6 @@ class ConsoleTakeover:
             root.addHandler(handler)
 
     def end(self) -> None:
-        """Restore the handlers."""
         root = logging.getLogger()
         for handler in self.handlers:
             root.removeHandler(handler)

@@ -186,7 +186,6 @@ def call_of(record: logging.LogRecord) -> LogCall:
 
 
 def extra_of(record: logging.LogRecord) -> dict[str, Any]:
-    """Return what the caller passed as ``extra``."""
     return {k: v for k, v in vars(record).items() if k not in _STANDARD and not k.startswith("lockstep_")}
 
 

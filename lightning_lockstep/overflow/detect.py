@@ -147,7 +147,6 @@ class Detection:
         return True, self._look(record, [p for group in optimizer.param_groups for p in group["params"]])
 
     def batch_end(self) -> None:
-        """Let go of the batch, unless it is looked at later."""
         record, self.record = self.record, None
         if record is None:
             return

@@ -82,7 +82,6 @@ class Value:
         return self.statistics.nan > 0 or (self.statistics.inf > 0 and not self.allowed)
 
     def line(self) -> str:
-        """Return the line as printed: smallest and largest magnitude, label, remarks."""
         if self.statistics is None:
             return f"{self.kind:>17} {self.label}"
         figures = f"{self.statistics.abs_min:8.2e} {self.statistics.abs_max:8.2e} {self.label}"
@@ -103,7 +102,6 @@ class Frame:
         return any(value.bad for value in self.values)
 
     def text(self) -> str:
-        """Return the frame as printed."""
         return "\n".join([f"{_INDENT} {self.module} {self.type}", *(value.line() for value in self.values)])
 
 
@@ -201,7 +199,6 @@ class FrameRecorder:
 
     @property
     def found_bad_values(self) -> bool:
-        """Whether any value or gradient, or the loss, was bad."""
         if self.producer is not None or any(frame.bad for frame in self.backward_frames.values()):
             return True
         return has_bad_values(self.loss, allow_inf=self.settings.allowed.match("loss"))
@@ -224,7 +221,6 @@ class FrameRecorder:
             self._in_backward = False
 
     def finish(self) -> None:
-        """Find the producer of the first bad gradient."""
         for name in self._bad_gradients:
             frame = self.backward_frames[name]
             arrived = [v for v in frame.values if v.label.startswith("grad_output")]
@@ -304,7 +300,6 @@ class FrameRecorder:
                 yield self._value(name, label, value)
 
     def _watch(self, name: str, module: nn.Module, label: str, pairs: Iterable[tuple[str, Any]]) -> list[Any]:
-        """Record the gradients of tensors."""
         return [
             value.register_hook(partial(self._gradient, name, type(module).__name__, f"{label}{place}"))  # type: ignore[no-untyped-call]
             for place, value in pairs

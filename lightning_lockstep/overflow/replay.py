@@ -26,14 +26,11 @@ _ROUNDS = 16
 
 @dataclass(frozen=True)
 class Remedy:
-    """What to do about it."""
-
     modules: tuple[str, ...] = ()  # to run in float32; empty: that does not help
     tried: bool = False  # the batch was replayed with them in float32 and passed
     text: str = ""  # advice
 
     def lines(self) -> list[str]:
-        """Return the lines to paste, and the advice."""
         lines = []
         if self.modules:
             names = ", ".join(f'"{name}"' for name in self.modules)

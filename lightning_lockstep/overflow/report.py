@@ -38,8 +38,6 @@ _WITHOUT_PRODUCER = {
 
 @dataclass
 class RankReport:
-    """What one rank found."""
-
     rank: int
     host: str
     occasion: Occasion
@@ -55,7 +53,6 @@ class RankReport:
     clean: bool | None = None  # replaying gave no bad value on this rank; None: it was not replayed
 
     def head(self) -> str:
-        """Return a few lines: what produced the bad value, and the remedy."""
         first = self.producer or self.backward_producer
         rank = f"rank {self.rank} (host {self.host})"
         lines = [f"{rank}: {_WITHOUT_PRODUCER[self.clean] if first is None else first.sentence()}"]
@@ -63,7 +60,6 @@ class RankReport:
         return "\n".join(lines)
 
     def text(self) -> str:
-        """Return the whole report of this rank as printed."""
         loss = "none" if self.loss is None else f"{self.loss:.6g}"
         lines = [f"--- rank {self.rank} on host {self.host}: {self.occasion}; loss {loss}"]
         forward = self.frames if self.producer is not None else []
@@ -87,7 +83,6 @@ class RankReport:
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as values that JSON can hold."""
         return {
             **asdict(self),
             **asdict(self.occasion),

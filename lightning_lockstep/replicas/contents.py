@@ -66,7 +66,6 @@ class Contents:
             self.left_out = "weights that one rank alone holds are not compared: the strategy divides them"
 
     def sections(self) -> dict[str, Named]:
-        """Return the tensors of each kind."""
         found: dict[str, Named] = {section: {} for section in SECTIONS}
         for name, buffer in self._chosen_buffers():
             self._add(found["buffers"], name, buffer)
@@ -99,7 +98,6 @@ class Contents:
         ]
 
     def trained(self) -> set[str]:
-        """Return the names of the parameters that gradients are computed for."""
         return {name for name, parameter in self._module.named_parameters() if parameter.requires_grad}
 
     def _chosen_buffers(self) -> Iterator[tuple[str, Tensor]]:

@@ -30,16 +30,17 @@ from lightning_lockstep.distributed import Communicator, Gather
 from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement
 from lightning_lockstep.distributed.ddp_reducer import ddp_of
 from lightning_lockstep.distributed.failure.propagation import propagation_on
-from lightning_lockstep.replicas.checksums import Checksums, folded
-from lightning_lockstep.replicas.contents import Contents, hyperparameters
-from lightning_lockstep.replicas.data import (
+from lightning_lockstep.replicas.checksums import (
     PROBED,
     BatchComparison,
     BatchRecorder,
     BatchSum,
+    Checksums,
+    folded,
     row_of,
     same_batches_text,
 )
+from lightning_lockstep.replicas.contents import Contents, hyperparameters
 from lightning_lockstep.replicas.report import Finding, judge, parts_of
 
 _log = logging.getLogger(__name__)
@@ -181,7 +182,6 @@ class RankChecks:
             hook.remove()
 
     def weights(self) -> int:
-        """Return a checksum of all parameters."""
         return folded(Checksums(self._contents.sections()["parameters"]).numbers().values())
 
     def _until_check(self) -> int:

@@ -163,7 +163,6 @@ def _changed_alone(
 def _reasons(
     tensors: Mapping[str, Mapping[str, Parts]], settings: Mapping[str, Mapping[int, str]], answers: Answers
 ) -> list[str]:
-    """Return the reasons for which there is evidence."""
     reasons = [
         f"{name} is {_who_has_what(values)}." for name, values in list(settings.items())[:_SETTINGS_NAMED]
     ]

@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lockstep.distributed.coordination.global_norm import global_batch_norm
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.steps.generators import (
+from lightning_lockstep.steps.patching import replaced
+from lightning_lockstep.steps.snapshot import (
     FACTORS,
     gpu_state,
     kept_generators,
@@ -32,7 +33,6 @@ from lightning_lockstep.steps.generators import (
     seed_generators,
     torch_seeded,
 )
-from lightning_lockstep.steps.patching import replaced
 
 
 class BatchPlace(NamedTuple):

@@ -37,11 +37,11 @@ from lightning_lockstep.deepspeed.engine import (
     divided_as_made,
     evaluation_config,
     make_engine,
+    resolve_deepspeed_precision,
 )
 from lightning_lockstep.deepspeed.engine_adapters import EngineAdapter, gradients_of
 from lightning_lockstep.deepspeed.engine_trials import EngineTrials, without_engine
 from lightning_lockstep.deepspeed.importing import import_deepspeed, load_ops, needed_builders
-from lightning_lockstep.deepspeed.precision import resolve_deepspeed_precision
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.checkpoint_folder import saved_at
 from lightning_lockstep.distributed.plain_data import load_without_objects

@@ -34,9 +34,9 @@ from lightning_lockstep.launchers.environments import (
 )
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 from lightning_lockstep.launchers.subprocess_script import check_ranks, have_met
+from lightning_lockstep.loaders.loader_position import LoaderPosition
 from lightning_lockstep.numerics.precision import requested_precision, resolve_precision
-from lightning_lockstep.steps.generators import seed_generators
-from lightning_lockstep.stopping.loader_position import LoaderPosition
+from lightning_lockstep.steps.snapshot import seed_generators
 from lightning_lockstep.strategies.counted_steps import CountedSteps
 from lightning_lockstep.strategies.options import show_placement
 from lightning_lockstep.strategies.startup import RankStartup

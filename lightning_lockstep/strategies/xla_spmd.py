@@ -14,9 +14,9 @@ from lightning_lockstep._trainer import asks_for_training_loader, given_to_train
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.loaders.global_order import in_global_order
+from lightning_lockstep.loaders.loader_position import LoaderPosition
 from lightning_lockstep.loaders.weights import StepWeights
 from lightning_lockstep.numerics.precision import requested_precision
-from lightning_lockstep.stopping.loader_position import LoaderPosition
 from lightning_lockstep.strategies.counted_steps import LockstepStrategy
 from lightning_lockstep.strategies.xla_steps import XLASteps
 from lightning_lockstep.xla.replicas import DeviceMesh

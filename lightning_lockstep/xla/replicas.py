@@ -31,7 +31,6 @@ class DeviceMesh:
         self._mesh = self._spmd.Mesh(np.arange(self.size), (self.size,), (_AXIS,))
 
     def divide_batch(self, batch: Any) -> Any:
-        """Divide the tensors of a batch along their first dimension."""
         # If that is not a multiple of the number of devices, the last ones have less to do; torch-xla keeps
         # what they compute beyond it out of every result.
         return apply_to_collection(batch, Tensor, self._divide_first)
@@ -81,7 +80,6 @@ def _longest_even(shape: Sequence[int], parts: int) -> int | None:
 
 
 def check_replicas(count: int) -> None:
-    """Refuse several replicas if they cannot work."""
     # On the CPU each process has its own client, and an all-reduce waits for devices of the same client
     # only.
     if count > 1 and find_device_type() == "CPU":
@@ -97,7 +95,7 @@ class Replicas:
 
     def __init__(self, runtime: XLARuntime, communicator: Communicator) -> None:
         self._runtime, self._communicator = runtime, communicator
-        found = communicator.gather((runtime.ordinal, runtime.replicas, runtime.local_devices))
+        found = communicator.gather(runtime.place())
         self._ordinals = [ordinal for ordinal, _, _ in found]
         size = communicator.world_size
         if sorted(self._ordinals) != list(range(size)) or any(one[1:] != (size, 1) for one in found):
@@ -108,7 +106,6 @@ class Replicas:
             )
 
     def average_gradients(self, module: torch.nn.Module) -> None:
-        """Average the gradients of a module over all ranks, in place."""
         # A parameter that only some ranks have used counts as zero on the others; one that none has used
         # stays without a gradient.
         parameters = [one for one in module.parameters() if one.requires_grad]

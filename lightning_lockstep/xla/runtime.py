@@ -38,7 +38,6 @@ def check_torch_xla(needed_for: str) -> None:
 
 
 def has_devices() -> bool:
-    """Return whether torch-xla has its devices in this process already."""
     extension = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
     return extension is not None and bool(extension._xla_runtime_is_initialized())
 
@@ -68,7 +67,6 @@ def has_libtpu() -> bool:
 
 
 def num_tpu_chips() -> int:
-    """Return how many chips of TPUs this host has, with torch-xla installed."""
     return int(importlib.import_module("torch_xla._internal.tpu").num_available_chips())
 
 
@@ -136,7 +134,6 @@ class XLARuntime:
 
     @property
     def device_type(self) -> str:
-        """Type of the devices: ``CPU`` or ``TPU``."""
         return os.environ.get("PJRT_DEVICE", "TPU").upper()
 
     @property
@@ -164,20 +161,10 @@ class XLARuntime:
             check_untouched()
         self.module("_internal.pjrt").initialize_multiprocess(local_rank, local_processes)
 
-    @property
-    def ordinal(self) -> int:
-        """Number of this process's device among all."""
-        return int(self.runtime.global_ordinal())
-
-    @property
-    def replicas(self) -> int:
-        """How many devices compute together."""
-        return int(self.runtime.world_size())
-
-    @property
-    def local_devices(self) -> int:
-        """How many devices this process has."""
-        return int(self.runtime.addressable_device_count())
+    def place(self) -> tuple[int, int, int]:
+        """Return this process's ordinal, how many devices compute together, and how many of them it has."""
+        runtime = self.runtime
+        return runtime.global_ordinal(), runtime.world_size(), runtime.addressable_device_count()
 
     def all_reduce(self, tensors: list[torch.Tensor], *, scale: float = 1.0) -> None:
         """Sum tensors over all devices, in place, and scale them. Ranks: all, together."""
@@ -229,7 +216,6 @@ class XLARuntime:
         return int(self.module("core.xla_model").get_rng_state())
 
     def set_seed(self, seed: int) -> None:
-        """Let the devices' random numbers go on from a state."""
         self.module("core.xla_model").set_rng_state(seed)
 
     def seed_devices(self) -> None:

@@ -49,7 +49,6 @@ class CastPrecision(HalfPrecision):
         return nullcontext()
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Cast the parameters and buffers of a module, each by its own dtype."""
         metrics = {part for one in module.modules() if isinstance(one, Metric) for part in one.modules()}
         for part in module.modules():  # Module.to() takes one dtype for all, and metrics with it
             if part in metrics:
@@ -61,7 +60,6 @@ class CastPrecision(HalfPrecision):
         return module
 
     def convert_input(self, data: Any) -> Any:
-        """Cast the tensors of a batch, each by its own dtype."""
         return apply_to_collection(data, Tensor, self._cast)
 
     def _cast(self, tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from repository import PACKAGE, ROOT, at, imports, module_name
 
 GROUND = {"errors", "_lightning", "_registry", "_settings", "_system", "_text", "_trainer"}
 TALK = GROUND | {"distributed"}
-MIDDLE = TALK | {"launchers", "loaders", "numerics", "steps", "logs", "stopping"}
+MIDDLE = TALK | {"launchers", "loaders", "numerics", "steps", "logs"}
 FEATURES = MIDDLE | {"overflow", "batch_size", "stragglers", "replicas", "deepspeed", "xla"}
 PARTS = FEATURES | {"strategies", "callbacks", "demo", "components", "conf"}
 
@@ -32,7 +32,6 @@ ALLOWED: dict[str, set[str]] = {
     "steps": TALK,
     "logs": TALK,
     "loaders": TALK | {"steps"},
-    "stopping": TALK | {"steps", "loaders"},
     "overflow": TALK | {"numerics", "steps"},
     "batch_size": TALK | {"loaders", "numerics", "steps"},
     "stragglers": TALK,

@@ -81,7 +81,7 @@ def is_there(path: str) -> bool:
     """Whether there is such a module, or one whose text has the name."""
     *folders, last = path.split(".")
     module = PACKAGE.joinpath(*folders)
-    if (module / last / "__init__.py").is_file() or (module / f"{last}.py").is_file():
+    if (module / last).is_dir() or (module / f"{last}.py").is_file():
         return True
     sources = (module / "__init__.pyi", module / "__init__.py", module.with_suffix(".py"))
     return any(re.search(rf"\b{last}\b", source.read_text()) for source in sources if source.is_file())

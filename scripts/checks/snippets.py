@@ -193,14 +193,15 @@ def run(program: str, folder: Path, *arguments: str) -> subprocess.CompletedProc
 
 # -- Commands --
 
+EMPTY_ARCHIVE = "PK\5\6" + 18 * "\0"  # as far as a look from outside tells, a checkpoint
 READERS_FILES = {
     "mine.py": "from lightning_lockstep.demo import ConvNet, DigitsData\n\n\nclass Net(ConvNet):\n"
     "    def __init__(self, width: int = 8) -> None:\n        super().__init__(width=width)\n\n\n"
     "class Data(DigitsData):\n    pass\n",
     "my_conf/experiment/mine.yaml": "# @package _global_\ntrainer:\n  max_epochs: 1\n",
     "hosts": "node1 slots=4\nnode2 slots=4\n",
-    "RUN/checkpoints/last.ckpt": "",
-    "RUN/checkpoints/last.consolidated.ckpt": "",
+    "RUN/checkpoints/last.ckpt": EMPTY_ARCHIVE,
+    "RUN/checkpoints/last.consolidated.ckpt": EMPTY_ARCHIVE,
     "ds_config.json": '{"zero_optimization": {"stage": 2}}',
 }
 #: Programs that no test starts as a page has them, and why.

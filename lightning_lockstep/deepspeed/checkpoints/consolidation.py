@@ -29,14 +29,11 @@ from lightning_lockstep.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Values:
-    """The values of a parameter, where they are."""
-
     shape: Sequence[int]  # of the whole tensor
     dtype: torch.dtype  # in which it is to be written
     parts: Sequence[Tensor]  # of one dimension; one after the other they are the flat parameter
 
     def whole(self) -> Tensor:
-        """Return the whole tensor in its own memory."""
         vector = torch.empty(math.prod(self.shape), dtype=self.dtype)
         self.copy_to(vector, 0)
         return vector.view(tuple(self.shape))
@@ -62,7 +59,6 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _count(parts: Sequence[Tensor]) -> int:
-    """Return how many values some tensors have together."""
     return sum(part.numel() for part in parts)
 
 
@@ -205,7 +201,6 @@ def _divided_values(
 
 
 def _frozen(checkpoint: Checkpoint) -> dict[str, Values]:
-    """Return where the values of frozen parameters are in stage 3, of which each rank has a part."""
     shapes = checkpoint.model_states[0]["frozen_param_shapes"] or {}
     frozen = {}
     for name, shape in shapes.items():

@@ -23,7 +23,6 @@ _MOST_NAMED = 20  # missing files in one message
 
 
 def is_state_file(name: str) -> bool:
-    """Return whether a file of this name holds model or optimizer states."""
     return any(pattern.fullmatch(name) for pattern in (_MODEL_FILE, _OPTIMIZER_FILE))
 
 
@@ -41,7 +40,6 @@ class CheckpointFolder:
 
     @property
     def has_experts(self) -> bool:
-        """Whether it is of a model with experts of DeepSpeed."""
         return any("expert" in name or name.startswith("expp_rank_") for name in self.files)
 
     def model_file(self) -> Path:
@@ -85,7 +83,6 @@ class CheckpointFolder:
         return model, [f"{start}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(ranks)]
 
     def check_complete(self, model: Sequence[str], optimizer: Sequence[str]) -> None:
-        """Refuse a checkpoint of which files are missing."""
         ranks = max(len(model), len(optimizer))
         missing = [name for name in (*model, *optimizer) if name not in self.files]
         if not missing:

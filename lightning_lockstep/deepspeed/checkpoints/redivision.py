@@ -131,7 +131,6 @@ def _kinds(
 
 
 def check_options(folder: Path, saved: Sequence[Mapping[str, Any]], optimizer: Any) -> None:
-    """Raise if groups of parameters have been saved by another kind of optimizer."""
     kind, known = type(optimizer).__name__, set(optimizer.defaults)
     for group, of_run in zip(saved, optimizer.param_groups, strict=False):
         missing, unknown = known - set(group), set(group) - set(of_run) - {"step"}

@@ -33,7 +33,6 @@ _ASK_TORCH = "python -c 'import torch; torch.cuda.init()'"
 
 
 def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
-    """Look at driver, torch, toolkits, compiler and architectures."""
     torch, driver, used = torch_build(machine), find_driver(machine), toolkit_in_use(machine)
     gpus = find_gpus(machine) if not driver.error else []
     yield _driver(driver, gpus)

@@ -17,7 +17,6 @@ _ALIKE_SPEED = 0.9
 
 
 def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
-    """Compare the GPUs of this host."""
     gpus = find_gpus(machine)
     if not gpus:
         yield not_applicable("GPUs", "nvidia-smi is not found, or lists none.")
@@ -50,7 +49,6 @@ def _compared(subject: str, values: Mapping[int, str], what: str) -> Iterator[Fi
 
 
 def _matrix_products(machine: Machine, gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    """Compare how fast the GPUs multiply."""
     subject = "matrix product"
     measured = machine.probe("torch_devices", "--speed", timeout=50.0).entries("devices", dict)
     if len(measured) != len(gpus):

@@ -13,7 +13,6 @@ _UPGRADE = "# upgrade the kernel to 5.5 or newer (uname -r shows it), and reboot
 
 
 def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
-    """Look at the kernel's release, and test an old one."""
     text, subject = (machine.read_text("/proc/sys/kernel/osrelease") or "").strip(), "Linux kernel"
     version = release(text)
     if not version:

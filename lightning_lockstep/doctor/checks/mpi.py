@@ -32,7 +32,6 @@ _VERSION = 20.0  # longest wait for `mpirun --version` [s]
 
 
 def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
-    """Look at mpirun, mpi4py and the hosts."""
     found = _mpiruns(machine)
     first = found[0] if found else None
     has_mpi4py = "mpi4py" in machine.python.packages

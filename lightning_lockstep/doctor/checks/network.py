@@ -219,8 +219,6 @@ _MORE = {
 
 @dataclass(frozen=True)
 class Trial:
-    """How the test of a backend went."""
-
     backend: str
     hosts: Mapping[str, Sequence[int]]
     answers: Mapping[int, Answer]  # by rank, then by step

@@ -22,7 +22,6 @@ _FEW_FILES = 1024
 
 
 def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
-    """Look at installed versions and at limits."""
     packages = machine.python.packages
     yield _python(machine.python.version)
     if "torch" not in packages:

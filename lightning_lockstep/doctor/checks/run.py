@@ -29,7 +29,6 @@ _LONGEST = 700  # of a text that is quoted [characters]
 
 
 def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
-    """Read run folders."""
     if not options.folders:
         evidence = "none was given, as in: lockstep-doctor run outputs/train/2025-01-31_12-00-00"
         yield not_applicable("run folder", evidence)

@@ -27,7 +27,6 @@ _TYPES = {"Open MPI": ("pmix",), "MPICH": _PMI2, "Intel MPI": _PMI2, "MVAPICH": 
 
 
 def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
-    """Look at the job, or at the cluster from a login node."""
     environ = machine.environment
     job, has_srun = environ.get("SLURM_JOB_ID"), machine.which("srun") is not None
     if job is None and not has_srun:

@@ -22,7 +22,6 @@ _TPUS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076", "
 
 
 def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
-    """Look at torch-xla and its variables."""
     for name, instead in _DEPRECATED.items():
         value = machine.environment.get(name, "")
         if value.lower() not in _NO:

@@ -57,7 +57,6 @@ _SIZE, _WARM_UP, _PRODUCTS = 4096, 3, 10
 
 
 def torch_devices() -> dict[str, Any]:
-    """Return what torch knows."""
     # As nvidia-smi numbers them; looked at when torch first asks for devices.
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     import torch
@@ -90,7 +89,6 @@ def _speed(index: int) -> dict[str, Any]:
 
 
 def xla_devices() -> dict[str, Any]:
-    """Return their type and number."""
     from lightning_lockstep.xla.runtime import XLARuntime
 
     runtime = XLARuntime("lockstep-doctor")
@@ -136,7 +134,6 @@ def _can_be_built(builder: Any) -> bool:
 
 
 def mpi_library() -> dict[str, Any]:
-    """Return vendor and version of the library."""
     import mpi4py
 
     mpi4py.rc.initialize = mpi4py.rc.finalize = False

@@ -69,7 +69,6 @@ class TorchRank:
             raise LookupError(f"{self.size} ranks have {len(set(devices))} devices")
 
     def rendezvous(self) -> None:
-        """Connect to the other ranks."""
         self.dist.init_process_group(
             self.backend,
             store=self.store,
@@ -91,7 +90,6 @@ class TorchRank:
         check_sum(sorted(set(value.tolist())), self.size)
 
     def memory(self) -> None:
-        """Allocate and write to memory of this rank's device."""
         size = _CPU_MEMORY if self.device.type == "cpu" else _DEVICE_MEMORY
         self.torch.ones(size * 2**20, dtype=self.torch.uint8, device=self.device)
         self._wait()
@@ -157,12 +155,10 @@ def take(rank: TorchRank | MPIRank, step: str) -> Answer:
 
 
 def main() -> None:
-    """Take each step, and answer for it."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no answer
     rank = TorchRank(*sys.argv[1:])
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a step that hangs ends with the doctor
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a step that hangs ends with the doctor
     for step in rank.steps:
         answer = take(rank, step)
         answers.write(json.dumps({"step": step, **answer}) + "\n")

@@ -176,6 +176,8 @@ def test_a_console_command_finds_own_classes_on_every_rank_and_leaves_out_the_te
     left_out = "lightning-lockstep: test=true is left out: Net has no test_step."
     assert outcome.stderr.count(left_out) == 1, outcome.stderr
     assert outcome.stdout.count("run finished") == 1, outcome.output
+    # As seen from the shell, which is not in the folder of the run.
+    assert "run folder: outputs/" in outcome.stdout, outcome.stdout
 
 
 # With "continue" the process that was started is no rank, so that rank 0 is one that it has started.

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_lockstep.deepspeed.engine import LossScaleHistory
 from lightning_lockstep.deepspeed.engine_adapters import adapter_of
-from lightning_lockstep.deepspeed.precision import LossScaleHistory
 from tests.harness import run_ranks
 from tests.models.deepspeed.run_config import Net, loader, trainer
 

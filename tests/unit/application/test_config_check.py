@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_lockstep._application import checks, overrides
 from lightning_lockstep._application.signatures import show_faults
@@ -119,8 +120,28 @@ def test_the_newest_run_beside_this_one_is_found(tmp_path: Path, monkeypatch: py
         f"ckpt_path=last: no run under {checkpoint.parents[2]}"
     )
     checkpoint.parent.mkdir(parents=True)
-    checkpoint.touch()
+    torch.save({"state_dict": {}}, checkpoint)
     assert faults_of("ckpt_path=last") == []
+    whole = checkpoint.read_bytes()
+    checkpoint.write_bytes(whole[: len(whole) // 2])
+    assert only(faults_of("ckpt_path=last")).startswith(
+        f"ckpt_path=last: expected a checkpoint, and {checkpoint} is cut"
+    )
+
+
+@pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir"])
+def test_a_place_in_which_no_folder_can_be_made_is_one_fault(key: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    flag = ["-m"] if "sweep" in key else []
+    fault = only(faults_of(*flag, f"{key}={tmp_path}/file/run"))
+    assert fault.startswith(f"{key}={tmp_path}/file/run: no folder can be made there")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_what_this_machine_lacks_is_reported_by_the_key_that_asks_for_it() -> None:
+    assert faults_of("trainer.accelerator=gpu") == [
+        "trainer.accelerator=gpu: No supported gpu backend found!"
+    ]
 
 
 def test_a_key_of_a_choice_that_is_not_taken_names_the_choice() -> None:

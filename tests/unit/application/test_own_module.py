@@ -99,7 +99,7 @@ def test_what_is_wrong_with_parts_of_other_parts_is_said_of_those() -> None:
         "+callbacks.mine._target_=lightning.pytorch.callbacks.EarlyStopping",
         "+callbacks.mine.monitor=val_loss",
     )
-    text = "callbacks.early_stopping and callbacks.mine: SyncedEarlyStopping and EarlyStopping keep their"
+    text = "trainer: Found more than one stateful callback of type `EarlyStopping`."
     assert only(built("callbacks=early_stopping", *stock)).startswith(text)
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_lockstep import find_executable_batch_size
+from lightning_lockstep.batch_size.recovery import merged_extra, samples_in, split
 from lightning_lockstep.batch_size.search import plan_effective_batch
-from lightning_lockstep.batch_size.split_step import merged_extra, samples_in, split
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from lightning_lockstep._lightning import Precision
-from lightning_lockstep.deepspeed.device_support import refuse_or_adapt
+from lightning_lockstep.deepspeed.config_per_run import refuse_or_adapt
+from lightning_lockstep.deepspeed.engine import resolve_deepspeed_precision
 from lightning_lockstep.deepspeed.importing import import_deepspeed, needed_builders
-from lightning_lockstep.deepspeed.precision import resolve_deepspeed_precision
 from lightning_lockstep.errors import ConfigurationError
 from tests.models.deepspeed.example_configs import NVME, OFFLOADED, PARTLY_OFFLOADED, RATIO, optimizer, zero
 
@@ -20,7 +20,7 @@ OF_STAGE_2 = {"zero_optimization": {"stage": 2}}
 def without_float16_and_aio(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = import_deepspeed("cpu").get_accelerator()
     monkeypatch.setattr(accelerator, "is_fp16_supported", lambda: False)
-    monkeypatch.setattr("lightning_lockstep.deepspeed.device_support._has_async_io", lambda: False)
+    monkeypatch.setattr("lightning_lockstep.deepspeed.config_per_run._has_async_io", lambda: False)
 
 
 @pytest.mark.parametrize(

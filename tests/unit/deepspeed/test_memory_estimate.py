@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_lockstep._text import size_in_words
-from lightning_lockstep.deepspeed.memory_estimate import _of_rank, estimate_table
+from lightning_lockstep.doctor.checks.deepspeed import _of_rank, estimate_table
 
 P, LAYER, BUFFER = 8_000_000_000, 4 * 400_000_000, 2 * 500_000_000
 

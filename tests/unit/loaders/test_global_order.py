@@ -34,7 +34,7 @@ from lightning_lockstep.loaders.global_order import (
     micro_batches,
     parts_of,
 )
-from lightning_lockstep.steps.generators import seed_generators
+from lightning_lockstep.steps.snapshot import seed_generators
 
 DATA = TensorDataset(torch.arange(24))
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, Subset
 
-from lightning_lockstep.loaders.sample_numbers import PlacedBatch, SeededBatches, seeded_by_sample
+from lightning_lockstep.loaders.global_order import PlacedBatch, SeededBatches, seeded_by_sample
 from lightning_lockstep.steps.sample_numbers import BatchPlace
 
 ORDER = [7, 3, 3, *range(9, 20), 0, 1, 2]  # one sample twice

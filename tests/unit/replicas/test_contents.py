@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from lightning_lockstep._lightning import LightningModule, Trainer
-from lightning_lockstep.replicas.checksums import Checksums
+from lightning_lockstep.replicas.checksums import Checksums, batch_sums, row_of
 from lightning_lockstep.replicas.contents import Contents, facts
-from lightning_lockstep.replicas.data import batch_sums, row_of
 
 # Given once in a process, by whichever test is the first.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_lockstep.replicas.data import BatchComparison
+from lightning_lockstep.replicas.checksums import BatchComparison
 from lightning_lockstep.replicas.report import Finding, judge, start_table
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_lockstep import StaticShapes
-from lightning_lockstep.batch_size.split_step import samples_in
+from lightning_lockstep.batch_size.recovery import samples_in
 from lightning_lockstep.callbacks.static_shapes import padded
 from lightning_lockstep.errors import ConfigurationError
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from lightning_lockstep.stragglers.verdict import (
+from lightning_lockstep.stragglers import (
     NOBODY,
+    RankTimes,
     StragglerTracker,
     Sums,
     Times,
@@ -19,7 +20,6 @@ from lightning_lockstep.stragglers.verdict import (
     figures,
     report,
 )
-from lightning_lockstep.stragglers.waiting import RankTimes
 
 STEP = 0.1
 Step = tuple[int, Times]

@@ -1,6 +1,6 @@
 """A resumed run is the run that was never stopped: next batch of data, random numbers, schedulers, validation.
 
-Where in an epoch it goes on is decided in :mod:`~lightning_lockstep.stopping.resume_point`. Lightning's checkpoints
+Where in an epoch it goes on is decided in :mod:`~lightning_lockstep.loaders.resume_point`. Lightning's checkpoints
 count the batches of an epoch, and a resumed run counts on from there, but its loaders begin their epoch again: batches
 are seen twice and the last ones never. Here every training loader begins where the checkpoint was made:
 
@@ -34,7 +34,7 @@ from lightning_lockstep._text import counted
 from lightning_lockstep._trainer import asks_for_training_loader, limited_batches
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.loaders.global_order import GlobalBatches, generators_of, parts_of, seed_of_run
-from lightning_lockstep.steps.generators import gpu_state, kept_generators, seed_generators
+from lightning_lockstep.loaders.resume_point import ResumePoint, go_on, settle_counters
 from lightning_lockstep.steps.patching import (
     STATEFUL,
     LoaderAround,
@@ -44,7 +44,7 @@ from lightning_lockstep.steps.patching import (
     loader_with,
     put_in_place,
 )
-from lightning_lockstep.stopping.resume_point import ResumePoint, go_on, settle_counters
+from lightning_lockstep.steps.snapshot import gpu_state, kept_generators, seed_generators
 
 _log = logging.getLogger(__name__)
 _KEY = "lockstep_loader_position"
@@ -330,7 +330,6 @@ def _is_stateful(loader: Any) -> bool:
 
 
 def _record(loader: Any, trainer: Any) -> dict[str, Any]:
-    """Return where a loader is."""
     parts, accumulated = _divided(loader), trainer.accumulate_grad_batches
     found: dict[str, Any] = {
         "samples": batch_size_of(loader),

@@ -1,16 +1,145 @@
-"""The rank that the others wait for, if any: sums over steps, the decision from them, and what is told of it."""
+"""Which rank the others wait for: the steps of a rank by its own clock, and the verdict of rank 0 from those of all."""
 
 from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import torch
 
 from lightning_lockstep._text import plain_table, ranks_in_words
-from lightning_lockstep.stragglers.waiting import PARTS, Part, RankTimes
+
+# -- How long this rank waits for others in each of its steps, and where the rest of a step goes --
+
+Part = Literal["data loading", "forward and backward", "callbacks"]
+
+#: Parts of a step; the second is all that the other two are not, optimizer and Lightning's own work included.
+PARTS: tuple[Part, ...] = ("data loading", "forward and backward", "callbacks")
+
+
+def part_of_action(action: str) -> Part | None:
+    """Return what an action belongs to, by the name that Lightning's profilers know it by."""
+    if action.startswith("[Callback]"):  # such as "[Callback]ModelCheckpoint{...}.on_train_batch_end"
+        return "callbacks"
+    return "data loading" if action.endswith(".train_dataloader_next") else None
+
+
+class RankTimes(NamedTuple):
+    """Where the time of a rank's step went [s]; the parts are without the waiting in them."""
+
+    data_loading: float
+    forward_and_backward: float
+    callbacks: float
+    waiting: float
+
+
+class _Wait(NamedTuple):
+    part: Part
+    begin: Any  # [s] by ``time.perf_counter()``; on a GPU an event
+    end: Any
+
+
+class OwnStep(NamedTuple):
+    """One step as this rank has measured it [s]."""
+
+    seconds: float
+    parts: dict[Part, float]  # waiting of the host included, for the loader and the callbacks
+    waits: list[_Wait]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the device has got to the end of the step's last wait."""
+        return not self.waits or isinstance(self.waits[-1].end, float) or bool(self.waits[-1].end.query())
+
+    def times(self) -> RankTimes:
+        parts = {**self.parts, "forward and backward": self.seconds - sum(self.parts.values())}
+        waiting = 0.0
+        for part, begin, end in self.waits:
+            if isinstance(end, float):
+                parts[part] -= end - begin
+                waiting += end - begin
+            else:  # the device waits, and the host goes on
+                waiting += begin.elapsed_time(end) / 1000
+        return RankTimes(*(round(max(0.0, each), 6) for each in (*map(parts.__getitem__, PARTS), waiting)))
+
+
+class StepTimer:
+    """Measures the steps of this rank with a few reads of a clock each."""
+
+    # ``enter`` and ``leave`` are called for each action of the Trainer that belongs to a part; what runs inside another
+    # such action counts for that one.
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._open = ""
+        self._open_part: Part = "forward and backward"
+        self._since = 0.0
+        self._depth = 0  # of waits in waits
+        self._wait_since: Any = 0.0
+        self._begin: float | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._parts: dict[Part, float] = {"data loading": 0.0, "callbacks": 0.0}
+        self._waits: list[_Wait] = []
+
+    def interrupt(self) -> None:
+        """Measure nothing until :meth:`end`: what follows is no training step."""
+        self._begin = None
+
+    def enter(self, action: str, part: Part) -> None:
+        if not self._open:
+            self._open, self._open_part, self._since = action, part, time.perf_counter()
+
+    def leave(self, action: str) -> None:
+        if self._open == action:
+            self._parts[self._open_part] += time.perf_counter() - self._since
+            self._open, self._open_part = "", "forward and backward"
+
+    def backward_begins(self, loss: torch.Tensor) -> None:
+        """Count what comes after the backward pass itself as a wait: DDP waits there for the last reduction."""
+        self._depth = 0  # also after a backward pass that has failed and is tried again
+
+        def queue(_: torch.Tensor) -> None:
+            # Callbacks run in the order in which they were queued, and DDP queues its own with its last bucket.
+            torch.autograd.Variable._execution_engine.queue_callback(self.wait_begins)
+
+        if loss.requires_grad:
+            loss.register_hook(queue)  # type: ignore[no-untyped-call]
+
+    def backward_ends(self) -> None:
+        if self._depth:
+            self.wait_ends()
+
+    def wait_begins(self) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._wait_since = self._now()
+
+    def wait_ends(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._waits.append(_Wait(self._open_part, self._wait_since, self._now()))
+
+    def end(self) -> OwnStep | None:
+        """Return the step that ends now, or ``None`` if its begin was not seen; the next one begins."""
+        begin, self._begin = self._begin, time.perf_counter()
+        own = None if begin is None else OwnStep(self._begin - begin, self._parts, self._waits)
+        self._clear()
+        return own
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
 
 # -- Sums over steps. Of each step the rank that waits least is the one that the others wait for --
 
@@ -18,8 +147,6 @@ Times = Mapping[int, RankTimes]  # of one step, of all ranks from which it came
 
 
 class RankSums(NamedTuple):
-    """Sums over the steps of one rank."""
-
     steps: int = 0
     times: RankTimes = RankTimes(0.0, 0.0, 0.0, 0.0)
     last: int = 0  # steps in which the others waited for it
@@ -38,8 +165,6 @@ class RankSums(NamedTuple):
 
 
 class Sums:
-    """Sums over steps, by rank."""
-
     def __init__(self, world_size: int) -> None:
         self.steps, self.seconds = 0, 0.0  # the steps and their length
         self.ranks = [RankSums()] * world_size
@@ -116,7 +241,6 @@ def decide(sums: Sums, *, min_share: float, before: Verdict = NOBODY) -> Verdict
 
 
 def _longest_part(sums: Sums, rank: int) -> Part:
-    """Return the part of a rank's steps that exceeds that of the others most."""
     own = sums.ranks[rank].mean
     others = [one.mean for other, one in enumerate(sums.ranks) if other != rank and one.mean is not None]
     assert own is not None
@@ -174,7 +298,6 @@ class StragglerTracker:
         return Window(since=since, sums=sums, before=before, verdict=self.verdict)
 
     def conclusion(self) -> Verdict:
-        """Return the verdict on all steps so far."""
         return decide(self.total, min_share=self._min_share)
 
 
@@ -193,7 +316,6 @@ def change_line(window: Window, hosts: Hosts) -> str:
 
 
 def report(tracker: StragglerTracker, hosts: Hosts, missing: Collection[int] = ()) -> str:
-    """Return the table of ranks and the conclusion."""
     total, verdict = tracker.total, tracker.conclusion()
     said = "the ranks could not be compared, because they waited in none of the measured steps."
     if total.lost and verdict.rank is None:
@@ -207,7 +329,6 @@ def report(tracker: StragglerTracker, hosts: Hosts, missing: Collection[int] = (
 
 
 def figures(window: Window) -> dict[str, float]:
-    """Return what the loggers get of the last steps."""
     sums, verdict = window.sums, window.verdict
     return {
         "straggler/rank": float(-1 if verdict.rank is None else verdict.rank),

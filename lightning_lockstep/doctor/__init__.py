@@ -1,1 +1,0 @@
-"""The doctor: checks of a machine before a run, each with its evidence and the command that fixes what it found."""
