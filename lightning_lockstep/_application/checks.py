@@ -241,8 +241,11 @@ def _resumed(config: DictConfig) -> list[str]:
         return [*error.faults]
     except (OmegaConfBaseException, TypeError):
         return []  # reported where the value is wrong
-    if path is None or not Path(path).is_file() or zipfile.is_zipfile(path):  # torch's files are archives
+    if path is None or not Path(path).is_file() or zipfile.is_zipfile(path):
         return []
+    with Path(path).open("rb") as file:
+        if file.read(2) not in (b"PK", b""):  # no archive, as torch's files are now, but in its old format
+            return []
     text = f"expected a checkpoint, and {path} is cut off, as by a full disk or a copy that did not end."
     return [f"{shown(config, 'ckpt_path')}: {text} Name another one."]
 
