@@ -22,11 +22,12 @@ import logging
 import os
 import pickle
 import queue
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -83,6 +84,23 @@ def drop_what_nobody_reads() -> None:
                 os.dup2(nowhere.fileno(), stream.fileno())
         except (ValueError, AttributeError):
             pass  # it is closed, or there is none
+
+
+# ------------------------------------------------------------------ Ctrl-C
+
+
+@contextmanager
+def on_ctrl_c(handler: Any) -> Iterator[None]:
+    """Handle Ctrl-C in another way in the body, if it would raise KeyboardInterrupt in the calling thread."""
+    usual = signal.getsignal(signal.SIGINT)
+    may_set = threading.current_thread() is threading.main_thread() and usual is signal.default_int_handler
+    if may_set:
+        signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        if may_set:
+            signal.signal(signal.SIGINT, usual)
 
 
 # ------------------------------------------------------------------ after a while
@@ -196,9 +214,12 @@ class Outcome:
         ending = self.forced_exit
         if ending is None or (self._unless_caught and not self.ends_with_error):
             self.cancel_forced_exit()
-        else:  # end_now() calls the functions of atexit that were registered before this one
+            return
+        code = ending.exit_code or 0
+        # end_now() calls the functions of atexit that were registered before this one; they may wait for long.
+        with on_ctrl_c(lambda *_: end_now(code)):
             self.say_last(ending.text)
-            end_now(ending.exit_code or 0, by_force=False)
+            end_now(code, by_force=False)
 
     # -- the last line
 

@@ -30,6 +30,7 @@ anew: another attempt has another process group. A rank whose program ends meanw
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -55,6 +56,7 @@ from lightning_lockstep.distributed.failure.process_exit import (
     clock,
     end_now,
     interrupt_clock,
+    on_ctrl_c,
     outcome,
     set_ending,
 )
@@ -474,7 +476,9 @@ class FailurePropagation:
 
     def _interrupted(self, error: BaseException) -> BaseException:
         """Ctrl-C reaches every rank of a terminal by itself: report it once, wait for nobody."""
-        first = self._keep(self._first_failure(error))
+        # A second one would end this report before the other ranks have it; later Lightning ignores it too.
+        with on_ctrl_c(signal.SIG_IGN):
+            first = self._keep(self._first_failure(error))
         self._keeps_own = first.kind == "interrupt"
         outcome.force_exit_at_shutdown(130)
         return error

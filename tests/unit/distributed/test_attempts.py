@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import sys
 import threading
 import time
@@ -195,3 +196,28 @@ def test_of_two_failures_all_ranks_know_the_same_one() -> None:
         wires.end()
         first = {rank.crash.record.summary for rank in ranks if rank.crash.record is not None}
         assert len(first) == 1, f"seed {seed}: {first}"
+
+
+def test_a_second_ctrl_c_does_not_end_the_report_of_the_first() -> None:
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    wires = Wires(0)
+    first, other = (FailurePropagation(channel) for channel in wires.channels[:2])
+    try:
+        for rank in (first, other):
+            rank._grace_ends = lambda record: None  # type: ignore[method-assign]
+            rank.enter()
+        first.folder = lambda: signal.raise_signal(signal.SIGINT)  # it is asked for while the report is made
+        pressed = raised = KeyboardInterrupt()
+        try:
+            first.error_to_raise(pressed)
+        except KeyboardInterrupt as second:
+            raised = second
+        assert raised is pressed
+        assert wires.channels[1].wait_for(lambda: other.failed, 20.0, stops=False)
+        assert other.record is not None and (other.record.rank, other.record.kind) == (0, "interrupt")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, usual)
+        wires.end()
+        for channel in wires.channels:
+            channel.close()
