@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.distributed import Store, TCPStore
 
 from lightning_lockstep._settings import HAS_MET, restore_variables
+from lightning_lockstep._system import on_ctrl_c
 from lightning_lockstep._text import first_line
-from lightning_lockstep.distributed.failure.process_exit import on_ctrl_c
 from lightning_lockstep.distributed.rendezvous import ANY, listening_address
 from lightning_lockstep.errors import LaunchError
 

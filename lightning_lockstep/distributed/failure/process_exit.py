@@ -22,16 +22,16 @@ import logging
 import os
 import pickle
 import queue
-import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lightning_lockstep._system import on_ctrl_c
 from lightning_lockstep._text import SAVED, say
 
 _log = logging.getLogger(__name__)
@@ -84,23 +84,6 @@ def drop_what_nobody_reads() -> None:
                 os.dup2(nowhere.fileno(), stream.fileno())
         except (ValueError, AttributeError):
             pass  # it is closed, or there is none
-
-
-# ------------------------------------------------------------------ Ctrl-C
-
-
-@contextmanager
-def on_ctrl_c(handler: Any) -> Iterator[None]:
-    """Handle Ctrl-C in another way in the body, if it would raise KeyboardInterrupt in the calling thread."""
-    usual = signal.getsignal(signal.SIGINT)
-    may_set = threading.current_thread() is threading.main_thread() and usual is signal.default_int_handler
-    if may_set:
-        signal.signal(signal.SIGINT, handler)
-    try:
-        yield
-    finally:
-        if may_set:
-            signal.signal(signal.SIGINT, usual)
 
 
 # ------------------------------------------------------------------ after a while

@@ -42,6 +42,7 @@ from typing import Literal, NoReturn
 import psutil
 
 from lightning_lockstep._lightning import SIGTERMException
+from lightning_lockstep._system import on_ctrl_c
 from lightning_lockstep.distributed.failure.exit_notes import forget_failure, keep_failure, note_failure
 from lightning_lockstep.distributed.failure.interrupt import (
     Interrupt,
@@ -56,7 +57,6 @@ from lightning_lockstep.distributed.failure.process_exit import (
     clock,
     end_now,
     interrupt_clock,
-    on_ctrl_c,
     outcome,
     set_ending,
 )
@@ -430,7 +430,7 @@ class FailurePropagation:
         """Report ranks of this host whose process is gone: a launcher such as torchrun then ends the others."""
         own, _ = self.channel.process_of(self.channel.rank)
         for rank, (host, pid) in list(self.channel.processes.items()):
-            if host != own or psutil.pid_exists(pid):
+            if host != own or self.channel.has_closed(rank) or psutil.pid_exists(pid):
                 continue
             if rank == 0:
                 self.report_lost_parent()
