@@ -450,7 +450,8 @@ class FailurePropagation:
         self.end_connections()  # they may wait for this rank
         deadline = time.monotonic() + self.grace_period / 2
         while time.monotonic() < deadline and any(
-            rank and not has_ended for rank, has_ended in self._ended_here().items()
+            rank > 1 and not has_ended  # rank 1 reports it too, and waits for this rank
+            for rank, has_ended in self._ended_here().items()
         ):
             time.sleep(_LOOK_EVERY)
 
