@@ -1,4 +1,4 @@
-"""The host: cores and memory, programs run with a deadline, files written whole."""
+"""The host: cores and memory, programs run with a deadline, Ctrl-C, files written whole."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -154,6 +154,23 @@ def text_of(file: IO[bytes], most: int = -1) -> str:  # most [bytes]; -1: all
     size = os.fstat(file.fileno()).st_size
     # Not read(), which moves the place where the other process writes next.
     return os.pread(file.fileno(), size if most < 0 else min(most, size), 0).decode("utf-8", "replace")
+
+
+# -- Ctrl-C: a second one, or one that Python would not see
+
+
+@contextlib.contextmanager
+def on_ctrl_c(handler: Callable[..., object] | int) -> Iterator[None]:
+    """Handle Ctrl-C in another way in the body, if it would raise KeyboardInterrupt in the calling thread."""
+    usual = signal.getsignal(signal.SIGINT)
+    may_set = threading.current_thread() is threading.main_thread() and usual is signal.default_int_handler
+    if may_set:
+        signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        if may_set:
+            signal.signal(signal.SIGINT, usual)
 
 
 # -- Files that a run writes, such as reports: whole or not at all; a run goes on if one cannot be written

@@ -11,8 +11,8 @@ import signal
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed import Store, TCPStore
 
 from lightning_lockstep._settings import HAS_MET, restore_variables
+from lightning_lockstep._system import on_ctrl_c
 from lightning_lockstep._text import first_line
 from lightning_lockstep.distributed.rendezvous import ANY, listening_address
 from lightning_lockstep.errors import LaunchError
@@ -224,7 +225,7 @@ def start_process_group(
         attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_made[address, port]}"
         _made[address, port] += 1
         served = dist.Backend.backend_capability.get(backend, [])
-        with _ended_by_ctrl_c():
+        with on_ctrl_c(signal.SIG_DFL):  # while this waits in C++, Ctrl-C does not reach Python
             dist.init_process_group(
                 backend,
                 store=dist.PrefixStore(f"attempt/{attempt}", store),
@@ -244,20 +245,6 @@ def start_process_group(
             " that this host knows the address, and that no firewall blocks the port. What torch said:"
             f" {first_line(error)}"
         ) from error
-
-
-@contextmanager
-def _ended_by_ctrl_c() -> Iterator[None]:
-    """Let Ctrl-C end this process at once while the body waits in C++, from where it does not reach Python."""
-    usual = signal.getsignal(signal.SIGINT)
-    may_set = threading.current_thread() is threading.main_thread() and usual is signal.default_int_handler
-    if may_set:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        if may_set:
-            signal.signal(signal.SIGINT, usual)
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], group: Any = None, source: int = 0) -> None:

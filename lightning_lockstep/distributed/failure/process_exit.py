@@ -9,7 +9,8 @@ who                                         what it does
 =========================================== ===================================================================
 Python, in an orderly end                   functions of :mod:`atexit` run
 :meth:`Outcome.force_exit_at_shutdown`      as above once Python exits, but nothing that waits for a dead peer; if
-                                            the program has caught the failure, with its own exit code
+                                            the program has caught the failure, with its own exit code. Another
+                                            Ctrl-C meanwhile ends it at once
 :func:`end_now`, from any thread            by force: only what :func:`on_flush` holds is written
 an exception that nobody catches            its text is printed, and its time begins, after which comes the above
 =========================================== ===================================================================
@@ -31,6 +32,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lightning_lockstep._system import on_ctrl_c
 from lightning_lockstep._text import SAVED, say
 
 _log = logging.getLogger(__name__)
@@ -196,9 +198,19 @@ class Outcome:
         ending = self.forced_exit
         if ending is None or (self._unless_caught and not self.ends_with_error):
             self.cancel_forced_exit()
-        else:  # end_now() calls the functions of atexit that were registered before this one
+            return
+        code = ending.exit_code or 0
+
+        def end_at_once(*_: object) -> None:
+            # It takes no lock and writes nothing, because what it interrupts may hold any lock.
+            if self.on_force is not None:
+                self.on_force()
+            os._exit(code)
+
+        # end_now() calls the functions of atexit that were registered before this one; they may wait for long.
+        with on_ctrl_c(end_at_once):
             self.say_last(ending.text)
-            end_now(ending.exit_code or 0, by_force=False)
+            end_now(code, by_force=False)
 
     # -- the last line
 

@@ -30,10 +30,12 @@ anew: another attempt has another process group. A rank whose program ends meanw
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -41,6 +43,7 @@ from typing import Literal, NoReturn
 import psutil
 
 from lightning_lockstep._lightning import SIGTERMException
+from lightning_lockstep._system import on_ctrl_c
 from lightning_lockstep.distributed.failure.exit_notes import forget_failure, keep_failure, note_failure
 from lightning_lockstep.distributed.failure.interrupt import (
     Interrupt,
@@ -78,6 +81,8 @@ _MAY_RAISE_THE_SAME = 1.0
 _CHILDREN_END = 6.0
 # How long a message may take that is on its way already [s].
 _ON_ITS_WAY = 1.0
+# How often a rank looks whether those of its host have ended [s].
+_LOOK_EVERY = 0.02
 _VANISHED = (
     "its connection has ended without a report: its process was killed, or was stopped for longer than silence_limit,"
     " or its host cannot be reached"
@@ -86,6 +91,12 @@ _GONE = "its process has ended without a report: it was killed, or it has ended 
 _LEFT = "its program has come to its end while other ranks wait for it"
 # The number of the attempt in a message about the end of a process: it is a failure of every attempt from then on.
 _EVER = -1
+
+
+def _runs(pid: int) -> bool:
+    with suppress(psutil.Error):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 class FailurePropagation:
@@ -426,14 +437,29 @@ class FailurePropagation:
 
     def _note_ended(self) -> None:
         """Report ranks of this host whose process is gone: a launcher such as torchrun then ends the others."""
-        own, _ = self.channel.process_of(self.channel.rank)
-        for rank, (host, pid) in list(self.channel.processes.items()):
-            if host != own or psutil.pid_exists(pid):
+        for rank, has_ended in self._ended_here().items():
+            if not has_ended or self.channel.has_closed(rank):
                 continue
             if rank == 0:
                 self.report_lost_parent()
             else:
                 self._report(_EVER, self._end_of(rank, "vanished", _GONE))
+
+    def _outlast_others(self) -> None:
+        """Wait for the end of the others of this host: without rank 0 each prints its last lines, above the report."""
+        self.end_connections()  # they may wait for this rank
+        deadline = time.monotonic() + self.grace_period / 2
+        while time.monotonic() < deadline and any(
+            rank > 1 and not has_ended  # rank 1 reports it too, and waits for this rank
+            for rank, has_ended in self._ended_here().items()
+        ):
+            time.sleep(_LOOK_EVERY)
+
+    def _ended_here(self) -> dict[int, bool]:
+        """Return of each other rank of this host whether its process has ended."""
+        own, _ = self.channel.process_of(self.channel.rank)
+        others = [(rank, pid) for rank, (host, pid) in list(self.channel.processes.items()) if host == own]
+        return {rank: not _runs(pid) for rank, pid in others if rank != self.channel.rank}
 
     # -- the error that this rank raises ----------------------------------------------------------------
 
@@ -474,7 +500,9 @@ class FailurePropagation:
 
     def _interrupted(self, error: BaseException) -> BaseException:
         """Ctrl-C reaches every rank of a terminal by itself: report it once, wait for nobody."""
-        first = self._keep(self._first_failure(error))
+        # A second one would end this report before the other ranks have it; later Lightning ignores it too.
+        with on_ctrl_c(signal.SIG_IGN):
+            first = self._keep(self._first_failure(error))
         self._keeps_own = first.kind == "interrupt"
         outcome.force_exit_at_shutdown(130)
         return error
@@ -493,6 +521,8 @@ class FailurePropagation:
         record = self._keep(record)
         stopped = RankFailedError(record.report(), record)
         outcome.force_exit_at_shutdown(record.exit_code)
+        if self.prints_report and self._alone:
+            self._outlast_others()
         text = record.printed() if self.prints_report else ""
         deadline = self.grace_period + _CHILDREN_END
         set_ending(stopped, Ending(text, record.exit_code, deadline, replaces=True))

@@ -217,6 +217,30 @@ PROGRAMS: dict[str, tuple[str, int, Callable[[str, str], bool]]] = {
             "OSError: no space left" in err and err.rstrip().endswith("rank 1 of 2 failed: ValueError: boom")
         ),
     ),
+    "interrupted: a second Ctrl-C ends by force what the exit waits for": (
+        """
+        import signal
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        atexit.register(print, "never")
+        atexit.register(signal.raise_signal, signal.SIGINT)  # while this process waits for its ranks, say
+        process_exit.outcome.on_force = lambda: print("children ended", flush=True)
+        process_exit.outcome.force_exit_at_shutdown(130)
+        raise KeyboardInterrupt
+        """,
+        130,
+        lambda out, err: out == "children ended\n" and "Exception ignored" not in err,
+    ),
+    "interrupted: a second Ctrl-C while held back lines are written": (
+        """
+        import os, signal
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        process_exit.on_flush(lambda: (os.write(1, b"once"), signal.raise_signal(signal.SIGINT)))
+        process_exit.outcome.force_exit_at_shutdown(130)
+        raise SystemExit(1)
+        """,
+        130,
+        lambda out, err: (out, err) == ("once", ""),
+    ),
     "caught: the program ends": (CAUGHT.format(""), 0, lambda out, err: out == "leaving False\n"),
     "caught: the program exits": (CAUGHT.format("sys.exit(3)"), 3, lambda out, err: out == "leaving False\n"),
     "caught: the program fails": (CAUGHT.format("1 / 0"), 5, lambda out, err: out == "leaving True\n"),

@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ import torch.distributed as dist
 
 from lightning_lockstep import CollectiveStallError, RankFailedError, get_logger, in_rank_order
 from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.logs.logger import sender_on
 from tests.harness import run_ranks, run_ranks_raw
 from tests.harness.patience import wait_until
@@ -182,6 +186,38 @@ def rank_0_goes_first() -> list[str]:
 def test_when_rank_0_has_failed_the_others_print_what_it_may_not_have_printed():
     outcomes = run_ranks_raw(2, rank_0_goes_first, timeout=40)
     assert outcomes[1].value == ["[rank 1, printed here because rank 0 has failed] after the failure"]
+
+
+def last_words(console: Path) -> None:
+    """Rank 0 is killed, and the others write to one console; rank 2 prints its line as late as it can."""
+    log, _ = prepared("last words")
+    logging.getLogger("last words").addHandler(logging.StreamHandler())
+    crash = propagation_on(current_communicator().side_channel)
+    crash.grace_period = 20.0
+    crash.enter()
+    processes = [("", 0)] * 3
+    dist.all_gather_object(processes, (socket.gethostname(), os.getpid()))
+    crash.have_met(processes, 0)
+    os.dup2(os.open(console, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    log.info("my last line", in_order=True)
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        raised = crash.error_to_raise(error)
+    end = time.monotonic() + 1.0
+    while dist.get_rank() == 2 and time.monotonic() < end and "rank 0 of 3" not in console.read_text():
+        time.sleep(0.01)
+    sys.excepthook(type(raised), raised, None)  # as in a program that does not catch it
+
+
+def test_when_rank_0_is_killed_the_report_of_that_stands_below_the_last_lines_of_all(tmp_path):
+    run_ranks_raw(3, last_words, tmp_path / "console", timeout=60)
+    console = (tmp_path / "console").read_text()
+    lines = [console.rfind(f"[rank {rank}, printed here because rank 0 has failed] my") for rank in (1, 2)]
+    assert -1 < max(lines) < console.rfind("lightning-lockstep: rank 0 of 3"), console
 
 
 def late_channel() -> list[str]:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -14,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from lightning_lockstep._lightning import SIGTERMException
 from lightning_lockstep.distributed import FailurePropagation, Gather, SideChannel
 from lightning_lockstep.distributed.failure import propagation as module
 from lightning_lockstep.distributed.failure.process_exit import Outcome
@@ -195,3 +200,49 @@ def test_of_two_failures_all_ranks_know_the_same_one() -> None:
         wires.end()
         first = {rank.crash.record.summary for rank in ranks if rank.crash.record is not None}
         assert len(first) == 1, f"seed {seed}: {first}"
+
+
+@pytest.mark.parametrize(("in_order", "named"), [(True, 0), (False, 1)])
+def test_a_rank_that_is_told_to_end_names_another_one_that_ended_in_disorder(
+    in_order: bool, named: int
+) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    wires = Wires(0)
+    crash, host = FailurePropagation(wires.channels[0]), socket.gethostname()
+    crash._grace_ends = lambda record: None  # type: ignore[method-assign]
+    wires.channels[0].processes.update({0: (host, os.getpid()), 1: (host, ended.pid)})
+    try:
+        crash.enter()
+        if in_order:
+            wires.channels[0].end_of(1, in_order=True)
+        crash.error_to_raise(SIGTERMException(143))
+        assert crash.record is not None and crash.record.rank == named
+    finally:
+        wires.end()
+        wires.channels[0].close()
+
+
+def test_a_second_ctrl_c_does_not_end_the_report_of_the_first() -> None:
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    wires = Wires(0)
+    first, other = (FailurePropagation(channel) for channel in wires.channels[:2])
+    try:
+        for rank in (first, other):
+            rank._grace_ends = lambda record: None  # type: ignore[method-assign]
+            rank.enter()
+        first.folder = lambda: signal.raise_signal(signal.SIGINT)  # it is asked for while the report is made
+        pressed = raised = KeyboardInterrupt()
+        try:
+            first.error_to_raise(pressed)
+        except KeyboardInterrupt as second:
+            raised = second
+        assert raised is pressed
+        assert wires.channels[1].wait_for(lambda: other.failed, 20.0, stops=False)
+        assert other.record is not None and (other.record.rank, other.record.kind) == (0, "interrupt")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, usual)
+        wires.end()
+        for channel in wires.channels:
+            channel.close()
