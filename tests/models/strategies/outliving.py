@@ -58,10 +58,10 @@ class Fit:
         """Return epoch, step and names of each row of metrics.csv, in the one folder of a version."""
         (path,) = self.folder.glob("csv/*/metrics.csv")
         with path.open(newline="") as file:
-            return sorted(
-                (row["epoch"], row["step"], tuple(sorted(name for name, value in row.items() if value)))
-                for row in csv.DictReader(file)
-            )
+            rows = [{name: one for name, one in row.items() if one} for row in csv.DictReader(file)]
+        # StragglerMonitor compares the ranks anew after a loss, and says so in other steps.
+        rows = [row for row in rows if not any(name.startswith("straggler/") for name in row)]
+        return sorted((row.get("epoch", ""), row["step"], tuple(sorted(row))) for row in rows)
 
     def checkpoints(self) -> list[str]:
         return sorted(str(path.relative_to(self.folder)) for path in self.folder.glob("*/*.ckpt"))
