@@ -278,7 +278,10 @@ class Recovery:
         status, trainer.state.status = trainer.state.status, TrainerStatus.INTERRUPTED
         checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         trainer.state.status = status
-        _settle(checkpoint["loops"]["fit_loop"], hooks.where, is_training=trainer.training)
+        validates = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+        _settle(
+            checkpoint["loops"]["fit_loop"], hooks.where, is_training=trainer.training, validates=validates
+        )
         for record in checkpoint.get(_POSITION, {}).get("ranks", ()):
             monitored = connector._callback_metrics.items()
             record["metrics"] = {name: torch.as_tensor(value).cpu() for name, value in monitored}
@@ -426,13 +429,14 @@ class OutlivingStartup(RankStartup):
         return self._recovery
 
 
-def _settle(loops: dict[str, Any], open_hooks: str, *, is_training: bool) -> None:
+def _settle(loops: dict[str, Any], open_hooks: str, *, is_training: bool, validates: bool) -> None:
     """Have counters that were saved say what is to be made again."""
     batches, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]
     if not is_training:  # a validation, even if all of its batches are done
         loops["epoch_loop.val_loop.batch_progress"]["is_last_batch"] = False
     elif open_hooks == "epoch":
-        loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+        if validates:  # a resumed loop comes to this validation, leaves it out and counts the step once more
+            loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
         is_counted = epochs["current"]["processed"] > epochs["current"]["completed"]
         for counters in (epochs["total"], epochs["current"]) if is_counted else ():
             counters["processed"] -= 1

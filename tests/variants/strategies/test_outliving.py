@@ -27,6 +27,10 @@ OPTIONS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "global batch": ({"global_batch": 31}, ("0:backward:3", "1:save:7")),
     "accumulation": ({"accumulate_grad_batches": 3}, ("0:backward:3", "1:forward:6")),
     "validation within an epoch": ({"val_check_interval": 0.25}, ("0:save:9", "2:validation:18")),
+    "validation in every second epoch": (
+        {"check_val_every_n_epoch": 2},
+        ("1:epoch_end:13", "0:epoch_end:26"),
+    ),
     "validation every five batches": ({"val_check_interval": 5}, ("0:backward:6", "1:validation:10")),
 }
 
