@@ -1,7 +1,8 @@
-"""The program of the topic `recovery`, 200 steps of a network of 1.1 M parameters: _recovery_train.py MODE FOLDER
+"""The program of the topic `recovery`, 200 steps of a network of 1.1 M parameters or more: _recovery_train.py MODE FOLDER
 
 MODE: ``ours`` (the others go on), ``torchrun`` (all begin again at a checkpoint of every 50 steps) or ``torchft``, for
-which four processes are started one by one. KILLS in the environment says who dies in which step: ``2@60,0@130``.
+which four processes are started one by one. KILLS in the environment says who dies in which step: ``2@60,0@130``, WIDTH
+how wide the network is.
 FOLDER takes a line for each step (time, step, loss of the same 128 samples), the time at which each one died, and the
 weights at the end.
 """
@@ -23,16 +24,17 @@ from lightning_lockstep import LockstepDDPStrategy
 
 MODE, FOLDER = sys.argv[1], Path(sys.argv[2])
 KILLS = os.environ.get("KILLS", "").split(",")
+WIDTH = int(os.environ.get("WIDTH", "1024"))
 RANKS, EPOCHS, BATCH = 4, 4, 8
 torch.manual_seed(1)
 INPUTS = torch.randn(50 * RANKS * BATCH, 64)
 DATA = TensorDataset(INPUTS, INPUTS.sum(1, keepdim=True).div(8).sin())
 NET = torch.nn.Sequential(
-    torch.nn.Linear(64, 1024),
+    torch.nn.Linear(64, WIDTH),
     torch.nn.Tanh(),
-    torch.nn.Linear(1024, 1024),
+    torch.nn.Linear(WIDTH, WIDTH),
     torch.nn.Tanh(),
-    torch.nn.Linear(1024, 1),
+    torch.nn.Linear(WIDTH, 1),
 )
 
 
