@@ -1,4 +1,4 @@
-"""The program of the topic `recovery`, 200 steps of a network of 1.1 M parameters or more: _recovery_train.py MODE FOLDER
+"""The program of the topic `recovery`, 200 steps of a network of 1.1 M parameters by default: MODE FOLDER
 
 MODE: ``ours`` (the others go on), ``torchrun`` (all begin again at a checkpoint of every 50 steps) or ``torchft``, for
 which four processes are started one by one. KILLS in the environment says who dies in which step: ``2@60,0@130``, WIDTH
