@@ -278,7 +278,7 @@ class Recovery:
         status, trainer.state.status = trainer.state.status, TrainerStatus.INTERRUPTED
         checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         trainer.state.status = status
-        validates = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+        validates = hooks.where == "epoch" and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
         _settle(
             checkpoint["loops"]["fit_loop"], hooks.where, is_training=trainer.training, validates=validates
         )
