@@ -192,12 +192,15 @@ def test_a_host_that_is_lost_while_others_are_waited_for_ends_the_start_at_once(
         OutlivingLauncher._wait_for_hosts(launcher, channel, 3600.0)
 
 
-def test_a_spare_takes_a_place_and_the_name_of_the_lost_rank_but_not_after_the_first_call(run: Run) -> None:
+def test_a_spare_takes_a_place_and_the_name_of_the_lost_rank_but_not_after_the_first_call(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = first_process(run, 3, spares=3)
     look(first, rank0=-9)
     assert run.hosted.current.members == (1, 2, 3)
-    look(first, rank3=-9, rank4=-9)  # the other one was waiting
+    look(first, rank3=-9, rank4=1)  # the other one was waiting
     assert run.hosted.current.members == (1, 2, 5)
+    assert "a process that was to take a place has ended (exit code 1)" in capsys.readouterr().err
     assert [one.rank for one in run.hosted.current.lost] == [0]
     store = run.hosted._store
     store.set("waits/6", "")  # started in place of rank 0
