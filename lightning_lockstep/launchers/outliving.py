@@ -367,17 +367,11 @@ def run_with_members(
             answer = supervisor.attempt(call_to_its_end)
             recovery.end_call()
             return answer
-        except _TunerExitException:
-            raise
         except BaseException as error:
-            is_of_loss = membership.ends_attempt(error)
-            if is_of_loss and membership.newest.ends:
+            if isinstance(error, _TunerExitException) or not membership.ends_attempt(error):
+                supervisor.raise_for(error)
+            if membership.newest.ends:
                 raise _end_of_run(membership, supervisor) from None
-            if not is_of_loss:
-                raised = supervisor.error_to_raise(error)
-                if raised is error:
-                    raise
-                raise raised from None
             # The channel may have reported the loss before the first process did.
             outcome.cancel_forced_exit()
             # The frames hold what holds the group, such as DDP's reducer.

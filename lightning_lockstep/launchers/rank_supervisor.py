@@ -209,13 +209,8 @@ class RankSupervisor:
         """Call ``function``; when it raises, inform the other ranks, or report which of them failed first."""
         try:
             return self.attempt(function, *args, **kwargs)
-        except _TunerExitException:
-            raise  # no failure: all ranks leave a run that was only to find something, and Lightning goes on
         except BaseException as error:
-            raised = self.error_to_raise(error)
-            if raised is error:
-                raise
-            raise raised from None
+            self.raise_for(error)
 
     def attempt(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function`` as an attempt of all ranks."""
@@ -228,8 +223,16 @@ class RankSupervisor:
         self._leave()
         return answer
 
-    def error_to_raise(self, error: BaseException) -> BaseException:
-        """Inform the other ranks of an error, or return that of the rank that failed first."""
+    def raise_for(self, error: BaseException) -> NoReturn:
+        """Inform the other ranks of an error and raise it, or raise that of the rank that failed first."""
+        if isinstance(error, _TunerExitException):
+            raise error  # no failure: all ranks leave a run that was only to find something, and Lightning goes on
+        raised = self._error_to_raise(error)
+        if raised is error:
+            raise error
+        raise raised from None
+
+    def _error_to_raise(self, error: BaseException) -> BaseException:
         if isinstance(error, SIGTERMException) and error.code is None:
             error.code = 128 + signal.SIGTERM  # Lightning's has none, and Python would exit with 0
         if self.propagation is None:
