@@ -128,7 +128,6 @@ class RankSupervisor:
         self.settings = settings
         self.propagation: FailurePropagation | None = None  # None until the ranks have met
         self.guard: CollectiveGuard | None = None  # None until the ranks have met, or if it is off
-        self.threads = 0  # until the launch
         self.in_batches = True  # False: the ranks that have met come from different batches
         self._trainer: Callable[[], Any] = _no_trainer
         job = current_job()  # a spawned rank, which gets this object, is in none
@@ -145,9 +144,6 @@ class RankSupervisor:
         # the other ranks are sending.
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.at_step_boundary
         trainer._signal_connector._sigterm_notifier_fn = self._told_to_end
-
-    def apply_threads(self, *, ranks_here: int) -> None:
-        self.threads = apply_threads(self.settings.threads_per_rank, ranks_here=ranks_here)
 
     def meet_again(self, timeout: float) -> bool:
         """Begin a further attempt of connected ranks; return whether they connect anew: after a failure, or options."""

@@ -123,11 +123,6 @@ class LockstepXLAStrategy(RankLifecycle):
         super().__init__(self._startup_class(), **handed_on)
 
     @property
-    def needed_for(self) -> str:
-        """What the user asked for, for errors."""
-        return f"strategy={self.strategy_name!r}"
-
-    @property
     def root_device(self) -> torch.device:
         """The device of this process; before a run, the CPU."""
         return self._device
@@ -149,7 +144,7 @@ class LockstepXLAStrategy(RankLifecycle):
     # -- while the Trainer is under construction: an error here ends the program before any rank starts --------
 
     def _configure_launcher(self) -> None:
-        check_torch_xla(self.needed_for)
+        check_torch_xla(f"strategy={self.strategy_name!r}")
         check_accelerator(isinstance(self.accelerator, XLAAccelerator))
         devices = XLADevices()
         if isinstance(self.accelerator, XLAAccelerator):
@@ -161,7 +156,7 @@ class LockstepXLAStrategy(RankLifecycle):
         check_replicas(self.num_nodes * self.num_processes)
         if given_to_trainer("sync_batchnorm"):
             raise ConfigurationError(
-                f"sync_batchnorm=True with {self.needed_for}: expected False, because torch-xla has no such layer."
+                f"sync_batchnorm=True with strategy={self.strategy_name!r}: expected False, because torch-xla has no such layer."
                 " Under strategy='lockstep_xla_spmd' batch normalisation sees whole batches."
             )
         super()._configure_launcher()
@@ -183,7 +178,7 @@ class LockstepXLAStrategy(RankLifecycle):
             self._replicas = Replicas(self.runtime, current_communicator())
 
     def _make_runtime(self) -> XLARuntime:
-        runtime = XLARuntime(self.needed_for, num_devices=1)
+        runtime = XLARuntime(num_devices=1)
         runtime.be_process(self.local_rank, self.num_processes)
         return runtime
 

@@ -84,7 +84,7 @@ class LockstepXLASPMDStrategy(LockstepXLAStrategy):
         super()._configure_launcher()
 
     def _make_runtime(self) -> XLARuntime:
-        runtime = XLARuntime(self.needed_for, num_devices=self._num_devices)
+        runtime = XLARuntime(num_devices=self._num_devices)
         runtime.use_spmd()
         self._mesh = DeviceMesh(runtime)
         say(
