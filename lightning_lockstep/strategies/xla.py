@@ -156,8 +156,8 @@ class LockstepXLAStrategy(RankLifecycle):
         check_replicas(self.num_nodes * self.num_processes)
         if given_to_trainer("sync_batchnorm"):
             raise ConfigurationError(
-                f"sync_batchnorm=True with strategy={self.strategy_name!r}: expected False, because torch-xla has no such layer."
-                " Under strategy='lockstep_xla_spmd' batch normalisation sees whole batches."
+                f"sync_batchnorm=True with strategy={self.strategy_name!r}: expected False, because torch-xla has no"
+                " such layer. Under strategy='lockstep_xla_spmd' batch normalisation sees whole batches."
             )
         super()._configure_launcher()
 
