@@ -406,7 +406,7 @@ class OutlivingStartup(RankStartup):
         """See :meth:`RankStartup.environment`; the one task that srun has started on each node is no rank."""
         found = super().environment(mpi=mpi)
         if isinstance(found, SlurmStepEnvironment) and set(found.here.per_node) == {1}:
-            return SlurmNodeEnvironment(found)
+            return SlurmNodeEnvironment(found.here)
         return found
 
     def launcher(self, strategy: Any) -> Any:
