@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -100,10 +101,6 @@ def ran_elsewhere() -> bool:
 # ranks having met, a step boundary. It knows the run by its communicator alone, so any strategy can use it.
 
 
-def _no_trainer() -> None:
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class SupervisorSettings(GuardSettings):
     """What a user may set about the life cycle of a rank; see the strategies for the meaning."""
@@ -129,7 +126,7 @@ class RankSupervisor:
         self.propagation: FailurePropagation | None = None  # None until the ranks have met
         self.guard: CollectiveGuard | None = None  # None until the ranks have met, or if it is off
         self.in_batches = True  # False: the ranks that have met come from different batches
-        self._trainer: Callable[[], Any] = _no_trainer
+        self._trainer: Callable[[], Any] = NoneType  # which returns None, and can be pickled
         job = current_job()  # a spawned rank, which gets this object, is in none
         self._job_folder = None if job is None else job[0]
 
@@ -284,7 +281,7 @@ class RankSupervisor:
             raise SIGTERMException(128 + signal.SIGTERM)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "propagation": None, "guard": None, "_trainer": _no_trainer}
+        return {**self.__dict__, "propagation": None, "guard": None, "_trainer": NoneType}
 
     def _told_to_end(self, signum: int, _: Any) -> None:
         trainer = self._trainer()

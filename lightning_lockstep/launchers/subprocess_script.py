@@ -130,11 +130,9 @@ def runs_without_children() -> None:
 class ScriptLauncher(_SubprocessScriptLauncher):
     """Runs this program once more for every further rank of this node."""
 
-    def __init__(
-        self, supervisor: RankSupervisor, cluster_environment: Any, *, num_processes: int, num_nodes: int
-    ) -> None:
-        super().__init__(cluster_environment, num_processes, num_nodes)
-        self._supervisor = supervisor
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+        self._supervisor: RankSupervisor = strategy.supervisor
 
     @property
     def is_interactive_compatible(self) -> bool:
