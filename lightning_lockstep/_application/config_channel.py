@@ -17,8 +17,8 @@ from lightning_lockstep._settings import JOB_TOKEN
 from lightning_lockstep._text import say
 from lightning_lockstep.distributed.rendezvous import known_job_token, on_one_host, signed, verified
 from lightning_lockstep.errors import LaunchError
+from lightning_lockstep.launchers.external_ranks import ExternalRanks
 from lightning_lockstep.launchers.hydra import config_from_text, config_to_text
-from lightning_lockstep.launchers.rank_variables import ExternalRanks
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -46,6 +46,7 @@ from lightning_lockstep.distributed.failure.process_exit import (
     outcome,
 )
 from lightning_lockstep.errors import ConfigurationError, LaunchError
+from lightning_lockstep.launchers.external_ranks import external_ranks
 from lightning_lockstep.launchers.hydra import (
     config_from_text,
     config_to_text,
@@ -57,7 +58,6 @@ from lightning_lockstep.launchers.hydra import (
     sent_by,
     without_hydra,
 )
-from lightning_lockstep.launchers.rank_variables import external_ranks
 
 # -- How an error of the program gets past Hydra, and out of the process of a job, to the program that
 # prints it

@@ -48,7 +48,8 @@ from lightning_lockstep.distributed.rendezvous import address_towards, addresses
 from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.probes import network_rank
 from lightning_lockstep.errors import LaunchError
-from lightning_lockstep.launchers.rank_variables import external_ranks, find_mpi_rank, started_from_outside
+from lightning_lockstep.launchers.external_ranks import external_ranks
+from lightning_lockstep.launchers.rank_variables import find_mpi_rank, started_from_outside
 
 Answer = dict[str, Any]
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from lightning_lockstep._application.checks import prepare_training
 from lightning_lockstep._application.config_channel import ConfigChannel, Message
 from lightning_lockstep.distributed import rendezvous
 from lightning_lockstep.errors import LaunchError
-from lightning_lockstep.launchers.rank_variables import ExternalRanks, external_ranks
+from lightning_lockstep.launchers.external_ranks import ExternalRanks, external_ranks
 
 JOB = {"SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "train", "SLURM_PROCID": "0", "SLURM_NODELIST": "n[1-2]"}
 
