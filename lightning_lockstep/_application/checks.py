@@ -35,7 +35,8 @@ from lightning_lockstep._run_folder import find_checkpoint, note_begin
 from lightning_lockstep._settings import did_you_mean, is_whole
 from lightning_lockstep._text import counted, first_line
 from lightning_lockstep.errors import ConfigurationError, LaunchError
-from lightning_lockstep.launchers.external_ranks import external_ranks, find_slurm_step
+from lightning_lockstep.launchers.external_ranks import external_ranks
+from lightning_lockstep.launchers.rank_variables import find_slurm_step
 
 if TYPE_CHECKING:
     from lightning_lockstep.doctor.registry import CheckOptions

@@ -60,9 +60,6 @@ class XLAStartup(RankStartup):
 
     script_launcher = _XLALauncher
 
-    def __init__(self) -> None:
-        super().__init__("popen", "gloo")
-
     def connect(self, strategy: Any, timeout: timedelta) -> bool:
         """See :meth:`RankStartup.connect`; one rank alone needs no group."""
         return strategy.world_size > 1 and super().connect(strategy, timeout)
@@ -95,7 +92,6 @@ class LockstepXLAStrategy(RankLifecycle):
     strategy_name = "lockstep_xla"
     is_distributed = True  # so Lightning divides loaders among the ranks
     runtime: XLARuntime | None = None
-    _startup_class = XLAStartup
     _device = torch.device("cpu")
     # Ends what a run has begun outside its steps; more than once does no harm.
     end_lazy_run: Callable[[], None] = staticmethod(lambda: None)
@@ -120,7 +116,7 @@ class LockstepXLAStrategy(RankLifecycle):
         self.num_nodes = 1
         self._replicas: Replicas | None = None
         self._synced_metrics: list[Metric] = []
-        super().__init__(self._startup_class(), **handed_on)
+        super().__init__(XLAStartup("popen", "gloo"), **handed_on)
 
     @property
     def root_device(self) -> torch.device:

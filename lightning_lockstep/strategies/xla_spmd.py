@@ -13,16 +13,9 @@ from lightning_lockstep._settings import Faults
 from lightning_lockstep._text import say
 from lightning_lockstep._trainer import given_to_trainer
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.strategies.xla import LockstepXLAStrategy, XLAStartup
+from lightning_lockstep.strategies.xla import LockstepXLAStrategy
 from lightning_lockstep.xla.replicas import DeviceMesh
 from lightning_lockstep.xla.runtime import XLARuntime
-
-
-class _OneProcess(XLAStartup):
-    """This process is the only rank, in a notebook too."""
-
-    def launcher(self, strategy: Any) -> None:
-        """Return no launcher."""
 
 
 class LockstepXLASPMDStrategy(LockstepXLAStrategy):
@@ -49,7 +42,6 @@ class LockstepXLASPMDStrategy(LockstepXLAStrategy):
 
     strategy_name = "lockstep_xla_spmd"
     num_processes = 1  # whatever the number of devices
-    _startup_class = _OneProcess
 
     def __init__(
         self,
@@ -82,6 +74,7 @@ class LockstepXLASPMDStrategy(LockstepXLAStrategy):
         if given_to_trainer("devices") not in (None, "auto"):  # for these Lightning chooses a number
             self._num_devices = len(self.parallel_devices or ()) or None
         super()._configure_launcher()
+        self._launcher = None  # Lightning refuses one that starts ranks in a notebook
 
     def _make_runtime(self) -> XLARuntime:
         runtime = XLARuntime(num_devices=self._num_devices)
