@@ -396,11 +396,8 @@ class OutlivingStartup(RankStartup):
     outlives = True
     # They connect when all have said that they are ready, and a rank that is lost just then is waited for.
     connect_within = timedelta(seconds=5)
+    _recovery: Recovery | None = None
     check_call = staticmethod(check_fit)  # called in the first process, before it starts any rank
-
-    def __init__(self, backend: str | None) -> None:
-        super().__init__("popen", backend)
-        self._recovery: Recovery | None = None
 
     def environment(self, *, mpi: bool) -> ClusterEnvironment:
         """See :meth:`RankStartup.environment`; the one task that srun has started on each node is no rank."""
