@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import importlib
 import sys
 from collections.abc import Callable
@@ -89,17 +88,6 @@ def _register(name: str, description: str, module: str, cls: str, **arguments: A
     if name not in StrategyRegistry:
         factory: Callable[..., Any] = partial(_make, module, cls)
         StrategyRegistry.register(name, factory, description=description, **arguments)
-
-
-def strategy_repr(strategy: Any) -> str:
-    """Return the `repr` of a strategy: its class and the options that differ from their defaults."""
-    name, settings = type(strategy).__name__, getattr(strategy, "settings", None)
-    fields = dataclasses.fields(settings) if settings is not None else ()
-    options = {field.name: getattr(settings, field.name) for field in fields}
-    given = [
-        f"{field.name}={options[field.name]!r}" for field in fields if options[field.name] != field.default
-    ]
-    return f"{name}({', '.join(given)})"
 
 
 def register_strategies() -> None:

@@ -55,7 +55,7 @@ from lightning_lockstep.launchers.rank_supervisor import ran_elsewhere
 from lightning_lockstep.loaders.global_order import in_global_order
 from lightning_lockstep.loaders.loader_position import LoaderPosition
 from lightning_lockstep.steps.patching import put_in_place
-from lightning_lockstep.strategies.counted_steps import LockstepStrategy
+from lightning_lockstep.strategies.counted_steps import CountedSteps
 
 # -- Leaves out of the output what is for the developers of other packages, or for nobody --
 
@@ -128,7 +128,7 @@ def build(config: DictConfig, *, own_callbacks: list[Any]) -> tuple[Any, Any, An
 def _order_samples(trainer: Any) -> None:
     """Let a single process under Lightning's own strategy have the order of several ranks."""
     strategy = trainer.strategy
-    if isinstance(strategy, LockstepStrategy):
+    if isinstance(strategy, CountedSteps):
         return  # the strategy does
     process = strategy.process_dataloader
 

@@ -93,7 +93,7 @@ class SlurmStepEnvironment(_StartedOutside, SLURMEnvironment):
         if given := os.environ.get("MASTER_ADDR"):
             return given
         one_node = len(self.here.per_node) == 1
-        return "127.0.0.1" if one_node else self.resolve_root_node_address(self.here.nodes)
+        return "127.0.0.1" if one_node else SLURMEnvironment.resolve_root_node_address(self.here.nodes)
 
     @property
     def main_port(self) -> int:
@@ -164,27 +164,21 @@ class LockstepEnvironment(LightningEnvironment):
 class SlurmNodeEnvironment(LockstepEnvironment):
     """The cluster environment of the one task that srun has started on each node, to start the ranks there."""
 
-    def __init__(self, step: SlurmStepEnvironment) -> None:
+    main_address, main_port = SlurmStepEnvironment.main_address, SlurmStepEnvironment.main_port
+
+    def __init__(self, here: StartedRank) -> None:
         super().__init__()
-        self._step = step
-
-    @property
-    def main_address(self) -> str:
-        return self._step.main_address
-
-    @property
-    def main_port(self) -> int:
-        return self._step.main_port
+        self.here = here
 
     def node_rank(self) -> int:
-        return self._step.here.node
+        return self.here.node
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Raise if the Trainer expects other nodes than were started."""
-        if num_nodes != self._step.here.size:
+        if num_nodes != self.here.size:
             raise LaunchError(
-                f"num_nodes={num_nodes}, but srun has started one task on each of {self._step.here.size} nodes:"
-                f" expected num_nodes={self._step.here.size} and, in devices, the number of ranks on each node."
+                f"num_nodes={num_nodes}, but srun has started one task on each of {self.here.size} nodes:"
+                f" expected num_nodes={self.here.size} and, in devices, the number of ranks on each node."
             )
 
 

@@ -108,21 +108,15 @@ def _saves_on_a_signal(trainer: Any) -> bool:
 
 def _wait(mpirun: subprocess.Popen[bytes], saves: bool) -> int:
     """Wait for mpirun to end, passing signals on; return its exit code as a shell would."""
-    interrupts = 0
 
     def send(number: int) -> None:
         # mpirun passes SIGUSR1 to the ranks, and ends them on those that ask it to end.
         mpirun.send_signal(signal.SIGUSR1 if saves and number in ASKS_TO_END else number)
 
-    with SignalForwarding(send, partial(_end_with_children, mpirun.pid)) as signals:
-        while True:
-            try:
-                code = mpirun.wait()
-                break
-            except KeyboardInterrupt:
-                interrupts += 1
-                mpirun.send_signal(signal.SIGINT) if interrupts == 1 else _end_with_children(mpirun.pid)
-    if interrupts:
+    asks = *ASKS_TO_END, signal.SIGINT
+    with SignalForwarding(send, partial(_end_with_children, mpirun.pid), asks) as signals:
+        code = mpirun.wait()
+    if signals.asked == signal.SIGINT:
         return 128 + signal.SIGINT
     return code if code >= 0 else 128 + (signals.asked or -code)
 

@@ -272,8 +272,7 @@ class OutlivingLauncher(ScriptLauncher):
     """Runs this program once more for every rank, and lets a rank go on without those that are lost."""
 
     def __init__(self, strategy: Any) -> None:
-        given = {"num_processes": strategy.num_processes, "num_nodes": strategy.num_nodes}
-        super().__init__(strategy.supervisor, strategy.cluster_environment, **given)
+        super().__init__(strategy)
         self._strategy = strategy
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
@@ -283,7 +282,7 @@ class OutlivingLauncher(ScriptLauncher):
             self._supervisor.attach(trainer)
             recovery = self._strategy.startup.recovery(self._strategy, membership, trainer)
             call = inspect.signature(function).bind(*args, **kwargs)
-            return run_with_members(recovery, self._supervisor, membership, function, call)
+            return self._run_as_member(membership, recovery, function, call)
         self._strategy.startup.check_call(trainer)
         if ran_elsewhere():
             return None
@@ -296,6 +295,42 @@ class OutlivingLauncher(ScriptLauncher):
             end_now(code, by_force=False)
         note_ran_elsewhere()
         return None
+
+    def _run_as_member(self, membership: Membership, recovery: Any, function: Any, call: Any) -> Any:
+        """Call ``function`` until all members that are left have come to its end. Ranks: all members."""
+        supervisor = self._supervisor
+        membership.propagation = lambda: supervisor.propagation
+
+        def call_to_its_end() -> Any:
+            answer = function(*call.args, **call.kwargs)
+            membership.finish_call()  # in the attempt: a rank that has come to it hears of a failure of another one
+            return answer
+
+        while True:
+            begins = membership.outdated or not process_group_exists()
+            try:
+                if begins:
+                    recovery.leave()
+                    if (channel := side_channel_if_open()) is not None:
+                        channel.lingers = False  # nobody waits for what was posted last
+                    supervisor.forget_group()
+                    supervisor.in_batches = False
+                    with membership:  # in which all that are left connect
+                        recovery.strategy.setup_environment()
+                        recovery.share_state(call)
+                answer = supervisor.attempt(call_to_its_end)
+                recovery.end_call()
+                return answer
+            except BaseException as error:
+                if isinstance(error, _TunerExitException) or not membership.ends_attempt(error):
+                    supervisor.raise_for(error)
+                if membership.newest.ends:
+                    raise _end_of_run(membership, supervisor) from None
+                # The channel may have reported the loss before the first process did.
+                outcome.cancel_forced_exit()
+                # The frames hold what holds the group, such as DDP's reducer.
+                traceback.clear_frames(error.__traceback__)
+                error.__traceback__ = error.__context__ = None
 
     def _run_ranks(self) -> int:
         """Start the ranks of this host, follow them to the end of the run, and return its exit code."""
@@ -340,54 +375,6 @@ class OutlivingLauncher(ScriptLauncher):
                     " own, or let `srun --ntasks-per-node=1` do so."
                 )
             time.sleep(_LOOK_EVERY)
-
-
-def run_with_members(
-    recovery: Any,  # of strategies/outliving.py
-    supervisor: RankSupervisor,
-    membership: Membership,
-    function: Callable[..., Any],
-    call: inspect.BoundArguments,
-) -> Any:
-    """Call ``function`` until all members that are left have come to its end. Ranks: all members."""
-    membership.propagation = lambda: supervisor.propagation
-
-    def call_to_its_end() -> Any:
-        answer = function(*call.args, **call.kwargs)
-        membership.finish_call()  # in the attempt: a rank that has come to it hears of a failure of another one
-        return answer
-
-    while True:
-        begins = membership.outdated or not process_group_exists()
-        try:
-            if begins:
-                recovery.leave()
-                if (channel := side_channel_if_open()) is not None:
-                    channel.lingers = False  # nobody waits for what was posted last
-                supervisor.forget_group()
-                supervisor.in_batches = False
-                with membership:  # in which all that are left connect
-                    recovery.strategy.setup_environment()
-                    recovery.share_state(call)
-            answer = supervisor.attempt(call_to_its_end)
-            recovery.end_call()
-            return answer
-        except _TunerExitException:
-            raise
-        except BaseException as error:
-            is_of_loss = membership.ends_attempt(error)
-            if is_of_loss and membership.newest.ends:
-                raise _end_of_run(membership, supervisor) from None
-            if not is_of_loss:
-                raised = supervisor.error_to_raise(error)
-                if raised is error:
-                    raise
-                raise raised from None
-            # The channel may have reported the loss before the first process did.
-            outcome.cancel_forced_exit()
-            # The frames hold what holds the group, such as DDP's reducer.
-            traceback.clear_frames(error.__traceback__)
-            error.__traceback__ = error.__context__ = None
 
 
 def _end_of_run(membership: Membership, supervisor: RankSupervisor) -> RankFailedError:

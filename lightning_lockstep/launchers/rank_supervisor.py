@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -100,10 +101,6 @@ def ran_elsewhere() -> bool:
 # ranks having met, a step boundary. It knows the run by its communicator alone, so any strategy can use it.
 
 
-def _no_trainer() -> None:
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class SupervisorSettings(GuardSettings):
     """What a user may set about the life cycle of a rank; see the strategies for the meaning."""
@@ -128,9 +125,8 @@ class RankSupervisor:
         self.settings = settings
         self.propagation: FailurePropagation | None = None  # None until the ranks have met
         self.guard: CollectiveGuard | None = None  # None until the ranks have met, or if it is off
-        self.threads = 0  # until the launch
         self.in_batches = True  # False: the ranks that have met come from different batches
-        self._trainer: Callable[[], Any] = _no_trainer
+        self._trainer: Callable[[], Any] = NoneType  # which returns None, and can be pickled
         job = current_job()  # a spawned rank, which gets this object, is in none
         self._job_folder = None if job is None else job[0]
 
@@ -145,9 +141,6 @@ class RankSupervisor:
         # the other ranks are sending.
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.at_step_boundary
         trainer._signal_connector._sigterm_notifier_fn = self._told_to_end
-
-    def apply_threads(self, *, ranks_here: int) -> None:
-        self.threads = apply_threads(self.settings.threads_per_rank, ranks_here=ranks_here)
 
     def meet_again(self, timeout: float) -> bool:
         """Begin a further attempt of connected ranks; return whether they connect anew: after a failure, or options."""
@@ -209,13 +202,8 @@ class RankSupervisor:
         """Call ``function``; when it raises, inform the other ranks, or report which of them failed first."""
         try:
             return self.attempt(function, *args, **kwargs)
-        except _TunerExitException:
-            raise  # no failure: all ranks leave a run that was only to find something, and Lightning goes on
         except BaseException as error:
-            raised = self.error_to_raise(error)
-            if raised is error:
-                raise
-            raise raised from None
+            self.raise_for(error)
 
     def attempt(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function`` as an attempt of all ranks."""
@@ -228,8 +216,16 @@ class RankSupervisor:
         self._leave()
         return answer
 
-    def error_to_raise(self, error: BaseException) -> BaseException:
-        """Inform the other ranks of an error, or return that of the rank that failed first."""
+    def raise_for(self, error: BaseException) -> NoReturn:
+        """Inform the other ranks of an error and raise it, or raise that of the rank that failed first."""
+        if isinstance(error, _TunerExitException):
+            raise error  # no failure: all ranks leave a run that was only to find something, and Lightning goes on
+        raised = self._error_to_raise(error)
+        if raised is error:
+            raise error
+        raise raised from None
+
+    def _error_to_raise(self, error: BaseException) -> BaseException:
         if isinstance(error, SIGTERMException) and error.code is None:
             error.code = 128 + signal.SIGTERM  # Lightning's has none, and Python would exit with 0
         if self.propagation is None:
@@ -285,7 +281,7 @@ class RankSupervisor:
             raise SIGTERMException(128 + signal.SIGTERM)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "propagation": None, "guard": None, "_trainer": _no_trainer}
+        return {**self.__dict__, "propagation": None, "guard": None, "_trainer": NoneType}
 
     def _told_to_end(self, signum: int, _: Any) -> None:
         trainer = self._trainer()

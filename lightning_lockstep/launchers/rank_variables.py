@@ -37,9 +37,8 @@ class StartedRank:
 INTERACTIVE = ("bash", "interactive")
 
 
-def find_slurm_step(environ: Mapping[str, str] | None = None) -> StartedRank | None:
+def find_slurm_step(environ: Mapping[str, str] = os.environ) -> StartedRank | None:
     """Return which task of a Slurm step this process is, or ``None`` if srun has not started it."""
-    environ = os.environ if environ is None else environ
     size, rank = environ.get("SLURM_STEP_NUM_TASKS", ""), environ.get("SLURM_PROCID", "")
     # A batch script has a rank too, but not the number of tasks of a step.
     if not size.isdecimal() or not rank.isdecimal() or environ.get("SLURM_JOB_NAME") in INTERACTIVE:
@@ -60,9 +59,8 @@ def find_slurm_step(environ: Mapping[str, str] | None = None) -> StartedRank | N
     )
 
 
-def slurm_job(environ: Mapping[str, str] | None = None) -> str:
+def slurm_job(environ: Mapping[str, str] = os.environ) -> str:
     """Return the name of this process's job as commands of Slurm take it; empty outside of one."""
-    environ = os.environ if environ is None else environ
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID", "")
     return environ.get("SLURM_JOB_ID", "") if array is None else f"{array}_{task}"
 
@@ -106,9 +104,8 @@ def started_from_outside() -> bool:
     return any(name in os.environ for name in _FROM_OUTSIDE)
 
 
-def find_mpi_rank(environ: Mapping[str, str] | None = None) -> StartedRank | None:
+def find_mpi_rank(environ: Mapping[str, str] = os.environ) -> StartedRank | None:
     """Return the rank that this process is in an MPI job, or ``None`` when it is not part of one."""
-    environ = os.environ if environ is None else environ
     session = environ.get("PMIX_SERVER_TMPDIR") or environ.get("OMPI_FILE_LOCATION") or "none"
     has_session = Path(session).exists()
     open_mpi = _numbered("Open MPI's mpirun", environ, "OMPI_COMM_WORLD_{}") if has_session else None

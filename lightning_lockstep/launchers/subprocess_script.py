@@ -66,14 +66,15 @@ class _StartedRanks(RankProcesses):
         self.job, self.first_rank = job, first_rank  # that of this process
         self.have_met = False  # True: each has been connected with this rank
 
-    def ended_badly(self) -> dict[int, subprocess.Popen[bytes]]:
-        """Return the ranks that have failed by themselves, as far as is known now."""
+    def first_failed(self) -> tuple[int, subprocess.Popen[bytes]] | None:
+        """Return the rank that has failed by itself; one that was killed comes before others, which failed for it."""
         orderly = None, outcome.expected_exit_code, *((0, _NOT_FLUSHED) if self.have_met else ())
-        return {
-            rank: process
+        failed = (
+            (rank, process)
             for rank, process in self.processes.items()
             if not self.stopping and (process.poll() not in orderly or self._has_gone(rank))
-        }
+        )
+        return min(failed, key=lambda one: one[1].returncode >= 0, default=None)
 
     def _has_gone(self, local_rank: int) -> bool:
         """Return whether a child has ended in the middle of a fit without an error, as by `os._exit(0)`."""
@@ -129,11 +130,9 @@ def runs_without_children() -> None:
 class ScriptLauncher(_SubprocessScriptLauncher):
     """Runs this program once more for every further rank of this node."""
 
-    def __init__(
-        self, supervisor: RankSupervisor, cluster_environment: Any, *, num_processes: int, num_nodes: int
-    ) -> None:
-        super().__init__(cluster_environment, num_processes, num_nodes)
-        self._supervisor = supervisor
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+        self._supervisor: RankSupervisor = strategy.supervisor
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -198,12 +197,10 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         for _ in ranks.looks():
             if _started is not ranks:
                 return
-            if ranks.ended_badly():
+            if ranks.first_failed():
                 time.sleep(_REPORT_DELAY)
-            if bad := ranks.ended_badly():
-                # A rank that was killed comes before those that have failed because of it.
-                first = min(bad, key=lambda rank: bad[rank].returncode >= 0)
-                self._child_ended(ranks, first, bad[first])
+            if failed := ranks.first_failed():
+                self._child_ended(ranks, *failed)
                 return
 
     def _child_ended(self, ranks: _StartedRanks, local_rank: int, process: subprocess.Popen[bytes]) -> None:
@@ -269,7 +266,7 @@ def _end_children() -> None:
     if propagation is not None:
         propagation.come_to_end()
     ranks.wait()
-    if (bad := ranks.ended_badly()) and propagation is not None:
-        local_rank, process = min(bad.items(), key=lambda one: one[1].returncode >= 0)
+    if (failed := ranks.first_failed()) and propagation is not None:
+        local_rank, process = failed
         record = propagation.report_child_exit(ranks.first_rank + local_rank, process.returncode, process.pid)
         end_now(record.exit_code, keep_failure(record).printed())

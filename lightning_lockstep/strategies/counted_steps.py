@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -11,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_lockstep._lightning import LightningModule, ParallelStrategy, Strategy
-from lightning_lockstep._registry import strategy_repr
+from lightning_lockstep._lightning import LightningModule, ParallelStrategy
 from lightning_lockstep._text import say
 from lightning_lockstep._trainer import asks_for_training_loader, weights_only_of_run
 from lightning_lockstep.distributed import Communicator, current_communicator
@@ -53,53 +53,15 @@ class _NoBatch(tuple[Any, ...]):
 _NO_BATCH = _NoBatch()
 
 
-class LockstepStrategy(Strategy):
-    """Base of all strategies: an optimizer step is a mean over its samples or items, checkpoints are plain data."""
-
-    #: Weights of the micro-batches in their optimizer step; a subclass sets it before it calls Lightning's constructor.
-    weights: StepWeights
-    __repr__ = strategy_repr
-
-    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the backward of a loss, weighted by its micro-batch's share of the samples in the optimizer step."""
-        with self.weights.weighted(closure_loss) as loss:
-            return super().backward(loss, *args, **kwargs)
-
-    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """Make an optimizer's step. Ranks: all, together; an all-reduce for items, and for each loss of LBFGS."""
-        module, communicator = self.lightning_module, current_communicator()
-        if module is not None and module.automatic_optimization:
-            closure = partial(self.weights.correcting, closure, optimizer, communicator)
-        if isinstance(optimizer, torch.optim.LBFGS) and communicator.world_size > 1:
-            closure = partial(_mean_loss, closure, self.weights, communicator)
-        with ExitStack() as stack:
-            # Without gradients torch's clipping by value raises.
-            clips_nothing = partial(replaced, module, configure_gradient_clipping=do_nothing)
-            stack.enter_context(replaced(self.weights, left_out=lambda: stack.enter_context(clips_nothing())))
-            return super().optimizer_step(optimizer, closure, *args, **kwargs)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint as plain data unless ``weights_only=False``, without hyperparameters that are objects."""
-        return load_without_objects(
-            super().load_checkpoint, checkpoint_path, weights_only_of_run(weights_only)
-        )
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load weights into a module of the run's precision, so that ``64-true`` does not round them."""
-        assert self.lightning_module is not None
-        self.precision_plugin.convert_module(self.lightning_module)  # Lightning does so only after it
-        super().load_model_state_dict(checkpoint, strict)
-
-
-class CountedSteps(LockstepStrategy, ParallelStrategy):
-    """What strategies with one process per device do about loaders and steps."""
+class CountedSteps(ParallelStrategy):
+    """What all strategies do about loaders and steps: an optimizer step is a mean over its samples or items."""
 
     settings: LifecycleSettings
     supervisor: RankSupervisor
 
     def __init__(self, **options: Any) -> None:
         # The subclass has set ``settings``.
-        self.weights = StepWeights()
+        self.weights = StepWeights()  # of the micro-batches in their optimizer step
         # Samples of all ranks in each micro-batch of an optimizer step, once EffectiveBatchSize has set them.
         self.micro_batches: tuple[int, ...] | None = None
         self.divides_loaders = False  # Trainer(use_distributed_sampler=True); see `begin_counting`
@@ -108,6 +70,12 @@ class CountedSteps(LockstepStrategy, ParallelStrategy):
         self.sample_numbers: SampleNumbers | None = None
         self._put_back: list[Callable[[], None]] = []
         super().__init__(**options)
+
+    def __repr__(self) -> str:
+        settings = self.settings
+        fields = [one for one in dataclasses.fields(settings) if getattr(settings, one.name) != one.default]
+        given = ", ".join(f"{one.name}={getattr(settings, one.name)!r}" for one in fields)
+        return f"{type(self).__name__}({given})"
 
     @property
     def _module(self) -> LightningModule:
@@ -131,6 +99,19 @@ class CountedSteps(LockstepStrategy, ParallelStrategy):
         """Forget the weights and the micro-batches of this run."""
         self.weights.clear()
         self.micro_batches = None
+
+    # -- checkpoints: plain data ------------------------------------------------------------------------
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint as plain data unless ``weights_only=False``, without hyperparameters that are objects."""
+        return load_without_objects(
+            super().load_checkpoint, checkpoint_path, weights_only_of_run(weights_only)
+        )
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights into a module of the run's precision, so that ``64-true`` does not round them."""
+        self.precision_plugin.convert_module(self._module)  # Lightning does so only after it
+        super().load_model_state_dict(checkpoint, strict)
 
     # -- loaders ---------------------------------------------------------------------------------------
 
@@ -181,13 +162,26 @@ class CountedSteps(LockstepStrategy, ParallelStrategy):
     # -- steps -----------------------------------------------------------------------------------------
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the backward of a loss, and then restore what a padding sample has changed."""
+        """Run the backward of a loss, weighted by its micro-batch's share of the samples in the optimizer step."""
         numbers = nullcontext() if self.sample_numbers is None else self.sample_numbers.backward()
-        with numbers:
-            output = super().backward(closure_loss, *args, **kwargs)
+        with numbers, self.weights.weighted(closure_loss) as loss:
+            output = super().backward(loss, *args, **kwargs)
         if self._module.automatic_optimization:
             self.put_back()
         return output
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """Make an optimizer's step. Ranks: all, together; an all-reduce for items, and for each loss of LBFGS."""
+        module, communicator = self.lightning_module, current_communicator()
+        if module is not None and module.automatic_optimization:
+            closure = partial(self.weights.correcting, closure, optimizer, communicator)
+        if isinstance(optimizer, torch.optim.LBFGS) and communicator.world_size > 1:
+            closure = partial(_mean_loss, closure, self.weights, communicator)
+        with ExitStack() as stack:
+            # Without gradients torch's clipping by value raises.
+            clips_nothing = partial(replaced, module, configure_gradient_clipping=do_nothing)
+            stack.enter_context(replaced(self.weights, left_out=lambda: stack.enter_context(clips_nothing())))
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     def put_back(self) -> None:
         """Restore what a padding sample has changed; after the backward, which may need it."""

@@ -121,7 +121,7 @@ class LockstepDDPStrategy(RankLifecycle, DDPStrategy):
         if self.settings.on_lost_rank == "continue":
             from lightning_lockstep.strategies.outliving import OutlivingStartup
 
-            return OutlivingStartup(self.settings.process_group_backend)
+            return OutlivingStartup("popen", self.settings.process_group_backend)
         return RankStartup(self.settings.start_method, self.settings.process_group_backend)
 
     def configure_ddp(self) -> None:

@@ -32,7 +32,7 @@ from lightning_lockstep.launchers.environments import (
     LockstepEnvironment,
     belongs_to_slurm,
 )
-from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
+from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, apply_threads
 from lightning_lockstep.launchers.subprocess_script import check_ranks, have_met
 from lightning_lockstep.loaders.loader_position import LoaderPosition
 from lightning_lockstep.numerics.precision import requested_precision, resolve_precision
@@ -147,7 +147,8 @@ class RankLifecycle(CountedSteps):
         """Connect the ranks, listen for failures, show once which rank runs where. Ranks: all, together."""
         reset_seed()
         self.set_world_ranks()
-        self.supervisor.apply_threads(ranks_here=self.startup.ranks_on_these_cores(self))
+        ranks_here = self.startup.ranks_on_these_cores(self)
+        threads = apply_threads(self.settings.threads_per_rank, ranks_here=ranks_here)
         size_flight_recorder()
         timeout = self.settings.duration.total_seconds()
         connects_anew = self.supervisor.meet_again(timeout)
@@ -162,7 +163,7 @@ class RankLifecycle(CountedSteps):
             have_met(self.num_processes, self.num_nodes)
             membership = current_membership()
             if is_new and (membership is None or not membership.current.number):
-                show_placement(communicator, self.root_device, self.supervisor.threads)
+                show_placement(communicator, self.root_device, threads)
         self.startup.after_connect(self.supervisor)
         self._add_callbacks()
 

@@ -55,7 +55,7 @@ from lightning_lockstep.distributed.failure.record import place_in_words
 from lightning_lockstep.launchers.environments import SlurmNodeEnvironment, SlurmStepEnvironment
 from lightning_lockstep.launchers.outliving import OutlivingLauncher
 from lightning_lockstep.loaders.weights import StepWeights
-from lightning_lockstep.steps.patching import put_in_place
+from lightning_lockstep.steps.patching import do_nothing, put_in_place
 from lightning_lockstep.steps.snapshot import BufferCopies, ModuleAttributes, RandomState
 from lightning_lockstep.strategies.can_outlive import check_fit, check_optimizers, check_start
 from lightning_lockstep.strategies.same_batch import GlobalBatch
@@ -399,16 +399,14 @@ class OutlivingStartup(RankStartup):
     outlives = True
     # They connect when all have said that they are ready, and a rank that is lost just then is waited for.
     connect_within = timedelta(seconds=5)
-
-    def __init__(self, backend: str | None) -> None:
-        super().__init__("popen", backend)
-        self._recovery: Recovery | None = None
+    _recovery: Recovery | None = None
+    check_call = staticmethod(check_fit)  # called in the first process, before it starts any rank
 
     def environment(self, *, mpi: bool) -> ClusterEnvironment:
         """See :meth:`RankStartup.environment`; the one task that srun has started on each node is no rank."""
         found = super().environment(mpi=mpi)
         if isinstance(found, SlurmStepEnvironment) and set(found.here.per_node) == {1}:
-            return SlurmNodeEnvironment(found)
+            return SlurmNodeEnvironment(found.here)
         return found
 
     def launcher(self, strategy: Any) -> Any:
@@ -417,10 +415,6 @@ class OutlivingStartup(RankStartup):
             return super().launcher(strategy)
         check_start(strategy)
         return OutlivingLauncher(strategy)
-
-    def check_call(self, trainer: Any) -> None:
-        """Raise if the model or a callback outlives no rank; in the first process, before it starts any."""
-        check_fit(trainer)
 
     def recovery(self, strategy: Any, membership: Membership, trainer: Any) -> Recovery:
         """Return what lets a call of a Trainer go on without ranks that are lost. Ranks: all; nothing is sent."""
@@ -489,14 +483,10 @@ def _row(step: int | None, values: Mapping[str, Any]) -> Row:
     return step, frozenset(names)
 
 
-def _nothing(_: object) -> None:
-    """Leave a folder as it is."""
-
-
 def _continue_csv(logger: Any, rows: Mapping[Row, Mapping[str, Any]]) -> set[Row]:
     """Have a CSV logger append to the file of its version; write the rows that are not there; return what was."""
     kind: Any = ExperimentWriter
-    deletes, kind._check_log_dir_exists = kind._check_log_dir_exists, _nothing
+    deletes, kind._check_log_dir_exists = kind._check_log_dir_exists, do_nothing
     try:
         writer = logger.experiment
     finally:

@@ -53,8 +53,7 @@ class RankStartup:
         # Ranks that an earlier Trainer has connected run this script too, and are used again.
         exist = environment.creates_processes_externally or (group is not None and group.world_size > 1)
         if self.start_method == "popen" or exist:
-            ranks = {"num_processes": strategy.num_processes, "num_nodes": strategy.num_nodes}
-            return self.script_launcher(strategy.supervisor, environment, **ranks)
+            return self.script_launcher(strategy)
         if self.start_method == "fork":
             check_untouched()
         return SpawnedLauncher(strategy, self.start_method)

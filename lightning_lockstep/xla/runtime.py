@@ -120,10 +120,9 @@ def become_xla_rank(rank: int, world_size: int) -> None:  # of this host
 
 
 class XLARuntime:
-    """What torch-xla offers here; made before the first tensor on a device."""
+    """What torch-xla, which is installed, offers here; made before the first tensor on a device."""
 
-    def __init__(self, needed_for: str, *, num_devices: int | None = None) -> None:  # None: what there is
-        check_torch_xla(needed_for)
+    def __init__(self, *, num_devices: int | None = None) -> None:  # None: what there is
         if find_device_type() == "CPU":  # nothing else is there; torch-xla does the same, with a warning
             os.environ["PJRT_DEVICE"] = "CPU"
         self._num_devices = num_devices

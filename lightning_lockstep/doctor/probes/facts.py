@@ -89,9 +89,10 @@ def _speed(index: int) -> dict[str, Any]:
 
 
 def xla_devices() -> dict[str, Any]:
-    from lightning_lockstep.xla.runtime import XLARuntime
+    from lightning_lockstep.xla.runtime import XLARuntime, check_torch_xla
 
-    runtime = XLARuntime("lockstep-doctor")
+    check_torch_xla("lockstep-doctor")
+    runtime = XLARuntime()
     return {"device_type": runtime.device_type, "devices": runtime.num_devices}
 
 

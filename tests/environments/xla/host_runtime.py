@@ -23,13 +23,9 @@ class HostRuntime(XLARuntime):
     def be_process(self, local_rank: int, local_processes: int) -> None:
         super().be_process(0, 1)
 
-    @property
-    def ordinal(self) -> int:
-        return dist.get_world_size() - 1 - dist.get_rank()
-
-    @property
-    def replicas(self) -> int:
-        return dist.get_world_size()
+    def place(self) -> tuple[int, int, int]:
+        ranks = dist.get_world_size()
+        return ranks - 1 - dist.get_rank(), ranks, 1
 
     def all_reduce(self, tensors: list[Tensor], *, scale: float = 1.0) -> None:
         for tensor in tensors:

@@ -109,6 +109,7 @@ def test_a_step_is_the_mean_over_its_samples_or_items(tmp_path: Path, kind: type
 
 def test_a_shuffled_epoch_has_the_order_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_GLOBAL_SEED", "3")
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
 
     class Sees(Classifier):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -156,9 +156,10 @@ def test_the_global_batch_is_that_of_the_start(
         num_nodes=1,
         world_size=ranks,
         micro_batches=None,
+        startup=SimpleNamespace(outlives=True),
         settings=SimpleNamespace(batch_norm=batch_norm),
     )
-    batch = GlobalBatch(strategy)
+    batch, trainer.strategy = GlobalBatch(strategy), strategy
     batch.trainer = trainer
 
     def process(loader: Any) -> Any:
