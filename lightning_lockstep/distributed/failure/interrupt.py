@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -60,7 +61,6 @@ def connections_with(ranks: Collection[Process], kept_ports: Collection[int] = (
 
 
 def end_connections(descriptors: Collection[int]) -> None:
-    """Shut down connections of this process; its peers see that they end."""
     for number in descriptors:
         with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
             connection.shutdown(socket.SHUT_RDWR)
@@ -113,11 +113,8 @@ _OURS = __name__.rpartition(".")[0]
 
 def deals_with_errors(frame: FrameType | None) -> bool:
     """Return whether a frame, or what called it, is in the failure protocol, which raises errors by itself."""
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(_OURS):
-            return True
-        frame = frame.f_back
-    return False
+    frames = () if frame is None else walk_stack(frame)
+    return any(one.f_globals.get("__name__", "").startswith(_OURS) for one, _ in frames)
 
 
 class Interrupt:
@@ -171,8 +168,4 @@ class Interrupt:
 def _is_of_the_end(frame: FrameType | None) -> bool:
     """Return whether the program has ended and the main thread is in a function that Python calls at exit."""
     # Python would only print "Exception ignored in atexit callback" for an error that is raised there.
-    while frame is not None:
-        if frame.f_code.co_name == "<module>":
-            return False
-        frame = frame.f_back
-    return True
+    return frame is not None and all(one.f_code.co_name != "<module>" for one, _ in walk_stack(frame))

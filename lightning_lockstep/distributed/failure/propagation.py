@@ -38,7 +38,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import psutil
 
@@ -109,8 +109,7 @@ class FailurePropagation:
         self.folder: Callable[[], Path | None] = lambda: None
         self.prints_report = channel.rank == 0  # of another rank's failure
         self.check_told_to_end: Callable[[], None] = lambda: None  # raises if this rank has got SIGTERM
-        # Of the guard: asks why a collective broke here.
-        self.explain: Callable[[BaseException], None] | None = None
+        self.guard: Any = None  # of this channel, if it is on: finds out why a collective broke here
         self.store_port = 0  # of the store at which the ranks have met
         self.number = 0  # of the attempt: how many this rank has entered
         self.state: Literal["running", "failed", "raised", "over"] = "over"
@@ -217,8 +216,8 @@ class FailurePropagation:
         is_broken = not is_own and is_broken_collective(error)
         is_told = isinstance(error, RankFailedError) and error.record is None  # as by in_rank_order
         if self.record is None and (is_broken or is_told):
-            if is_broken and self.explain is not None:
-                self.explain(error)
+            if is_broken and self.guard is not None:
+                self.guard.explain(error)
             # A rank that was killed counts as lost only after the time in which it could connect again.
             seconds = max(self.grace_period / 3, BACK_WITHIN + _ON_ITS_WAY)
             self.channel.wait_for(lambda: self.failed, seconds, stops=False)
@@ -314,7 +313,6 @@ class FailurePropagation:
             return first
 
     def _raises(self, record: FailureRecord) -> None:
-        """Note that this rank raises its own error or another one's."""
         with self.channel.news:
             self.state, self.record = "raised", self.record or record
 
@@ -329,14 +327,10 @@ class FailurePropagation:
                 self.channel.flush(1.0)
             return
         self.channel.post(_FAILURE, [number, record.to_json()], to=0)
-        waits = record.kind != "interrupt"
-        if not waits:
-            self.channel.flush(1.0)
-
-        def is_answered() -> bool:
-            return number in self._known or _EVER in self._known
-
-        if not (waits and self.channel.wait_for(is_answered, self.grace_period / 3, stops=False)):
+        seconds = _ON_ITS_WAY if record.kind == "interrupt" else self.grace_period / 3
+        if not self.channel.wait_for(
+            lambda: number in self._known or _EVER in self._known, seconds, stops=False
+        ):
             self._decide(number, record)
 
     def _decide(self, number: int, record: FailureRecord) -> bool:
@@ -365,7 +359,6 @@ class FailurePropagation:
             self._take(number, record)
 
     def _take(self, number: int, record: FailureRecord) -> None:
-        """Take over what rank 0 has decided."""
         with self.channel.news:
             if record.kind == "collective" and self.state == "running":
                 number = self.number  # it may be the one that others wait for at the begin of the next
@@ -529,7 +522,6 @@ class FailurePropagation:
         return stopped
 
     def describe(self, error: BaseException) -> FailureRecord:
-        """Return the record of an error that was raised here."""
         return describe_error(error, self.channel.rank, self.channel.world_size)
 
     def _keep(self, record: FailureRecord) -> FailureRecord:
