@@ -142,7 +142,6 @@ class ZeroMQSideChannel(SideChannel):
             self._wakes.write(b"\0")
 
     def flush(self, timeout: float = 5.0) -> bool:
-        """See :meth:`SideChannel.flush`."""
         if not self._sockets.is_alive() or self._process != os.getpid():
             return False
         with self.news:
@@ -160,13 +159,7 @@ class ZeroMQSideChannel(SideChannel):
     def _peers_that(self, *are: str) -> list[int]:
         return [rank for rank, is_now in list(self._peers.items()) if is_now in are]
 
-    def wait_for_main(self, timeout: float) -> bool:
-        """Wait until the connection to rank 0 stands; return whether it does. Ranks: any but rank 0, alone."""
-        with self.news:
-            return self.news.wait_for(lambda: self.answers(0), timeout)
-
     def close(self, timeout: float = 2.0) -> None:
-        """See :meth:`SideChannel.close`."""
         if self._closing or self._process != os.getpid():
             return
         if self.rank == 0 and timeout:
@@ -341,5 +334,4 @@ def need_descriptors(world_size: int) -> None:
 
 
 def _endpoint(host: str) -> str:
-    """Return a host name or address as ZeroMQ takes it."""
     return f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
