@@ -178,7 +178,6 @@ def forget_rendezvous() -> None:
 
 
 def process_group_exists() -> bool:
-    """Return whether this process belongs to a default process group of torch."""
     return dist.is_initialized()
 
 
@@ -189,7 +188,6 @@ def default_backend(device: torch.device) -> str:
 
 
 def has_backend(name: str) -> bool:
-    """Return whether this torch was built with the backend ``name``: ``mpi``, ``nccl`` or ``gloo``."""
     return bool(getattr(dist, f"is_{name}_available")())
 
 

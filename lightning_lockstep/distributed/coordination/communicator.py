@@ -53,7 +53,6 @@ class Communicator:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0."""
         return self.rank == 0
 
     @property

@@ -88,7 +88,6 @@ class HostedMembers:
         self._store.set(f"members/{self.current.number}", json.dumps(asdict(self.current), default=str))
 
     def has_begun(self) -> bool:
-        """Return whether a generation has been published."""
         return self._store.check(["members/0"])
 
     def asked(self) -> str | None:
@@ -97,7 +96,6 @@ class HostedMembers:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def has_met(self) -> bool:
-        """Return whether the members of this generation have come together."""
         return all(self._store.check([f"ready/{self.current.number}/{one}"]) for one in self.current.members)
 
     def has_come(self, number: int) -> bool:
@@ -114,7 +112,6 @@ class HostedMembers:
             self._store.delete_key(_FIRST_CALL)
 
     def told(self) -> list[dict[str, Any]]:
-        """Return what the members have said of losses."""
         return _told(self._store, self.current.number)
 
 
@@ -175,12 +172,10 @@ class Membership:
         return [(one, lost) for one, lost in self._lost if number < one.number <= self.current.number]
 
     def error(self) -> RankFailedError:
-        """Return what this rank raises because a member is lost."""
         record = self._lost[-1][1] if self._lost else None
         return RankFailedError("" if record is None else record.report(), record)
 
     def check(self) -> None:
-        """Raise if a member of this generation is lost."""
         if self.outdated:
             raise self.error()
 
@@ -288,7 +283,6 @@ class Membership:
         self._store.set(f"lost/{self.current.number}", json.dumps(event))
 
     def told(self) -> list[dict[str, Any]]:
-        """Return what was said of losses. Ranks: any, alone."""
         return _told(self._store, self.current.number)
 
     # -- the thread that follows the members

@@ -306,12 +306,10 @@ _ATTRIBUTE = "__lockstep_ending__"
 
 
 def ending_of(error: BaseException) -> Ending:
-    """Return how this process ends if nobody catches ``error``, as far as that is settled."""
     return getattr(error, _ATTRIBUTE, None) or Ending()
 
 
 def set_ending(error: BaseException, ending: Ending) -> None:
-    """Settle how this process ends if nobody catches ``error``."""
     outcome.install_excepthook()
     setattr(error, _ATTRIBUTE, ending)
 
@@ -330,7 +328,6 @@ def error_to_bytes(error: BaseException) -> bytes:
 
 
 def error_from_bytes(sent: bytes) -> BaseException:
-    """Return the error of which a process that works for this one has made bytes."""
     error, ending = pickle.loads(sent)
     set_ending(error, ending)
     assert isinstance(error, BaseException)
