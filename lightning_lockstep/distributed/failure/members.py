@@ -192,13 +192,6 @@ class Membership:
     def __enter__(self) -> None:
         """Wait until all members of the newest generation are ready. Ranks: all members."""
         self._is_connected = False
-        self._meet()
-        self._connecting = True
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._connecting, self._is_connected = False, kind is None
-
-    def _meet(self) -> None:
         self._interrupt.install()
         self._store.set(f"waits/{self.me}", "")
         with self._news:  # a spare process is no member until it takes a place
@@ -224,6 +217,10 @@ class Membership:
         ]
         # A connection of its own, which can be ended with all that waits for it.
         use_store(self.address, self.port, PrefixStore(f"group/{number}", self._client()))
+        self._connecting = True
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._connecting, self._is_connected = False, kind is None
 
     def ask(self, why_it_ends: str = "") -> None:
         """Ask for another try of the same members, or for the end of the run, and wait for it. Ranks: any, alone."""

@@ -69,6 +69,8 @@ _ENDS_WITHIN = 2.0
 
 
 class CollectiveGuard:
+    """Watches this rank's collectives from now on; make and stop it on all ranks between the same two collectives."""
+
     def __init__(
         self, channel: SideChannel, propagation: FailurePropagation, settings: GuardSettings
     ) -> None:
@@ -92,9 +94,6 @@ class CollectiveGuard:
         # For each incomplete collective of this rank: since when it waits, and when it is to ask rank 0.
         self._waits: dict[Outstanding, tuple[float, float]] = {}
         self._thread = threading.Thread(target=self._run, name="lockstep-guard", daemon=True)
-
-    def start(self) -> None:
-        """Begin to watch, and to verify if that is set; call this on all ranks between the same two collectives."""
         if self._verifier is not None:
             self._verifier.start()
         self.follow()
@@ -107,7 +106,6 @@ class CollectiveGuard:
         self.rank.trains, self.rank.raised_at = threading.current_thread(), None
 
     def stop(self) -> None:
-        """Stop watching and verifying; call this on all ranks between the same two collectives."""
         if self._propagation.guard is not self:
             return  # it was stopped before
         self._propagation.guard = None
@@ -207,7 +205,6 @@ def guard_on(
     if settings.guard == "off" or channel.world_size == 1:
         return None
     guard = CollectiveGuard(channel, propagation, settings)
-    guard.start()
     channel.at_close(guard.stop)
     return guard
 

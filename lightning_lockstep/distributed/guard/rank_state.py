@@ -8,6 +8,7 @@ import pickle
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from traceback import walk_stack, walk_tb
@@ -294,19 +295,17 @@ class RankState:
         }
         return cls(**{**data, **made})
 
-    def calls_of(self, group: str) -> dict[int, CollectiveCall]:
-        return self._calls_by_group.get(group, {})
-
     @functools.cached_property  # because it is read for each pair of ranks
-    def _calls_by_group(self) -> Mapping[str, dict[int, CollectiveCall]]:
-        found: dict[str, dict[int, CollectiveCall]] = {}
+    def calls_of(self) -> Mapping[str, dict[int, CollectiveCall]]:
+        """The last collectives of each group by their numbers."""
+        found: dict[str, dict[int, CollectiveCall]] = defaultdict(dict)
         for one in self.calls:
             if one.call.number:
-                found.setdefault(one.call.group, {})[one.call.number] = one.call
+                found[one.call.group][one.call.number] = one.call
         return found
 
     def last_call(self, group: str) -> CollectiveCall | None:
-        return next(reversed(self.calls_of(group).values()), None)
+        return next(reversed(self.calls_of[group].values()), None)
 
     def has_called(self, wanted: Outstanding) -> bool:
         """Return whether this rank has called a collective, complete or not."""
@@ -317,7 +316,7 @@ class RankState:
 
     def call(self, wanted: Outstanding) -> CollectiveCall:
         """Return this rank's call of a collective, with what the position of its thread adds to the record."""
-        recorded = self.calls_of(wanted.group).get(wanted.number)
+        recorded = self.calls_of[wanted.group].get(wanted.number)
         if recorded is None:
             recorded = CollectiveCall(operation="(not recorded)", group=wanted.group, number=wanted.number)
         recorded = replace(recorded, where=self.where)

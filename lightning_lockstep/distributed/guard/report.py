@@ -142,7 +142,7 @@ class _Case:
             groups += [one.call.group for one in reversed(self.asker.calls)]
         open_calls = self._open_calls()
         for group in dict.fromkeys(groups):
-            by_rank = {rank: s.calls_of(group) for rank, s in self.states.items() if group in s.groups}
+            by_rank = {rank: s.calls_of[group] for rank, s in self.states.items() if group in s.groups}
             if len(by_rank) < 2:
                 continue
             for number in sorted(set.intersection(*(set(calls) for calls in by_rank.values()))):
