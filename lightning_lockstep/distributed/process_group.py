@@ -181,6 +181,12 @@ def process_group_exists() -> bool:
     return dist.is_initialized()
 
 
+def process_groups() -> list[Any]:
+    """Return the process groups of torch to which this process belongs."""
+    # Torch has no public list of them. A copy: another thread may be making one.
+    return list(dist.distributed_c10d._world.pg_map) if process_group_exists() else []
+
+
 def default_backend(device: torch.device) -> str:
     """Return the name of the backend that torch uses for a device: ``nccl`` for CUDA, ``gloo`` for CPU."""
     # For another type of device it is the backend that was registered for it, or ``gloo`` if none was.

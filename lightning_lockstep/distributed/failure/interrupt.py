@@ -24,7 +24,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from lightning_lockstep.distributed.process_group import process_group_exists
+from lightning_lockstep.distributed.process_group import process_groups
 
 # -- Connections with other ranks
 
@@ -68,10 +68,7 @@ def end_connections(descriptors: Collection[int]) -> None:
 
 def abort_devices() -> None:
     """Abort what nccl does in any process group, which ends every wait for it, and the use of the group."""
-    if not process_group_exists():
-        return
-    # Torch has no public list of the process groups. A copy: the main thread may be making one.
-    for group in list(dist.distributed_c10d._world.pg_map):
+    for group in process_groups():
         if type(group) is dist.ProcessGroup:
             with suppress(RuntimeError):
                 backend: Any = group._get_backend(torch.device("cuda"))

@@ -43,20 +43,15 @@ _LATE = "\nlightning-lockstep: ended by force: its exit handlers and threads did
 # ------------------------------------------------------------------ before the end
 
 
-_flushers: list[Callable[[], None]] = []
+_flushers: dict[Callable[[], None], None] = {}  # in the order in which they came
 
 
 def on_flush(flusher: Callable[[], None]) -> Callable[[], None]:
     """Have ``flusher`` called before this process ends by force; functions of :mod:`atexit` are not."""
     # `flusher` may be called on any thread and more than once; it may wait one second for another rank. Returns a
     # function that removes it.
-    _flushers.append(flusher)
-
-    def remove() -> None:
-        with suppress(ValueError):
-            _flushers.remove(flusher)
-
-    return remove
+    _flushers[flusher] = None
+    return lambda: _flushers.pop(flusher, None)
 
 
 def _log_errors(function: Callable[..., object], *args: Any) -> None:

@@ -430,8 +430,8 @@ class FailurePropagation:
 
     def _note_ended(self) -> None:
         """Report ranks of this host whose process is gone: a launcher such as torchrun then ends the others."""
-        for rank, has_ended in self._ended_here().items():
-            if not has_ended or self.channel.has_closed(rank):
+        for rank, pid in self._others_here().items():
+            if _runs(pid) or self.channel.has_closed(rank):
                 continue
             if rank == 0:
                 self.report_lost_parent()
@@ -441,18 +441,17 @@ class FailurePropagation:
     def _outlast_others(self) -> None:
         """Wait for the end of the others of this host: without rank 0 each prints its last lines, above the report."""
         self.end_connections()  # they may wait for this rank
+        # Not for that of rank 1, which reports the end of rank 0 too, and waits for this rank.
+        others = [pid for rank, pid in self._others_here().items() if rank > 1]
         deadline = time.monotonic() + self.grace_period / 2
-        while time.monotonic() < deadline and any(
-            rank > 1 and not has_ended  # rank 1 reports it too, and waits for this rank
-            for rank, has_ended in self._ended_here().items()
-        ):
+        while time.monotonic() < deadline and any(map(_runs, others)):
             time.sleep(_LOOK_EVERY)
 
-    def _ended_here(self) -> dict[int, bool]:
-        """Return of each other rank of this host whether its process has ended."""
+    def _others_here(self) -> dict[int, int]:
+        """Return the process ids of the other ranks of this host."""
         own, _ = self.channel.process_of(self.channel.rank)
-        others = [(rank, pid) for rank, (host, pid) in list(self.channel.processes.items()) if host == own]
-        return {rank: not _runs(pid) for rank, pid in others if rank != self.channel.rank}
+        ranks = list(self.channel.processes.items())
+        return {rank: pid for rank, (host, pid) in ranks if host == own and rank != self.channel.rank}
 
     # -- the error that this rank raises ----------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from traceback import walk_stack, walk_tb
 from types import FrameType
@@ -25,7 +26,7 @@ from lightning_lockstep.distributed.guard.collective_call import (
     nearest_site,
     site_text,
 )
-from lightning_lockstep.distributed.process_group import process_group_exists
+from lightning_lockstep.distributed.process_group import process_groups
 from lightning_lockstep.distributed.side_channel.channel import SideChannel
 
 # -- The last collectives of a rank, in one form for all recorders --
@@ -70,16 +71,11 @@ def group_title(name: str, ranks: Sequence[int]) -> str:
 
 def group_titles() -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return title and ranks of each process group that this rank belongs to, by the name of the group in torch."""
-    if not process_group_exists():
-        return {}
-    world = dist.group.WORLD
     titles: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for group, ranks_of in dict(dist.distributed_c10d._world.pg_group_ranks).items():
-        if not isinstance(group, dist.ProcessGroup):
-            continue
-        ranks = tuple(sorted(ranks_of, key=ranks_of.__getitem__))
-        name: str = group.group_name
-        titles[name] = (WORLD if group is world else group_title(name, ranks), ranks)
+    for group in process_groups():
+        with suppress(KeyError):  # another thread is making or destroying it
+            name, ranks = group.group_name, tuple(dist.get_process_group_ranks(group))
+            titles[name] = (WORLD if group is dist.group.WORLD else group_title(name, ranks), ranks)
     return titles
 
 
@@ -186,11 +182,7 @@ def _dtype(name: str) -> str:
 
 def group_recorders() -> list[CallRecorder]:
     """Return the groups that record their own calls because torch does not, as those of the backend ``mpi4py`` do."""
-    if not process_group_exists():
-        return []
-    # A copy, because another thread may be making a group.
-    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
-    return [group for group in groups if hasattr(group, "outstanding")]
+    return [group for group in process_groups() if hasattr(group, "outstanding")]
 
 
 class GatherRecorder(CallRecorder):
@@ -252,9 +244,8 @@ def _position(places: Sequence[tuple[FrameType, int]]) -> Position:
     arguments = {name: given[name] for name in ("op", "src", "dst") if given.get(name) is not None}
     texts = {name: str(value).lower().rpartition(".")[2] for name, value in arguments.items()}
     group = given.get("group", "")
-    title, _ = (
-        (WORLD, ()) if group is None else group_titles().get(getattr(group, "group_name", ""), ("", ()))
-    )
+    name = getattr(group, "group_name", "")
+    title = WORLD if group is None else group_titles().get(name, ("", ()))[0]
     return Position(site, stack, called, texts, title)
 
 
@@ -325,10 +316,9 @@ class RankState:
         if wanted not in self.outstanding and not (self.raised and is_last):
             return recorded
         _, _, function, arguments, group = self.position
-        names = (recorded.operation, recorded.operation.removeprefix("_"))
-        if group not in ("", wanted.group) or not {function, function.removesuffix("_object_list")} & {
-            *names
-        }:
+        functions = {function, function.removesuffix("_object_list")}
+        names = {recorded.operation, recorded.operation.removeprefix("_")}
+        if group not in ("", wanted.group) or not functions & names:
             return replace(recorded, site=recorded.site or self.position.site)
         known: dict[str, Any] = {"site": self.position.site or recorded.site}
         root = arguments.get("src", arguments.get("dst", ""))
