@@ -238,11 +238,8 @@ class Membership:
         is_broken = isinstance(error, own) or is_broken_collective(error)
         may_be = is_broken or not was_connected
         self._tries = 0 if was_connected else self._tries + 1
-        if (
-            not self._wait_for_news(_NEWS_WITHIN if may_be else 0.0)
-            and is_broken
-            and 0 < self._tries < _TRIES
-        ):
+        has_news = self._wait_for_news(_NEWS_WITHIN if may_be else 0.0)
+        if not has_news and is_broken and 0 < self._tries < _TRIES:
             self.ask()
         return self.outdated
 

@@ -163,11 +163,8 @@ class FailureRecord(FailedRank):
     def headline(self) -> str:
         """Return one line: which rank failed, where and with what."""
         # A process that has ended cannot say where it was.
-        place = (
-            f" {'while the others were ' if self.ended else ''}at {place_in_words(self.where)}"
-            if self.where
-            else ""
-        )
+        others = "while the others were " if self.ended else ""
+        place = f" {others}at {place_in_words(self.where)}" if self.where else ""
         process = f" (host {self.host}, process {self.pid})" if self.host else ""
         who = f"rank {self.rank} of {self.world_size}{process}"
         if self.kind == "signal" and self.summary.startswith("killed by "):

@@ -142,9 +142,7 @@ def _remedy(calls: Mapping[int, CollectiveCall]) -> str:
     first = next(iter(calls.values()))
     sites = {call.site for call in calls.values()}
     is_same = len({(call.group, call.number) for call in calls.values()}) == 1
-    titles, dtypes, shapes = (
-        set(column) for column in zip(*(c.compared() for c in calls.values()), strict=True)
-    )
+    titles, dtypes, shapes = map(set, zip(*(c.compared() for c in calls.values()), strict=True))
     if _only_batches_differ(calls.values()):
         return (
             "One rank called more collectives in a batch than another, such as those of an extra backward, so values"

@@ -172,10 +172,8 @@ class StallDiagnosis:
         )
 
     def _silent(self, look: _Look) -> dict[int, UnresponsiveRank]:
-        channel, has_failed = (
-            self._channel,
-            self._propagation.failed,
-        )  # a rank that fails says so before it leaves
+        # A rank that fails reports that before it closes its channel.
+        channel, has_failed = self._channel, self._propagation.failed
         with self._own.activity.left_out():
             return {
                 rank: probe_unresponsive(channel, rank, self._activities, has_failed=has_failed)

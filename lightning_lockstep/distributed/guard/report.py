@@ -110,10 +110,8 @@ class _Case:
         alike = self._members(self.asked.group) if self.asked is not None else ()
         ranks = sorted({self.asker.rank, *(causes or filter(self._is_waiting, alike))})
         calls = _as_far_as_known({rank: self._current(rank) for rank in ranks})
-        if (
-            len({(_comparison_key(call, exactly=True), call.group, call.number) for call in calls.values()})
-            > 1
-        ):
+        kinds = {(_comparison_key(call, exactly=True), call.group, call.number) for call in calls.values()}
+        if len(kinds) > 1:
             return replace(_mismatch(calls), may_pass=True)
         ranks = sorted({*ranks, *(rank for rank in alike if rank in self.states)})
         since = [self.states[rank].seconds_since_call for rank in ranks]

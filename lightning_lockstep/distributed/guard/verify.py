@@ -183,9 +183,7 @@ class CallVerifier(CallRecorder):
     # or if one is to send or receive between two collectives that another one has called already.
 
     def __init__(self) -> None:
-        self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupVerifier | None] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._groups = weakref.WeakKeyDictionary[dist.ProcessGroup, "_GroupVerifier | None"]()
         self._making = threading.Lock()
         self._library: Any = None  # torch's registration of the kernels
 

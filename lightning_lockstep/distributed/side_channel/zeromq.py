@@ -111,7 +111,7 @@ class ZeroMQSideChannel(SideChannel):
         self.on(_HELLO, self._take_hello)
         self.on(_CLOSING, self._take_closing)
         self.on(_FLUSH, lambda message: self.post(_ARRIVED, message.body, to=message.sender))
-        self.on(_ARRIVED, self._note_arrival)
+        self.on(_ARRIVED, lambda message: self._flushed.update({message.sender: message.body}))
         self._sockets = threading.Thread(target=self._run_sockets, name="lockstep-channel", daemon=True)
         self._sockets.start()
 
@@ -152,9 +152,6 @@ class ZeroMQSideChannel(SideChannel):
                 lambda: all(self._flushed.get(one, 0) >= number or self._has_ended(one) for one in asked),
                 timeout,
             )
-
-    def _note_arrival(self, message: Message) -> None:
-        self._flushed[message.sender] = message.body
 
     def _peers_that(self, *are: str) -> list[int]:
         return [rank for rank, is_now in list(self._peers.items()) if is_now in are]
