@@ -72,7 +72,7 @@ def failing_rank(rank: int, world_size: int, token: str, address: str) -> None:
     propagation = FailurePropagation(channel)
     propagation.grace_period = _GRACE
     propagation.enter()
-    say(connected=channel.wait_for_main(_LIMIT))
+    say(connected=channel.wait_for(lambda: channel.answers(0), _LIMIT))
     for line in sys.stdin:
         (command,) = json.loads(line)
         if command == "line":

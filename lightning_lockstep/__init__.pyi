@@ -4,8 +4,8 @@ from lightning_lockstep.batch_size.memory import (
 from lightning_lockstep.callbacks import *
 from lightning_lockstep.callbacks.stop_together import check_breakpoint as check_breakpoint
 from lightning_lockstep.callbacks.stop_together import set_breakpoint as set_breakpoint
+from lightning_lockstep.distributed.coordination.communicator import in_rank_order as in_rank_order
 from lightning_lockstep.distributed.coordination.gather_uneven import gather_uneven as gather_uneven
-from lightning_lockstep.distributed.coordination.rank_order import in_rank_order as in_rank_order
 from lightning_lockstep.errors import *
 from lightning_lockstep.logs.logger import get_logger as get_logger
 from lightning_lockstep.notebook import notebook_launcher as notebook_launcher

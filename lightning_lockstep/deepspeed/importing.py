@@ -17,7 +17,7 @@ from lightning_lockstep._settings import restore_variables
 from lightning_lockstep._text import say
 from lightning_lockstep.deepspeed.config_parsing import section
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.distributed.coordination.rank_order import in_rank_order
+from lightning_lockstep.distributed.coordination.communicator import in_rank_order
 from lightning_lockstep.errors import ConfigurationError, LaunchError, MissingExtraError
 
 _VARIABLE = "DS_ACCELERATOR"

@@ -83,7 +83,6 @@ def compression_hook(
 
 
 def ddp_of(model: object) -> DistributedDataParallel | None:
-    """Return ``model`` if it is a DDP wrapper."""
     return model if isinstance(model, DistributedDataParallel) else None
 
 

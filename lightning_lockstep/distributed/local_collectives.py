@@ -103,9 +103,7 @@ def _unanswered(operation: str, why: str) -> UnansweredCollectiveError:
 
 @dataclass
 class LocalAnswers:
-    """What :func:`local_collectives` answered."""
-
-    count: int = 0  # of collectives so far
+    count: int = 0  # of collectives that were answered so far
 
 
 _answers: list[LocalAnswers] = []  # of all threads; the innermost is last

@@ -178,8 +178,13 @@ def forget_rendezvous() -> None:
 
 
 def process_group_exists() -> bool:
-    """Return whether this process belongs to a default process group of torch."""
     return dist.is_initialized()
+
+
+def process_groups() -> list[Any]:
+    """Return the process groups of torch to which this process belongs."""
+    # Torch has no public list of them. A copy: another thread may be making one.
+    return list(dist.distributed_c10d._world.pg_map) if process_group_exists() else []
 
 
 def default_backend(device: torch.device) -> str:
@@ -189,7 +194,6 @@ def default_backend(device: torch.device) -> str:
 
 
 def has_backend(name: str) -> bool:
-    """Return whether this torch was built with the backend ``name``: ``mpi``, ``nccl`` or ``gloo``."""
     return bool(getattr(dist, f"is_{name}_available")())
 
 

@@ -119,7 +119,6 @@ _made: str | None = None
 
 
 def new_job_token() -> str:
-    """Return a new token: 256 random bits as text."""
     return secrets.token_hex(32)
 
 

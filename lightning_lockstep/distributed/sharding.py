@@ -38,7 +38,6 @@ def make_mesh(device_type: str, *, shard: int, replicate: int) -> DeviceMesh:
 
 
 def divided_parts(module: nn.Module) -> list[FSDPModule]:
-    """Return the parts of a module that ``fully_shard`` was applied to."""
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 

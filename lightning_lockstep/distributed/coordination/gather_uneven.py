@@ -121,8 +121,6 @@ _FIRST, _LENGTH = 1024, 8
 
 
 class _Described(NamedTuple):
-    """A tensor of one rank."""
-
     dtype: str  # and device
     shape: tuple[int, ...]
     wants_gradient: bool

@@ -43,8 +43,6 @@ def global_batch_norm(
 
 
 class _GlobalNorm(torch.autograd.Function):
-    """The norm as one node of autograd."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, *others: Any) -> Tensor:
         running_mean, running_var, momentum, eps, counts = others

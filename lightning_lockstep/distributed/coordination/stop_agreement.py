@@ -126,9 +126,8 @@ class StepAgreement:
             self._promises.clear()
         self._remove()
         self._topic = propagation_on(self.channel).topic(f"agree/{self._name}")
-        self._remove = self.channel.on(
-            self._topic, self._take
-        )  # also what ranks that are there already have posted
+        # It also takes what ranks that are there already have posted.
+        self._remove = self.channel.on(self._topic, self._take)
         for kind, reason in again:
             self.request(reason, kind=kind)
 

@@ -95,5 +95,4 @@ def first_failure(folder: Path) -> FailureRecord | None:
 
 
 def has_orderly_end(folder: Path) -> bool:
-    """Return whether a rank of this host has ended in good order."""
     return any(folder.glob("*.ended"))

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -23,7 +24,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from lightning_lockstep.distributed.process_group import process_group_exists
+from lightning_lockstep.distributed.process_group import process_groups
 
 # -- Connections with other ranks
 
@@ -60,7 +61,6 @@ def connections_with(ranks: Collection[Process], kept_ports: Collection[int] = (
 
 
 def end_connections(descriptors: Collection[int]) -> None:
-    """Shut down connections of this process; its peers see that they end."""
     for number in descriptors:
         with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
             connection.shutdown(socket.SHUT_RDWR)
@@ -68,10 +68,7 @@ def end_connections(descriptors: Collection[int]) -> None:
 
 def abort_devices() -> None:
     """Abort what nccl does in any process group, which ends every wait for it, and the use of the group."""
-    if not process_group_exists():
-        return
-    # Torch has no public list of the process groups. A copy: the main thread may be making one.
-    for group in list(dist.distributed_c10d._world.pg_map):
+    for group in process_groups():
         if type(group) is dist.ProcessGroup:
             with suppress(RuntimeError):
                 backend: Any = group._get_backend(torch.device("cuda"))
@@ -113,11 +110,8 @@ _OURS = __name__.rpartition(".")[0]
 
 def deals_with_errors(frame: FrameType | None) -> bool:
     """Return whether a frame, or what called it, is in the failure protocol, which raises errors by itself."""
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(_OURS):
-            return True
-        frame = frame.f_back
-    return False
+    frames = () if frame is None else walk_stack(frame)
+    return any(one.f_globals.get("__name__", "").startswith(_OURS) for one, _ in frames)
 
 
 class Interrupt:
@@ -171,8 +165,4 @@ class Interrupt:
 def _is_of_the_end(frame: FrameType | None) -> bool:
     """Return whether the program has ended and the main thread is in a function that Python calls at exit."""
     # Python would only print "Exception ignored in atexit callback" for an error that is raised there.
-    while frame is not None:
-        if frame.f_code.co_name == "<module>":
-            return False
-        frame = frame.f_back
-    return True
+    return frame is not None and all(one.f_code.co_name != "<module>" for one, _ in walk_stack(frame))

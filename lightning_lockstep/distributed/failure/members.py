@@ -88,7 +88,6 @@ class HostedMembers:
         self._store.set(f"members/{self.current.number}", json.dumps(asdict(self.current), default=str))
 
     def has_begun(self) -> bool:
-        """Return whether a generation has been published."""
         return self._store.check(["members/0"])
 
     def asked(self) -> str | None:
@@ -97,7 +96,6 @@ class HostedMembers:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def has_met(self) -> bool:
-        """Return whether the members of this generation have come together."""
         return all(self._store.check([f"ready/{self.current.number}/{one}"]) for one in self.current.members)
 
     def has_come(self, number: int) -> bool:
@@ -114,7 +112,6 @@ class HostedMembers:
             self._store.delete_key(_FIRST_CALL)
 
     def told(self) -> list[dict[str, Any]]:
-        """Return what the members have said of losses."""
         return _told(self._store, self.current.number)
 
 
@@ -175,12 +172,10 @@ class Membership:
         return [(one, lost) for one, lost in self._lost if number < one.number <= self.current.number]
 
     def error(self) -> RankFailedError:
-        """Return what this rank raises because a member is lost."""
         record = self._lost[-1][1] if self._lost else None
         return RankFailedError("" if record is None else record.report(), record)
 
     def check(self) -> None:
-        """Raise if a member of this generation is lost."""
         if self.outdated:
             raise self.error()
 
@@ -197,13 +192,6 @@ class Membership:
     def __enter__(self) -> None:
         """Wait until all members of the newest generation are ready. Ranks: all members."""
         self._is_connected = False
-        self._meet()
-        self._connecting = True
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._connecting, self._is_connected = False, kind is None
-
-    def _meet(self) -> None:
         self._interrupt.install()
         self._store.set(f"waits/{self.me}", "")
         with self._news:  # a spare process is no member until it takes a place
@@ -229,6 +217,10 @@ class Membership:
         ]
         # A connection of its own, which can be ended with all that waits for it.
         use_store(self.address, self.port, PrefixStore(f"group/{number}", self._client()))
+        self._connecting = True
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._connecting, self._is_connected = False, kind is None
 
     def ask(self, why_it_ends: str = "") -> None:
         """Ask for another try of the same members, or for the end of the run, and wait for it. Ranks: any, alone."""
@@ -246,11 +238,8 @@ class Membership:
         is_broken = isinstance(error, own) or is_broken_collective(error)
         may_be = is_broken or not was_connected
         self._tries = 0 if was_connected else self._tries + 1
-        if (
-            not self._wait_for_news(_NEWS_WITHIN if may_be else 0.0)
-            and is_broken
-            and 0 < self._tries < _TRIES
-        ):
+        has_news = self._wait_for_news(_NEWS_WITHIN if may_be else 0.0)
+        if not has_news and is_broken and 0 < self._tries < _TRIES:
             self.ask()
         return self.outdated
 
@@ -288,7 +277,6 @@ class Membership:
         self._store.set(f"lost/{self.current.number}", json.dumps(event))
 
     def told(self) -> list[dict[str, Any]]:
-        """Return what was said of losses. Ranks: any, alone."""
         return _told(self._store, self.current.number)
 
     # -- the thread that follows the members

@@ -43,20 +43,15 @@ _LATE = "\nlightning-lockstep: ended by force: its exit handlers and threads did
 # ------------------------------------------------------------------ before the end
 
 
-_flushers: list[Callable[[], None]] = []
+_flushers: dict[Callable[[], None], None] = {}  # in the order in which they came
 
 
 def on_flush(flusher: Callable[[], None]) -> Callable[[], None]:
     """Have ``flusher`` called before this process ends by force; functions of :mod:`atexit` are not."""
     # `flusher` may be called on any thread and more than once; it may wait one second for another rank. Returns a
     # function that removes it.
-    _flushers.append(flusher)
-
-    def remove() -> None:
-        with suppress(ValueError):
-            _flushers.remove(flusher)
-
-    return remove
+    _flushers[flusher] = None
+    return lambda: _flushers.pop(flusher, None)
 
 
 def _log_errors(function: Callable[..., object], *args: Any) -> None:
@@ -306,12 +301,10 @@ _ATTRIBUTE = "__lockstep_ending__"
 
 
 def ending_of(error: BaseException) -> Ending:
-    """Return how this process ends if nobody catches ``error``, as far as that is settled."""
     return getattr(error, _ATTRIBUTE, None) or Ending()
 
 
 def set_ending(error: BaseException, ending: Ending) -> None:
-    """Settle how this process ends if nobody catches ``error``."""
     outcome.install_excepthook()
     setattr(error, _ATTRIBUTE, ending)
 
@@ -330,7 +323,6 @@ def error_to_bytes(error: BaseException) -> bytes:
 
 
 def error_from_bytes(sent: bytes) -> BaseException:
-    """Return the error of which a process that works for this one has made bytes."""
     error, ending = pickle.loads(sent)
     set_ending(error, ending)
     assert isinstance(error, BaseException)

@@ -38,7 +38,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import psutil
 
@@ -109,8 +109,7 @@ class FailurePropagation:
         self.folder: Callable[[], Path | None] = lambda: None
         self.prints_report = channel.rank == 0  # of another rank's failure
         self.check_told_to_end: Callable[[], None] = lambda: None  # raises if this rank has got SIGTERM
-        # Of the guard: asks why a collective broke here.
-        self.explain: Callable[[BaseException], None] | None = None
+        self.guard: Any = None  # of this channel, if it is on: finds out why a collective broke here
         self.store_port = 0  # of the store at which the ranks have met
         self.number = 0  # of the attempt: how many this rank has entered
         self.state: Literal["running", "failed", "raised", "over"] = "over"
@@ -217,8 +216,8 @@ class FailurePropagation:
         is_broken = not is_own and is_broken_collective(error)
         is_told = isinstance(error, RankFailedError) and error.record is None  # as by in_rank_order
         if self.record is None and (is_broken or is_told):
-            if is_broken and self.explain is not None:
-                self.explain(error)
+            if is_broken and self.guard is not None:
+                self.guard.explain(error)
             # A rank that was killed counts as lost only after the time in which it could connect again.
             seconds = max(self.grace_period / 3, BACK_WITHIN + _ON_ITS_WAY)
             self.channel.wait_for(lambda: self.failed, seconds, stops=False)
@@ -314,7 +313,6 @@ class FailurePropagation:
             return first
 
     def _raises(self, record: FailureRecord) -> None:
-        """Note that this rank raises its own error or another one's."""
         with self.channel.news:
             self.state, self.record = "raised", self.record or record
 
@@ -329,14 +327,10 @@ class FailurePropagation:
                 self.channel.flush(1.0)
             return
         self.channel.post(_FAILURE, [number, record.to_json()], to=0)
-        waits = record.kind != "interrupt"
-        if not waits:
-            self.channel.flush(1.0)
-
-        def is_answered() -> bool:
-            return number in self._known or _EVER in self._known
-
-        if not (waits and self.channel.wait_for(is_answered, self.grace_period / 3, stops=False)):
+        seconds = _ON_ITS_WAY if record.kind == "interrupt" else self.grace_period / 3
+        if not self.channel.wait_for(
+            lambda: number in self._known or _EVER in self._known, seconds, stops=False
+        ):
             self._decide(number, record)
 
     def _decide(self, number: int, record: FailureRecord) -> bool:
@@ -365,7 +359,6 @@ class FailurePropagation:
             self._take(number, record)
 
     def _take(self, number: int, record: FailureRecord) -> None:
-        """Take over what rank 0 has decided."""
         with self.channel.news:
             if record.kind == "collective" and self.state == "running":
                 number = self.number  # it may be the one that others wait for at the begin of the next
@@ -437,8 +430,8 @@ class FailurePropagation:
 
     def _note_ended(self) -> None:
         """Report ranks of this host whose process is gone: a launcher such as torchrun then ends the others."""
-        for rank, has_ended in self._ended_here().items():
-            if not has_ended or self.channel.has_closed(rank):
+        for rank, pid in self._others_here().items():
+            if _runs(pid) or self.channel.has_closed(rank):
                 continue
             if rank == 0:
                 self.report_lost_parent()
@@ -448,18 +441,17 @@ class FailurePropagation:
     def _outlast_others(self) -> None:
         """Wait for the end of the others of this host: without rank 0 each prints its last lines, above the report."""
         self.end_connections()  # they may wait for this rank
+        # Not for that of rank 1, which reports the end of rank 0 too, and waits for this rank.
+        others = [pid for rank, pid in self._others_here().items() if rank > 1]
         deadline = time.monotonic() + self.grace_period / 2
-        while time.monotonic() < deadline and any(
-            rank > 1 and not has_ended  # rank 1 reports it too, and waits for this rank
-            for rank, has_ended in self._ended_here().items()
-        ):
+        while time.monotonic() < deadline and any(map(_runs, others)):
             time.sleep(_LOOK_EVERY)
 
-    def _ended_here(self) -> dict[int, bool]:
-        """Return of each other rank of this host whether its process has ended."""
+    def _others_here(self) -> dict[int, int]:
+        """Return the process ids of the other ranks of this host."""
         own, _ = self.channel.process_of(self.channel.rank)
-        others = [(rank, pid) for rank, (host, pid) in list(self.channel.processes.items()) if host == own]
-        return {rank: not _runs(pid) for rank, pid in others if rank != self.channel.rank}
+        ranks = list(self.channel.processes.items())
+        return {rank: pid for rank, (host, pid) in ranks if host == own and rank != self.channel.rank}
 
     # -- the error that this rank raises ----------------------------------------------------------------
 
@@ -529,7 +521,6 @@ class FailurePropagation:
         return stopped
 
     def describe(self, error: BaseException) -> FailureRecord:
-        """Return the record of an error that was raised here."""
         return describe_error(error, self.channel.rank, self.channel.world_size)
 
     def _keep(self, record: FailureRecord) -> FailureRecord:

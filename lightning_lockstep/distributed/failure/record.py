@@ -163,11 +163,8 @@ class FailureRecord(FailedRank):
     def headline(self) -> str:
         """Return one line: which rank failed, where and with what."""
         # A process that has ended cannot say where it was.
-        place = (
-            f" {'while the others were ' if self.ended else ''}at {place_in_words(self.where)}"
-            if self.where
-            else ""
-        )
+        others = "while the others were " if self.ended else ""
+        place = f" {others}at {place_in_words(self.where)}" if self.where else ""
         process = f" (host {self.host}, process {self.pid})" if self.host else ""
         who = f"rank {self.rank} of {self.world_size}{process}"
         if self.kind == "signal" and self.summary.startswith("killed by "):
@@ -178,10 +175,9 @@ class FailureRecord(FailedRank):
 
     def report(self) -> str:
         """Return headline and traceback of the failed rank, the headline once more, and the file that has all of it."""
-        hint = _hint(self)
-        lines = [self.headline(), *([] if self.is_of_all else ["The other ranks were stopped."])]
-        if hint:
-            lines.append(hint)
+        hint = _SIGKILL if self.kind == "signal" and "SIGKILL" in self.summary else _HINTS.get(self.kind, "")
+        stopped = "" if self.is_of_all else "The other ranks were stopped."
+        lines = list(filter(None, (self.headline(), stopped, hint)))
         if self.traceback:
             # An error of this package is its message alone.
             lines += [f"Traceback of rank {self.rank}:"] if self.traceback.startswith("Traceback") else []
@@ -201,11 +197,9 @@ class FailureRecord(FailedRank):
         return f"{SAVED}{shown}/{FAILURE_FILE}; to read it: lockstep-doctor run {shown}"
 
     def printed(self) -> str:
-        """Return the report as it is printed."""
         return f"\nlightning-lockstep: {self.report()}\n"
 
     def to_json(self) -> str:
-        """Return the record as JSON text."""
         return json.dumps(asdict(self), default=str)
 
     @classmethod
@@ -231,18 +225,14 @@ _VERBS: dict[str, str] = {
 }
 
 
-def _hint(record: FailureRecord) -> str:
-    if record.kind == "signal" and "SIGKILL" in record.summary:
-        return (
-            "SIGKILL is sent by the operating system or by another program: most often the kernel ran out of"
-            " memory (see `dmesg`) or the job scheduler enforced a limit."
-        )
-    if record.kind == "exit":
-        return "It ended without a report; what it printed itself is above."
-    if record.kind == "vanished":
-        return "Its process or host ended without reporting an error: look at that host's own logs."
-    return ""
-
+_SIGKILL = (
+    "SIGKILL is sent by the operating system or by another program: most often the kernel ran out of memory (see"
+    " `dmesg`) or the job scheduler enforced a limit."
+)
+_HINTS: dict[str, str] = {
+    "exit": "It ended without a report; what it printed itself is above.",
+    "vanished": "Its process or host ended without reporting an error: look at that host's own logs.",
+}
 
 _where: Callable[[], Mapping[str, Any]] = dict
 
@@ -284,7 +274,6 @@ def describe_error(
     world_size: int,
     where: Callable[[], Mapping[str, Any]] = own_place,
 ) -> FailureRecord:
-    """Return the record of an exception that was raised in this process."""
     kind: FailureKind = "interrupt" if isinstance(error, KeyboardInterrupt) else "exception"
     code = 130 if kind == "interrupt" else 1
     if isinstance(error, SystemExit):

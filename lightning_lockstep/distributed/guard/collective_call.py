@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 from lightning_lockstep._text import plain_table
-from lightning_lockstep.distributed.failure.record import LIGHTNING, package_of, places_in_words
+from lightning_lockstep.distributed.failure.record import LIGHTNING, own_place, package_of, places_in_words
+from lightning_lockstep.errors import CollectiveMismatchError
 
 # -- What one rank called --
-# Nothing in this file depends on a backend. The code that compares the ranks describes each call as a
-# :class:`CollectiveCall`, gathers the descriptions, and raises an error with the text of :func:`mismatch_report`.
 
 #: The names that backends give to an all-to-all, in which the ranks may choose the size of each part.
 ALL_TO_ALL = ("all_to_all", "all_to_all_single", "alltoall", "alltoall_base")
@@ -42,13 +42,9 @@ class CollectiveCall:
     # Epoch, step, batch and stage of this rank's Trainer; they are not compared.
     where: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
-    def to_data(self) -> dict[str, Any]:
-        """Return the call as plain data that JSON can hold."""
-        return asdict(self)
-
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> CollectiveCall:
-        """Return the call from the data of :meth:`to_data`, also if JSON has made lists of its tuples."""
+        """Return the call from the data of ``asdict``, also if JSON has made lists of its tuples."""
         return cls(**{**data, "dtypes": tuple(data["dtypes"]), "shapes": tuple(map(tuple, data["shapes"]))})
 
     @property
@@ -57,6 +53,10 @@ class CollectiveCall:
         way = "to" if self.operation in ("reduce", "gather") else "from"
         root = "" if self.root is None else f" {way} {self.root}"
         return self.operation + (f"({self.reduce_op})" if self.reduce_op else "") + root
+
+    def to_bytes(self) -> bytes:
+        """Return the call as JSON, with the place of this rank's Trainer."""
+        return json.dumps({**asdict(self), "where": own_place()}).encode()
 
     def compared(self) -> tuple[str, ...]:
         """Return what must be equal on all ranks, as text: operation, dtypes and shapes in full."""
@@ -78,6 +78,12 @@ def fingerprint(signature: Hashable) -> int:
 # -- The report of a mismatch: a table of the ranks' calls, and what to do --
 
 
+def mismatch(ranks: Sequence[int], calls: Sequence[bytes]) -> CollectiveMismatchError:
+    """Return the error that all ranks raise, given what each has made of its call by :meth:`to_bytes`."""
+    made = (CollectiveCall.from_data(json.loads(call)) for call in calls)
+    return CollectiveMismatchError(mismatch_report(dict(zip(ranks, made, strict=True))))
+
+
 def mismatch_report(calls: Mapping[int, CollectiveCall]) -> str:
     """Return the text of a :class:`CollectiveMismatchError`; calls that differ from the majority are marked."""
     odd, rows = odd_ones(calls), []
@@ -97,7 +103,6 @@ def mismatch_report(calls: Mapping[int, CollectiveCall]) -> str:
 
 
 def odd_ones(calls: Mapping[int, CollectiveCall]) -> tuple[int, ...]:
-    """Return the ranks whose call differs from that of the majority."""
     keys = {rank: _compared_in_group(call) for rank, call in calls.items()}
     counts = Counter(keys.values())
     # A call whose root is not known agrees with calls of any root.
@@ -137,9 +142,7 @@ def _remedy(calls: Mapping[int, CollectiveCall]) -> str:
     first = next(iter(calls.values()))
     sites = {call.site for call in calls.values()}
     is_same = len({(call.group, call.number) for call in calls.values()}) == 1
-    titles, dtypes, shapes = (
-        set(column) for column in zip(*(c.compared() for c in calls.values()), strict=True)
-    )
+    titles, dtypes, shapes = map(set, zip(*(c.compared() for c in calls.values()), strict=True))
     if _only_batches_differ(calls.values()):
         return (
             "One rank called more collectives in a batch than another, such as those of an extra backward, so values"
@@ -220,15 +223,10 @@ BACKWARD = "backward"
 _FSDP, _FSDP_FILES = " (FSDP)", f"{os.sep}torch{os.sep}distributed{os.sep}fsdp{os.sep}"
 
 
-def call_site(frame: FrameType | None = None) -> str:
-    """Return :func:`nearest_site` of the caller, or of another thread's frame."""
-    return nearest_site(_places(frame or sys._getframe(1)), BACKWARD)
-
-
-def _places(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
-        frame = frame.f_back
+def call_site() -> str:
+    """Return :func:`nearest_site` of the caller."""
+    frames = walk_stack(sys._getframe(1))
+    return nearest_site(((f.f_code.co_filename, line, f.f_code.co_name) for f, line in frames), BACKWARD)
 
 
 def nearest_site(places: Iterable[tuple[str, int, str]], otherwise: str) -> str:

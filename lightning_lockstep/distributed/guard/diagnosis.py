@@ -2,26 +2,26 @@
 
 # The messages, each a topic of the side channel:
 #
-#   rank that waits                       rank 0                              every other rank
-#   ---------------                       ------                              ----------------
+#   rank that waits                       rank 0                              every rank
+#   ---------------                       ------                              ----------
 #   request  -------------------------->  where [number, sites]  ---------->
 #                                         <-------------------------------    state [number, RankState]
 #                                         diagnose() for each request
-#            <-- answer (no error; a remark may be logged)
+#            <-- answer (no error), if the request was about an error of the backend: its sender waits
 #            or, if it is an error:       failure of kind "collective" -> all raise it
 #
-# The body of an answer tells whether the request was about an error of the backend, for which its sender waits.
 # With `where` rank 0 begins a look; the number of the look tells its states from late ones of an earlier look. A rank
 # sends a request about a wait `window` seconds before the stall timeout. Rank 0 looks at once, and again when the
 # stall timeout is over: by then each rank knows whether it has moved since the first look. It looks a third time if
 # what it found may have passed already. A request about an error of the backend gets two looks. All requests that are
-# due share one look. A second request about the same collective is answered at once. Rank 0 stops waiting for a silent
+# due share one look. A second request about the same collective is dropped. Rank 0 stops waiting for a silent
 # rank as soon as it knows that no answer will come, and at the latest after `ANSWERS_WITHIN`.
 #
 # If rank 0 itself is silent, nobody answers; the side channel reports rank 0 as lost after its silence limit.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import time
@@ -92,7 +92,7 @@ class StallDiagnosis:
         self._stall_timeout, self._window = stall_timeout, window
         self._verifies = verifies
         self.answers = 0  # how many answers have come about errors of the backend
-        self._count = 0
+        self._numbers = itertools.count()
         self._look: _Look | None = None
         self._open: list[_Open] = []
         self._activities: dict[int, Activity] = {}  # of ranks that do not answer
@@ -103,23 +103,19 @@ class StallDiagnosis:
             return channel.on(topic, lambda message: to_do.put(lambda: handler(message)))
 
         self._remove = [
-            on(_REQUEST, lambda message: self._take_request(DiagnosisRequest.from_data(message.body))),
+            on(_REQUEST, self._take_request),
             on(_WHERE, self._send_state),
             on(_STATE, self._take_state),
             on(_ANSWER, self._take_answer),
         ]
 
     def close(self) -> None:
-        """Stop listening."""
         for remove in self._remove:
             remove()
 
-    def request(self, request: DiagnosisRequest) -> None:
-        """Ask why a collective does not complete."""
-        if self._channel.rank == 0:
-            self._take_request(request)
-        else:
-            self._channel.post(_REQUEST, asdict(request), to=0)
+    def request(self, outstanding: Outstanding | None, seconds: float, raised: str = "") -> None:
+        """Ask about a collective, which ``raised`` an error or has not completed for so many seconds."""
+        self._channel.post(_REQUEST, [outstanding, seconds, raised], to=0)
 
     def forget(self) -> None:
         """Answer and drop all requests, because this process was stopped for a while, or a failure explains them."""
@@ -130,7 +126,6 @@ class StallDiagnosis:
 
     @property
     def is_busy(self) -> bool:
-        """Whether :meth:`work` has to be called soon."""
         return bool(self._open)
 
     def work(self) -> None:
@@ -141,16 +136,12 @@ class StallDiagnosis:
         elif self._look is not None and self._is_in_vain(self._look, now - self._look.began):
             self._end_look(self._look)
 
-    def _probe(self, rank: int) -> UnresponsiveRank:
-        # A rank that fails reports that before it closes its channel.
-        with self._own.activity.left_out():
-            return probe_unresponsive(
-                self._channel, rank, self._activities, has_failed=self._propagation.failed
-            )
-
     # -- rank 0 ----------------------------------------------------------------------------------------
 
-    def _take_request(self, request: DiagnosisRequest) -> None:
+    def _take_request(self, message: Message) -> None:
+        wanted, seconds, raised = message.body
+        outstanding = None if wanted is None else Outstanding(*wanted)
+        request = DiagnosisRequest(message.sender, outstanding, seconds, raised)
         now = time.monotonic()
         waits = [one.request.outstanding for one in self._open if not one.request.raised]
         if self._propagation.failed or (request.outstanding in waits and not request.raised):
@@ -159,24 +150,18 @@ class StallDiagnosis:
             self._open.append(_Open(request, now, now))
 
     def _begin_look(self, now: float) -> None:
-        self._count += 1
-        self._look = look = _Look(self._count, now)
+        self._look = _Look(next(self._numbers), now)
         self._activities.clear()
         # Torch takes seconds to load what reads call sites, so the first look for an error of the backend has none.
         sites = any(one.looks or not one.request.raised for one in self._open if one.due <= now)
-        self._channel.post(_WHERE, [look.number, sites])
-        look.states[0] = self._own.state(sites)
-        self._end_if_complete(look)
+        self._channel.post(_WHERE, [self._look.number, sites], to=range(self._channel.world_size))
 
     def _take_state(self, message: Message) -> None:
         number, data = message.body
         if self._look is not None and number == self._look.number:
             self._look.states[message.sender] = RankState.from_data(data)
-            self._end_if_complete(self._look)
-
-    def _end_if_complete(self, look: _Look) -> None:
-        if len(look.states) == self._channel.world_size:
-            self._end_look(look)
+            if len(self._look.states) == self._channel.world_size:
+                self._end_look(self._look)
 
     def _is_in_vain(self, look: _Look, seconds: float) -> bool:
         """Return whether no more states are expected, ``seconds`` after all ranks were asked."""
@@ -187,16 +172,21 @@ class StallDiagnosis:
         )
 
     def _silent(self, look: _Look) -> dict[int, UnresponsiveRank]:
-        return {
-            rank: self._probe(rank) for rank in range(self._channel.world_size) if rank not in look.states
-        }
+        # A rank that fails reports that before it closes its channel.
+        channel, has_failed = self._channel, self._propagation.failed
+        with self._own.activity.left_out():
+            return {
+                rank: probe_unresponsive(channel, rank, self._activities, has_failed=has_failed)
+                for rank in range(channel.world_size)
+                if rank not in look.states
+            }
 
     def _end_look(self, look: _Look) -> None:
         self._look = None
         now, states, silent = time.monotonic(), dict(sorted(look.states.items())), self._silent(look)
         for one in [one for one in self._open if one.due <= look.began]:
             one.looks += 1
-            request = replace(one.request, seconds=one.request.seconds + now - one.came)
+            request = one.request._replace(seconds=one.request.seconds + now - one.came)
             found = diagnose(request, states, silent, stall_timeout=self._stall_timeout)
             again = self._looked_at_again(one, found, silent)
             if again is None:
@@ -229,7 +219,7 @@ class StallDiagnosis:
                 _log.warning(found.text)
             self._answer(request)
             return
-        if found.verify_finds_it and not self._verifies:
+        if found.kind == "mismatch" and not self._verifies:
             found = replace(found, text=f"{found.text}\n\n{_VERIFY}")
         # A rank that was silent raises the error too, once it goes on.
         if not self._propagation.report_diagnosis(found.error()):
@@ -243,23 +233,16 @@ class StallDiagnosis:
         return True
 
     def _answer(self, request: DiagnosisRequest) -> None:
-        if request.rank == self._channel.rank:
-            if request.raised:
-                self._note_answer()
-        else:
-            self._channel.post(_ANSWER, bool(request.raised), to=request.rank)
+        if request.raised:  # else nobody waits for an answer
+            self._channel.post(_ANSWER, to=request.rank)
 
     # -- every rank ------------------------------------------------------------------------------------
 
     def _send_state(self, message: Message) -> None:
         number, sites = message.body
-        self._channel.post(_STATE, [number, self._own.state(sites).to_data()], to=0)
+        self._channel.post(_STATE, [number, asdict(self._own.state(sites))], to=0)
 
     def _take_answer(self, message: Message) -> None:
-        if message.body:
-            self._note_answer()
-
-    def _note_answer(self) -> None:
         with self._channel.news:
             self.answers += 1
             self._channel.news.notify_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import os
 import queue
@@ -19,7 +20,6 @@ from lightning_lockstep.distributed.failure.propagation import FailurePropagatio
 from lightning_lockstep.distributed.guard.diagnosis import ANSWERS_WITHIN, StallDiagnosis
 from lightning_lockstep.distributed.guard.observer import RankObserver
 from lightning_lockstep.distributed.guard.rank_state import (
-    DiagnosisRequest,
     FlightRecorder,
     Outstanding,
     Position,
@@ -34,8 +34,6 @@ from lightning_lockstep.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class GuardSettings:
-    """Settings of the guard of a run."""
-
     # watch: find out why a collective does not complete.
     guard: Literal["off", "watch", "verify"] = "watch"  # verify: also compare before each collective
     stall_timeout: float = 60.0  # how long a collective may take before all ranks say where they are [s]
@@ -71,7 +69,7 @@ _ENDS_WITHIN = 2.0
 
 
 class CollectiveGuard:
-    """Watches the collectives of this rank."""
+    """Watches this rank's collectives from now on; make and stop it on all ranks between the same two collectives."""
 
     def __init__(
         self, channel: SideChannel, propagation: FailurePropagation, settings: GuardSettings
@@ -80,11 +78,7 @@ class CollectiveGuard:
         self._verifier = CallVerifier() if settings.guard == "verify" else None
         # Rank 0 looks at all ranks this long before the stall timeout [s], and again at it: have they moved?
         window = min(_MOVEMENT, settings.stall_timeout / 2)
-        self.rank = RankObserver(
-            channel,
-            self._verifier or FlightRecorder(),
-            window=window + ANSWERS_WITHIN,
-        )
+        self.rank = RankObserver(channel, self._verifier or FlightRecorder(), window=window + ANSWERS_WITHIN)
         self._to_do: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stall = StallDiagnosis(
             channel,
@@ -100,14 +94,11 @@ class CollectiveGuard:
         # For each incomplete collective of this rank: since when it waits, and when it is to ask rank 0.
         self._waits: dict[Outstanding, tuple[float, float]] = {}
         self._thread = threading.Thread(target=self._run, name="lockstep-guard", daemon=True)
-
-    def start(self) -> None:
-        """Begin to watch, and to verify if that is set; call this on all ranks between the same two collectives."""
         if self._verifier is not None:
             self._verifier.start()
         self.follow()
         self._thread.start()
-        self._propagation.explain = self.explain
+        self._propagation.guard = self
         before_terminate(self._before_terminate)
 
     def follow(self) -> None:
@@ -115,7 +106,9 @@ class CollectiveGuard:
         self.rank.trains, self.rank.raised_at = threading.current_thread(), None
 
     def stop(self) -> None:
-        """Stop watching and verifying; call this on all ranks between the same two collectives."""
+        if self._propagation.guard is not self:
+            return  # it was stopped before
+        self._propagation.guard = None
         if self._verifier is not None:
             self._verifier.stop()
         self._stall.close()
@@ -124,8 +117,6 @@ class CollectiveGuard:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(_ENDS_WITHIN)
         before_terminate(None)
-        if self._propagation.explain == self.explain:
-            self._propagation.explain = None
 
     def explain(self, error: BaseException) -> None:
         """Ask why a collective has failed here, and wait some seconds for the answer, which comes as a failure."""
@@ -143,24 +134,16 @@ class CollectiveGuard:
         """Ask rank 0 why the backend has raised an error here, and wait for a failure or an answer without one."""
         if not self._thread.is_alive() or threading.current_thread() is self._thread:
             return
-
-        def ask() -> None:
-            outstanding = next(iter(self.rank.outstanding()), None)
-            self._request(outstanding, 0.0, raised)
-
         with self._channel.news:
             before, self.rank.raised_at = self._stall.answers, at
-            self._to_do.put(ask)
+            self._to_do.put(
+                lambda: self._stall.request(next(iter(self.rank.outstanding()), None), 0.0, raised)
+            )
             self._channel.wait_for(
                 lambda: self._stall.answers > before or self._propagation.failed,
                 _EXPLAIN_FOR,
                 stops=False,
             )
-
-    def _request(self, outstanding: Outstanding | None, seconds: float, raised: str = "") -> None:
-        self._stall.request(
-            DiagnosisRequest(rank=self._channel.rank, outstanding=outstanding, seconds=seconds, raised=raised)
-        )
 
     def _run(self) -> None:
         while True:
@@ -199,7 +182,7 @@ class CollectiveGuard:
         for one, (since, asks_at) in list(self._waits.items()):
             if asks_at <= now:
                 self._waits[one] = since, now + self._asks_after
-                self._request(one, now - since)
+                self._stall.request(one, now - since)
 
 
 def guard_on(
@@ -213,26 +196,17 @@ def guard_on(
             f"guard={given}: expected the same on all ranks. Give every rank the same strategy, and the same"
             " LOCKSTEP_DEBUG in its environment."
         )
-    kept = channel.get_or_create(_GuardOfChannel)
-    if kept.guard is not None and kept.guard.settings == settings:
-        kept.guard.follow()
-        return kept.guard
-    if kept.guard is not None:
-        kept.guard.stop()
-        kept.guard = None
+    guard: CollectiveGuard | None = propagation.guard  # of an earlier fit over this channel
+    if guard is not None and guard.settings == settings:
+        guard.follow()
+        return guard
+    if guard is not None:
+        guard.stop()
     if settings.guard == "off" or channel.world_size == 1:
         return None
-    kept.guard = CollectiveGuard(channel, propagation, settings)
-    kept.guard.start()
-    channel.at_close(kept.guard.stop)
-    return kept.guard
-
-
-class _GuardOfChannel:
-    """The guard that all fits of one side channel share."""
-
-    def __init__(self, channel: SideChannel) -> None:
-        self.guard: CollectiveGuard | None = None
+    guard = CollectiveGuard(channel, propagation, settings)
+    channel.at_close(guard.stop)
+    return guard
 
 
 # -- A diagnosis before C++ aborts this process --
@@ -243,7 +217,6 @@ class _GuardOfChannel:
 _LIBRARY, _SET = "libstdc++.so.6", "_ZSt13set_terminatePFvvE"
 _Handler = ctypes.CFUNCTYPE(None)
 _function: Callable[[], None] | None = None
-_kept: list[object] = []  # keeps alive what C++ holds a pointer to
 
 
 def before_terminate(function: Callable[[], None] | None) -> None:
@@ -251,15 +224,15 @@ def before_terminate(function: Callable[[], None] | None) -> None:
     # The function may wait, and may end the process.
     global _function
     _function = function
-    if function is not None and not _kept:
-        _install()
+    _install()
 
 
-def _install() -> None:
+@functools.cache  # keeps alive what C++ holds a pointer to
+def _install() -> object:
     try:
         set_terminate = getattr(ctypes.CDLL(_LIBRARY), _SET)
     except (OSError, AttributeError):  # this torch is linked with another C++ library
-        return
+        return None
     set_terminate.argtypes, set_terminate.restype = [ctypes.c_void_p], ctypes.c_void_p
     process = os.getpid()
 
@@ -271,4 +244,4 @@ def _install() -> None:
 
     pointer = _Handler(handler)
     before = set_terminate(ctypes.cast(pointer, ctypes.c_void_p))
-    _kept.append(pointer)
+    return pointer

@@ -21,7 +21,6 @@ from lightning_lockstep.distributed.guard.rank_state import (
     Outstanding,
     Position,
     RankState,
-    RecordedCall,
     UnresponsiveRank,
     group_recorders,
     group_titles,
@@ -37,7 +36,6 @@ from lightning_lockstep.distributed.side_channel.channel import SideChannel
 _OURS = "lockstep-"
 # A process moves if it uses this share of one core, or reads and writes this much [bytes/s].
 _BUSY_SHARE, _IO_RATE = 0.05, 100_000.0
-_COUNTERS = ("read_chars", "write_chars", "read_bytes", "write_bytes")
 
 
 class _Sample(NamedTuple):
@@ -123,9 +121,9 @@ def _waits_for_disk(thread: int) -> bool:
 
 
 def _bytes(process: psutil.Process) -> float:
-    with suppress(psutil.Error, AttributeError):  # macOS has no such counters
-        counters = process.io_counters()
-        return float(sum(getattr(counters, name, 0) for name in _COUNTERS))
+    with suppress(psutil.Error):
+        _, _, *counters = process.io_counters()  # numbers of calls, then bytes
+        return float(sum(counters))
     return 0.0
 
 
@@ -170,15 +168,12 @@ class RankObserver:
     def _recorders(self) -> list[CallRecorder]:
         return [self._recorder, *group_recorders(), self._gathers]
 
-    def _calls(self, sites: bool) -> list[RecordedCall]:
-        calls = [call for recorder in self._recorders() for call in recorder.calls(sites=sites)]
-        return sorted(calls, key=lambda one: one.started)
-
     def state(self, sites: bool = False) -> RankState:
         """Return where this rank is, with call sites if ``sites``; the first time torch loads its compiler for them."""
         with self.activity.left_out():
             self.activity.look()
-            calls = self._calls(sites)
+            calls = [call for recorder in self._recorders() for call in recorder.calls(sites=sites)]
+            calls.sort(key=lambda one: one.started)
             if not deals_with_errors(sys._current_frames().get(self.trains.ident or 0)):
                 self.raised_at = None  # the program has caught the error, and goes on
             return RankState(
@@ -205,12 +200,12 @@ def probe_unresponsive(
     host, pid = channel.process_of(rank)
     if channel.has_closed(rank):
         said = "it has come to the end of its program"
-        return UnresponsiveRank(said, host, has_ended=has_failed, has_left=not has_failed)
+        return UnresponsiveRank(said, has_ended=has_failed, has_left=not has_failed)
     if host != socket.gethostname() or not pid:
         place = f" (process {pid} on host {host})" if pid else ""
         if channel.answers(rank):
-            return UnresponsiveRank(f"it runs but does not answer{place}", host, is_moving=True)
-        return UnresponsiveRank(f"it is stopped, has ended or cannot be reached{place}", host)
+            return UnresponsiveRank(f"it runs but does not answer{place}", is_moving=True)
+        return UnresponsiveRank(f"it is stopped, has ended or cannot be reached{place}")
     try:
         status = psutil.Process(pid).status()
         if rank not in activities:
@@ -219,15 +214,14 @@ def probe_unresponsive(
     except psutil.NoSuchProcess:
         status = psutil.STATUS_DEAD
     except psutil.AccessDenied:  # /proc hides the processes of other users
-        return UnresponsiveRank(f"its process {pid} does not answer", host)
+        return UnresponsiveRank(f"its process {pid} does not answer")
     if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
-        return UnresponsiveRank(f"its process {pid} has ended", host, has_ended=True)
+        return UnresponsiveRank(f"its process {pid} has ended", has_ended=True)
     if status == psutil.STATUS_STOPPED:
-        what = f"its process {pid} is stopped, by a signal or a debugger"
-        return UnresponsiveRank(what, host, is_stopped=True)
+        return UnresponsiveRank(f"its process {pid} is stopped, by a signal or a debugger", is_stopped=True)
     if activities[rank].moves:
-        return UnresponsiveRank(f"its process {pid} computes", host, is_moving=True)
-    return UnresponsiveRank(f"its process {pid} does not answer", host)
+        return UnresponsiveRank(f"its process {pid} computes", is_moving=True)
+    return UnresponsiveRank(f"its process {pid} does not answer")
 
 
 def _is_rank_of(channel: SideChannel) -> Callable[[int], bool]:

@@ -8,8 +8,11 @@ import pickle
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from traceback import walk_stack, walk_tb
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
@@ -23,7 +26,7 @@ from lightning_lockstep.distributed.guard.collective_call import (
     nearest_site,
     site_text,
 )
-from lightning_lockstep.distributed.process_group import process_group_exists
+from lightning_lockstep.distributed.process_group import process_groups
 from lightning_lockstep.distributed.side_channel.channel import SideChannel
 
 # -- The last collectives of a rank, in one form for all recorders --
@@ -36,10 +39,7 @@ class Outstanding(NamedTuple):
     number: int  # counted from 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecordedCall:
-    """One collective that this rank has called."""
-
+class RecordedCall(NamedTuple):
     call: CollectiveCall
     started: float  # [s since 1970, by this host's clock]
     done: bool
@@ -49,7 +49,9 @@ class CallRecorder(Protocol):
     """Knows which collectives this rank has called; any thread may ask it while the main thread waits in one."""
 
     # Returns the oldest incomplete collective of each group that has one; cheap enough to call every second.
-    def outstanding(self) -> Sequence[Outstanding]: ...
+    def outstanding(self) -> Sequence[Outstanding]:
+        calls = [one.call for one in self.calls(sites=False) if not one.done]
+        return [Outstanding(call.group, call.number) for call in calls]
 
     # Returns the last calls of all groups, those of each group oldest first; with call sites if ``sites``, even if
     # that is slow.
@@ -69,16 +71,11 @@ def group_title(name: str, ranks: Sequence[int]) -> str:
 
 def group_titles() -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return title and ranks of each process group that this rank belongs to, by the name of the group in torch."""
-    if not process_group_exists():
-        return {}
-    world = dist.group.WORLD
     titles: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for group, ranks_of in dict(dist.distributed_c10d._world.pg_group_ranks).items():
-        if not isinstance(group, dist.ProcessGroup):
-            continue
-        ranks = tuple(sorted(ranks_of, key=ranks_of.__getitem__))
-        name: str = group.group_name
-        titles[name] = (WORLD if group is world else group_title(name, ranks), ranks)
+    for group in process_groups():
+        with suppress(KeyError):  # another thread is making or destroying it
+            name, ranks = group.group_name, tuple(dist.get_process_group_ranks(group))
+            titles[name] = (WORLD if group is dist.group.WORLD else group_title(name, ranks), ranks)
     return titles
 
 
@@ -92,21 +89,6 @@ def group_titles() -> dict[str, tuple[str, tuple[int, ...]]]:
 _CALLS = 512
 # The environment variable by which a user sets the size of the ring; 0 means that there is none.
 _RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"
-
-# Torch's names of dtypes in C++; those not listed are the names in Python with a capital letter.
-_DTYPES = {
-    "Byte": "uint8",
-    "Char": "int8",
-    "Short": "int16",
-    "Int": "int32",
-    "Long": "int64",
-    "Half": "float16",
-    "Float": "float32",
-    "Double": "float64",
-    "ComplexHalf": "complex32",
-    "ComplexFloat": "complex64",
-    "ComplexDouble": "complex128",
-}
 
 
 def size_flight_recorder() -> None:
@@ -122,8 +104,8 @@ def size_flight_recorder() -> None:
         del os.environ[_RECORDER_SIZE]
 
 
-class FlightRecorder:
-    """Reads torch's flight recorder; a :class:`CallRecorder`."""
+class FlightRecorder(CallRecorder):
+    """Reads torch's flight recorder."""
 
     # It leaves out calls of process groups that no longer exist, and calls made before this object, because torch
     # gives a group that is made anew the name of the old one.
@@ -185,24 +167,26 @@ def _recorded(entry: Mapping[str, Any], group: str) -> RecordedCall:
         operation=entry["profiling_name"].rpartition(":")[2],
         group=group,
         number=0 if entry["is_p2p"] else int(entry["collective_seq_id"]),
-        dtypes=tuple(dict.fromkeys(_DTYPES.get(name, name.lower()) for name in entry["input_dtypes"])),
+        dtypes=tuple(dict.fromkeys(map(_dtype, entry["input_dtypes"]))),
         shapes=tuple(tuple(shape) for shape in entry["input_sizes"]),
         site=nearest_site(frames, BACKWARD if frames else ""),
     )
     return RecordedCall(call=call, started=entry["time_created_ns"] / 1e9, done=_is_done(entry))
 
 
+def _dtype(name: str) -> str:
+    """Return the name in Python of a dtype that torch names as in C++, such as ``float32`` for ``Float``."""
+    kind: Any = getattr(torch, f"{name}Tensor", None)
+    return name.lower() if kind is None else str(kind.dtype).removeprefix("torch.")
+
+
 def group_recorders() -> list[CallRecorder]:
     """Return the groups that record their own calls because torch does not, as those of the backend ``mpi4py`` do."""
-    if not process_group_exists():
-        return []
-    # A copy, because another thread may be making a group.
-    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
-    return [group for group in groups if hasattr(group, "outstanding")]
+    return [group for group in process_groups() if hasattr(group, "outstanding")]
 
 
-class GatherRecorder:
-    """Reads the watched gathers of the side channel, each call as a group of its own; a :class:`CallRecorder`."""
+class GatherRecorder(CallRecorder):
+    """Reads the watched gathers of the side channel, each call as a group of its own."""
 
     def __init__(self, channel: SideChannel) -> None:
         self._channel = channel
@@ -210,9 +194,6 @@ class GatherRecorder:
     def groups(self) -> dict[str, tuple[int, ...]]:
         """Return the titles of the last calls, and the ranks."""
         return {one.call.group: tuple(range(self._channel.world_size)) for one in self.calls()}
-
-    def outstanding(self) -> Sequence[Outstanding]:
-        return [Outstanding(one.call.group, 1) for one in self.calls() if not one.done]
 
     def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
         return [
@@ -233,8 +214,6 @@ _C10D = "torch.distributed.distributed_c10d"
 
 
 class Position(NamedTuple):
-    """Where a thread is."""
-
     site: str  # the nearest place in the user's own program
     stack: tuple[str, ...]  # lines, the innermost frame last, as in a traceback
     # The function of torch.distributed that it is in, such as ``broadcast``; empty if it is in none.
@@ -246,20 +225,11 @@ class Position(NamedTuple):
 def position(thread: threading.Thread) -> Position:
     """Return where a thread is now."""
     frame = sys._current_frames().get(thread.ident or 0) if thread.is_alive() else None
-    places = []
-    while frame is not None:
-        places.append((frame, frame.f_lineno or 0))
-        frame = frame.f_back
-    return _position(places)
+    return _position([] if frame is None else [*walk_stack(frame)])
 
 
 def position_of_error(error: BaseException) -> Position:
-    """Return where an error was raised."""
-    places, traceback = [], error.__traceback__
-    while traceback is not None:
-        places.append((traceback.tb_frame, traceback.tb_lineno))
-        traceback = traceback.tb_next
-    return _position(places[::-1])
+    return _position([*walk_tb(error.__traceback__)][::-1])
 
 
 def _position(places: Sequence[tuple[FrameType, int]]) -> Position:
@@ -274,17 +244,15 @@ def _position(places: Sequence[tuple[FrameType, int]]) -> Position:
     arguments = {name: given[name] for name in ("op", "src", "dst") if given.get(name) is not None}
     texts = {name: str(value).lower().rpartition(".")[2] for name, value in arguments.items()}
     group = given.get("group", "")
-    title, _ = (
-        (WORLD, ()) if group is None else group_titles().get(getattr(group, "group_name", ""), ("", ()))
-    )
+    name = getattr(group, "group_name", "")
+    title = WORLD if group is None else group_titles().get(name, ("", ()))[0]
     return Position(site, stack, called, texts, title)
 
 
 # -- The question of a rank whose collective does not complete, and the state that each rank then reports --
 
 
-@dataclass(frozen=True, kw_only=True)
-class DiagnosisRequest:
+class DiagnosisRequest(NamedTuple):
     """The question of a rank: why does a collective not complete?"""
 
     rank: int  # the one that asks
@@ -292,17 +260,9 @@ class DiagnosisRequest:
     seconds: float  # how long it has waited
     raised: str = ""  # the text of the backend's error, if it has raised one
 
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> DiagnosisRequest:
-        """Return the request from the data of ``asdict``, also if JSON has made lists of its tuples."""
-        wanted = data["outstanding"]
-        return cls(**{**data, "outstanding": None if wanted is None else Outstanding(*wanted)})
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """Where one rank is."""
-
     rank: int
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # ranks of each group that it is in
     outstanding: tuple[Outstanding, ...] = ()  # the oldest incomplete collective of each group that has one
@@ -313,16 +273,10 @@ class RankState:
     moves: bool = False  # whether its process computes, reads or writes
     raised: bool = False  # whether its last collective has raised an error, at ``position``
 
-    def to_data(self) -> dict[str, Any]:
-        """Return the state as plain data that JSON can hold."""
-        return asdict(self)
-
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> RankState:
-        """Return the state from the data of :meth:`to_data`, also if JSON has made lists of its tuples."""
-        calls = (
-            RecordedCall(**{**one, "call": CollectiveCall.from_data(one["call"])}) for one in data["calls"]
-        )
+        """Return the state from the data of ``asdict``, also if JSON has made lists of its tuples."""
+        calls = (RecordedCall(CollectiveCall.from_data(call), *rest) for call, *rest in data["calls"])
         site, stack, *rest = data["position"]
         made: dict[str, Any] = {
             "groups": {title: tuple(ranks) for title, ranks in data["groups"].items()},
@@ -332,21 +286,17 @@ class RankState:
         }
         return cls(**{**data, **made})
 
-    def calls_of(self, group: str) -> dict[int, CollectiveCall]:
-        """Return the last collectives of a group by their numbers."""
-        return self._calls_by_group.get(group, {})
-
     @functools.cached_property  # because it is read for each pair of ranks
-    def _calls_by_group(self) -> Mapping[str, dict[int, CollectiveCall]]:
-        found: dict[str, dict[int, CollectiveCall]] = {}
+    def calls_of(self) -> Mapping[str, dict[int, CollectiveCall]]:
+        """The last collectives of each group by their numbers."""
+        found: dict[str, dict[int, CollectiveCall]] = defaultdict(dict)
         for one in self.calls:
             if one.call.number:
-                found.setdefault(one.call.group, {})[one.call.number] = one.call
+                found[one.call.group][one.call.number] = one.call
         return found
 
     def last_call(self, group: str) -> CollectiveCall | None:
-        """Return the last collective of a group, if it is known."""
-        return next(reversed(self.calls_of(group).values()), None)
+        return next(reversed(self.calls_of[group].values()), None)
 
     def has_called(self, wanted: Outstanding) -> bool:
         """Return whether this rank has called a collective, complete or not."""
@@ -357,7 +307,7 @@ class RankState:
 
     def call(self, wanted: Outstanding) -> CollectiveCall:
         """Return this rank's call of a collective, with what the position of its thread adds to the record."""
-        recorded = self.calls_of(wanted.group).get(wanted.number)
+        recorded = self.calls_of[wanted.group].get(wanted.number)
         if recorded is None:
             recorded = CollectiveCall(operation="(not recorded)", group=wanted.group, number=wanted.number)
         recorded = replace(recorded, where=self.where)
@@ -366,10 +316,9 @@ class RankState:
         if wanted not in self.outstanding and not (self.raised and is_last):
             return recorded
         _, _, function, arguments, group = self.position
-        names = (recorded.operation, recorded.operation.removeprefix("_"))
-        if group not in ("", wanted.group) or not {function, function.removesuffix("_object_list")} & {
-            *names
-        }:
+        functions = {function, function.removesuffix("_object_list")}
+        names = {recorded.operation, recorded.operation.removeprefix("_")}
+        if group not in ("", wanted.group) or not functions & names:
             return replace(recorded, site=recorded.site or self.position.site)
         known: dict[str, Any] = {"site": self.position.site or recorded.site}
         root = arguments.get("src", arguments.get("dst", ""))
@@ -381,10 +330,7 @@ class RankState:
 
 
 class UnresponsiveRank(NamedTuple):
-    """What is known about a rank that does not answer."""
-
     reason: str
-    host: str = ""  # empty if not known
     has_ended: bool = False  # whether its process has ended
     has_left: bool = False  # whether its program has come to its end without an error
     is_stopped: bool = False  # whether its process is stopped

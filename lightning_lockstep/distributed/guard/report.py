@@ -40,7 +40,6 @@ class Diagnosis:
     text: str  # the report, the same for every rank
     ranks: tuple[int, ...] = ()  # those that are the cause; empty if all are
     may_pass: bool = False  # the states are of different moments, so it holds only if found again
-    verify_finds_it: bool = False  # whether guard="verify" finds it before the call
 
     def error(self) -> CollectiveError:
         """Return the error that every rank raises; not for the kind "slow"."""
@@ -68,8 +67,6 @@ def diagnose(
 
 
 class _Case:
-    """One request and the states of the ranks."""
-
     def __init__(
         self,
         request: DiagnosisRequest,
@@ -79,6 +76,10 @@ class _Case:
     ) -> None:
         self.request, self.states, self.silent = request, states, silent
         self.asker, self.stall_timeout = states[request.rank], stall_timeout
+        self.asked = request.outstanding
+        if self.asked is None and request.raised and self.asker.calls:
+            last = self.asker.calls[-1].call  # the backend has raised about this one
+            self.asked = Outstanding(last.group, last.number)
         self._missing = functools.cache(self._ranks_that_have_not_called)  # as a rule all wait in the same
 
     def diagnosis(self) -> Diagnosis | None:
@@ -95,7 +96,10 @@ class _Case:
             return None  # the asker has gone on meanwhile
         stuck, reached = self._stuck(), self._reached_from(self.asker.rank)
         if self.asker.rank not in stuck:
-            return self._late([rank for rank in reached if not self._is_waiting(rank)])
+            late = [rank for rank in reached if not self._is_waiting(rank)]
+            where = "; ".join(map(self._work, late))
+            text = f" for {ranks_in_words(late)}. {where}. No error is raised while it makes progress."
+            return self._remark(text, late)
         causes = [rank for rank in reached if rank in stuck]
         idle = [rank for rank in causes if not self._waits_for(rank)]
         if any(rank in self.states and self.states[rank].raised for rank in idle):
@@ -103,14 +107,11 @@ class _Case:
         return self._never_came(idle) if idle else self._cycle(causes)
 
     def _cycle(self, causes: Sequence[int]) -> Diagnosis | None:
-        outstanding = self.request.outstanding
-        alike = self._members(outstanding.group) if outstanding is not None else ()
+        alike = self._members(self.asked.group) if self.asked is not None else ()
         ranks = sorted({self.asker.rank, *(causes or filter(self._is_waiting, alike))})
         calls = _as_far_as_known({rank: self._current(rank) for rank in ranks})
-        if (
-            len({(_comparison_key(call, exactly=True), call.group, call.number) for call in calls.values()})
-            > 1
-        ):
+        kinds = {(_comparison_key(call, exactly=True), call.group, call.number) for call in calls.values()}
+        if len(kinds) > 1:
             return replace(_mismatch(calls), may_pass=True)
         ranks = sorted({*ranks, *(rank for rank in alike if rank in self.states)})
         since = [self.states[rank].seconds_since_call for rank in ranks]
@@ -139,7 +140,7 @@ class _Case:
             groups += [one.call.group for one in reversed(self.asker.calls)]
         open_calls = self._open_calls()
         for group in dict.fromkeys(groups):
-            by_rank = {rank: s.calls_of(group) for rank, s in self.states.items() if group in s.groups}
+            by_rank = {rank: s.calls_of[group] for rank, s in self.states.items() if group in s.groups}
             if len(by_rank) < 2:
                 continue
             for number in sorted(set.intersection(*(set(calls) for calls in by_rank.values()))):
@@ -155,7 +156,7 @@ class _Case:
         found = {one for state in self.states.values() for one in state.outstanding}
         if self.request.raised:
             calls = [one for state in self.states.values() for one in state.calls if not one.done]
-            calls += sorted(self.asker.calls, key=lambda one: one.started)[-1:]
+            calls += self.asker.calls[-1:]
             found |= {Outstanding(one.call.group, one.call.number) for one in calls}
         return found
 
@@ -208,17 +209,12 @@ class _Case:
 
     # -- the report of a collective that does not complete although no rank has called another one --
 
-    def _late(self, late: Sequence[int]) -> Diagnosis:
-        where = "; ".join(self._work(rank) for rank in late)
-        text = f" for {ranks_in_words(late)}. {where}. No error is raised while it makes progress."
-        return replace(self._remark(text), ranks=tuple(late))
-
-    def _remark(self, text: str) -> Diagnosis:
+    def _remark(self, text: str, ranks: Sequence[int] = ()) -> Diagnosis:
         begin = (
             f"rank {self.asker.rank} has waited {self.request.seconds:.0f} s in {self._what()} at"
             f" {self.asker.position.site}"
         )
-        return Diagnosis(kind="slow", text=f"{begin}{text}")
+        return Diagnosis(kind="slow", text=f"{begin}{text}", ranks=tuple(ranks))
 
     def _never_came(self, causes: Sequence[int]) -> Diagnosis:
         """Return the report about ranks that did not come to a collective and do not move."""
@@ -258,9 +254,8 @@ class _Case:
         return f"\n\n{places}" if places else ""
 
     def _current(self, rank: int) -> CollectiveCall:
-        """Return the call in which a rank waits."""
-        state, asked = self.states[rank], self.request.outstanding
-        return state.call(asked if asked and asked in state.outstanding else state.outstanding[0])
+        state = self.states[rank]
+        return state.call(self.asked if self.asked in state.outstanding else state.outstanding[0])
 
     def _work(self, rank: int) -> str:
         if rank in self.states:
@@ -268,11 +263,7 @@ class _Case:
         return f"rank {rank} cannot say where it is: {self.silent[rank].reason}"
 
     def _what(self) -> str:
-        asked = self.request.outstanding
-        if asked is None and self.request.raised and self.asker.calls:
-            last = self.asker.calls[-1].call
-            asked = Outstanding(last.group, last.number)
-        if asked is None:
+        if (asked := self.asked) is None:
             return "a collective"
         return f"collective #{asked.number} of group {asked.group!r} ({self.asker.call(asked).title})"
 
@@ -293,19 +284,14 @@ class _Case:
         """Return the call about which the asker's backend has raised, unless it still is recorded as incomplete."""
         state = self.states[rank]
         is_asker = rank == self.request.rank and self.request.raised
-        if not is_asker or state.outstanding or not state.calls:
-            return None
-        last = state.calls[-1].call
-        return state.call(Outstanding(last.group, last.number))
+        return state.call(self.asked) if is_asker and self.asked and not state.outstanding else None
 
     def _place(self, state: RankState) -> str:
-        asked = self.request.outstanding
-        last = state.last_call(asked.group) if asked is not None else None
-        place = state.position.site
+        last = state.last_call(self.asked.group) if self.asked is not None else None
         if last is None:
-            return place
+            return state.position.site
         site = f" at {last.site}" if last.site else ""
-        return f"{place}, after #{last.number} {last.title}{site}"
+        return f"{state.position.site}, after #{last.number} {last.title}{site}"
 
 
 # -- What calls of ranks must have in common, as far as their records tell --
@@ -315,12 +301,7 @@ _OWN_SHAPES = {*ALL_TO_ALL, "scatter"}
 
 
 def _mismatch(calls: Mapping[int, CollectiveCall]) -> Diagnosis:
-    return Diagnosis(
-        kind="mismatch",
-        text=mismatch_report(calls),
-        ranks=odd_ones(calls),
-        verify_finds_it=any(call.number for call in calls.values()),
-    )
+    return Diagnosis(kind="mismatch", text=mismatch_report(calls), ranks=odd_ones(calls))
 
 
 def _differ(calls: Collection[CollectiveCall], *, is_open: bool, with_own_shapes: bool) -> bool:

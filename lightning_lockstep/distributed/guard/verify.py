@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import array
-import json
 import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import zip_longest
 from typing import Any
@@ -19,16 +18,15 @@ from torch import Tensor, nn
 
 from lightning_lockstep._text import plain_table, ranks_in_words
 from lightning_lockstep.distributed.ddp_reducer import parameters_in_words
-from lightning_lockstep.distributed.failure.record import own_place
 from lightning_lockstep.distributed.guard.collective_call import (
     CollectiveCall,
     batch_number,
     batch_of_call,
     call_site,
     fingerprint,
-    mismatch_report,
+    mismatch,
 )
-from lightning_lockstep.distributed.guard.rank_state import Outstanding, RecordedCall, group_titles
+from lightning_lockstep.distributed.guard.rank_state import CallRecorder, RecordedCall, group_titles
 from lightning_lockstep.distributed.local_collectives import (
     OPERATIONS,
     Operator,
@@ -37,25 +35,12 @@ from lightning_lockstep.distributed.local_collectives import (
 )
 from lightning_lockstep.errors import CollectiveMismatchError
 
-# -- One operation at torch's dispatcher --
-# Torch calls its process groups through operators of its dispatcher, whether a call comes from Python, from DDP's
-# reducer, from a thread of autograd, from a functional collective or in inference mode. A kernel that runs before
-# those of the backends therefore sees all calls. Process groups that are written in Python are called without the
-# dispatcher.
+# -- One operation at torch's dispatcher: a kernel that runs before those of the backends sees all calls --
 
 _KEY = "BackendSelect"  # the last dispatch key before those of the backends
 #: The operators that are compared. Only two ranks take part in sends and receives; a monitored barrier finds out by
 #: itself, and sooner than a comparison would, which rank has not arrived.
 COMPARED = tuple(set(OPERATIONS) - {"send", "recv_", "recv_any_source_", "monitored_barrier_"})
-# The argument of an operator that holds what this rank alone gives or gets, whose shape is equal on all ranks. For
-# operators that are not listed it is the first one. In an all-to-all the ranks may choose how much they send.
-_OWN_TENSORS = {
-    "allgather_": 1,
-    "allgather_coalesced_": 1,
-    "_allgather_base_": 1,
-    "allgather_into_tensor_coalesced_": 1,
-    "gather_": 1,
-}
 
 
 class _DispatchedCall:
@@ -69,7 +54,8 @@ class _DispatchedCall:
         # ``None`` if it does not reduce, or if torch 2.9 does not tell how.
         self.reduce_op = None if given is None else reduction_kind(given)
         self.root: int | None = self._argument("root_rank")  # in the group; sends to all or receives from all
-        tensors = [] if operator.name == "barrier" else args[_OWN_TENSORS.get(operator.name, 0)]
+        # What this rank alone gives or gets, whose shape is equal on all ranks: in a gather the second argument.
+        tensors = [] if operator.name == "barrier" else args[1 if "gather" in operator.name else 0]
         self.tensors: Sequence[Tensor] = [tensors] if isinstance(tensors, Tensor) else tensors
 
     def _argument(self, name: str, default: Any = None) -> Any:
@@ -89,7 +75,7 @@ class _DispatchedCall:
     def description(self, group: str, ranks: Sequence[int]) -> CollectiveCall:
         """Return what must be equal on all ranks of a group, without number and call site."""
         dtypes = [_dtype(tensor) for tensor in self.tensors]
-        chosen = self.operator.name.startswith("alltoall")
+        chosen = self.operator.name.startswith("alltoall")  # the ranks may choose how much they send
         return CollectiveCall(
             operation=OPERATIONS[self.operator.name],
             group=group,
@@ -121,9 +107,7 @@ class ComparisonGroup:
     def __init__(self, store: dist.Store, rank: int, size: int, *, timeout: float) -> None:
         # A separate connection, so that other users of the store do not wait for this one.
         own = dist.PrefixStore(_PREFIX, store.clone() if hasattr(store, "clone") else store)
-        number = _wait_for_all(
-            own, rank, size, timeout
-        )  # raises DistStoreError if not all ranks come in time
+        number = _wait_for_all(own, rank, size, timeout)
         self._rank, self._size = rank, size
         self._timeout = 0.0  # the one in the options [s]
         # Torch has no type hints for its methods.
@@ -187,22 +171,19 @@ _CACHED = 10_000  # at most so many descriptions of calls
 _SHOWN = 8  # at most so many rows of parameters
 
 
-class CallVerifier:
+class CallVerifier(CallRecorder):
     """Raises on every rank of a group if its ranks are about to call different collectives."""
 
     # It compares operation, reduction, root, dtypes, shapes of what this rank gives or gets, and the batch of a fit.
-    # After a mismatch the group can be used as before. It also is a
-    # :class:`~lightning_lockstep.distributed.guard.rank_state.CallRecorder` that knows the last call of each group:
-    # the earlier ones were compared, and found equal.
+    # After a mismatch the group can be used as before. It knows the last call of each group: the earlier ones were
+    # compared, and found equal.
     #
     # Each collective, an asynchronous one too, waits until all ranks of its group have called it. So ranks wait for
     # each other until the group's timeout if they call asynchronous collectives of several groups in different orders,
     # or if one is to send or receive between two collectives that another one has called already.
 
     def __init__(self) -> None:
-        self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupVerifier | None] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._groups = weakref.WeakKeyDictionary[dist.ProcessGroup, "_GroupVerifier | None"]()
         self._making = threading.Lock()
         self._library: Any = None  # torch's registration of the kernels
 
@@ -221,10 +202,6 @@ class CallVerifier:
             self._library = None
             with self._making:
                 self._groups.clear()
-
-    def outstanding(self) -> Sequence[Outstanding]:
-        calls = [one.call for one in self.calls() if not one.done]
-        return [Outstanding(call.group, call.number) for call in calls]
 
     def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
         with self._making:  # the guard's thread asks, while another one may add a group
@@ -249,7 +226,7 @@ class CallVerifier:
                         work = dist.Work.unbox(result if operator.returned == 1 else result[-1])
                     return result
                 finally:
-                    last.started(work)
+                    last.note(work)
 
         return kernel
 
@@ -272,27 +249,24 @@ def _verifier_of(group: dist.ProcessGroup) -> _GroupVerifier | None:
     return _GroupVerifier(title, ranks, group.rank(), store, timeout.total_seconds())
 
 
+@dataclass
 class _LastCall:
     """The last call of a group, in which this rank may be waiting."""
 
-    def __init__(self, call: CollectiveCall, number: int) -> None:
-        self._call = replace(call, number=number, site=call_site())
-        self._called = time.time()
-        self._work: dist.Work | None = None
-        self._done = False
+    call: CollectiveCall
+    called: float  # [s since 1970]
+    work: dist.Work | None = None  # once the backend has the call, until it is done
+    done: bool = False
 
     def recorded(self) -> RecordedCall:
-        work = self._work
-        if work is not None and work.is_completed():
-            self._done, self._work = True, None  # no longer needed, and it holds the tensors
-        return RecordedCall(call=self._call, started=self._called, done=self._done)
+        if self.work is not None:
+            self.note(self.work)
+        return RecordedCall(call=self.call, started=self.called, done=self.done)
 
-    def started(self, work: dist.Work | None) -> None:
-        """Note that the backend has the call; ``work`` is ``None`` if there is nothing to wait for."""
-        if work is None or work.is_completed() or not _tells_completion(work):
-            self._done = True
-        else:
-            self._work = work
+    def note(self, work: dist.Work | None) -> None:
+        """Note the handle that the backend has returned; ``None`` if there is nothing to wait for."""
+        self.done = work is None or work.is_completed() or not _tells_completion(work)
+        self.work = None if self.done else work  # it holds the tensors
 
 
 def _tells_completion(work: dist.Work) -> bool:
@@ -336,23 +310,18 @@ class _GroupVerifier:
             known = self._known[key] = described, fingerprint(described.compared())
         batch, timeout = batch_of_call(), call.timeout or self._timeout
         self._count += 1
-        self.last = last = _LastCall(known[0], self._count)
+        here = replace(known[0], number=self._count, site=call_site())
+        self.last = last = _LastCall(here, time.time())
         try:
             if self._comparison is None:
                 size = len(self._ranks)
                 self._comparison = ComparisonGroup(self._store, self._rank, size, timeout=timeout)
             if not self._comparison.all_equal(known[1] ^ batch_number(batch), timeout):
-                raise self._mismatch(self._comparison, replace(last.recorded().call, batch=batch))
+                raise mismatch(self._ranks, self._comparison.exchange(replace(here, batch=batch).to_bytes()))
         except BaseException:
-            last.started(None)
+            last.note(None)
             raise
         return last
-
-    def _mismatch(self, comparison: ComparisonGroup, call: CollectiveCall) -> CollectiveMismatchError:
-        call = replace(call, where=own_place())
-        texts = comparison.exchange(json.dumps(call.to_data()).encode())
-        calls = [CollectiveCall.from_data(json.loads(text)) for text in texts]
-        return CollectiveMismatchError(mismatch_report(dict(zip(self._ranks, calls, strict=True))))
 
 
 # -- The parameters of the ranks, compared before DDP makes its buckets of them --

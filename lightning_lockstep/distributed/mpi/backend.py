@@ -182,8 +182,6 @@ _REACH = 3.0  # longest wait for an address to answer [s]
 
 @dataclass(frozen=True)
 class MPIRendezvous:
-    """Where the ranks meet."""
-
     address: str  # of rank 0, reached by every rank
     port: int
     sharing: int | None = None  # ranks of this node on the same cores, this one included; None: not known

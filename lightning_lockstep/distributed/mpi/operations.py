@@ -6,8 +6,8 @@ a generator for the worker. Tensors are contiguous here.
 
 All-reduce, reduce and broadcast are those of MPI. A reduction goes in pieces that stay in the cache of the CPU, which
 on one host is up to twice as fast as one large call. Everything else is made of sends and receives straight from and
-into the tensors, so the shapes of ranks may differ and nothing is copied. MPI counts elements with 32 bits, so no
-call has more than 2^30.
+into the tensors, so the shapes of ranks may differ and nothing is copied. What is only moved is bytes for MPI, which
+counts them with 32 bits, so no call has more than 2^30.
 
 This module is imported once MPI is up, never before.
 """
@@ -26,7 +26,7 @@ from lightning_lockstep.distributed.mpi.worker import Body
 from lightning_lockstep.errors import CollectiveMismatchError
 
 PIECE = 8 * 2**20  # of a reduction [bytes]
-COUNT = 2**30  # of one call of MPI [elements]
+COUNT = 2**30  # of one call of MPI [bytes]
 _WINDOW = 64  # messages to one rank under way at once
 _TAG = 0  # of messages inside collectives; those of a caller have higher ones
 
@@ -44,8 +44,6 @@ _TYPES: dict[torch.dtype, Any] = {
     torch.bool: MPI.UINT8_T,
 }
 _HALF = (torch.float16, torch.bfloat16)
-# What is only moved needs the size of an element alone.
-_BY_SIZE = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
 
 _REDUCTIONS = {
     "sum": MPI.SUM,
@@ -77,8 +75,8 @@ def _reduced(group: Any, tensor: Tensor, reduction: str, root: int | None) -> Bo
     op = (_OF_BOOLS if tensor.dtype is torch.bool else _REDUCTIONS)[reduction]
     # MPI has no half precision; adding in float32 also loses less.
     work = tensor.float() if tensor.dtype in _HALF else tensor
-    for piece in pieces(work, PIECE // work.element_size()):
-        memory = [_address(piece), piece.numel(), _TYPES[piece.dtype]]
+    for piece in pieces(work, PIECE):
+        memory = [memory_of(piece), piece.numel(), _TYPES[piece.dtype]]
         if root is None:
             request = comm.Iallreduce(MPI.IN_PLACE, memory, op)
         elif root == group.rank():
@@ -97,7 +95,7 @@ def _reduced(group: Any, tensor: Tensor, reduction: str, root: int | None) -> Bo
 
 def _broadcast(group: Any, tensor: Tensor, root: int) -> Body:
     for piece in pieces(tensor):
-        yield [group.comm.Ibcast(moved(piece), root).Test]
+        yield [group.comm.Ibcast(memory_of(piece), root).Test]
 
 
 def _exchanged(group: Any, outputs: Mapping[int, Tensor], inputs: Mapping[int, Tensor]) -> Body:
@@ -113,7 +111,7 @@ def _exchanged(group: Any, outputs: Mapping[int, Tensor], inputs: Mapping[int, T
             for piece in parts[i : i + _WINDOW]
         ]
         tests += [
-            group.comm.Isend(moved(piece), rank, _TAG).Test
+            group.comm.Isend(memory_of(piece), rank, _TAG).Test
             for rank, parts in given.items()
             for piece in parts[i : i + _WINDOW]
         ]
@@ -126,33 +124,27 @@ class Receive:
     """One message to come, which may be shorter than the tensor has room for: MPI does not say so."""
 
     def __init__(self, comm: Any, flat: Tensor, rank: int, tag: int) -> None:
-        self.status, self._memory = MPI.Status(), moved(flat)
-        self._request = comm.Irecv(self._memory, rank, tag)
+        self.status, self._room = MPI.Status(), flat.nbytes
+        self._request = comm.Irecv(memory_of(flat), rank, tag)
 
     def __call__(self) -> bool:
         if not self._request.Test(self.status):
             return False
-        _, room, kind = self._memory
-        if (found := self.status.Get_count(kind)) != room:
+        if (found := self.status.Get_count(MPI.BYTE)) != self._room:
             raise CollectiveMismatchError(
-                f"{max(found, 0)} elements came from rank {self.status.source} of the group, but {room} were expected:"
-                " make the sizes at both ends equal."
+                f"{found} bytes came from rank {self.status.source} of the group, but {self._room} were expected: make"
+                " the sizes at both ends equal."
             )
         return True
 
 
-def pieces(tensor: Tensor, elements: int | None = None) -> Sequence[Tensor]:
-    """Return the tensor in flat pieces of so many elements, at most as many as MPI can count."""
-    flat, elements = tensor.view(-1), max(1, min(elements or COUNT, COUNT))
+def pieces(tensor: Tensor, size: int | None = None) -> Sequence[Tensor]:
+    """Return the tensor in flat pieces of so many bytes, by default as many as MPI can count."""
+    flat, elements = tensor.view(-1), max(1, (size or COUNT) // tensor.element_size())
     return (flat,) if flat.numel() <= elements else torch.split(flat, elements)
 
 
-def moved(flat: Tensor) -> list[Any]:
-    """Return what MPI is given to move a flat tensor."""
-    return [_address(flat), flat.numel(), _BY_SIZE[flat.element_size()]]
-
-
-def _address(flat: Tensor) -> Any:
+def memory_of(flat: Tensor) -> Any:
     # An array of numpy would know length and type too, but its tensor could not be resized any more.
     return MPI.buffer.fromaddress(flat.data_ptr(), flat.nbytes)
 

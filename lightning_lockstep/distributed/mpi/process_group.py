@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import array
 import functools
-import json
 import threading
 import time
 from collections import deque
@@ -22,14 +21,13 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-from lightning_lockstep.distributed.failure.record import own_place
 from lightning_lockstep.distributed.guard.collective_call import (
     CollectiveCall,
     batch_number,
     batch_of_call,
     call_site,
     fingerprint,
-    mismatch_report,
+    mismatch,
 )
 from lightning_lockstep.distributed.guard.rank_state import Outstanding, RecordedCall
 from lightning_lockstep.distributed.local_collectives import (
@@ -43,7 +41,7 @@ from lightning_lockstep.distributed.mpi.operations import (
     Arguments,
     Receive,
     gathered,
-    moved,
+    memory_of,
     need,
     pieces,
 )
@@ -143,10 +141,7 @@ class MPIProcessGroup(dist.ProcessGroup):
             memory = array.array("q", [number, -number])
             yield [self.comm.Iallreduce(MPI.IN_PLACE, [memory, 2, MPI.INT64_T], MPI.MAX).Test]
             if memory[0] != -memory[1]:
-                own = json.dumps(replace(call, where=own_place()).to_data())
-                texts = yield from gathered(self, own.encode())
-                calls = [CollectiveCall.from_data(json.loads(text)) for text in texts]
-                raise CollectiveMismatchError(mismatch_report(dict(zip(self._ranks, calls, strict=True))))
+                raise mismatch(self._ranks, (yield from gathered(self, call.to_bytes())))
         yield from body
 
     def _ended(self, number: int, work: MPIWork, error: BaseException | None) -> BaseException | None:
@@ -183,7 +178,6 @@ class MPIProcessGroup(dist.ProcessGroup):
         return self._message(f"receive from {source}", tensors, source, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        """Receive a tensor from whichever rank sends one first."""
         return self._message("receive from any rank", tensors, MPI.ANY_SOURCE, tag)
 
     def _message(self, title: str, tensors: Any, other: int, tag: int) -> Any:
@@ -196,7 +190,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         tag += 1  # that of messages inside collectives is 0
 
         def send() -> Body:
-            yield [self.comm.Isend(moved(piece), other, tag).Test for piece in pieces(tensor)]
+            yield [self.comm.Isend(memory_of(piece), other, tag).Test for piece in pieces(tensor)]
 
         def receive() -> Body:
             first, *more = pieces(tensor)
@@ -253,7 +247,6 @@ class MPIProcessGroup(dist.ProcessGroup):
         return self
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long an operation waits for other ranks."""
         self.options._timeout = timeout
 
     _set_default_timeout = set_timeout

@@ -132,7 +132,6 @@ class MPIWork(dist.Work):
     # -- anywhere ---------------------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the operation is over."""
         self.awaited = True
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         # Without a limit of the caller: the worker ends it at its deadline.
@@ -144,15 +143,12 @@ class MPIWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether :meth:`wait` would return at once."""
         return self._done
 
     def is_success(self) -> bool:
-        """Return whether the operation is over and went well."""
         return self._done and self.error is None
 
     def exception(self) -> BaseException | None:
-        """Return the error the operation ended with, if any."""
         return self.error
 
     def source_rank(self) -> int:
@@ -205,7 +201,6 @@ class Worker:
         threading.Thread(target=self._loop, name="lockstep-mpi", daemon=True).start()
 
     def submit(self, work: MPIWork) -> None:
-        """Queue an operation."""
         self._inbox.put(work)
 
     def call(self, function: Callable[..., T], *args: Any) -> T:

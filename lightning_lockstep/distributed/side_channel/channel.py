@@ -73,7 +73,6 @@ class SideChannel:
                 on_lost(rank)
 
     def lose(self, rank: int) -> None:
-        """Note that a rank is lost, so that nothing waits for it."""
         self._note(rank, "lost")
 
     def _note(self, rank: int, is_now: _Peer) -> None:
@@ -145,7 +144,6 @@ class SideChannel:
         self._post(topic, body, receivers)
 
     def _post(self, topic: str, body: Any, to: tuple[int, ...]) -> None:
-        """Take a message to be sent, and return at once."""
         if 0 in to:
             self._deliver(Message(topic, 0, json.loads(json.dumps(body, default=str))))
 

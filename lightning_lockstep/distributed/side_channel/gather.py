@@ -28,8 +28,6 @@ Key = int | str
 
 @dataclass
 class Collecting:
-    """A call of this rank."""
-
     key: Key
     began: float  # [s since 1970]
     waits: bool = True
@@ -126,7 +124,6 @@ class Gather:
         return bool(self._coming)
 
     def close(self) -> None:
-        """Stop listening."""
         for remove in self._remove:
             remove()
 

@@ -104,7 +104,7 @@ def open_on(group: RankGroup) -> ZeroMQSideChannel:
             " the job the same, or none, and every job a different MASTER_PORT."
         )
     channel = opened(keys=channel_keys(given or token or ""), main_address=address)
-    if not channel.wait_for_main(_CONNECT_FOR):
+    if not channel.wait_for(lambda: channel.answers(0), _CONNECT_FOR):
         channel.close(0.0)
         raise LaunchError(
             f"Rank {group.rank} of {group.world_size} could not connect to the side channel of rank 0 at {address}"

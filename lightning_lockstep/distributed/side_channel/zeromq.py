@@ -111,7 +111,7 @@ class ZeroMQSideChannel(SideChannel):
         self.on(_HELLO, self._take_hello)
         self.on(_CLOSING, self._take_closing)
         self.on(_FLUSH, lambda message: self.post(_ARRIVED, message.body, to=message.sender))
-        self.on(_ARRIVED, self._note_arrival)
+        self.on(_ARRIVED, lambda message: self._flushed.update({message.sender: message.body}))
         self._sockets = threading.Thread(target=self._run_sockets, name="lockstep-channel", daemon=True)
         self._sockets.start()
 
@@ -142,7 +142,6 @@ class ZeroMQSideChannel(SideChannel):
             self._wakes.write(b"\0")
 
     def flush(self, timeout: float = 5.0) -> bool:
-        """See :meth:`SideChannel.flush`."""
         if not self._sockets.is_alive() or self._process != os.getpid():
             return False
         with self.news:
@@ -154,19 +153,10 @@ class ZeroMQSideChannel(SideChannel):
                 timeout,
             )
 
-    def _note_arrival(self, message: Message) -> None:
-        self._flushed[message.sender] = message.body
-
     def _peers_that(self, *are: str) -> list[int]:
         return [rank for rank, is_now in list(self._peers.items()) if is_now in are]
 
-    def wait_for_main(self, timeout: float) -> bool:
-        """Wait until the connection to rank 0 stands; return whether it does. Ranks: any but rank 0, alone."""
-        with self.news:
-            return self.news.wait_for(lambda: self.answers(0), timeout)
-
     def close(self, timeout: float = 2.0) -> None:
-        """See :meth:`SideChannel.close`."""
         if self._closing or self._process != os.getpid():
             return
         if self.rank == 0 and timeout:
@@ -341,5 +331,4 @@ def need_descriptors(world_size: int) -> None:
 
 
 def _endpoint(host: str) -> str:
-    """Return a host name or address as ZeroMQ takes it."""
     return f"tcp://[{host}]" if ":" in host else f"tcp://{host}"

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_lockstep.distributed import FailurePropagation, current_communicator
-from lightning_lockstep.distributed.coordination.rank_order import in_rank_order
+from lightning_lockstep.distributed.coordination.communicator import in_rank_order
 from lightning_lockstep.distributed.failure import process_exit
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.errors import ConfigurationError, RankFailedError

@@ -34,7 +34,7 @@ def open_with(**options: Any) -> ZeroMQSideChannel:
     if not communicator.is_main:
         rank, world_size = communicator.rank, communicator.world_size
         channel = ZeroMQSideChannel(rank, world_size, keys=keys, main_address=address, **given)
-        assert channel.wait_for_main(20)
+        assert channel.wait_for(lambda: channel.answers(0), 20)
     communicator.barrier()
     return channel
 

@@ -35,7 +35,7 @@ def channels(number: int, *, absent: int = 0) -> Iterator[list[ZeroMQSideChannel
         for rank in range(1, number)
     ]
     try:
-        assert all(one.wait_for_main(20) for one in others)
+        assert all(one.wait_for(lambda one=one: one.answers(0), 20) for one in others)
         yield [main, *others]
     finally:
         for one in (*others, main):
@@ -218,7 +218,7 @@ def test_strangers_are_not_listened_to_and_messages_may_be_large() -> None:
         got = [listen(one) for one in ranks]
         stranger = ZeroMQSideChannel(2, 3, keys=channel_keys("another"), main_address=main.address)
         stranger.post("news", "forged", to=0)
-        assert not stranger.wait_for_main(1.0)
+        assert not stranger.wait_for(lambda: stranger.answers(0), 1.0)
         stranger.close(0.0)
         with socket.create_connection(("127.0.0.1", main.port)) as raw:
             raw.sendall(b"GET / HTTP/1.0\r\n\r\n" + bytes(1000))

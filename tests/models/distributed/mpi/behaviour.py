@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_lockstep.distributed.guard import collective_call
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
 from tests.models.distributed import local_calls
 from tests.models.distributed.every_operation import PARTS
@@ -248,13 +249,13 @@ def queued(rank, size):
 def late_after_a_mismatch(rank, size):
     """One rank is held up between a comparison and its own part of the report."""
     group, other = dist.new_group(timeout=timedelta(seconds=0.6)), dist.new_group()
-    place = process_group.own_place
+    place = collective_call.own_place
     if rank == 1:
-        process_group.own_place = lambda: time.sleep(1.5) or place()
+        collective_call.own_place = lambda: time.sleep(1.5) or place()
     work = dist.all_reduce(torch.ones(2 + rank), group=group, async_op=True)
     began = time.monotonic()
     found = [caught(work.wait), time.monotonic() - began]
-    process_group.own_place = place
+    collective_call.own_place = place
     dist.all_reduce(torch.ones(2), group=other)
     return found
 
@@ -305,11 +306,8 @@ def behaviour(folder, thread_level="multiple", guard="verify", destroys=False):
 
     warnings.simplefilter("ignore")
     mpi4py.rc.thread_level = thread_level
-    global process_group
     rank, size = meet(seconds=30)
     from mpi4py import MPI
-
-    from lightning_lockstep.distributed.mpi import process_group
 
     seen = {"thread level": MPI.Query_thread(), "name": dist.get_backend()}
     for function, more in (*((one, ()) for one in BEHAVIOUR), (guarded, (guard,))):
@@ -385,9 +383,7 @@ BEHAVIOUR: dict[Callable[..., Any], Holds] = {
     messages: lambda zero, one: zero == [1, [1.0] * 4] and one == [[1.0, 2.0], [3.0], sum(range(300_000))],
     wrong_message: lambda zero, one: (
         one[0] is None  # as many bytes, of another dtype
-        and is_error(
-            one[1], "CollectiveMismatchError", "1 elements came from rank 0 of the group, but 3 were"
-        )
+        and is_error(one[1], "CollectiveMismatchError", "4 bytes came from rank 0 of the group, but 12 were")
         and is_error(one[2], "DistBackendError", "receive from 0 of group 'world'", "has sent more")
         and one[3] == [1.0] * 3
     ),

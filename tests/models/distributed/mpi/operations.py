@@ -194,7 +194,7 @@ def operations(every=False, cut=False):
         from lightning_lockstep.distributed.mpi import operations as of_mpi
 
         global LARGE
-        of_mpi.PIECE, of_mpi.COUNT, LARGE = 64, 17, 1_001
+        of_mpi.PIECE, of_mpi.COUNT, LARGE = 64, 68, 1_001
     groups = [list(range(size))] + ([[size - 1, 0]] if size > 2 else []) + [[0]]
     found = {"cases": 0, "wrong": [], "not compared": 0, "groups": len(groups)}
     for ranks in groups:

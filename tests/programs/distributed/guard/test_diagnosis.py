@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +18,6 @@ from lightning_lockstep.distributed.guard.collective_call import CollectiveCall
 from lightning_lockstep.distributed.guard.diagnosis import StallDiagnosis
 from lightning_lockstep.distributed.guard.observer import Activity
 from lightning_lockstep.distributed.guard.rank_state import (
-    DiagnosisRequest,
     Outstanding,
     RankState,
     RecordedCall,
@@ -60,10 +59,12 @@ class OtherRank:
         self._handlers[topic] = handler
         return lambda: None
 
-    def post(self, topic: str, body: Any = None, *, to: int | None = None) -> None:
+    def post(self, topic: str, body: Any = None, *, to: Any = None) -> None:
         if topic == "guard/where":
             self.asked += 1
-            self._handlers["guard/state"](Message("guard/state", 1, [body[0], next(self._answers).to_data()]))
+            if (answer := next(self._answers, None)) is not None:
+                self._handlers["guard/state"](Message("guard/state", 1, [body[0], asdict(answer)]))
+        self._handlers[topic](Message(topic, 0, body))
 
     def process_of(self, rank: int) -> tuple[str, int]:
         return socket.gethostname(), self._process
@@ -114,7 +115,7 @@ TO_DO: queue.SimpleQueue[Any] = queue.SimpleQueue()
 def work(stall: StallDiagnosis) -> None:
     """Do what the guard's thread does until there is no open request any more."""
     end = time.monotonic() + 30.0
-    while stall.is_busy and not TOLD.failed and time.monotonic() < end:
+    while (stall.is_busy or not TO_DO.empty()) and not TOLD.failed and time.monotonic() < end:
         while not TO_DO.empty():
             TO_DO.get()()
         stall.work()
@@ -125,7 +126,7 @@ def asked(mine: list[RankState], theirs: list[RankState]) -> tuple[BaseException
     """Return what rank 0 concludes from what it finds of itself and of rank 1, and how often it has asked."""
     channel, own = OtherRank(iter(theirs)), iter(mine)
     stall = diagnosis_of(channel, lambda: next(own))
-    stall.request(DiagnosisRequest(rank=0, outstanding=WANTED, seconds=60.0))
+    stall.request(WANTED, 60.0)
     work(stall)
     return TOLD.error, channel.asked
 
@@ -145,7 +146,7 @@ def test_a_remark_is_made_again_once_the_wait_is_twice_as_long(caplog: pytest.Lo
     channel = OtherRank(iter([at_work] * 10))
     stall = diagnosis_of(channel, lambda: WAITS)
     for seconds in (60, 120, 180, 240, 300):
-        stall.request(DiagnosisRequest(rank=0, outstanding=WANTED, seconds=seconds))
+        stall.request(WANTED, seconds)
         work(stall)
     assert channel.asked == 10
     remarks = [record.getMessage().partition(" in ")[0] for record in caplog.records]
