@@ -242,6 +242,11 @@ class RankSupervisor:
         self.propagation = self.guard = None
         shut_down(0.0, destroy_process_group=True)
 
+    def leave_if_raised(self) -> None:
+        """Be over with an attempt in which this rank has raised, because its Trainer has cleaned up."""
+        if self.propagation is not None and self.propagation.state == "raised":
+            self.propagation.leave()
+
     def _leave(self) -> None:
         if self.propagation is not None:
             self.propagation.leave()

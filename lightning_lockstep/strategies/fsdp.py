@@ -243,6 +243,7 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
         if self.accelerator is not None:
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
+        self.supervisor.leave_if_raised()
 
     # -- steps -----------------------------------------------------------------------------------------
 

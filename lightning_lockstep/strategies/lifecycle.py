@@ -194,8 +194,7 @@ class RankLifecycle(CountedSteps):
         """Release what the run used; the ranks stay connected for a next call of the Trainer."""
         self.forget_loaders()
         super().teardown()
-        if self.supervisor.propagation is not None:
-            self.supervisor.propagation.leave_if_raised()
+        self.supervisor.leave_if_raised()
 
     # -- checkpoints -----------------------------------------------------------------------------------
 

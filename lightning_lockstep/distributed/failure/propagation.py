@@ -170,11 +170,6 @@ class FailurePropagation:
         with self.channel.news:
             self.state = "over"
 
-    def leave_if_raised(self) -> None:
-        """Be over with an attempt in which this rank has raised, because its Trainer has cleaned up."""
-        if self.state == "raised":
-            self.leave()
-
     def check(self) -> None:
         """Raise here what ends this attempt, if another rank has failed. Ranks: any, alone."""
         record = self.record

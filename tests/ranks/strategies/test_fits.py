@@ -18,7 +18,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_lockstep import CollectiveStallError, LockstepDDPStrategy, gather_uneven
+from lightning_lockstep import (
+    CollectiveStallError,
+    LockstepDDPStrategy,
+    LockstepFSDPStrategy,
+    RankFailedError,
+    gather_uneven,
+)
 from lightning_lockstep._lightning import LightningModule, Trainer, seed_everything
 from tests.harness import logged, on_device, run_ranks, run_ranks_raw
 from tests.models.strategies import fsdp_models
@@ -170,6 +176,30 @@ def test_the_guard_names_the_rank_that_never_comes_and_its_place(device: str) ->
     first, second = (outcome.value for outcome in run_ranks_raw(2, one_never_comes, backend=None))
     assert first == second and first.startswith("rank 1 never came to collective #")
     assert re.search(r"1 +- +\S*test_fits.py:\d+ in training_step, after #\d+ .*<- never came", first), first
+
+
+class Raises(Net):
+    """Rank 1 raises in its second step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1 and self.global_rank == 1:
+            raise ValueError("boom")
+        return super().training_step(batch, batch_idx)
+
+
+def caught_failures() -> list[str]:
+    states = []
+    for kind in (LockstepDDPStrategy, LockstepFSDPStrategy):
+        strategy = kind()
+        with pytest.raises((ValueError, RankFailedError)):
+            fit(Raises(), loader(3), strategy=strategy)
+        states.append(strategy.supervisor.propagation.state)
+    return states
+
+
+def test_no_rank_of_which_the_program_goes_on_after_a_failure_is_ended_by_force() -> None:
+    _, second = (outcome.value for outcome in run_ranks_raw(2, caught_failures, backend=None))
+    assert second == ["over", "over"], "nothing counts down any more on the rank that has raised"
 
 
 def placement_shown() -> str:
