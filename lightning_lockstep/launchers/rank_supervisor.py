@@ -26,15 +26,13 @@ from lightning_lockstep._settings import Faults, is_whole, settings_of
 from lightning_lockstep._system import usable_cores
 from lightning_lockstep._text import say
 from lightning_lockstep.distributed import Communicator, FailurePropagation, current_communicator, shut_down
+from lightning_lockstep.distributed.failure.exit_notes import (
+    keep_failure,
+    remove_earlier_report,
+)
 from lightning_lockstep.distributed.failure.process_exit import Ending, outcome, set_ending
 from lightning_lockstep.distributed.failure.propagation import propagation_on
-from lightning_lockstep.distributed.failure.record import (
-    describe_error,
-    keep_failure,
-    place_in_words,
-    remove_earlier_report,
-    tell_place_by,
-)
+from lightning_lockstep.distributed.failure.record import describe_error, place_in_words, tell_place_by
 from lightning_lockstep.distributed.guard.collective_call import tell_batch_by
 from lightning_lockstep.distributed.guard.guard import CollectiveGuard, GuardSettings, guard_on
 from lightning_lockstep.distributed.process_group import current_group

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from lightning_lockstep.distributed.failure.record import first_failure, has_orderly_end
+from lightning_lockstep.distributed.failure.exit_notes import first_failure, has_orderly_end
 from tests.harness import MODELS, run_script
 from tests.harness.patience import patience
 
