@@ -296,9 +296,8 @@ def last_checkpoint(trainer: Any) -> Path | None:
 class RunRecord(Callback):
     """Counts what the closing summary shows, and saves the last step of a run."""
 
-    # A parent process reads what a spawned or forked rank has counted, once it has asked for that with
-    # :meth:`share`. What decides about a further validation or checkpoint is the same on all ranks; samples
-    # and seconds are rank 0's.
+    # A parent process reads what a spawned or forked rank has counted, once it has asked for that with :meth:`share`.
+    # What decides about a further validation or checkpoint is the same on all ranks; samples and seconds are rank 0's.
 
     def __init__(self) -> None:
         # samples of this rank, seconds of training, steps, epochs, step of the last validation

@@ -270,9 +270,8 @@ def _warn_of_fewer_steps(trainer: Trainer, place: BatchLoaders, size: int) -> No
         warnings.warn(
             f"batch size {size} per rank instead of {place.size}: an epoch has fewer optimizer steps, and the learning"
             f" rate stays as it is. The size that fits need not be one that trains well."
-            f" AutoBatchSize(global_batch_size={place.size * samples}) keeps the steps;"
-            f" EffectiveBatchSize({size * samples}, lr_scaling='linear',"
-            f" reference_batch_size={place.size * samples}) scales the learning rate.",
+            f" AutoBatchSize(global_batch_size={place.size * samples}) keeps the steps; EffectiveBatchSize({size * samples},"
+            f" lr_scaling='linear', reference_batch_size={place.size * samples}) scales the learning rate.",
             stacklevel=3,
         )
 

@@ -32,8 +32,7 @@ class OverflowDetector(EndsWithRun):
 
     Args:
         max_frames_to_save: Frames printed up to the first bad one.
-        trace_batch_nums: Batches (from 0, over all epochs) whose frames are all printed; detection is off for
-            these.
+        trace_batch_nums: Batches (from 0, over all epochs) whose frames are all printed; detection is off for these.
         abort_after_batch_num: Batch after which the run is ended with a :class:`~lightning_lockstep.LockstepError`.
         mode: ``"replay"`` checks loss and gradients only; ``"hooks"`` also every activation of every step, for
             overflows that reach neither.

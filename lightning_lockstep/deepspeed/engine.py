@@ -165,11 +165,10 @@ class LossScaleHistory:
 class EnginePrecision(DeepSpeedPrecision):
     """Lightning's precision plugin of DeepSpeed, whose engine steps and divides as Lightning's loop does."""
 
-    # Lightning divides the loss by ``accumulate_grad_batches``, and DeepSpeed would divide it again: the
-    # gradients were that much too small for SGD, and for clipping. Lightning also counts accumulated batches
-    # from the start of each epoch and steps after its last batch, where DeepSpeed counts on over the epochs;
-    # so the engine is told after which batches it steps. It also says once when DeepSpeed skips more
-    # optimizer steps than its loss scale explains.
+    # Lightning divides the loss by ``accumulate_grad_batches``, and DeepSpeed would divide it again: the gradients were
+    # that much too small for SGD, and for clipping. Lightning also counts accumulated batches from the start of each
+    # epoch and steps after its last batch, where DeepSpeed counts on over the epochs; so the engine is told after which
+    # batches it steps. It also says once when DeepSpeed skips more optimizer steps than its loss scale explains.
 
     def __init__(self, precision: Any) -> None:
         super().__init__(precision)

@@ -77,9 +77,8 @@ class SourceTextData(GlobalBatchDataModule):
         held_out = int(len(text) * self.held_out)
         if held_out <= self.context:
             raise ConfigurationError(
-                f"{len(text)} bytes of Python sources under {self.root} leave {held_out} for validation,"
-                f" less than one window of context={self.context} bytes; raise max_bytes or held_out, or"
-                " lower context"
+                f"{len(text)} bytes of Python sources under {self.root} leave {held_out} for validation, less than"
+                f" one window of context={self.context} bytes; raise max_bytes or held_out, or lower context"
             )
         train, val, test = torch.split(text, [len(text) - 2 * held_out, held_out, held_out])
         self._splits = {

@@ -27,8 +27,7 @@ _DEPTH = 5
 class NamePatterns:
     """Shell-style patterns for names such as ``decoder.block.0.output['mask']``."""
 
-    # A pattern matches a name as printed, or with its indices written with dots
-    # (``decoder.block.0.output.mask``).
+    # A pattern matches a name as printed, or with its indices written with dots (``decoder.block.0.output.mask``).
 
     def __init__(self, patterns: Sequence[str] = ()) -> None:
         self.patterns = tuple(patterns)

@@ -139,8 +139,7 @@ class Producer:
         return f"{said}: {', '.join(self.labels[:4])}" + (f" [{self.remarks}]" if self.remarks else "")
 
 
-# -- Hooks that record a frame for each call of each module, forward and backward, and find the first bad
-# value
+# -- Hooks that record a frame for each call of each module, forward and backward, and find the first bad value
 
 
 class FrameRecorder:

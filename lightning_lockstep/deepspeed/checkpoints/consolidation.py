@@ -238,12 +238,11 @@ def consolidated(
     without: Collection[str] = (),  # weights that are to have their shape alone
 ) -> dict[str, Any]:
     """Return what a DeepSpeed checkpoint folder holds, as Lightning's own checkpoint of one file would."""
-    # ``state_dict`` has whole tensors of float32, taken from the optimizer's float32 copies where there are
-    # any; parameters that share their values share them here too. The other entries are those of Lightning:
-    # epoch, loops, callbacks, hyperparameters and so on; those that are objects of classes are left out, with
-    # a warning. ``optimizer_states`` are left out: a new fit can begin with the weights, but does not go on
-    # with the optimizer as it was. Frozen parameters are missing if the run did not save them
-    # (``exclude_frozen_parameters``).
+    # ``state_dict`` has whole tensors of float32, taken from the optimizer's float32 copies where there are any;
+    # parameters that share their values share them here too. The other entries are those of Lightning: epoch, loops,
+    # callbacks, hyperparameters and so on; those that are objects of classes are left out, with a warning.
+    # ``optimizer_states`` are left out: a new fit can begin with the weights, but does not go on with the optimizer as
+    # it was. Frozen parameters are missing if the run did not save them (``exclude_frozen_parameters``).
     #
     # Memory: the weights once. Files are memory-mapped, so that what is read of them need not stay in memory;
     # the dictionary refers to none.
