@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -76,7 +75,7 @@ _DDP_START_METHODS = {
 
 
 def _make(module: str, name: str, **arguments: Any) -> Any:
-    cls = getattr(importlib.import_module(f"lightning_lockstep.{module}"), name)
+    cls = getattr(import_module(f"lightning_lockstep.{module}"), name)
     return cls(**arguments)
 
 

@@ -109,11 +109,9 @@ def build(config: DictConfig, *, own_callbacks: list[Any]) -> tuple[Any, Any, An
             faults += error.faults
     if faults:
         raise ConfigurationError(faults)
+    callbacks = [parts[key] for key in parts if key.startswith(("callbacks.", "checkpoint."))]
     given = {
-        "callbacks": [
-            *(parts[key] for key in parts if key.startswith(("callbacks.", "checkpoint."))),
-            *own_callbacks,
-        ],
+        "callbacks": [*callbacks, *own_callbacks],
         "logger": [parts[key] for key in parts if key.startswith("logger.")] or False,
         "strategy": parts["strategy"],
     }

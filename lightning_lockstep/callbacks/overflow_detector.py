@@ -96,9 +96,8 @@ class OverflowDetector(EndsWithRun):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the detection in place."""
-        folder = Path(
-            self.settings.report_dir or Path(trainer.log_dir or trainer.default_root_dir, "overflow")
-        )
+        usual = Path(trainer.log_dir or trainer.default_root_dir, "overflow")
+        folder = Path(self.settings.report_dir or usual)
         self._publisher = ReportPublisher(current_communicator(), folder, self.settings)
         self.at_end.callback(self._publisher.close)
         self._detection = Detection(trainer, pl_module, self._publisher)

@@ -70,10 +70,8 @@ def divided_as_made(config: Mapping[str, Any]) -> AbstractContextManager[None]:
         return nullcontext()
     import deepspeed
 
-    dividing: AbstractContextManager[None] = deepspeed.zero.Init(
-        config_dict_or_path=evaluation_config(config)
-    )
-    return dividing
+    made: AbstractContextManager[None] = deepspeed.zero.Init(config_dict_or_path=evaluation_config(config))
+    return made
 
 
 def _is_divided(config: Mapping[str, Any]) -> bool:

@@ -112,7 +112,6 @@ _SIGNATURE = hashlib.sha256().digest_size
 # Variables that tell a job of this user on this host from another one.
 _JOB_NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "PMI_JOBID")
 
-
 _made: str | None = None
 
 

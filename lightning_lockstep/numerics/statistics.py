@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -82,8 +81,8 @@ def _children(value: Any) -> list[tuple[Any, Any]] | None:
         return list(zip(value._fields, value, strict=True))
     if isinstance(value, (tuple, list)):
         return list(enumerate(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in fields(value)]
     return None
 
 
@@ -249,6 +248,4 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def json_number(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

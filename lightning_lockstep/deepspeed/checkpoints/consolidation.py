@@ -85,10 +85,7 @@ def _cut(parts: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
 # What an optimizer keeps for each value, such as Adam's moments, lies as the float32 copies do.
 
 Dtype = Literal["float32", "as_saved"]
-
 _HALF = (torch.float16, torch.bfloat16)
-
-
 #: Which parameter each name in the weights of a checkpoint is, by its own name, if this package saved it.
 NAMES = "lockstep_parameter_names"
 #: What the places of values in the files depend on, if this package saved them.
