@@ -31,12 +31,7 @@ from lightning_lockstep.distributed.local_collectives import UnansweredCollectiv
 from lightning_lockstep.errors import BatchSizeError
 from lightning_lockstep.steps.capabilities import missing_capabilities
 from lightning_lockstep.steps.isolated import isolated, run_step, step_arguments
-from lightning_lockstep.steps.snapshot import (
-    Gradients,
-    ModuleAttributes,
-    restored,
-    whole_run,
-)
+from lightning_lockstep.steps.snapshot import Gradients, ModuleAttributes, restored, whole_run
 
 # -- What is refused before any trial --
 

@@ -180,9 +180,7 @@ _TRUST = (
 
 
 def load_without_objects(
-    load: Callable[[Any, bool | None], dict[str, Any]],
-    path: Any,
-    weights_only: bool | None,
+    load: Callable[[Any, bool | None], dict[str, Any]], path: Any, weights_only: bool | None
 ) -> dict[str, Any]:
     """Return what ``load`` reads; if it has objects of classes, without the hyperparameters that are some."""
     try:

@@ -15,16 +15,10 @@ from typing import Any
 
 import psutil
 
-from lightning_lockstep._lightning import (
-    _basic_subprocess_cmd,
-    _SubprocessScriptLauncher,
-)
+from lightning_lockstep._lightning import _basic_subprocess_cmd, _SubprocessScriptLauncher
 from lightning_lockstep._settings import LAUNCHER_PID, launcher_pid
 from lightning_lockstep.distributed import FailurePropagation, shut_down
-from lightning_lockstep.distributed.failure.process_exit import (
-    end_now,
-    outcome,
-)
+from lightning_lockstep.distributed.failure.process_exit import end_now, outcome
 from lightning_lockstep.distributed.failure.record import describe_exit, keep_failure
 from lightning_lockstep.distributed.process_group import (
     RankGroup,

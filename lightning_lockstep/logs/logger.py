@@ -25,14 +25,7 @@ from lightning_lockstep.distributed.failure.process_exit import on_flush, outcom
 from lightning_lockstep.distributed.process_group import RankGroup, current_group
 from lightning_lockstep.distributed.side_channel.opening import side_channel_if_open
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.logs.collector import (
-    LINE,
-    Collector,
-    Line,
-    LogCall,
-    record_of,
-    with_real_path,
-)
+from lightning_lockstep.logs.collector import LINE, Collector, Line, LogCall, record_of, with_real_path
 
 _host = socket.gethostname()
 

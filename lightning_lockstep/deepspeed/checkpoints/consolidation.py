@@ -14,12 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_lockstep.deepspeed.checkpoints.files import (
-    Checkpoint,
-    read_checkpoint,
-    read_file,
-    save,
-)
+from lightning_lockstep.deepspeed.checkpoints.files import Checkpoint, read_checkpoint, read_file, save
 from lightning_lockstep.distributed.plain_data import is_plain, plain_entries
 from lightning_lockstep.distributed.sharded_state import REST, is_parts_folder, read_parts
 from lightning_lockstep.errors import ConfigurationError
