@@ -143,7 +143,7 @@ class ClassifierModule(LightningModule):
         """AdamW, with a linear rise of the learning rate when `warmup_steps` is given."""
         matrices = [weight for weight in self.parameters() if weight.requires_grad and weight.ndim >= 2]
         others = [weight for weight in self.parameters() if weight.requires_grad and weight.ndim < 2]
-        groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, weight_decay=self.weight_decay)
         if self.warmup_steps == 0:
             return optimizer

@@ -79,9 +79,8 @@ class _StartedRanks(RankProcesses):
 
 
 _started: _StartedRanks | None = None
-_works_for: RankSupervisor | None = (
-    None  # of the Trainer that this process works for now, with ranks of its own or as one
-)
+# Of the Trainer that this process works for now, with ranks of its own or as one.
+_works_for: RankSupervisor | None = None
 
 
 def _propagation() -> FailurePropagation | None:
