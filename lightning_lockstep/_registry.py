@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -12,8 +11,7 @@ from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import Any
 
-# -- A public name stands in the stub of its package, ``__init__.pyi``; the package loads it when it is
-# first used
+# -- A public name stands in the stub of its package, ``__init__.pyi``; the package loads it when it is first used
 #
 # What a stub names is public, and so is what a subpackage's `__init__` imports. Everything else is private.
 
@@ -77,7 +75,7 @@ _DDP_START_METHODS = {
 
 
 def _make(module: str, name: str, **arguments: Any) -> Any:
-    cls = getattr(importlib.import_module(f"lightning_lockstep.{module}"), name)
+    cls = getattr(import_module(f"lightning_lockstep.{module}"), name)
     return cls(**arguments)
 
 

@@ -170,8 +170,7 @@ class Faults:
 
 def settings_of(cls: type[_Settings], given: Mapping[str, Any]) -> _Settings:
     """Return the settings of a class out of values by name; what is none of its fields is left out."""
-    # A constructor gives it ``locals()``: a test holds its signature to the names, types and defaults of the
-    # fields.
+    # A constructor gives it ``locals()``: a test holds its signature to the names, types and defaults of the fields.
     fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(cls)  # type: ignore[arg-type]
     return cls(**{field.name: given[field.name] for field in fields if field.name in given})
 

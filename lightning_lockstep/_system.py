@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -140,7 +139,7 @@ def end_programs() -> None:
 
 
 def end_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
@@ -159,7 +158,7 @@ def text_of(file: IO[bytes], most: int = -1) -> str:  # most [bytes]; -1: all
 # -- Ctrl-C: a second one, or one that Python would not see
 
 
-@contextlib.contextmanager
+@contextmanager
 def on_ctrl_c(handler: Callable[..., object] | int) -> Iterator[None]:
     """Handle Ctrl-C in another way in the body, if it would raise KeyboardInterrupt in the calling thread."""
     usual = signal.getsignal(signal.SIGINT)

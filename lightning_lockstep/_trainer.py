@@ -8,12 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_lockstep._lightning import (
-    MisconfigurationException,
-    Trainer,
-    TrainerFn,
-    _AcceleratorConnector,
-)
+from lightning_lockstep._lightning import MisconfigurationException, Trainer, TrainerFn, _AcceleratorConnector
 from lightning_lockstep.errors import ConfigurationError
 
 

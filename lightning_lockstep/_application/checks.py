@@ -134,7 +134,8 @@ def checks_for(config: DictConfig) -> tuple[tuple[str, ...], CheckOptions]:
         names.append("slurm")
     ranks = _ranks_here(OmegaConf.select(config, "trainer.devices"), accelerator)
     # Each strategy of several ranks, Lightning's own too, says over which backend they communicate.
-    communicates = hasattr(target_of(OmegaConf.select(config, "strategy")), "process_group_backend")
+    target = target_of(OmegaConf.select(config, "strategy"))
+    communicates = hasattr(target, "process_group_backend") and getattr(target, "num_processes", ranks) != 1
     if communicates and ranks > 1 and external_ranks() is None:
         names.append("network")
     options = CheckOptions(

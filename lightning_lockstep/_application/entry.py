@@ -40,11 +40,7 @@ from lightning_lockstep._application.overrides import (
 from lightning_lockstep._application.signatures import is_left_out, show_faults, trace
 from lightning_lockstep._run_folder import forget_run_folders, without_claiming
 from lightning_lockstep._text import first_line, say
-from lightning_lockstep.distributed.failure.process_exit import (
-    error_from_bytes,
-    error_to_bytes,
-    outcome,
-)
+from lightning_lockstep.distributed.failure.process_exit import error_from_bytes, error_to_bytes, outcome
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 from lightning_lockstep.launchers.external_ranks import external_ranks
 from lightning_lockstep.launchers.hydra import (
@@ -59,8 +55,7 @@ from lightning_lockstep.launchers.hydra import (
     without_hydra,
 )
 
-# -- How an error of the program gets past Hydra, and out of the process of a job, to the program that
-# prints it
+# -- How an error of the program gets past Hydra, and out of the process of a job, to the program that prints it
 
 
 class Stop(BaseException):

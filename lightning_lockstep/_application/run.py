@@ -44,10 +44,7 @@ from lightning_lockstep._lightning import (
 from lightning_lockstep._registry import register_strategies
 from lightning_lockstep._run_folder import RunFolder
 from lightning_lockstep._text import say
-from lightning_lockstep._trainer import (
-    asks_for_training_loader,
-    weights_as_they_are,
-)
+from lightning_lockstep._trainer import asks_for_training_loader, weights_as_they_are
 from lightning_lockstep.distributed.failure.exit_notes import remove_earlier_report
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.mpirun import MPIRunLauncher
@@ -109,11 +106,9 @@ def build(config: DictConfig, *, own_callbacks: list[Any]) -> tuple[Any, Any, An
             faults += error.faults
     if faults:
         raise ConfigurationError(faults)
+    callbacks = [parts[key] for key in parts if key.startswith(("callbacks.", "checkpoint."))]
     given = {
-        "callbacks": [
-            *(parts[key] for key in parts if key.startswith(("callbacks.", "checkpoint."))),
-            *own_callbacks,
-        ],
+        "callbacks": [*callbacks, *own_callbacks],
         "logger": [parts[key] for key in parts if key.startswith("logger.")] or False,
         "strategy": parts["strategy"],
     }
@@ -296,9 +291,8 @@ def last_checkpoint(trainer: Any) -> Path | None:
 class RunRecord(Callback):
     """Counts what the closing summary shows, and saves the last step of a run."""
 
-    # A parent process reads what a spawned or forked rank has counted, once it has asked for that with
-    # :meth:`share`. What decides about a further validation or checkpoint is the same on all ranks; samples
-    # and seconds are rank 0's.
+    # A parent process reads what a spawned or forked rank has counted, once it has asked for that with :meth:`share`.
+    # What decides about a further validation or checkpoint is the same on all ranks; samples and seconds are rank 0's.
 
     def __init__(self) -> None:
         # samples of this rank, seconds of training, steps, epochs, step of the last validation

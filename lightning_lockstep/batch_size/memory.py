@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import functools
 import gc
 import os
 import re
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import psutil
@@ -302,7 +301,7 @@ def find_executable_batch_size(
         >>> train(model)
     """
     if function is None:
-        return functools.partial(
+        return partial(
             find_executable_batch_size,
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
@@ -312,7 +311,7 @@ def find_executable_batch_size(
     faults.raise_all()
     size = starting_batch_size
 
-    @functools.wraps(function)
+    @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal size
         values: list[Any] = []

@@ -31,12 +31,7 @@ from lightning_lockstep.distributed.local_collectives import UnansweredCollectiv
 from lightning_lockstep.errors import BatchSizeError
 from lightning_lockstep.steps.capabilities import missing_capabilities
 from lightning_lockstep.steps.isolated import isolated, run_step, step_arguments
-from lightning_lockstep.steps.snapshot import (
-    Gradients,
-    ModuleAttributes,
-    restored,
-    whole_run,
-)
+from lightning_lockstep.steps.snapshot import Gradients, ModuleAttributes, restored, whole_run
 
 # -- What is refused before any trial --
 
@@ -143,9 +138,8 @@ class TrialRunner:
         release_memory(collect=failure is not None)
         full = ranks_that_are_full(failure, f"the step with batch size {size}")
         self.done.append(trial := Trial(size, not full, full))
-        how = (
-            f"out of memory on {ranks_in_words(full)} ({next(iter(full.values()))[:90]})" if full else "fits"
-        )
+        reason = next(iter(full.values()), "")[:90]
+        how = f"out of memory on {ranks_in_words(full)} ({reason})" if full else "fits"
         say_once(f"batch size trial {len(self.done)}: {size:>6} per rank, {how}")
         return trial
 

@@ -156,9 +156,8 @@ class AutoBatchSize(BatchSizeFinder, EndsWithRun):
             what = f"AutoBatchSize(global_batch_size={given}) sets the accumulation"
             refuse_fixed_sizes(trainer, what, accumulates=True)
         asking = [one for one in getattr(trainer, "callbacks", ()) if isinstance(one, EffectiveBatchSize)]
-        sizes = {str(one.global_batch_size) for one in asking} | (
-            {str(given)} if given is not None else set()
-        )
+        sizes = {str(one.global_batch_size) for one in asking}
+        sizes |= set() if given is None else {str(given)}
         if len(sizes) > 1:
             raise SearchRefusedError(
                 f"AutoBatchSize(global_batch_size={given!r}) and EffectiveBatchSize ask for global batches of"
@@ -271,8 +270,8 @@ def _warn_of_fewer_steps(trainer: Trainer, place: BatchLoaders, size: int) -> No
             f"batch size {size} per rank instead of {place.size}: an epoch has fewer optimizer steps, and the learning"
             f" rate stays as it is. The size that fits need not be one that trains well."
             f" AutoBatchSize(global_batch_size={place.size * samples}) keeps the steps;"
-            f" EffectiveBatchSize({size * samples}, lr_scaling='linear',"
-            f" reference_batch_size={place.size * samples}) scales the learning rate.",
+            f" EffectiveBatchSize({size * samples}, lr_scaling='linear', reference_batch_size={place.size * samples})"
+            " scales the learning rate.",
             stacklevel=3,
         )
 

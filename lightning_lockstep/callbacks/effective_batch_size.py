@@ -141,12 +141,10 @@ class EffectiveBatchSize(Callback):
         self._scaled = bool(trainer.strategy.optimizers)
         if self.lr_scaling is None or total == reference:
             return
-
         # ``linear`` follows Goyal et al. 2017 (SGD, https://arxiv.org/abs/1706.02677), ``sqrt`` is the rule for
         # adaptive optimizers (Malladi et al. 2022, https://arxiv.org/abs/2205.10287).
         ratio = total / reference
         factor = ratio if self.lr_scaling == "linear" else math.sqrt(ratio)
-
         for optimizer in trainer.strategy.optimizers:
             for group in optimizer.param_groups:
                 before = float(group["lr"])

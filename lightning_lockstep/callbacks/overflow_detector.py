@@ -32,8 +32,7 @@ class OverflowDetector(EndsWithRun):
 
     Args:
         max_frames_to_save: Frames printed up to the first bad one.
-        trace_batch_nums: Batches (from 0, over all epochs) whose frames are all printed; detection is off for
-            these.
+        trace_batch_nums: Batches (from 0, over all epochs) whose frames are all printed; detection is off for these.
         abort_after_batch_num: Batch after which the run is ended with a :class:`~lightning_lockstep.LockstepError`.
         mode: ``"replay"`` checks loss and gradients only; ``"hooks"`` also every activation of every step, for
             overflows that reach neither.
@@ -97,9 +96,8 @@ class OverflowDetector(EndsWithRun):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the detection in place."""
-        folder = Path(
-            self.settings.report_dir or Path(trainer.log_dir or trainer.default_root_dir, "overflow")
-        )
+        usual = Path(trainer.log_dir or trainer.default_root_dir, "overflow")
+        folder = Path(self.settings.report_dir or usual)
         self._publisher = ReportPublisher(current_communicator(), folder, self.settings)
         self.at_end.callback(self._publisher.close)
         self._detection = Detection(trainer, pl_module, self._publisher)

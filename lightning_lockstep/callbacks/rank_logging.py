@@ -30,8 +30,7 @@ class RankOrderedLogging(EndsWithRun):
 
     Args:
         level: Lowest level on the console. A logger whose own level is higher, such as Python's default, gives less.
-        files: ``text`` or ``json`` (one object per line) for ``rank-N.log`` or ``rank-N.jsonl``; ``None`` for
-            no files.
+        files: ``text`` or ``json`` (one object per line) for ``rank-N.log`` or ``rank-N.jsonl``; ``None`` for no files.
         folder: Where the files go; by default ``logs`` in the Trainer's log folder.
         order_timeout: Longest time that an in-order line waits for those of other ranks [s].
 

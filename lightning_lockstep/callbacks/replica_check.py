@@ -66,14 +66,13 @@ class ReplicaCheck(EndsWithRun):
     ) -> None:
         super().__init__()
         faults = Faults()
-        faults.whole("every_n_steps", every_n_steps, what="a whole number of batches", such_as=100)
+        what = "a whole number of batches"
+        faults.whole("every_n_steps", every_n_steps, what=what, such_as=100)
         faults.choice("action", action, ("raise", "warn"))
         faults.flag("optimizer_state", optimizer_state)
         faults.choice("buffers", buffers, ("auto", "all", "none"))
         faults.flag("data", data)
-        faults.whole(
-            "audit_every_n_steps", audit_every_n_steps, least=0, what="a whole number of batches", such_as=0
-        )
+        faults.whole("audit_every_n_steps", audit_every_n_steps, least=0, what=what, such_as=0)
         faults.raise_all()
         self.every_n_steps, self.action = every_n_steps, action
         self.optimizer_state, self.buffers, self.data = optimizer_state, buffers, data
@@ -103,10 +102,8 @@ class ReplicaCheck(EndsWithRun):
         own = facts(trainer, pl_module)
         if len({*communicator.gather(folded(own.items()))}) > 1:
             table, is_fault = start_table(dict(enumerate(communicator.gather(own))))
-            self._act(
-                f"the run is not set up the same on all ranks, found before the first step\n\n{table}",
-                is_fault=is_fault,
-            )
+            text = f"the run is not set up the same on all ranks, found before the first step\n\n{table}"
+            self._act(text, is_fault=is_fault)
         contents = Contents(trainer, pl_module, optimizer_state=self.optimizer_state, buffers=self.buffers)
         checks = RankChecks(
             communicator, trainer, pl_module, contents, every_n_steps=self.every_n_steps, data=self.data

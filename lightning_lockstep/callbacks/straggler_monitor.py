@@ -113,8 +113,7 @@ class StragglerMonitor(EndsWithRun):
 
     Args:
         every_n_steps: Optimizer steps after which the ranks send their figures to rank 0, which decides.
-        min_share: Fraction of the time that the others must lose by waiting for a rank before it is reported (0
-            to 1).
+        min_share: Fraction of the time that the others must lose by waiting for a rank before it is reported (0 to 1).
 
     Attributes:
         verdict: On rank 0: the rank that the others wait for now; after the fit, over all of it.

@@ -191,13 +191,11 @@ class RunConfig:
         )
         faults = Faults()
         indices = [device.index for device in devices if device.type == "cuda"]
-        faults.check(
-            indices == list(range(len(indices))),
-            "devices",
-            indices,
+        expected = (
             "the first GPUs in their order, because DeepSpeed takes the local rank for the index of the GPU: hide the"
-            " others with CUDA_VISIBLE_DEVICES",
+            " others with CUDA_VISIBLE_DEVICES"
         )
+        faults.check(indices == list(range(len(indices))), "devices", indices, expected)
         try:
             completed(self.given, values, world_size)
         except ConfigurationError as error:

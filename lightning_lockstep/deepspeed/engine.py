@@ -70,10 +70,8 @@ def divided_as_made(config: Mapping[str, Any]) -> AbstractContextManager[None]:
         return nullcontext()
     import deepspeed
 
-    dividing: AbstractContextManager[None] = deepspeed.zero.Init(
-        config_dict_or_path=evaluation_config(config)
-    )
-    return dividing
+    made: AbstractContextManager[None] = deepspeed.zero.Init(config_dict_or_path=evaluation_config(config))
+    return made
 
 
 def _is_divided(config: Mapping[str, Any]) -> bool:
@@ -165,11 +163,10 @@ class LossScaleHistory:
 class EnginePrecision(DeepSpeedPrecision):
     """Lightning's precision plugin of DeepSpeed, whose engine steps and divides as Lightning's loop does."""
 
-    # Lightning divides the loss by ``accumulate_grad_batches``, and DeepSpeed would divide it again: the
-    # gradients were that much too small for SGD, and for clipping. Lightning also counts accumulated batches
-    # from the start of each epoch and steps after its last batch, where DeepSpeed counts on over the epochs;
-    # so the engine is told after which batches it steps. It also says once when DeepSpeed skips more
-    # optimizer steps than its loss scale explains.
+    # Lightning divides the loss by ``accumulate_grad_batches``, and DeepSpeed would divide it again: the gradients were
+    # that much too small for SGD, and for clipping. Lightning also counts accumulated batches from the start of each
+    # epoch and steps after its last batch, where DeepSpeed counts on over the epochs; so the engine is told after which
+    # batches it steps. It also says once when DeepSpeed skips more optimizer steps than its loss scale explains.
 
     def __init__(self, precision: Any) -> None:
         super().__init__(precision)

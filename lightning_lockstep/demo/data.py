@@ -35,12 +35,8 @@ class GlobalBatchDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         faults.whole("batch_size", batch_size, what="samples per rank, a whole number")
-        faults.whole(
-            "global_batch_size",
-            global_batch_size,
-            what="samples of all ranks in one optimizer step, a whole number",
-            optional=True,
-        )
+        what = "samples of all ranks in one optimizer step, a whole number"
+        faults.whole("global_batch_size", global_batch_size, what=what, optional=True)
         faults.whole("num_workers", num_workers, least=0, what="processes per rank, a whole number")
         faults.raise_all()
         self.batch_size = batch_size
@@ -141,26 +137,14 @@ class ClassifierModule(LightningModule):
         for name, values in (("loss", losses), ("acc", (logits.argmax(-1) == labels).float())):
             metric = cast(MeanMetric, self.metrics[f"{split}_{name}"])
             metric.update(values.detach())
-            self.log(
-                f"{split}_{name}",
-                metric,
-                on_step=False,
-                on_epoch=True,
-                prog_bar=True,
-                batch_size=len(targets),
-            )
+            self.log(f"{split}_{name}", metric, prog_bar=True, batch_size=len(targets))
 
     def configure_optimizers(self) -> Any:
         """AdamW, with a linear rise of the learning rate when `warmup_steps` is given."""
         matrices = [weight for weight in self.parameters() if weight.requires_grad and weight.ndim >= 2]
         others = [weight for weight in self.parameters() if weight.requires_grad and weight.ndim < 2]
-        optimizer = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": self.weight_decay},
-                {"params": others, "weight_decay": 0.0},
-            ],
-            lr=self.learning_rate,
-        )
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, weight_decay=self.weight_decay)
         if self.warmup_steps == 0:
             return optimizer
         rise = torch.optim.lr_scheduler.LambdaLR(optimizer, self._warmup)

@@ -59,10 +59,7 @@ class DigitsData(GlobalBatchDataModule):
             )
         faults.flag("augment", augment)
         super().__init__(
-            faults,
-            batch_size=batch_size,
-            global_batch_size=global_batch_size,
-            num_workers=num_workers,
+            faults, batch_size=batch_size, global_batch_size=global_batch_size, num_workers=num_workers
         )
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
@@ -146,10 +143,7 @@ class ConvNet(ClassifierModule):
         faults.choice("norm", norm, ("group", "batch"))
         faults.number("dropout", dropout, what="a share of the features", least=0, below=1)
         super().__init__(
-            faults,
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            warmup_steps=warmup_steps,
+            faults, learning_rate=learning_rate, weight_decay=weight_decay, warmup_steps=warmup_steps
         )
         self.save_hyperparameters()
         self.body = nn.Sequential(

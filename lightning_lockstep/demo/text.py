@@ -59,10 +59,7 @@ class SourceTextData(GlobalBatchDataModule):
         faults.number("held_out", held_out, what="a share of the text", above=0, below=0.5)
         faults.whole("max_bytes", max_bytes, what="bytes, a whole number")
         super().__init__(
-            faults,
-            batch_size=batch_size,
-            global_batch_size=global_batch_size,
-            num_workers=num_workers,
+            faults, batch_size=batch_size, global_batch_size=global_batch_size, num_workers=num_workers
         )
         self.context = context
         self.max_bytes = max_bytes
@@ -77,9 +74,8 @@ class SourceTextData(GlobalBatchDataModule):
         held_out = int(len(text) * self.held_out)
         if held_out <= self.context:
             raise ConfigurationError(
-                f"{len(text)} bytes of Python sources under {self.root} leave {held_out} for validation,"
-                f" less than one window of context={self.context} bytes; raise max_bytes or held_out, or"
-                " lower context"
+                f"{len(text)} bytes of Python sources under {self.root} leave {held_out} for validation, less than"
+                f" one window of context={self.context} bytes; raise max_bytes or held_out, or lower context"
             )
         train, val, test = torch.split(text, [len(text) - 2 * held_out, held_out, held_out])
         self._splits = {
@@ -166,10 +162,7 @@ class ByteGPT(ClassifierModule):
         if not faults.texts:
             faults.check(width % heads == 0, "width", width, f"a multiple of heads={heads}")
         super().__init__(
-            faults,
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            warmup_steps=warmup_steps,
+            faults, learning_rate=learning_rate, weight_decay=weight_decay, warmup_steps=warmup_steps
         )
         self.save_hyperparameters()
         self.bytes = nn.Embedding(_BYTES, width)

@@ -136,8 +136,7 @@ def _without_omegaconf(value: Any) -> Any:
 
 def plain_entries(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the entries that are plain data, and the names of those that had to be left out."""
-    # An entry is a value, or in a dictionary one of its values: half of a callback's state would be worse
-    # than none.
+    # An entry is a value, or in a dictionary one of its values: half of a callback's state would be worse than none.
     kept: dict[str, Any] = {}
     dropped = []
     for key, value in values.items():
@@ -181,9 +180,7 @@ _TRUST = (
 
 
 def load_without_objects(
-    load: Callable[[Any, bool | None], dict[str, Any]],
-    path: Any,
-    weights_only: bool | None,
+    load: Callable[[Any, bool | None], dict[str, Any]], path: Any, weights_only: bool | None
 ) -> dict[str, Any]:
     """Return what ``load`` reads; if it has objects of classes, without the hyperparameters that are some."""
     try:

@@ -147,13 +147,9 @@ def print_result(
         _print_row(to, *(Text(name, style="bold") for name in ("check", "status", "looked at", "found")))
     for number, finding in enumerate(shown):
         evidence, _, block = finding.evidence.partition("\n")
-        _print_row(
-            to,
-            Text("" if number else result.check),
-            Text(finding.status.value, style=_STYLES[finding.status]),
-            Text(finding.subject),
-            Text(evidence),
-        )
+        check, status = "" if number else result.check, finding.status
+        cells = Text(check), Text(status.value, style=_STYLES[status]), Text(finding.subject), Text(evidence)
+        _print_row(to, *cells)
         if block:  # of a table or a traceback; the last column is too narrow for its lines
             to.print(Text(indent(block, "  ")), soft_wrap=True)
     return bool(shown)

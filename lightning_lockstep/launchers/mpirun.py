@@ -44,8 +44,6 @@ _WITH_THIS_PROCESS = (
     *(sys.executable, "-I", "-S", "-c"),
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])",
 )
-
-
 _LOST = (
     "\nlightning-lockstep: mpirun ended without an error, but no rank of this host had finished: another host was"
     " lost. Resume from the last checkpoint once it is back.\n"

@@ -15,17 +15,11 @@ from typing import Any
 
 import psutil
 
-from lightning_lockstep._lightning import (
-    _basic_subprocess_cmd,
-    _SubprocessScriptLauncher,
-)
+from lightning_lockstep._lightning import _basic_subprocess_cmd, _SubprocessScriptLauncher
 from lightning_lockstep._settings import LAUNCHER_PID, launcher_pid
 from lightning_lockstep.distributed import FailurePropagation, shut_down
 from lightning_lockstep.distributed.failure.exit_notes import keep_failure
-from lightning_lockstep.distributed.failure.process_exit import (
-    end_now,
-    outcome,
-)
+from lightning_lockstep.distributed.failure.process_exit import end_now, outcome
 from lightning_lockstep.distributed.failure.record import describe_exit
 from lightning_lockstep.distributed.process_group import (
     RankGroup,
@@ -86,9 +80,8 @@ class _StartedRanks(RankProcesses):
 
 
 _started: _StartedRanks | None = None
-_works_for: RankSupervisor | None = (
-    None  # of the Trainer that this process works for now, with ranks of its own or as one
-)
+# Of the Trainer that this process works for now, with ranks of its own or as one.
+_works_for: RankSupervisor | None = None
 
 
 def _propagation() -> FailurePropagation | None:

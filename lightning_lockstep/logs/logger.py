@@ -25,14 +25,7 @@ from lightning_lockstep.distributed.failure.process_exit import on_flush, outcom
 from lightning_lockstep.distributed.process_group import RankGroup, current_group
 from lightning_lockstep.distributed.side_channel.opening import side_channel_if_open
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.logs.collector import (
-    LINE,
-    Collector,
-    Line,
-    LogCall,
-    record_of,
-    with_real_path,
-)
+from lightning_lockstep.logs.collector import LINE, Collector, Line, LogCall, record_of, with_real_path
 
 _host = socket.gethostname()
 
@@ -70,11 +63,10 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
 class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
     """An adapter over a standard logger, with two more keywords on every method.
 
-    ``main_process_only=True`` (the default) prints on the main rank only, ``main_process_only=False`` on
-    every rank that makes the call. ``in_order=True`` prints the lines of all ranks in rank order, through
-    rank 0: the call posts one message and returns, and a line that other ranks do not log is printed after
-    ``order_timeout`` with their numbers. ``extra``, ``exc_info``, ``stack_info``, ``stacklevel`` and ``%``
-    arguments work as in :mod:`logging`.
+    ``main_process_only=True`` (the default) prints on the main rank only, ``main_process_only=False`` on every rank
+    that makes the call. ``in_order=True`` prints the lines of all ranks in rank order, through rank 0: the call posts
+    one message and returns, and a line that other ranks do not log is printed after ``order_timeout`` with their
+    numbers. ``extra``, ``exc_info``, ``stack_info``, ``stacklevel`` and ``%`` arguments work as in :mod:`logging`.
     """
 
     logger: logging.Logger

@@ -23,11 +23,10 @@ _Module = TypeVar("_Module", bound=nn.Module)
 def run_in_fp32(module: _Module) -> _Module:
     """Make a module compute in float32, with autocast off, whatever the precision around it.
 
-    Inputs of float16 or bfloat16 come in as float32; outputs go back to the dtype of the first floating-point
-    input (of the parameters if there is none, such as for an embedding). Parameters that are themselves float16
-    or bfloat16 are cast for the computation only: gradients reach them, the optimizer and ``state_dict`` see no
-    difference. An output too large for the dtype it is cast back to is infinite again; in that case apply this
-    to the enclosing module.
+    Inputs of float16 or bfloat16 come in as float32; outputs go back to the dtype of the first floating-point input (of
+    the parameters if there is none, such as for an embedding). Parameters that are themselves float16 or bfloat16 are
+    cast for the computation only: gradients reach them, the optimizer and ``state_dict`` see no difference. An output
+    too large for the dtype it is cast back to is infinite again; in that case apply this to the enclosing module.
 
     Args:
         module: Any module. Calling this again does nothing.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -27,8 +26,7 @@ _DEPTH = 5
 class NamePatterns:
     """Shell-style patterns for names such as ``decoder.block.0.output['mask']``."""
 
-    # A pattern matches a name as printed, or with its indices written with dots
-    # (``decoder.block.0.output.mask``).
+    # A pattern matches a name as printed, or with its indices written with dots (``decoder.block.0.output.mask``).
 
     def __init__(self, patterns: Sequence[str] = ()) -> None:
         self.patterns = tuple(patterns)
@@ -83,8 +81,8 @@ def _children(value: Any) -> list[tuple[Any, Any]] | None:
         return list(zip(value._fields, value, strict=True))
     if isinstance(value, (tuple, list)):
         return list(enumerate(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in fields(value)]
     return None
 
 
@@ -250,6 +248,4 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def json_number(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -102,9 +102,8 @@ class Detection:
             self._watch.begin_step()
         if occasion.batch_number not in self._settings.trace_batch_nums:
             return nullcontext()
-        self._tracing = FrameRecorder(
-            self._module, self._settings, whole=True, divided=is_divided(self._trainer)
-        )
+        divided = is_divided(trainer)
+        self._tracing = FrameRecorder(self._module, self._settings, whole=True, divided=divided)
         return self._tracing.recording()
 
     def before_backward(self, loss: Tensor) -> None:

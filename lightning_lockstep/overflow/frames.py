@@ -139,8 +139,7 @@ class Producer:
         return f"{said}: {', '.join(self.labels[:4])}" + (f" [{self.remarks}]" if self.remarks else "")
 
 
-# -- Hooks that record a frame for each call of each module, forward and backward, and find the first bad
-# value
+# -- Hooks that record a frame for each call of each module, forward and backward, and find the first bad value
 
 
 class FrameRecorder:
@@ -172,9 +171,8 @@ class FrameRecorder:
         self._gradients = settings.gradients and not whole
         self._found = False  # whether a frame was bad
         self._stack: list[tuple[str, nn.Module, list[Value]]] = []
-        self._bad_gradients: dict[
-            str, None
-        ] = {}  # the modules that have any, in the order in which they came
+        # The modules that have any, in the order in which they came.
+        self._bad_gradients: dict[str, None] = {}
 
     @contextmanager
     def recording(self) -> Iterator[FrameRecorder]:

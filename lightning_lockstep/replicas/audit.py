@@ -233,10 +233,7 @@ def _report(verdict: Verdict, owner: int, rows: Sequence[tuple[str, str, str]]) 
         )
     else:
         who = listed([ranks_in_words(group) for group in verdict.groups], 4)
-        first, device = (
-            f"{who} compute different values, and no majority agrees",
-            "A device of theirs",
-        )
+        first, device = f"{who} compute different values, and no majority agrees", "A device of theirs"
     return (
         f"{first}: a batch of rank {owner}, run again with the same weights, buffers and random numbers, gave another"
         f" loss or other gradients\n\n{table}\n\nLikely reasons:\n  1. {device} computes wrongly: test or replace it."

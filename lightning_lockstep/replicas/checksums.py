@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -115,9 +114,8 @@ def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
         flat = flat.cpu()  # XLA: integers of 64 bits and views of bits would be one more program to compile
     flat = torch.view_as_real(flat) if flat.is_complex() else flat
     if not flat.is_contiguous():  # such as channels_last
-        flat = flat.permute(
-            sorted(range(flat.dim()), key=flat.stride().__getitem__, reverse=True)
-        ).contiguous()
+        order = sorted(range(flat.dim()), key=flat.stride().__getitem__, reverse=True)
+        flat = flat.permute(order).contiguous()
     flat = flat.view(-1).view(_INTEGERS[flat.element_size()])
     in_word = 8 // flat.element_size()
     whole = len(flat) - len(flat) % in_word
@@ -128,7 +126,7 @@ def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return words, flat[whole:]
 
 
-@functools.lru_cache(maxsize=8)
+@lru_cache(maxsize=8)
 def _weights(device: torch.device) -> Tensor:
     """Return odd numbers, one for each position, that look random and are the same on every rank."""
     count = _WORDS if device.type == "cpu" else _WORDS_OF_GPU
@@ -182,11 +180,9 @@ def batch_sums(batch: Any, loaders: int) -> list[BatchSum] | None:
 
 
 def _is_known(leaf: Any) -> bool:
-    return (
-        can_be_read(leaf)
-        if isinstance(leaf, Tensor)
-        else isinstance(leaf, (str, bytes, int, float, type(None)))
-    )
+    if isinstance(leaf, Tensor):
+        return can_be_read(leaf)
+    return isinstance(leaf, (str, bytes, int, float, type(None)))
 
 
 class BatchRecorder:

@@ -30,8 +30,6 @@ _OWN_STATISTICS = (
     nn.InstanceNorm2d,
     nn.InstanceNorm3d,
 )
-
-
 Named = dict[str, Tensor]
 
 

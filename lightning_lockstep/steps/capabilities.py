@@ -58,11 +58,8 @@ def capabilities_of(strategy: Strategy) -> Capabilities:
     if stated is not None:
         return stated
     # DeepSpeed's strategy is a DDPStrategy by inheritance only: its engine makes the step.
-    whole = (
-        isinstance(strategy, (DDPStrategy, SingleDeviceStrategy))
-        and not strategy.handles_gradient_accumulation
-    )
-    if not whole:
+    is_ddp = isinstance(strategy, (DDPStrategy, SingleDeviceStrategy))
+    if not is_ddp or strategy.handles_gradient_accumulation:
         return Capabilities(whole_gradients=False, step_alone=False)
     if strategy.root_device.type == "xla":
         return Capabilities(whole_gradients=False, sees_out_of_memory=False, runs_at_once=False)

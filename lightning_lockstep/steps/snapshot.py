@@ -133,11 +133,8 @@ class Attributes:
     ) -> None:
         self._but, known = but, {id(tensor) for tensor in leaves}
         self._kept = [
-            (
-                vars(one),
-                {name: restorer(value, known) for name, value in vars(one).items() if name not in but},
-            )
-            for one in owners
+            (held, {name: restorer(value, known) for name, value in held.items() if name not in but})
+            for held in map(vars, owners)
         ]
 
     def restore(self) -> None:

@@ -89,8 +89,7 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
         options: As for :class:`LockstepDDPStrategy`: ``start_method``, ``grace_period``, ``silence_limit``,
             ``uneven_inputs``, ``iterable_datasets``, ``random_numbers``, ``batch_norm``, ``threads_per_rank``,
             ``timeout``, ``guard``, ``stall_timeout``, ``process_group_backend`` (``mpi4py`` too),
-            ``cluster_environment``; and Lightning's ``accelerator``,
-            ``parallel_devices``, ``precision_plugin``.
+            ``cluster_environment``; and Lightning's ``accelerator``, ``parallel_devices``, ``precision_plugin``.
 
     Raises:
         ConfigurationError: One message with everything that cannot be used.

@@ -12,12 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_lockstep._lightning import (
-    ClusterEnvironment,
-    Precision,
-    rank_zero_only,
-    reset_seed,
-)
+from lightning_lockstep._lightning import ClusterEnvironment, Precision, rank_zero_only, reset_seed
 from lightning_lockstep._registry import public
 from lightning_lockstep._settings import launcher_pid
 from lightning_lockstep._trainer import given_to_trainer
@@ -28,10 +23,7 @@ from lightning_lockstep.distributed.failure.process_exit import outcome
 from lightning_lockstep.distributed.guard.rank_state import size_flight_recorder
 from lightning_lockstep.distributed.side_channel.zeromq import need_descriptors
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.launchers.environments import (
-    LockstepEnvironment,
-    belongs_to_slurm,
-)
+from lightning_lockstep.launchers.environments import LockstepEnvironment, belongs_to_slurm
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, apply_threads
 from lightning_lockstep.launchers.subprocess_script import check_ranks, have_met
 from lightning_lockstep.loaders.loader_position import LoaderPosition

@@ -33,8 +33,7 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         backend: ``auto``: nccl on CUDA, ``mpi4py`` (collectives of the MPI library) on CPU. Or one of ``mpi4py``,
             ``gloo``, ``nccl``, and ``mpi`` for a torch built with it.
         hostfile: File with the hosts to start ranks on and their slots, in the form of the mpirun in use.
-        mpirun: The command that starts ranks; by default the one next to this Python, else the one in
-            ``PATH``.
+        mpirun: The command that starts ranks; by default the one next to this Python, else the one in ``PATH``.
         mpirun_args: Further arguments for it.
         ssh_args: Arguments for ssh to the other hosts, such as ``["-p", "2222"]``.
         options: Those of :class:`LockstepDDPStrategy`, but for ``start_method`` and ``process_group_backend``.

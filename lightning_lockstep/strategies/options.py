@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from io import StringIO
 from typing import Any, Literal, TypedDict, TypeVar
@@ -129,11 +128,10 @@ class FSDPSettings(LifecycleSettings):
             )
         if self.mesh is not None:
             sizes = self.mesh if isinstance(self.mesh, Mapping) else {}
-            known = set(sizes) <= {"shard", "replicate"} and all(
-                is_whole(n) and n > 0 for n in sizes.values()
-            )
+            known = bool(sizes) and set(sizes) <= {"shard", "replicate"}
+            are_sizes = all(is_whole(n) and n > 0 for n in sizes.values())
             expected = "sizes of 'shard' and 'replicate', such as {'shard': 4, 'replicate': 2}"
-            faults.check(bool(sizes) and known, "mesh", self.mesh, expected)
+            faults.check(known and are_sizes, "mesh", self.mesh, expected)
 
 
 # -- Options that are handed on unchanged, with the defaults of the class that takes them. Type checkers, editors and
@@ -223,7 +221,7 @@ def taken(
 ) -> tuple[_Settings, dict[str, Any]]:
     """Return the settings of a strategy, and the options that it hands on; raise for any other."""
     # `given`: the arguments of its constructor; those that it does not name are in ``options``.
-    options, fields = given["options"], {field.name for field in dataclasses.fields(settings)}
+    options, names = given["options"], {field.name for field in fields(settings)}
     own = {
         name
         for cls in strategy.__mro__
@@ -240,7 +238,7 @@ def taken(
         )
     faults.unknown(unknown, {*accepted, *own}, owner=strategy.__name__)
     faults.raise_all()
-    handed_on = {name: value for name, value in options.items() if name not in fields}
+    handed_on = {name: value for name, value in options.items() if name not in names}
     return settings_of(settings, {**given, **options}), handed_on
 
 

@@ -96,12 +96,7 @@ class LockstepXLAStrategy(RankLifecycle):
     # Ends what a run has begun outside its steps; more than once does no harm.
     end_lazy_run: Callable[[], None] = staticmethod(lambda: None)
 
-    def __init__(
-        self,
-        *,
-        downcast_bf16: bool = False,
-        **options: Unpack[OptionsOfXLA],
-    ) -> None:
+    def __init__(self, *, downcast_bf16: bool = False, **options: Unpack[OptionsOfXLA]) -> None:
         self.downcast_bf16 = downcast_bf16
         accepted = OptionsOfXLA.__optional_keys__
         self.settings, handed_on = taken(LifecycleSettings, type(self), locals(), accepted)

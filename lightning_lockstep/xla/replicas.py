@@ -16,8 +16,7 @@ from lightning_lockstep.errors import ConfigurationError, LaunchError
 from lightning_lockstep.xla.runtime import XLARuntime, find_device_type
 
 # -- The devices of one process as a mesh: how batches and parameters are divided among them --
-# What a tensor holds never depends on how it is divided, only where its parts lie and which device computes
-# what.
+# What a tensor holds never depends on how it is divided, only where its parts lie and which device computes what.
 
 _AXIS = "data"
 
@@ -80,8 +79,7 @@ def _longest_even(shape: Sequence[int], parts: int) -> int | None:
 
 
 def check_replicas(count: int) -> None:
-    # On the CPU each process has its own client, and an all-reduce waits for devices of the same client
-    # only.
+    # On the CPU each process has its own client, and an all-reduce waits for devices of the same client only.
     if count > 1 and find_device_type() == "CPU":
         raise ConfigurationError(
             f"strategy='lockstep_xla' with {count} devices: expected 1, because torch-xla's devices on the CPU cannot"

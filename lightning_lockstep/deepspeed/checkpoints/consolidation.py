@@ -14,12 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_lockstep.deepspeed.checkpoints.files import (
-    Checkpoint,
-    read_checkpoint,
-    read_file,
-    save,
-)
+from lightning_lockstep.deepspeed.checkpoints.files import Checkpoint, read_checkpoint, read_file, save
 from lightning_lockstep.distributed.plain_data import is_plain, plain_entries
 from lightning_lockstep.distributed.sharded_state import REST, is_parts_folder, read_parts
 from lightning_lockstep.errors import ConfigurationError
@@ -85,10 +80,7 @@ def _cut(parts: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
 # What an optimizer keeps for each value, such as Adam's moments, lies as the float32 copies do.
 
 Dtype = Literal["float32", "as_saved"]
-
 _HALF = (torch.float16, torch.bfloat16)
-
-
 #: Which parameter each name in the weights of a checkpoint is, by its own name, if this package saved it.
 NAMES = "lockstep_parameter_names"
 #: What the places of values in the files depend on, if this package saved them.
@@ -238,12 +230,11 @@ def consolidated(
     without: Collection[str] = (),  # weights that are to have their shape alone
 ) -> dict[str, Any]:
     """Return what a DeepSpeed checkpoint folder holds, as Lightning's own checkpoint of one file would."""
-    # ``state_dict`` has whole tensors of float32, taken from the optimizer's float32 copies where there are
-    # any; parameters that share their values share them here too. The other entries are those of Lightning:
-    # epoch, loops, callbacks, hyperparameters and so on; those that are objects of classes are left out, with
-    # a warning. ``optimizer_states`` are left out: a new fit can begin with the weights, but does not go on
-    # with the optimizer as it was. Frozen parameters are missing if the run did not save them
-    # (``exclude_frozen_parameters``).
+    # ``state_dict`` has whole tensors of float32, taken from the optimizer's float32 copies where there are any;
+    # parameters that share their values share them here too. The other entries are those of Lightning: epoch, loops,
+    # callbacks, hyperparameters and so on; those that are objects of classes are left out, with a warning.
+    # ``optimizer_states`` are left out: a new fit can begin with the weights, but does not go on with the optimizer as
+    # it was. Frozen parameters are missing if the run did not save them (``exclude_frozen_parameters``).
     #
     # Memory: the weights once. Files are memory-mapped, so that what is read of them need not stay in memory;
     # the dictionary refers to none.

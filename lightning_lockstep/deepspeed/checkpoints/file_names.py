@@ -55,9 +55,8 @@ class CheckpointFolder:
     def check_kind(self) -> None:
         """Refuse a checkpoint that is split otherwise than over data-parallel ranks."""
         kind = None
-        if any(
-            int(match["part"]) for match in (*self._matches(_MODEL_FILE), *self._matches(_OPTIMIZER_FILE))
-        ):
+        matches = (*self._matches(_MODEL_FILE), *self._matches(_OPTIMIZER_FILE))
+        if any(int(match["part"]) for match in matches):
             kind = "a model that is split by tensor or pipeline parallelism (more than one mp_rank)"
         elif self.has_experts:
             kind = "a model with experts of DeepSpeed"

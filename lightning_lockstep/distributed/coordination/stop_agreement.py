@@ -10,10 +10,9 @@ asks every rank for a promise, and picks the furthest one:
                      last = max(h)
                      COMMIT last  --------------->  leave after step `last`
 
-No rank can be beyond ``last`` when the decision arrives, since none goes beyond its own promise before. The
-main thread takes no part until a request exists: then it waits, at the step it has promised, for the few
-hundred microseconds that the decision may still need. Each rank counts steps for itself; every rank must
-count the same ones.
+No rank can be beyond ``last`` when the decision arrives, since none goes beyond its own promise before. The main thread
+takes no part until a request exists: then it waits, at the step it has promised, for the few hundred microseconds that
+the decision may still need. Each rank counts steps for itself; every rank must count the same ones.
 """
 
 from __future__ import annotations

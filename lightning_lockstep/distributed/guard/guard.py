@@ -140,9 +140,7 @@ class CollectiveGuard:
                 lambda: self._stall.request(next(iter(self.rank.outstanding()), None), 0.0, raised)
             )
             self._channel.wait_for(
-                lambda: self._stall.answers > before or self._propagation.failed,
-                _EXPLAIN_FOR,
-                stops=False,
+                lambda: self._stall.answers > before or self._propagation.failed, _EXPLAIN_FOR, stops=False
             )
 
     def _run(self) -> None:

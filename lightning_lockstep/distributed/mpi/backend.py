@@ -166,9 +166,8 @@ def _import_mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
-            f"mpi4py is installed, but it cannot load an MPI library: {first_line(error)}."
-            f" Install one with `{install_command('mpi')}`, or set MPI4PY_LIBMPI to the path of your"
-            " cluster's libmpi.so."
+            f"mpi4py is installed, but it cannot load an MPI library: {first_line(error)}. Install one with"
+            f" `{install_command('mpi')}`, or set MPI4PY_LIBMPI to the path of your cluster's libmpi.so."
         ) from error
     return MPI
 

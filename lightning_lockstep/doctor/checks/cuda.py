@@ -243,12 +243,11 @@ def _architectures(machine: Machine, gpus: Sequence[Gpu]) -> Iterator[Finding]:
 def _no_kernels(name: str, capability: tuple[int, ...], built: Sequence[str]) -> Finding:
     number = "".join(map(str, capability))
     is_newer = all(capability > _capability(entry) for entry in built)
+    older = "# this GPU is too old for this torch: take an older torch, or"
     return problem(
         "architectures",
         f"{name} is sm_{number}, and torch has kernels for {' '.join(built)} only: 'no kernel image is available'.",
-        "pip install --upgrade torch"
-        if is_newer
-        else "# this GPU is too old for this torch: take an older torch, or",
+        "pip install --upgrade torch" if is_newer else older,
         f"# build torch from its sources with TORCH_CUDA_ARCH_LIST={'.'.join(map(str, capability))!r}",
     )
 

@@ -25,16 +25,10 @@ def check(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     yield ok("GPUs", ", ".join(listed))
     yield from _ranks(machine, gpus)
     if len(gpus) > 1:
-        yield from _compared(
-            "memory",
-            {gpu.index: size_in_words(gpu.memory * _MIB) for gpu in gpus if gpu.memory},
-            "the smallest limits the batch of all ranks",
-        )
-        yield from _compared(
-            "compute capability",
-            {gpu.index: ".".join(map(str, gpu.capability)) for gpu in gpus if gpu.capability},
-            "the oldest limits precision",
-        )
+        memory = {gpu.index: size_in_words(gpu.memory * _MIB) for gpu in gpus if gpu.memory}
+        yield from _compared("memory", memory, "the smallest limits the batch of all ranks")
+        capability = {gpu.index: ".".join(map(str, gpu.capability)) for gpu in gpus if gpu.capability}
+        yield from _compared("compute capability", capability, "the oldest limits precision")
     if torch_build(machine).cuda:
         yield from _matrix_products(machine, gpus)
 
