@@ -57,7 +57,9 @@ def draw(seed: int) -> tuple[int, list[str], str]:
         at = -1 if phase in IN_RECOVERY else step
         if at not in orders:
             orders[at] = f"{member}:{phase}:{step}"
-            of_ranks += [step] if member < 4 and phase not in IN_RECOVERY else []
+            # In each of the options these come in that step.
+            is_sure = member < 4 and phase in ("forward", "backward", "optimizer", "save")
+            of_ranks += [step] if is_sure else []
     drawn = list(orders.values())
     if (
         spares and of_ranks and draws.random() < 0.5

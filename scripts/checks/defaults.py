@@ -130,10 +130,15 @@ def faults_of_settings(classes: dict[str, Any]) -> Iterator[str]:
 
 
 def makers_of(cls: type) -> list[type]:
-    """The class and those that it inherits from, if they are public here and have a constructor of their own."""
-    return [
-        base for base in inspect.getmro(cls) if base.__name__ in components() and "__init__" in vars(base)
-    ]
+    """The class and those that it hands options on to, if they are public here and have a constructor of their own."""
+    makers: list[type] = []
+    for base in inspect.getmro(cls):
+        if base.__name__ in components() and "__init__" in vars(base):
+            makers.append(base)
+            parameters = inspect.signature(base.__init__).parameters.values()  # type: ignore[misc]
+            if not any(one.kind is one.VAR_KEYWORD for one in parameters):
+                break
+    return makers
 
 
 def handed_on(maker: type) -> dict[str, Any]:
