@@ -134,13 +134,15 @@ def _fitted(plan: Plan) -> Expected:
 
 
 def _preempted(plan: Plan) -> Expected:
+    # On the signal by which Slurm requeues a job it lies where Lightning looks for it then.
+    is_of_slurm = plan.launch == "srun" and plan.fault.startswith("usr1")
     return Expected(
         _codes(plan, _PREEMPTED),
         dict.fromkeys(_programs(plan), ("Preempted",)),
         printed=("All ranks end here with exit code 75",),
         silent=plan.launch != "torchrun",
         # Without StopTogether it lies in the Trainer's folder, as Lightning's own for Slurm does.
-        checkpoint=r"preempted\.ckpt" if "stop" in plan.callbacks else r"step=4\.ckpt",
+        checkpoint=r"preempted\.ckpt" if "stop" in plan.callbacks and not is_of_slurm else r"step=4\.ckpt",
     )
 
 
