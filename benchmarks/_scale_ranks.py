@@ -94,7 +94,7 @@ def many_ranks(first: int, count: int, key: str, address: str) -> None:
     context.set(zmq.MAX_SOCKETS, count + 10)
     say(ready=True)
     sys.stdin.readline()  # all begin to connect at once
-    hello = json.dumps([socket.gethostname(), os.getpid()]).encode()
+    hello = json.dumps(["channel/hello", [socket.gethostname(), os.getpid()]]).encode()
     poller, ranks = zmq.Poller(), []
     for rank in range(first, first + count):
         one = context.socket(zmq.DEALER)
@@ -104,7 +104,7 @@ def many_ranks(first: int, count: int, key: str, address: str) -> None:
         one.curve_serverkey = key.encode()
         one.heartbeat_ivl, one.heartbeat_timeout = 5_000, 120_000
         one.connect(address)
-        one.send_multipart((b"hello", hello))
+        one.send(hello)
         poller.register(one, zmq.POLLIN)
         ranks.append(one)
     poller.register(sys.stdin.fileno(), zmq.POLLIN)
@@ -116,11 +116,10 @@ def many_ranks(first: int, count: int, key: str, address: str) -> None:
                 continue
             with suppress(zmq.Again):
                 while True:
-                    kind, content = one.recv_multipart(zmq.NOBLOCK)
-                    topic, body = json.loads(content) if kind == b"post" else (kind.decode(), None)
+                    topic, body = json.loads(one.recv(zmq.NOBLOCK))
                     if topic == "channel/flush":
                         answer = json.dumps(["channel/arrived", body]).encode()
-                        one.send_multipart((b"post", answer))
+                        one.send(answer)
                     came[topic].append(time.monotonic())
 
 
@@ -131,7 +130,7 @@ def _obey(ranks: list[Any], came: dict[str, list[float]]) -> None:
     command, *given = json.loads(line)
     if command == "line":
         for one in ranks:
-            one.send_multipart((b"post", json.dumps(["scale/line", [_LINE]]).encode()))
+            one.send(json.dumps(["scale/line", [_LINE]]).encode())
         say(posted=True)
     else:  # what has come so far of a topic: how many, and when the last
         times = came[given[0]]
