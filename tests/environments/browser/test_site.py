@@ -56,6 +56,8 @@ def pages_of(site: Path) -> list[str]:
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
+    timeout = 10  # seconds, for a connection that the browser opens and never uses
+
     def log_message(self, *_: Any) -> None:
         pass
 
