@@ -25,9 +25,11 @@ HERE = Path(__file__).parent
 #: The topics whose training runs on the device of ``--device``; the others measure the CPU and the network.
 ON_DEVICE = (
     "batch_size",
+    "by_sample",
     "callbacks",
     "guard",
     "overflow",
+    "recovery",
     "replica_check",
     "step",
     "stragglers",

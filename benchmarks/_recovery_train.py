@@ -1,8 +1,9 @@
 """The program of the topic `recovery`, 200 steps of a network of 1.1 M parameters by default: MODE FOLDER
 
 MODE: ``ours`` (the others go on), ``torchrun`` (all begin again at a checkpoint of every 50 steps) or ``torchft``, for
-which four processes are started one by one. KILLS in the environment says who dies in which step: ``2@60,0@130``, WIDTH
-how wide the network is.
+which four processes are started one by one. KILLS in the environment says who dies in which step: ``2@60,0@130``, WHERE
+at which place of it (``forward``, ``backward``, or ``queued``: behind the call of the optimizer's step), WIDTH how wide
+the network is. On a GPU, which all ranks share, the refusal of such a device is taken away.
 FOLDER takes a line for each step (time, step, loss of the same 128 samples), the time at which each one died, and the
 weights at the end.
 """
@@ -21,9 +22,12 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import LockstepDDPStrategy
+from lightning_lockstep.strategies import outliving
+from tests.harness import chosen_device, on_device
 
 MODE, FOLDER = sys.argv[1], Path(sys.argv[2])
 KILLS = os.environ.get("KILLS", "").split(",")
+WHERE = os.environ.get("WHERE", "forward")
 WIDTH = int(os.environ.get("WIDTH", "1024"))
 RANKS, EPOCHS, BATCH = 4, 4, 8
 torch.manual_seed(1)
@@ -38,16 +42,18 @@ NET = torch.nn.Sequential(
 )
 
 
-def die_if_asked(rank: str, step: int) -> None:
+def die_if_asked(rank: str, step: int, where: str = "forward") -> None:
     died = FOLDER / f"{rank}@{step}"
-    if died.name in KILLS and not died.exists():
+    if where == WHERE and died.name in KILLS and not died.exists():
         died.write_text(repr(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def note(step: int) -> None:
+    device = next(NET.parameters()).device
+    inputs, targets = (tensor[:128].to(device) for tensor in DATA.tensors)
     with torch.no_grad(), open(FOLDER / "steps", "a") as lines:
-        print(time.time(), step, mse_loss(NET(INPUTS[:128]), DATA.tensors[1][:128]).item(), file=lines)
+        print(time.time(), step, mse_loss(NET(inputs), targets).item(), file=lines)
 
 
 class Module(LightningModule):
@@ -56,8 +62,16 @@ class Module(LightningModule):
         self.net = NET
 
     def training_step(self, batch, index):
-        die_if_asked(os.environ["LOCAL_RANK"], self.trainer.global_step)
-        return mse_loss(self.net(batch[0]), batch[1])
+        rank, step = os.environ["LOCAL_RANK"], self.trainer.global_step
+        die_if_asked(rank, step)
+        outputs = self.net(batch[0])
+        outputs.register_hook(lambda _: die_if_asked(rank, step, "backward"))
+        return mse_loss(outputs, batch[1])
+
+    def optimizer_step(self, *given):
+        step = self.trainer.global_step
+        super().optimizer_step(*given)
+        die_if_asked(os.environ["LOCAL_RANK"], step, "queued")
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), 1e-4)
@@ -75,12 +89,13 @@ class Notes(Callback):
 
 def with_lightning() -> bool:
     """Fit; return whether this rank is to save the weights."""
+    if chosen_device() == "cuda":
+        outliving.check_start = lambda strategy: None
     ours, callbacks = MODE == "ours", [Notes()]
     if not ours:
         callbacks.append(ModelCheckpoint(FOLDER, filename="{step}", every_n_train_steps=50, save_last=True))
     trainer = Trainer(
-        accelerator="cpu",
-        devices=RANKS,
+        **on_device(RANKS),
         strategy=LockstepDDPStrategy(on_lost_rank="continue") if ours else "ddp",
         max_epochs=EPOCHS,
         callbacks=callbacks,

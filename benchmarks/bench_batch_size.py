@@ -26,6 +26,7 @@ from tests.harness import chosen_device, leave_memory, on_device, run_ranks
 WALL = 600
 FULL = "CUDA out of memory. Tried to allocate 20.00 MiB"
 PEER = "Lightning binsearch"
+REAL_MODELS = ("ResNet-50", "GPT-2")
 LARGEST: Any = {"global_batch_size": "largest"}  # as Lightning's does
 
 
@@ -160,6 +161,61 @@ def step_cost(stretches: int, stretch: int = 10) -> dict[str, list[float]]:
     return {"without": turns.medians(False), "on_oom=split": turns.medians(True)}
 
 
+class RealModel(Walled):
+    """ResNet-50, or a GPT-2 of 124 M parameters at 256 tokens, of Transformers; nothing is downloaded."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(wall=10**9)
+        import transformers
+
+        labels, count = torch.zeros(1, dtype=torch.long), 10**5
+        if kind == "ResNet-50":
+            self.net = transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=1000))
+            inputs = torch.randn(1, 3, 224, 224)
+        else:
+            self.net = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_positions=256, use_cache=False))
+            inputs = labels = torch.zeros(1, 256, dtype=torch.long)
+        self.loader_ = TensorDataset(
+            *(one.expand(count, *(-1 for _ in one.shape[1:])) for one in (inputs, labels))
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.tried = list(dict.fromkeys([*self.tried, len(batch[0])]))
+        return self.net(batch[0], labels=batch[1]).loss
+
+
+def fits_alone(kind: str, room: int, size: int) -> bool:
+    """Whether two steps of a size fit into this process."""
+    quiet()
+    module = RealModel(kind)
+    module.batch_size = size
+    torch.cuda.init()
+    leave_memory(room)
+    try:
+        fit(module, steps=2)
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+def on_a_real_model(kind: str, room: int) -> list[list[str]]:
+    """Both searches for a real model, and the largest size that a process trains which does not search [within 1 %]."""
+    rows, answer = [], 0
+    for name in (PEER, "AutoBatchSize"):
+        (found,) = run_ranks(1, real_search, name, room, kind, backend=None, timeout=120)
+        rows.append([kind, name, *found])
+        answer = int(found[2])
+    fits, fails = answer, 0
+    step = max(1, answer // 100)
+    while not fails or fails - fits > step:
+        size = fits + max(step, (fails - fits) // 2 if fails else answer // 16)
+        if run_ranks(1, fits_alone, kind, room, size, backend=None, timeout=60)[0]:
+            fits = size
+        else:
+            fails = size
+    return [*rows, [kind, "the true limit", "", "", str(fits), "yes"]]
+
+
 REAL_SEARCHES: dict[str, Callable[[], Any]] = {
     PEER: lambda: ClockedFinder(mode="binsearch", max_trials=40),
     "Lightning power": lambda: ClockedFinder(mode="power", max_trials=40),
@@ -167,11 +223,12 @@ REAL_SEARCHES: dict[str, Callable[[], Any]] = {
 }
 
 
-def real_search(name: str, room: int) -> list[str]:
+def real_search(name: str, room: int, kind: str = "") -> list[str]:
     """Search on a GPU that has so much memory left: trials, seconds, size, whether a step with it fits."""
     quiet()
-    module, callback = Walled(wall=10**9, width=1024), REAL_SEARCHES[name]()
-    module.loader_ = TensorDataset(torch.randn(1, 1024).expand(10**6, 1024))
+    module, callback = RealModel(kind) if kind else Walled(wall=10**9, width=1024), REAL_SEARCHES[name]()
+    if not kind:
+        module.loader_ = TensorDataset(torch.randn(1, 1024).expand(10**6, 1024))
     torch.cuda.init()
     leave_memory(room)
     trains = "yes"
@@ -203,8 +260,10 @@ def quiet() -> None:
 def run(quick: bool) -> Report:
     quiet()
     if chosen_device() == "cuda":
-        table = real_searches(2 * 2**30)
-        return Report("Search for a batch size where memory runs out", [table])
+        rows = [row for kind in REAL_MODELS for row in on_a_real_model(kind, 16 * 2**30)]
+        columns = ["model", "search", "trials", "seconds", "size found", "the step after it fits"]
+        of_models = Table("real models with 16 GiB, cuda", columns, rows)
+        return Report("Search for a batch size where memory runs out", [real_searches(2 * 2**30), of_models])
     found: dict[str, str] = {}
     variants = {
         PEER: finder(found, PEER, lambda: ClockedFinder(mode="binsearch")),

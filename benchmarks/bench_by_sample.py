@@ -20,7 +20,7 @@ from benchmarks._fit import BARE
 from benchmarks.engine import Comparison, Report, Samples, interleave
 from lightning_lockstep import LockstepDDPStrategy
 from lightning_lockstep.steps.sample_numbers import BatchPlace, SampleNumbers
-from tests.harness import chosen_device, on_device, run_ranks
+from tests.harness import chosen_device, on_device, run_ranks, wait_for_device
 
 OFF, ON = "of_rank", "by sample"
 SAMPLES, STEPS = 20_000, 60
@@ -66,9 +66,11 @@ class StepAlone(Callback):
         self.took: list[float] = []
 
     def on_train_batch_start(self, *_: Any) -> None:
+        wait_for_device()
         self._began = time.perf_counter()
 
     def on_train_batch_end(self, *_: Any) -> None:
+        wait_for_device()
         self.took.append(time.perf_counter() - self._began)
 
 
@@ -157,6 +159,7 @@ def dropouts(shape: tuple[int, ...], rounds: int) -> Samples:
         else:
             for _ in range(20):
                 F.dropout(x, 0.1)
+        wait_for_device()
         return (time.perf_counter() - began) / 20
 
     return interleave({OFF: lambda: measure(False), ON: lambda: measure(True)}, rounds=rounds, warmup=2)

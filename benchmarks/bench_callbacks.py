@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import lightning_lockstep as lockstep
 from benchmarks._fit import BARE, WIDTHS, Net
-from benchmarks.engine import Comparison, Report, Samples, interleave
+from benchmarks.engine import Comparison, Report, Samples, Table, interleave
 from lightning_lockstep import LockstepDDPStrategy
 from tests.harness import chosen_device, on_device, run_ranks, wait_for_device
 
@@ -45,28 +45,35 @@ WARMUP = 10
 
 
 class Clock(Callback):
-    """Times all steps after the first ones together, until the device has done them."""
+    """Times all steps after the first ones together, until the device has done them; or counts the host's waits."""
 
     began = seconds = 0.0
 
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
+    def __init__(self, steps: int, profiler: torch.profiler.profile | None = None) -> None:
+        self.steps, self.profiler = steps, profiler
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == WARMUP:
             wait_for_device()
+            if self.profiler is not None:
+                self.profiler.start()
             self.began = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, step: int) -> None:
         if step == self.steps - 1:
+            if self.profiler is not None:
+                self.profiler.stop()
             wait_for_device()
             self.seconds = (time.perf_counter() - self.began) / (self.steps - WARMUP)
 
 
-def step_of(name: str, ranks: int, steps: int) -> float:
+def step_of(
+    name: str, model: str, ranks: int, steps: int, profiler: torch.profiler.profile | None = None
+) -> float:
+    """Fit with a variant; the mean step [s]."""
     guard, callbacks = VARIANTS[name]
     torch.manual_seed(0)
-    clock = Clock(steps)
+    clock, widths = Clock(steps, profiler), WIDTHS[model]
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             **on_device(ranks),
@@ -78,26 +85,49 @@ def step_of(name: str, ranks: int, steps: int) -> float:
             callbacks=[*(getattr(lockstep, one)(**given) for one, given in callbacks.items()), clock],
         )
         torch.manual_seed(int(os.environ["RANK"]))
-        batches = [(torch.randn(32, 512), torch.randn(32, 512)) for _ in range(8)] * (steps // 8 + 1)
-        trainer.fit(Net(WIDTHS["1 M"]), DataLoader(batches[:steps], batch_size=None))  # type: ignore[arg-type]
+        batches = [(torch.randn(32, widths[0]), torch.randn(32, widths[-1])) for _ in range(8)]
+        given = [batches[step % 8] for step in range(steps)]
+        trainer.fit(Net(widths), DataLoader(given, batch_size=None))  # type: ignore[arg-type]
     return clock.seconds
 
 
-def in_turn(names: list[str], ranks: int, rounds: int, steps: int) -> Samples:
+def waits(names: list[str], model: str, ranks: int, steps: int = 50) -> list[list[str]]:
+    """How often and how long the host waits for the device in a step of each variant, by torch's profiler."""
+    rows = []
+    for name in names:
+        profiler = torch.profiler.profile()
+        step_of(name, model, ranks, steps, profiler)
+        found = [
+            one for one in profiler.key_averages() if one.key.startswith("cuda") and "Synchron" in one.key
+        ]
+        count = sum(one.count for one in found) / (steps - WARMUP)
+        milliseconds = sum(one.cpu_time_total for one in found) / 1000 / (steps - WARMUP)
+        rows.append([name, f"{count:.2f}", f"{milliseconds:.3f}"])
+    return rows
+
+
+def in_turn(names: list[str], model: str, ranks: int, rounds: int, steps: int) -> Samples:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    variants = {name: lambda name=name: step_of(name, ranks, steps) for name in names}
+    variants = {name: lambda name=name: step_of(name, model, ranks, steps) for name in names}
     return interleave(variants, rounds=rounds, warmup=1, progress=lambda line: print(line, flush=True))
 
 
 def run(quick: bool) -> Report:
     """One rank, for which there is no guard and nobody to compare with; then two, which share the device."""
-    tables = []
+    tables: list[Comparison | Table] = []
     rounds, steps = (3, 60) if quick else (9, 210)
-    for ranks, names in (1, [NONE, *DETECTORS, EVERY]), (2, list(VARIANTS)):
-        samples = run_ranks(ranks, in_turn, names, ranks, rounds, steps, backend=None, timeout=600)[0]
-        over = "nccl" if ranks == 1 and chosen_device() == "cuda" else "gloo"
-        title = f"step, 1 M parameters, batch 32 per rank, {ranks} rank{'s' * (ranks > 1)} over {over}"
-        tables.append(Comparison(title, samples, peer=NONE))
+    on_card, alone = chosen_device() == "cuda", [NONE, *DETECTORS, EVERY]
+    cases = [("1 M", 1, alone), ("1 M", 2, list(VARIANTS))]
+    for model, ranks, names in [("100 M", 1, alone), *cases] if on_card else cases:
+        samples = run_ranks(ranks, in_turn, names, model, ranks, rounds, steps, backend=None, timeout=600)[0]
+        over = "nccl" if ranks == 1 and on_card else "gloo"
+        title = f"step, {model} parameters, batch 32 per rank, {ranks} rank{'s' * (ranks > 1)} over {over}"
+        goal = {EVERY: 1.05} if model == "100 M" else {}
+        tables.append(Comparison(title, samples, peer=NONE, at_most=goal))
+    if on_card:
+        columns = ["variant", "waits of a step", "milliseconds of a step"]
+        rows = run_ranks(1, waits, alone, "100 M", 1, backend=None, timeout=120)[0]
+        tables.append(Table("how often the host waits for the device, 100 M parameters", columns, rows))
     notes = ["Each sample is the mean step of a fit of its own, from an idle device to an idle device."]
     return Report("What the guard and callbacks cost on one device", tables, notes)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.engine import Comparison, Report, Table
+from tests.harness import chosen_device, run_ranks
 
 PROGRAM = Path(__file__).with_name("_recovery_train.py")
 KILLS = {"2@80": "rank 2", "0@80": "rank 0"}
@@ -47,13 +48,13 @@ class Run:
         return len(self.steps) - len({step for _, step, _ in self.steps})
 
 
-def train(mode: str, kills: str = "", width: int = 1024) -> Run:
+def train(mode: str, kills: str = "", width: int = 1024, where: str = "forward") -> Run:
     """Run the program once."""
     with tempfile.TemporaryDirectory(prefix="recovery-") as name:
         folder = Path(name)
         paths = os.pathsep.join(filter(None, (str(PROGRAM.parents[1]), os.environ.get("PYTHONPATH"))))
         environment = os.environ | {"KILLS": kills, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-        environment |= {"WIDTH": str(width)}
+        environment |= {"WIDTH": str(width), "WHERE": where}
         command = [sys.executable, str(PROGRAM), mode, name]
         if mode == "torchrun":
             environment |= OF_TORCHRUN
@@ -69,7 +70,7 @@ def train(mode: str, kills: str = "", width: int = 1024) -> Run:
         died = folder / (kills or "none")
         whole = folder / "weights.pt"
         weights = torch.cat([one.flatten() for one in torch.load(whole).values()]) if whole.exists() else None
-        made = int(kills.rpartition("@")[2] or 0)
+        made = int(kills.rpartition("@")[2] or 0) + (where == "queued")
         return Run(steps, float(died.read_text()) if died.exists() else 0.0, made, weights)
 
 
@@ -123,8 +124,53 @@ def modes() -> list[str]:
     return ["torchrun", "ours", *(["torchft"] if importlib.util.find_spec("torchft") else [])]
 
 
+def nccl_again(times: int) -> list[float]:
+    """Abort the communicator of one rank and make another, so many times; seconds of each."""
+    import torch.distributed as dist
+
+    took, aborted, tensor = [], 0.0, torch.ones(1 << 20, device="cuda")
+    for number in range(times + 1):
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        dist.all_reduce(tensor)
+        torch.cuda.synchronize()
+        if number:
+            took.append(time.perf_counter() - aborted)
+        aborted = time.perf_counter()
+        dist.distributed_c10d._abort_process_group()
+    return took
+
+
+def on_a_card() -> Report:
+    """Four ranks share a card, over gloo: what a loss leaves there, which is refused as yet."""
+    print("undisturbed", flush=True)
+    weights, rows = train("ours").weights, []
+    for kill, killed in KILLS.items():
+        for where in ("backward", "queued"):
+            print(f"{killed} killed, {where}", flush=True)
+            one = train("ours", kill, where=where)
+            rows.append(
+                [killed, where, f"{one.away:.2f}", str(one.repeated), _difference([one.weights], weights)]
+            )
+    columns = ["killed", "where", "to the next step [s]", "steps made again", "weights at the end"]
+    again = run_ranks(1, nccl_again, 5, backend=None, timeout=60)[0]
+    return Report(
+        "A rank is killed, 4 ranks that share a card",
+        [
+            Table("what is left", columns, rows),
+            Table(
+                "nccl, one rank: from an abort to the next all-reduce [s]",
+                ["each"],
+                [[f"{s:.3f}"] for s in again],
+            ),
+        ],
+        ["`queued`: behind the call of the optimizer's step, which the device has not made yet."],
+    )
+
+
 def run(quick: bool) -> Report:
     """Each kill under each, in turn."""
+    if chosen_device() == "cuda":
+        return on_a_card()
     undisturbed = {}
     for mode in modes():
         print(f"{mode}, undisturbed", flush=True)

@@ -40,39 +40,41 @@ class Stage:
 
 STAGES = [
     Stage(
-        "every callback on one card",
+        "DeepSpeed over nccl, resumes by name",
+        90,
+        ("tests/programs/strategies/test_deepspeed.py",),
+    ),
+    Stage(
+        "the same numbers on one and four ranks of a card",
+        110,
+        ("tests/ranks/steps/test_sample_training.py", "tests/variants/steps/test_sample_training.py"),
+        topics=("by_sample",),
+    ),
+    Stage(
+        "what a step costs",
+        160,
+        topics=("callbacks", "step", "overflow", "replica_check"),
+    ),
+    Stage(
+        "a lost rank",
+        90,
+        topics=("recovery",),
+    ),
+    Stage(
+        "batch sizes of real models",
         100,
-        ("tests/programs/strategies/test_on_a_device.py",),
-        "every",
-        topics=("callbacks",),
+        topics=("batch_size",),
     ),
+    # With --stages, once those above have passed.
     Stage(
-        "DDP: numbers and failures",
-        75,
-        ("tests/ranks/strategies/test_fits.py", "tests/programs/strategies/test_on_a_device.py"),
-        "not every",
-    ),
-    Stage(
-        "FSDP and DeepSpeed",
-        75,
-        ("tests/ranks/strategies/test_fsdp.py", "tests/programs/strategies/test_deepspeed.py"),
-    ),
-    Stage(
-        "memory, overflow, replicas, waits",
-        75,
-        tuple(
-            f"tests/{cost}/{room}"
-            for room in ("batch_size", "numerics", "overflow", "replicas", "steps")
-            for cost in ("unit", "ranks", "programs")
-            if (ROOT / "tests" / cost / room).exists()
-        ),
-    ),
-    Stage(
-        "benchmarks",
-        215,
-        topics=("batch_size", "replica_check", "overflow", "guard", "verify"),
+        "every test with a device",
+        300,
+        tuple(f"tests/{cost}" for cost in ("unit", "ranks", "programs")),
     ),
 ]
+
+#: What fits into ten minutes.
+FIRST = range(1, len(STAGES))
 
 
 class Run:
@@ -193,7 +195,7 @@ def main() -> int:
     run.say(f"gpu: {machine(device)}; {cores} cores, {processor}, Python {platform.python_version()}")
     run.say(f"gpu: torch {torch.__version__}; results in {run.results}")
     started = time.monotonic()
-    for number in map(int, re.findall(r"\d+", given.stages)) if given.stages else range(1, len(STAGES) + 1):
+    for number in map(int, re.findall(r"\d+", given.stages)) if given.stages else FIRST:
         run.stage(number)
     run.say(f"gpu: {time.monotonic() - started:.0f} s in all")
     return int(run.failed)

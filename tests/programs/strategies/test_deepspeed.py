@@ -24,6 +24,8 @@ from tests.harness import MODELS, QUIET, chosen_device, on_device, run_ranks, ru
 from tests.models.distributed.mpi.launch import mpi_environ
 
 STAGES = (0, 1, 2, 3)
+#: DeepSpeed takes the local rank for the index of the card, so that two ranks cannot share one.
+RANKS = {"cpu": (2, "gloo"), "cuda": (1, "nccl")}
 
 
 class Net(LightningModule):
@@ -117,8 +119,7 @@ def curves() -> dict[str, Any]:
 
 
 def test_every_stage_has_the_loss_curve_of_ddp(device: str) -> None:
-    # DeepSpeed takes the local rank for the index of the card, so that two ranks cannot share one.
-    ranks, backend = {"cpu": (2, "gloo"), "cuda": (1, "nccl")}[device]
+    ranks, backend = RANKS[device]
     for found in run_ranks(ranks, curves, backend=backend, timeout=240):
         assert found.pop("stage 2, SGD") == pytest.approx(found.pop("ddp, SGD"), abs=2e-6)
         expected = found.pop("ddp")
@@ -185,12 +186,14 @@ def checkpoints(folder: str, stages: tuple[int, ...]) -> dict[Any, Any]:
     return found
 
 
-def test_checkpoints_of_stages_2_and_3(tmp_path: Path) -> None:
+def test_checkpoints_of_stages_2_and_3(device: str, tmp_path: Path) -> None:
     check_checkpoints(tmp_path, 2, 3)
 
 
 def check_checkpoints(tmp_path: Path, *stages: int) -> None:
-    found = run_ranks(2, checkpoints, str(tmp_path), stages, timeout=300)
+    ranks, backend = RANKS[chosen_device()]
+    epoch = 8 // ranks
+    found = run_ranks(ranks, checkpoints, str(tmp_path), stages, backend=backend, timeout=300)
     for of_rank in found:
         straight = of_rank["straight"]
         for stage in stages:
@@ -198,9 +201,9 @@ def check_checkpoints(tmp_path: Path, *stages: int) -> None:
             assert one["tested"] == pytest.approx(one["best"], abs=1e-6), stage
             assert one["of plain"] == pytest.approx(one["best"], abs=1e-6), stage
             # It goes on with the state of the optimizer and of the scheduler, as one fit of three epochs.
-            assert one["resumed"] == pytest.approx(straight[8:], abs=2e-6), stage
-            assert one["step"] == 12
-            assert one["first of plain"] == pytest.approx(straight[8], abs=2e-6), stage
+            assert one["resumed"] == pytest.approx(straight[2 * epoch :], abs=2e-6), stage
+            assert one["step"] == 3 * epoch
+            assert one["first of plain"] == pytest.approx(straight[2 * epoch], abs=2e-6), stage
     for stage in stages:
         weights = torch.load(tmp_path / str(stage) / "last.consolidated.ckpt", weights_only=True)[
             "state_dict"
@@ -208,7 +211,7 @@ def check_checkpoints(tmp_path: Path, *stages: int) -> None:
         net = Net()
         net.load_state_dict(weights)
         net.eval()
-        first = next(iter(DataLoader(loader().dataset, 8, sampler=range(0, 64, 2))))[0]
+        first = next(iter(DataLoader(loader().dataset, 8, sampler=range(0, 64, ranks))))[0]
         assert torch.allclose(net(first), torch.tensor(found[0][stage]["predicted"]), atol=1e-6), stage
         assert not list((tmp_path / str(stage)).glob("*.writing")) + list(
             (tmp_path / str(stage)).glob("*.before")

@@ -25,6 +25,7 @@ CASES = {
 
 def by_ddp(names: list[str], path: str = "", stop: int = -1) -> dict[str, State]:
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False
     cases = {name: CASES[name]._replace(stop=stop) for name in names}
     return {name: trained(LockstepDDPStrategy(**OF_SAMPLE), case, path=path) for name, case in cases.items()}
 
@@ -45,7 +46,9 @@ def test_training_changes_weights(alone: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_weights_and_statistics_are_those_of_one_rank(name: str, alone: Any, together: Any) -> None:
+def test_weights_and_statistics_are_those_of_one_rank(
+    name: str, device: str, alone: Any, together: Any
+) -> None:
     tolerance = 1e-5 if name == "float32" else 1e-11 if name.startswith("transformer") else 1e-12
     assert max(furthest(found[name], alone[name]) for found in together) < tolerance
 

@@ -35,6 +35,7 @@ SINGLE = {"images": Case("images", 101, precision=None)}
 
 def fits(cases: dict[str, Case], strategy: Any = LockstepDDPStrategy) -> dict[str, dict[str, Tensor]]:
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False
     return {name: trained(strategy(**OF_SAMPLE), case) for name, case in cases.items()}
 
 
@@ -90,11 +91,12 @@ class Compiled(Net):
 
 def compiled() -> dict[str, Tensor]:
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False
     sample_fits.Net = Compiled  # type: ignore[misc]  # this process ends with the fit
     return trained(LockstepDDPStrategy(**OF_SAMPLE), SINGLE["images"])
 
 
-def test_a_compiled_network_has_the_weights_of_one_that_is_not() -> None:
+def test_a_compiled_network_has_the_weights_of_one_that_is_not(device: str) -> None:
     expected = run_ranks(1, fits, SINGLE, backend=None)[0]
     found = run_ranks(2, compiled, backend=None, timeout=300)[0]
     assert furthest(found, expected["images"]) < 1e-5
