@@ -100,8 +100,7 @@ class LockstepDeepSpeedStrategy(RankLifecycle, DeepSpeedStrategy):
         exclude_frozen_parameters: bool = False,
         **options: Unpack[OptionsOfRanks],
     ) -> None:
-        accepted = OptionsOfRanks.__optional_keys__
-        self.settings, handed_on = taken(DeepSpeedSettings, type(self), locals(), accepted)
+        self.settings, handed_on = taken(DeepSpeedSettings, OptionsOfRanks, locals())
         import_deepspeed(device_type_given())  # because DeepSpeed parses the configuration
         given = with_named_options(
             read_config(config),

@@ -116,8 +116,7 @@ class LockstepFSDPStrategy(RankLifecycle, DDPStrategy):
         state_dict: Literal["full", "sharded"] = "full",
         **options: Unpack[OptionsOfRanks],
     ) -> None:
-        accepted = OptionsOfRanks.__optional_keys__
-        self.settings, handed_on = taken(FSDPSettings, type(self), locals(), accepted)
+        self.settings, handed_on = taken(FSDPSettings, OptionsOfRanks, locals())
         super().__init__(startup_over(self.settings), **handed_on)
 
     # -- before the ranks start ------------------------------------------------------------------------

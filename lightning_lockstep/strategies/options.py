@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from io import StringIO
@@ -209,19 +209,19 @@ class OptionsOfMPI(OptionsOfEach, OptionsOfDDP, total=False):
     gradient_as_bucket_view: bool
 
 
-def options_of_ddp() -> set[str]:
-    """Return those of ``OptionsOfDDP`` that the installed releases of Lightning and torch have."""
-    takers = (DDPStrategy, DistributedDataParallel)
-    names = {name for taker in takers for name in inspect.signature(taker).parameters}
-    return names & OptionsOfDDP.__optional_keys__
-
-
 def taken(
-    settings: type[_Settings], strategy: type, given: Mapping[str, Any], accepted: Collection[str]
+    settings: type[_Settings], accepted: Any, given: Mapping[str, Any]
 ) -> tuple[_Settings, dict[str, Any]]:
     """Return the settings of a strategy, and the options that it hands on; raise for any other."""
-    # `given`: the arguments of its constructor; those that it does not name are in ``options``.
-    options, names = given["options"], {field.name for field in fields(settings)}
+    # `given`: the arguments of its constructor; those that it does not name are in ``options``, which has the keys of
+    # `accepted`.
+    strategy, options = type(given["self"]), given["options"]
+    names = {field.name for field in fields(settings)}
+    taken_by_ddp = (
+        inspect.signature(DDPStrategy).parameters | inspect.signature(DistributedDataParallel).parameters
+    )
+    # The installed releases of Lightning and torch may lack some.
+    known = accepted.__optional_keys__ - (OptionsOfDDP.__optional_keys__ - taken_by_ddp.keys())
     own = {
         name
         for cls in strategy.__mro__
@@ -229,14 +229,14 @@ def taken(
         if parameter.kind is parameter.KEYWORD_ONLY
     }
     faults = Faults()
-    unknown = [name for name in options if name not in accepted]
+    unknown = [name for name in options if name not in known]
     if "on_lost_rank" in unknown:
         unknown.remove("on_lost_rank")
         faults.add(
             f"{strategy.__name__} has no on_lost_rank: expected LockstepDDPStrategy, each of whose ranks has all"
             " weights and the optimizer's state, so that others can go on without it."
         )
-    faults.unknown(unknown, {*accepted, *own}, owner=strategy.__name__)
+    faults.unknown(unknown, {*known, *own}, owner=strategy.__name__)
     faults.raise_all()
     handed_on = {name: value for name, value in options.items() if name not in names}
     return settings_of(settings, {**given, **options}), handed_on

@@ -98,8 +98,7 @@ class LockstepXLAStrategy(RankLifecycle):
 
     def __init__(self, *, downcast_bf16: bool = False, **options: Unpack[OptionsOfXLA]) -> None:
         self.downcast_bf16 = downcast_bf16
-        accepted = OptionsOfXLA.__optional_keys__
-        self.settings, handed_on = taken(LifecycleSettings, type(self), locals(), accepted)
+        self.settings, handed_on = taken(LifecycleSettings, OptionsOfXLA, locals())
         faults = Faults()
         faults.flag("downcast_bf16", downcast_bf16)
         for name in ("random_numbers", "batch_norm"):
