@@ -26,13 +26,15 @@ from lightning_lockstep._settings import Faults, is_whole, settings_of
 from lightning_lockstep._system import usable_cores
 from lightning_lockstep._text import say
 from lightning_lockstep.distributed import Communicator, FailurePropagation, current_communicator, shut_down
-from lightning_lockstep.distributed.failure.exit_notes import (
-    keep_failure,
-    remove_earlier_report,
-)
 from lightning_lockstep.distributed.failure.process_exit import Ending, outcome, set_ending
 from lightning_lockstep.distributed.failure.propagation import propagation_on
-from lightning_lockstep.distributed.failure.record import describe_error, place_in_words, tell_place_by
+from lightning_lockstep.distributed.failure.record import (
+    describe_error,
+    keep_failure,
+    place_in_words,
+    remove_earlier_report,
+    tell_place_by,
+)
 from lightning_lockstep.distributed.guard.collective_call import tell_batch_by
 from lightning_lockstep.distributed.guard.guard import CollectiveGuard, GuardSettings, guard_on
 from lightning_lockstep.distributed.process_group import current_group
@@ -208,17 +210,14 @@ class RankSupervisor:
     def attempt(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function`` as an attempt of all ranks."""
         self._rejoin()
-        try:
-            answer = function(*args, **kwargs)
-        except _TunerExitException:
-            self._leave()
-            raise
+        answer = function(*args, **kwargs)
         self._leave()
         return answer
 
     def raise_for(self, error: BaseException) -> NoReturn:
         """Inform the other ranks of an error and raise it, or raise that of the rank that failed first."""
         if isinstance(error, _TunerExitException):
+            self._leave()
             raise error  # no failure: all ranks leave a run that was only to find something, and Lightning goes on
         raised = self._error_to_raise(error)
         if raised is error:

@@ -44,7 +44,6 @@ import psutil
 
 from lightning_lockstep._lightning import SIGTERMException
 from lightning_lockstep._system import on_ctrl_c
-from lightning_lockstep.distributed.failure.exit_notes import forget_failure, keep_failure, note_failure
 from lightning_lockstep.distributed.failure.interrupt import (
     Interrupt,
     Process,
@@ -65,9 +64,12 @@ from lightning_lockstep.distributed.failure.record import (
     FailureRecord,
     describe_error,
     describe_exit,
+    forget_failure,
     is_alike,
     is_broken_collective,
+    keep_failure,
     leaves_in_order,
+    note_failure,
     own_place,
 )
 from lightning_lockstep.distributed.side_channel.channel import BACK_WITHIN, Message, SideChannel
